@@ -158,12 +158,14 @@ def run(config: JobConfig | str | Path, overrides: Mapping[str, Any] | None = No
 
 def generate_text(
     run: AnyRun,
-    prompts: str | Sequence[str],
+    prompts: str | Sequence[str] = (),
     *,
+    messages: Sequence[Mapping[str, Any]] | None = None,
+    chat_template: str | Path | None = None,
     max_new_tokens: int | None = None,
-    temperature: float = 0.8,
+    temperature: float | None = None,
     top_k: int | None = None,
-    top_p: float = 1.0,
+    top_p: float | None = None,
     seed: int = 0,
     ignore_eos: bool = False,
     weights: Weights | None = None,
@@ -176,11 +178,15 @@ def generate_text(
     All prompts are one batch; a single string is one prompt. The texts are without the prompts and without the token
     that ends a document; the same arguments give the same texts.
 
+    messages: a conversation to answer in place of prompts, such as [{"role": "user", "content": "Hello"}]; returns a
+    list of one text, the answer. To go on, append it as {"role": "assistant", "content": ...}, and the next message of
+    the user. An answer has up to 1,024 tokens. chat_template: a file in Jinja; None: the tokenizer's own.
+
     max_new_tokens: None: 200, or fewer if the model has fewer positions left. temperature: divides the logits; 0: the
-    most likely token. top_k, top_p: sample from the K most likely tokens, and of these from the fewest with total
-    probability P. ignore_eos: continue after the end of a document. weights: "last", or "ema" for their average; None:
-    those of the SavedRun, else "last". dtype: "auto": that of the run's weights. tokenizer: a tokenizer.json or its
-    folder; None: the run's own.
+    most likely token; None: the model's own default, else 0.8. top_k, top_p: sample from the K most likely tokens (0:
+    all), and of these from the fewest with total probability P; None: the model's own defaults, else all. ignore_eos:
+    continue after the end of a document. weights: "last", or "ema" for their average; None: those of the SavedRun, else
+    "last". dtype: "auto": that of the run's weights. tokenizer: a tokenizer.json or its folder; None: the run's own.
 
     Writes nothing. Raises ConfigError for invalid arguments, and UserError, for example if the run has no checkpoint.
     """
@@ -197,9 +203,15 @@ def generate_text(
             device=device,
             dtype=dtype,
             tokenizer=None if tokenizer is None else str(tokenizer),
+            chat=messages is not None,
+            chat_template="" if chat_template is None else str(chat_template),
         )
         if problems := generate.check(options):
             raise ConfigError(problems)
+        if messages is not None:
+            if prompts:
+                raise UsageError("generate_text takes either prompts or messages")
+            return [generate.answer_to(_opened(run, weights), messages, options)]
         texts = [prompts] if isinstance(prompts, str) else prompts
         given = [Prompt(f"prompts[{index}]", text) for index, text in enumerate(texts)]
         return generate.generated_texts(_opened(run, weights), given, options) if given else []

@@ -119,6 +119,8 @@ def test_run_starts_from_imported_weights_and_resumes_from_its_checkpoints(tmp_p
     tensors = load_file(tmp_path / "infinite/model.safetensors")
     tensors["model.embed_tokens.weight"][-1, -1] = float("inf")  # of a token that does not occur
     save_file(tensors, tmp_path / "infinite/model.safetensors", {"format": "pt"})
+    defaults = b'{"eos_token_id": [3, 5]}'
+    (tmp_path / "model" / "generation_config.json").write_bytes(defaults)
     path = f"checkpoint.initial_load_path=hf:{tmp_path / 'model'}"
     convert(["import", str(tmp_path / "model"), "--out", str(tmp_path / "imported")])
     step_0 = f"checkpoint.initial_load_path={tmp_path / 'imported' / 'checkpoint'}"
@@ -169,6 +171,8 @@ def test_run_starts_from_imported_weights_and_resumes_from_its_checkpoints(tmp_p
     assert "--checkpoint.initial_load_path FOLDER" in inside.error
     assert "tok_embeddings.weight has NaN or infinite values in torch.float64" in infinite.error
     assert stepped.end == one.end
+    for name in ("one", "tp", "pp", "killed", "stepped"):
+        assert (tmp_path / name / "checkpoint/step-8/generation_config.json").read_bytes() == defaults
     assert single.logged("21 tensors, converted from float64 to float32")
 
 

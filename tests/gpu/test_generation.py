@@ -23,7 +23,7 @@ def test_tokens_match_the_cpu(sampling: Sampling, n_kv_heads: int) -> None:
     for device in ("cpu", "cuda"):
         model = tiny(n_kv_heads=n_kv_heads).to(device)
         for prompts in (PROMPTS, PROMPTS[:1]):
-            texts.append(list(generate(model, prompts, sampling, max_new_tokens=30, eos_id=None)))
+            texts.append(list(generate(model, prompts, sampling, max_new_tokens=30, eos_ids=())))
     assert texts[:2] == texts[2:]
 
 

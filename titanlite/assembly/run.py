@@ -47,6 +47,7 @@ from titanlite.faults.skipped import SkippedSteps
 from titanlite.generation.prompts import Prompt, encode_prompts
 from titanlite.generation.samples import Samples
 from titanlite.hf.folder import PREFIX, ModelFolder
+from titanlite.hf.generation_defaults import read_generation_defaults
 from titanlite.hf.source import fetch_source
 from titanlite.metrics.about import AboutRun, git_commit, note_start
 from titanlite.metrics.config import EXPERTS_FILE, LOG_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE
@@ -247,7 +248,7 @@ def build_run(
         stop,
         start,
         validation,
-        build_samples(config, mesh, trainer, tokenizer, meter, sinks) if config.samples.prompts else None,
+        build_samples(config, mesh, trainer, tokenizer, meter, sinks, start) if config.samples.prompts else None,
         memory,
     )
 
@@ -392,7 +393,13 @@ def build_validation(
 
 
 def build_samples(
-    config: JobConfig, mesh: Mesh, trainer: Trainer, tokenizer: Tokenizer | None, meter: Meter, sinks: Sinks
+    config: JobConfig,
+    mesh: Mesh,
+    trainer: Trainer,
+    tokenizer: Tokenizer | None,
+    meter: Meter,
+    sinks: Sinks,
+    start: Start,
 ) -> Samples:
     """Build the samples of the run. A collective: creates a process group. Raises ConfigError if a prompt is too long
     or empty."""
@@ -413,6 +420,7 @@ def build_samples(
         hyper_parameters,
         DTYPES[config.training.mixed_precision_param],
         tokenizer,
+        read_generation_defaults(start.generation_config).ends(tokenizer.eos_id),
         prompts,
         mesh.new_group(config.comm.save_timeout_s, keeps_timeout=True),
         meter,

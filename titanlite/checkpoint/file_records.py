@@ -7,6 +7,7 @@ from pathlib import Path
 
 from titanlite.checkpoint.config import Verify
 from titanlite.runtime.cache import hash_of
+from titanlite.runtime.durability import write_file
 
 HASH = "xxh3-128"
 METADATA_FILE = ".metadata"
@@ -23,6 +24,12 @@ class FileRecord:
     rank: int
     bytes: int
     hash: str
+
+
+def write_recorded(path: Path, content: bytes) -> FileRecord:
+    """Write a new small file, from rank 0, and sync it to disk. Raises OSError."""
+    write_file(path, content)
+    return FileRecord(0, len(content), hash_of(path))
 
 
 def check_file(folder: Path, name: str, record: FileRecord, verify: Verify) -> None:

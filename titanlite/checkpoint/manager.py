@@ -16,6 +16,7 @@ from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.saver import Saver
 from titanlite.checkpoint.start import Start, StartFinder
 from titanlite.checkpoint.state import STREAMS
+from titanlite.hf.generation_defaults import GENERATION_FILE
 from titanlite.runtime.agreement import Agreement, RanksError, warn_on_rank_0
 from titanlite.runtime.signals import StopRequest
 
@@ -58,7 +59,9 @@ class Checkpoints:
         self._start = self._finder.find()
         if section.enable:
             delete_older = partial(retain, folder, section.keep_latest_k, section.keep_every, {self._start.step})
-            self._saver = Saver(folder, self._group, section.async_mode, self._device, delete_older)
+            defaults = self._start.generation_config
+            small_files = {} if defaults is None else {GENERATION_FILE: defaults}
+            self._saver = Saver(folder, self._group, section.async_mode, self._device, delete_older, small_files)
         return self._start
 
     def before_update(self) -> None:

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from titanlite.checkpoint.config import AsyncMode
-from titanlite.checkpoint.file_records import FileRecord
+from titanlite.checkpoint.file_records import FileRecord, write_recorded
 from titanlite.checkpoint.folder import publish, step_folder, writing_folder
 from titanlite.checkpoint.manifest import Manifest, write_manifest
 from titanlite.checkpoint.state import HostCopy, first_not_finite
@@ -38,7 +38,7 @@ class Saver:
     group: a gloo group that nothing else uses during a save, since a thread uses it. With a mode other than "disabled",
     `begin` returns once the tensors are copied, or with "async_with_pinned_mem" once the copies are enqueued: the
     tensors must not change before `hold_copies`. device: of the tensors. delete_older: called on rank 0 after each
-    save; returns the deleted steps.
+    save; returns the deleted steps. small_files: name -> content of further files of each checkpoint.
     """
 
     def __init__(
@@ -48,11 +48,13 @@ class Saver:
         mode: AsyncMode,
         device: torch.device,
         delete_older: Callable[[], list[int]],
+        small_files: Mapping[str, bytes] | None = None,
     ) -> None:
         self._folder = folder
         self._group = group
         self._device = device
         self._retain = delete_older
+        self._small_files = small_files or {}
         self._copy = None if mode == "disabled" else HostCopy(pinned=mode == "async_with_pinned_mem")
         self._thread: threading.Thread | None = None
         self._failure: RanksError | RuntimeError | None = None
@@ -147,7 +149,9 @@ class Saver:
                 raise RanksError(f"rank {rank}: {name} has NaN or infinite values; such a state is never published")
 
     def _publish(self, manifest: Manifest) -> None:
-        write_manifest(writing_folder(self._folder, manifest.step), manifest)
+        folder = writing_folder(self._folder, manifest.step)
+        small = {name: write_recorded(folder / name, content) for name, content in self._small_files.items()}
+        write_manifest(folder, replace(manifest, files={**manifest.files, **small}))
         publish(self._folder, manifest.step)
 
     def _delete_older(self) -> None:

@@ -47,11 +47,13 @@ from titanlite.checkpoint.storage import first_failure, load_tensors, read_shape
 from titanlite.data.fingerprint import num_sources
 from titanlite.data.streams import with_all_fields
 from titanlite.hf.folder import ModelFolder
+from titanlite.hf.generation_defaults import GENERATION_FILE, read_generation_defaults
 from titanlite.metrics.meter import Meter, MeterState
 from titanlite.runtime.agreement import RanksError, run_on_all_ranks, run_on_rank_0, warn_on_rank_0
 from titanlite.runtime.cache import hash_of
 from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UsageError, UserError
+from titanlite.runtime.json_files import JsonError, read_regular
 from titanlite.runtime.logging import log
 
 Usable = Callable[[Manifest], bool]
@@ -73,7 +75,8 @@ class Start:
 
     step: optimizer steps done; 0 for a new run. lineage: see Manifest. config: the checkpoint's, by section; {} without
     a checkpoint. resumes: whether the run resumes in its own folder. model_only: whether the checkpoint is that of a
-    finished run and has no optimizer state to resume from.
+    finished run and has no optimizer state to resume from. generation_config: that of the checkpoint or of the imported
+    model, if any, for the checkpoints of the run.
     """
 
     step: int
@@ -81,6 +84,7 @@ class Start:
     config: Mapping[str, Any]
     resumes: bool = False
     model_only: bool = False
+    generation_config: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -131,14 +135,20 @@ class StartFinder:
         step, lineage = found.manifest.step, found.manifest.lineage
         if found.manifest.content == "model":
             log.info("Start: at the end of a finished run, step %d, %s", step, found.path)
-            return Start(step, lineage, found.manifest.config, resumes=True, model_only=True)
+            return Start(
+                *(step, lineage, found.manifest.config),
+                resumes=True,
+                model_only=True,
+                generation_config=self._generation_config(found),
+            )
         self._load_all(found)
         if goes_back:
             lineage += (_new_branch(step),)
         superseded = run_on_rank_0(lambda: supersede_after(self.folder, step), self.group)
         if superseded:
             log.info("Renamed as superseded: the checkpoints of steps %s", ", ".join(map(str, superseded)))
-        return Start(step, lineage, found.manifest.config, resumes=True)
+        defaults = self._generation_config(found)
+        return Start(step, lineage, found.manifest.config, resumes=True, generation_config=defaults)
 
     def _has_gone_back(self) -> bool:
         """Whether this launch has gone back to load_step before a restart of its ranks."""
@@ -156,20 +166,27 @@ class StartFinder:
 
     def _begin(self) -> Start:
         """Start a new run from initial weights, another run's checkpoint, or a Hugging Face model."""
-        path = self.section.initial_load_path
+        path, defaults = self.section.initial_load_path, None
         if self.imported is not None:
             self._import(self.imported)
+            defaults = self.imported.generation_config
         elif not path:
             log.info("Start: new run at step 0 with initial weights; no checkpoint in %s", self.folder)
         else:
             found = self._initial(Path(path))
+            defaults = self._generation_config(found)
             if not self.section.initial_load_model_only:
                 self._check_facts(found.manifest, found.path)
                 self._load_all(found)
                 step = found.manifest.step
-                return Start(step, (*found.manifest.lineage, _new_branch(step)), found.manifest.config)
+                lineage = (*found.manifest.lineage, _new_branch(step))
+                return Start(step, lineage, found.manifest.config, generation_config=defaults)
             self._load_weights(found)
-        return Start(0, (_new_branch(0),), {})
+        return Start(0, (_new_branch(0),), {}, generation_config=defaults)
+
+    def _generation_config(self, found: Found) -> bytes | None:
+        """The generation_config.json of a checkpoint, if it has one."""
+        return run_on_rank_0(lambda: generation_config_of(found.path, found.manifest), self.group)
 
     def _load_weights(self, found: Found) -> None:
         tensors, facts = self.state.model(), found.manifest.facts
@@ -387,6 +404,18 @@ def verify_checkpoint(path: Path, verify: Verify, group: dist.ProcessGroup, usab
             return damage
     how = {"full": "verified in full", "size": "sizes verified", "off": "not verified"}[verify]
     return Found(path, manifest, f"{how} ({size_of(manifest.files)}, {time.perf_counter() - start:.2f} s)")
+
+
+def generation_config_of(path: Path, manifest: Manifest) -> bytes | None:
+    """The generation_config.json of the checkpoint at `path`; None if it has none. Raises UserError."""
+    if GENERATION_FILE not in manifest.files:
+        return None
+    try:
+        content = read_regular(path / GENERATION_FILE)
+        read_generation_defaults(content)
+    except (OSError, JsonError) as error:
+        raise UserError(f"{path / GENERATION_FILE} is damaged: {error}; put the file back") from None
+    return content
 
 
 def load(found: Found, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:

@@ -51,6 +51,8 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = {token_id for token_id, token in added.items() if token.special}
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self._config_beside = _config_beside(file)
         beside = str(file.with_name(CHAT_TEMPLATE))
@@ -161,6 +163,10 @@ class Tokenizer:
         """Whether `token_id` is in the vocabulary. A model may have more ids than its tokenizer, so it may generate ids
         that have no text."""
         return self._tokenizer.id_to_token(token_id) is not None
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `token_id` is a special token, which has no text of its own, such as BOS and EOS."""
+        return token_id in self._special_ids
 
     def is_token(self, text: str) -> bool:
         """Whether `text` is one token of the vocabulary."""

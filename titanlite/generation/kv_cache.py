@@ -20,7 +20,7 @@ class Reading:
     only to itself (a softmax over nothing would be NaN), and no other column attends to it.
 
     padding: number of padding columns per row. capacity: total number of columns. columns: number of columns read so
-    far. mask: 0 or -inf, (rows, 1, columns being read, all columns up to them); None: causal.
+    far. device: of the tokens. mask: 0 or -inf, (rows, 1, columns being read, all columns up to them); None: causal.
     """
 
     def __init__(self, model: LanguageModel, padding: Sequence[int], capacity: int) -> None:
@@ -28,6 +28,7 @@ class Reading:
         self.capacity = capacity
         self.columns = 0
         self.mask: Tensor | None = None
+        self.device = parameter.device
         self._model = model
         self._is_padded = any(padding)
         self._dtype = parameter.dtype
@@ -41,6 +42,11 @@ class Reading:
             logits: Tensor = self._model(tokens, (columns - self._padding).clamp_(min=0))
         self.columns += tokens.shape[1]
         return logits
+
+    def rewind(self, columns: int, *, capacity: int) -> None:
+        """Forget all columns from `columns` on, and make room for `capacity` in total."""
+        assert columns <= self.columns
+        self.columns, self.capacity = columns, max(self.capacity, capacity)
 
     def _mask_of(self, columns: Tensor) -> Tensor | None:
         one_sees_all = len(columns) == 1 or self.columns == 0
@@ -56,8 +62,18 @@ class Rereading:
     """The same for models of any architecture: each call reads all columns again, row by row and without padding."""
 
     def __init__(self, model: LanguageModel, padding: Sequence[int]) -> None:
+        self.device = next(model.parameters()).device
         self._model, self._padding = model, padding
         self._tokens: list[Tensor] = []
+
+    @property
+    def columns(self) -> int:
+        """Number of columns read so far."""
+        return sum(tokens.shape[1] for tokens in self._tokens)
+
+    def rewind(self, columns: int, *, capacity: int) -> None:  # noqa: ARG002
+        """Forget all columns from `columns` on."""
+        self._tokens = [torch.cat(self._tokens, dim=1)[:, :columns]] if self._tokens else []
 
     def read(self, tokens: Tensor) -> Tensor:
         """Logits (rows, 1, vocab_size) of the last column; 0 for a row that has only padding so far."""
@@ -96,8 +112,11 @@ class KeyValueCache:
     def _append(self, buffer: Tensor | None, new: Tensor, begin: int) -> Tensor:
         """The buffer (rows, heads, capacity, head_dim), with the new columns written into it."""
         rows, heads, count, width = new.shape
-        if buffer is None:
-            buffer = new.new_empty(rows, heads, self._reading.capacity, width)
+        if buffer is None or buffer.shape[2] < self._reading.capacity:
+            larger = new.new_empty(rows, heads, self._reading.capacity, width)
+            if buffer is not None:
+                larger[:, :, :begin] = buffer[:, :, :begin]
+            buffer = larger
         buffer[:, :, begin : begin + count] = new
         return buffer
 

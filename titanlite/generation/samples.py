@@ -1,6 +1,6 @@
 """Samples: texts that the model writes during training."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from titanlite.runtime.logging import log
 @dataclass(frozen=True)
 class Samples:
     """Samples of a run: interval, prompts and outputs. prompts: tokenized. dtype: of the computation.
+    eos_ids: tokens that end a text.
 
     group: gloo group of all ranks, which wait in it while rank 0 generates.
     """
@@ -37,6 +38,7 @@ class Samples:
     hyper_parameters: Any
     dtype: torch.dtype
     tokenizer: Tokenizer
+    eos_ids: Collection[int]
     prompts: Sequence[Prompt]
     group: dist.ProcessGroup
     meter: Meter
@@ -77,10 +79,10 @@ class Samples:
             [prompt.ids for prompt in self.prompts],
             Sampling(section.temperature, seed=section.seed),
             max_new_tokens=min(section.max_new_tokens, room),
-            eos_id=self.tokenizer.eos_id,
+            eos_ids=self.eos_ids,
         )
         for tokens in steps:
             for row, token in enumerate(tokens):
-                if token is not None and token != self.tokenizer.eos_id:
+                if token is not None and token not in self.eos_ids:
                     texts[row] += streams[row].add(token)
         return [text + stream.rest() for text, stream in zip(texts, streams, strict=True)]

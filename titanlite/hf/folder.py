@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from titanlite.data.tokenizer import CHAT_TEMPLATE, Tokenizer
+from titanlite.hf.generation_defaults import GENERATION_FILE, defaults_of_config
 from titanlite.hf.safetensors import SUFFIX, StoredStack, StoredTensor, read_box_, read_header, read_object
 from titanlite.models.family import Family
 from titanlite.models.hugging_face import stored_names
@@ -27,7 +28,6 @@ PREFIX = "hf:"
 """Prefix of checkpoint.initial_load_path for a model in Hugging Face format."""
 
 CONFIG_FILE = "config.json"
-GENERATION_FILE = "generation_config.json"
 SINGLE_FILE = f"model{SUFFIX}"
 INDEX_FILE = f"{SINGLE_FILE}.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", CHAT_TEMPLATE)
@@ -46,7 +46,7 @@ class ModelFolder:
 
     name: as given by the user. tensors: by titanlite's parameter names. num_tensors: how many are stored. tied: the
     stored copy of a tied embedding, if any. computed: names of stored tensors that are not read, since they follow from
-    config.json.
+    config.json. generation_config: the content of generation_config.json, if any; see defaults_of_config.
     """
 
     name: str
@@ -57,6 +57,7 @@ class ModelFolder:
     num_tensors: int
     tied: StoredTensor | None
     computed: tuple[str, ...]
+    generation_config: bytes | None
 
     def files(self) -> list[Path]:
         """All files of the folder, sorted."""
@@ -119,9 +120,13 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
     """
     files = _Files(name, path, path if inside is None else inside)
     fields = files.read_json(CONFIG_FILE)
-    for entry in (*TOKENIZER_FILES, GENERATION_FILE):
+    for entry in TOKENIZER_FILES:
         if os.path.lexists(path / entry):
             files.find(entry)
+    generation_config = defaults_of_config(fields)
+    if os.path.lexists(path / GENERATION_FILE):
+        files.read_json(GENERATION_FILE)
+        generation_config = read_regular(path / GENERATION_FILE)
     found = _read_shards(files, *_listed_shards(files))
     family, hyper_parameters = _model_of(name, fields, len(found))
     names = family.exported.names(hyper_parameters)
@@ -142,7 +147,7 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
         ours: found[theirs] if isinstance(theirs, str) else StoredStack(tuple(found[each] for each in theirs))
         for ours, theirs in names.items()
     }
-    return ModelFolder(name, path, family, hyper_parameters, tensors, len(stored), tied, computed)
+    return ModelFolder(name, path, family, hyper_parameters, tensors, len(stored), tied, computed, generation_config)
 
 
 class _Files:

@@ -8,7 +8,6 @@ from typing import Any
 
 from titanlite.hf.folder import (
     CONFIG_FILE,
-    GENERATION_FILE,
     INDEX_FILE,
     SINGLE_FILE,
     TOKENIZER_FILES,
@@ -16,6 +15,7 @@ from titanlite.hf.folder import (
     open_folder,
     shard_of_tensors,
 )
+from titanlite.hf.generation_defaults import GENERATION_FILE
 from titanlite.hf.safetensors import read_object
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log

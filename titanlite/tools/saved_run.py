@@ -16,6 +16,7 @@ from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.file_records import InvalidCheckpointError, check_file
 from titanlite.checkpoint.folder import published_steps, step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest, UnknownFormatError, read_manifest
+from titanlite.checkpoint.start import generation_config_of
 from titanlite.checkpoint.state import AVERAGE, MODEL
 from titanlite.checkpoint.storage import first_failure, load_tensors, read_shapes
 from titanlite.config.load import CONFIG_COPY, config_from_values, read_copy
@@ -24,6 +25,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, tokenizer_file
 from titanlite.generation.model import empty_model
+from titanlite.hf.generation_defaults import GenerationDefaults, read_generation_defaults
 from titanlite.models.family import Family, LanguageModel, saved_tensors
 from titanlite.models.registry import FAMILIES
 from titanlite.precision import DTYPES
@@ -85,6 +87,14 @@ class SavedRun:
         model = empty_model(self.family, self.hyper_parameters, device, dtype)
         self.load(saved_tensors(model))
         return model.eval()
+
+    def generation_config(self) -> bytes | None:
+        """The generation_config.json of the model that the run began from, if it had one. Raises UserError."""
+        return generation_config_of(self.path, self.manifest)
+
+    def generation_defaults(self) -> GenerationDefaults:
+        """What generation_config says; nothing if there is none. Raises UserError."""
+        return read_generation_defaults(self.generation_config())
 
     def tokenizer(self) -> Tokenizer | None:
         """The run's tokenizer: the copy in the dump folder, else the configured one; None if both are missing.

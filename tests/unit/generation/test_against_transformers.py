@@ -34,21 +34,22 @@ def counterpart(model: Llama3) -> Any:
     return other.eval()
 
 
-def greedy_transformers(other: Any, prompts: list[list[int]], eos_id: int | None) -> list[list[int]]:
-    """The new tokens of each prompt up to the first EOS. Prompts are padded on the left."""
+def greedy_transformers(other: Any, prompts: list[list[int]], eos_ids: list[int]) -> list[list[int]]:
+    """The new tokens of each prompt up to the first of eos_ids. Prompts are padded on the left."""
     from transformers import GenerationConfig
 
     longest = max(map(len, prompts))
     tokens = torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=eos_id, pad_token_id=PAD)
+    settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=eos_ids or None, pad_token_id=PAD)
     found: Tensor = other.generate(tokens, attention_mask=mask, generation_config=settings)
     rows = found[:, longest:].tolist()
-    return [row[: row.index(eos_id) + 1] if eos_id in row else row for row in rows]
+    ends = [next((n for n, token in enumerate(row, 1) if token in eos_ids), NEW) for row in rows]
+    return [row[:end] for row, end in zip(rows, ends, strict=True)]
 
 
-def greedy_titanlite(model: Llama3, prompts: list[list[int]], eos_id: int | None) -> list[list[int]]:
-    steps = list(generate(model, prompts, Sampling(), max_new_tokens=NEW, eos_id=eos_id))
+def greedy_titanlite(model: Llama3, prompts: list[list[int]], eos_ids: list[int]) -> list[list[int]]:
+    steps = list(generate(model, prompts, Sampling(), max_new_tokens=NEW, eos_ids=eos_ids))
     return [[token for token in row if token is not None] for row in zip(*steps, strict=True)]
 
 
@@ -58,15 +59,16 @@ def greedy_titanlite(model: Llama3, prompts: list[list[int]], eos_id: int | None
 def test_greedy_tokens_are_the_same(changes: dict[str, int | float | bool]) -> None:
     model = tiny(**changes)
     other = counterpart(model)
-    free = greedy_titanlite(model, PROMPTS, None)
-    assert free == greedy_transformers(other, PROMPTS, None)
+    free = greedy_titanlite(model, PROMPTS, [])
+    assert free == greedy_transformers(other, PROMPTS, [])
     assert all(len(set(tokens)) > 5 for tokens in free), "too monotonous to reveal an error"
-    eos_id = free[1][7]
-    found = greedy_titanlite(model, PROMPTS, eos_id)
-    assert found == greedy_transformers(other, PROMPTS, eos_id)
+    eos_ids = [free[1][7], free[2][5]]
+    found = greedy_titanlite(model, PROMPTS, eos_ids)
+    assert found == greedy_transformers(other, PROMPTS, eos_ids)
     assert len(found[1]) <= 8
+    assert len(found[2]) <= 6
     assert max(map(len, found)) > 8
-    assert [greedy_titanlite(model, [prompt], None)[0] for prompt in PROMPTS] == free
+    assert [greedy_titanlite(model, [prompt], [])[0] for prompt in PROMPTS] == free
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tests.unit.generation.tiny import CONFIG, PROMPTS, tiny
 from titanlite.generation import generate as generation
-from titanlite.generation.generate import generate
+from titanlite.generation.generate import Transcript, generate
 from titanlite.generation.kv_cache import remembering
 from titanlite.generation.sampling import Sampling, choose
 from titanlite.models.attention import attend
@@ -26,10 +26,9 @@ def written(
     sampling: Sampling = GREEDY,
     *,
     count: int = NEW,
-    eos_id: int | None = None,
 ) -> list[list[int]]:
     """All new tokens of each prompt."""
-    steps = list(generate(model, prompts, sampling, max_new_tokens=count, eos_id=eos_id))
+    steps = list(generate(model, prompts, sampling, max_new_tokens=count, eos_ids=()))
     return [[token for token in row if token is not None] for row in zip(*steps, strict=True)]
 
 
@@ -104,17 +103,17 @@ def test_no_token_attends_to_padding() -> None:
     assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
 
 
-def test_each_row_ends_at_its_eos() -> None:
+def test_each_row_ends_at_the_first_of_several_eos() -> None:
     model = tiny()
     free = written(model, PROMPTS)
-    eos_id = free[1][6]
-    ends = [tokens.index(eos_id) + 1 if eos_id in tokens else NEW for tokens in free]
-    assert len(set(ends)) > 1
-    steps = list(generate(model, PROMPTS, GREEDY, max_new_tokens=NEW, eos_id=eos_id))
+    eos_ids = (free[1][6], free[2][9])
+    ends = [next((n for n, token in enumerate(tokens, 1) if token in eos_ids), NEW) for tokens in free]
+    assert {tokens[end - 1] for tokens, end in zip(free, ends, strict=True) if end < NEW} == {*eos_ids}
+    steps = list(generate(model, PROMPTS, GREEDY, max_new_tokens=NEW, eos_ids=eos_ids))
     for row, (tokens, end) in enumerate(zip(free, ends, strict=True)):
         assert [step[row] for step in steps] == tokens[:end] + [None] * (len(steps) - end)
     assert len(steps) == max(ends)
-    alone = list(generate(model, [PROMPTS[1]], GREEDY, max_new_tokens=NEW, eos_id=eos_id))
+    alone = list(generate(model, [PROMPTS[1]], GREEDY, max_new_tokens=NEW, eos_ids=eos_ids))
     assert alone == [[token] for token in free[1][: ends[1]]]
 
 
@@ -134,7 +133,7 @@ def test_the_model_is_restored_afterwards() -> None:
     model = tiny()
     tokens = torch.tensor([PROMPTS[0]])
     before = model(tokens)
-    steps = generate(model, PROMPTS, GREEDY, max_new_tokens=9, eos_id=None)
+    steps = generate(model, PROMPTS, GREEDY, max_new_tokens=9, eos_ids=())
     next(steps)
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     assert not any(layer.attend is attend for layer in layers)
@@ -143,6 +142,26 @@ def test_the_model_is_restored_afterwards() -> None:
     after = model(tokens)
     assert torch.equal(after, before)
     after.sum().backward()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
+def test_a_transcript_reads_only_what_has_changed(sampling: Sampling) -> None:
+    """Prompts that extend the row, that change it in the middle, that are its beginning, and after an interrupt."""
+    model, shapes = tiny(), []
+    model.register_forward_pre_hook(lambda _module, arguments: shapes.append(arguments[0].shape[1]))
+    (first,) = written(model, PROMPTS[:1], sampling, count=5)
+    extended = [*PROMPTS[0], *first, 4, 9]
+    changed = [*extended[:6], 60, *extended[7:]]
+    with remembering(model, [0], 0) as reading:
+        row = Transcript(reading)
+        for prompt, unread in ((PROMPTS[0], 9), (extended, 3), (extended, 1), (changed, 10), (changed[:4], 1)):
+            shapes.clear()
+            answer = row.answer(prompt, sampling, max_new_tokens=5, eos_ids=())
+            begun = [next(answer)]
+            assert shapes == [unread]
+            if prompt is not changed:  # whose answer is abandoned
+                begun += answer
+            assert begun == without_cache(tiny(), prompt, sampling, 0)[: len(begun)]
 
 
 def test_a_model_of_another_architecture_reads_all_columns_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +183,11 @@ def test_a_model_of_another_architecture_reads_all_columns_again(monkeypatch: py
     monkeypatch.setattr("titanlite.generation.generate.COLUMNS_AT_ONCE", 8)
     long = [*PROMPTS, list(range(1, 61))]  # read in several parts, of which short prompts have only the last one
     assert written(Other(tiny()), long, count=5) == written(tiny(), long, count=5)
+    with remembering(Other(tiny()), [0], 0) as reading:
+        row = Transcript(reading)
+        for prompt in ([7, 3, 50], [7, 3, 9, 9]):
+            found = list(row.answer(prompt, GREEDY, max_new_tokens=5, eos_ids=()))
+            assert [found] == written(tiny(), [prompt], count=5)
 
 
 def test_diverged_weights_are_an_error() -> None:

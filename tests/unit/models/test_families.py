@@ -181,7 +181,7 @@ def test_packed_documents_equal_separate_documents(family: Family) -> None:
 def test_cached_generation_equals_a_full_forward_pass(family: Family) -> None:
     """Cached keys and values equal those of the full text, without caching code in any family."""
     model, prompt = perturbed_model(family, small(family)).eval(), some_tokens(1, 5)[0].tolist()
-    steps = generate(model, [prompt], Sampling(), max_new_tokens=12, eos_id=None)
+    steps = generate(model, [prompt], Sampling(), max_new_tokens=12, eos_ids=())
     text = torch.tensor([[*prompt, *(token for (token,) in steps)]])
     assert torch.equal(model(text)[0, len(prompt) - 1 : -1].argmax(-1), text[0, len(prompt) :])
     assert len(set(text[0].tolist())) > 5

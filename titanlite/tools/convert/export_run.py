@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from titanlite.checkpoint.state import first_not_finite
+from titanlite.data.chat.encoder import ChatEncoder
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.hf.folder import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, SINGLE_FILE
+from titanlite.hf.folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
+from titanlite.hf.generation_defaults import GENERATION_FILE, read_generation_defaults, with_eos
 from titanlite.hf.safetensors import SUFFIX, write_tensors
 from titanlite.models.hugging_face import stored_names, stored_tensors
 from titanlite.runtime.durability import sync_file, sync_folder
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.logging import log
 from titanlite.tools.saved_run import SavedRun
 
 
@@ -28,7 +31,7 @@ def write_folder(run: SavedRun, folder: Path, dtype: torch.dtype, shard_bytes: i
     """
     tokenizer = run.tokenizer()
     _write_json(folder / CONFIG_FILE, config_json(run, dtype, tokenizer))
-    _write_json(folder / GENERATION_FILE, _separators(tokenizer) | {"do_sample": False})
+    (folder / GENERATION_FILE).write_bytes(generation_json(run, tokenizer))
     if tokenizer is not None:
         tokenizer.save(folder)
     files = _write_weights(run, folder, dtype, shard_bytes)
@@ -50,6 +53,31 @@ def config_json(run: SavedRun, dtype: torch.dtype, tokenizer: Tokenizer | None) 
         **described.config_json(run.hyper_parameters),
         **_separators(tokenizer),
     }
+
+
+def generation_json(run: SavedRun, tokenizer: Tokenizer | None) -> bytes:
+    """The contents of generation_config.json: those of the model that the run began from, with the EOS of the run.
+
+    The run has learned to write the tokenizer's EOS after a document, and to end a turn as the chat template does if it
+    was trained on conversations. What the file lacks of these ids comes before its own ones, and is logged. Everything
+    else is unchanged.
+    """
+    own = run.generation_config()
+    before = _json(_separators(tokenizer)) if own is None else own
+    content = with_eos(before, learned_ends(run, tokenizer))
+    if content != before:
+        ids = read_generation_defaults(content).eos_ids
+        log.info("%s: eos_token_id is %s, with the tokens that end the texts of the run", GENERATION_FILE, list(ids))
+    return content
+
+
+def learned_ends(run: SavedRun, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokens that the run has learned to write at the end of a document, or of an assistant's turn."""
+    if tokenizer is None:
+        return ()
+    if tokenizer.chat_template and any(source.kind == "chat" for source in run.config.data.sources):
+        return ChatEncoder(tokenizer).stop_ids
+    return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
 
 
 def _separators(tokenizer: Tokenizer | None) -> dict[str, int | None]:
@@ -131,4 +159,8 @@ def _require_finite(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    file.write_bytes(_json(content))
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()

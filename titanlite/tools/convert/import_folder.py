@@ -14,6 +14,7 @@ from torch import Tensor
 
 from titanlite.assembly.run import about_run
 from titanlite.checkpoint.config import CheckpointConfig
+from titanlite.checkpoint.file_records import write_recorded
 from titanlite.checkpoint.folder import publish, writing_folder
 from titanlite.checkpoint.manifest import Branch, Manifest, write_manifest
 from titanlite.checkpoint.state import MODEL, first_not_finite
@@ -25,6 +26,7 @@ from titanlite.config.toml import dump_config
 from titanlite.data.config import TokenizerConfig
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.hf.folder import ModelFolder
+from titanlite.hf.generation_defaults import GENERATION_FILE
 from titanlite.metrics.meter import MeterState
 from titanlite.models.family import ModelConfig
 from titanlite.precision import DTYPES, DtypeName
@@ -65,6 +67,8 @@ def write_run(source: ModelFolder, folder: Path, out: Path, dtype: DtypeName) ->
         records = save_tensors(writing, weights.without_values(), weights, None, file_per_tensor=True)
     except dcp.CheckpointException as error:
         raise UserError(f"cannot write {out}: {first_failure(error)}") from None
+    if source.generation_config is not None:
+        records[GENERATION_FILE] = write_recorded(writing / GENERATION_FILE, source.generation_config)
     resolved = resolve_config(config, world_size=1, device_type="cpu")
     about = about_run(replace(resolved, data=replace(resolved.data, sources=())), tokenizer, ())  # no data seen yet
     manifest = Manifest(

@@ -4,20 +4,28 @@ import io
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 import tyro
 
+from titanlite.data.chat.encoder import ChatEncoder
+from titanlite.data.chat.messages import Message, parse_conversation
+from titanlite.data.sources.pieces import BadRowError
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.generation.decoding import TextStream
-from titanlite.generation.generate import generate
+from titanlite.generation.generate import Transcript, generate
+from titanlite.generation.kv_cache import remembering
 from titanlite.generation.prompts import Prompt, encode_prompts
 from titanlite.generation.sampling import Sampling
+from titanlite.hf.generation_defaults import GenerationDefaults
+from titanlite.models.family import LanguageModel
 from titanlite.precision import DTYPES
-from titanlite.runtime.errors import ConfigError, Problem, ranged, require
+from titanlite.runtime.errors import ConfigError, Problem, UserError, ranged, require
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.tools.command import (
     AllowImport,
@@ -28,6 +36,8 @@ from titanlite.tools.command import (
     read_options,
     run_command,
 )
+from titanlite.tools.generate.chat import DEFAULT_CHAT_TOKENS, ChatModel, Dialog, answer_all, converse
+from titanlite.tools.generate.defaults import ALL, choose_sampling
 from titanlite.tools.generate.printing import print_texts
 from titanlite.tools.generate.prompts import read_prompts
 from titanlite.tools.saved_run import SavedRun, Weights, open_run, reading
@@ -40,7 +50,7 @@ class Options:
     """Continue prompts with the model and the tokenizer of a run, whatever mesh saved it.
 
     stdout shows each prompt and its continuation, stderr everything else. Several prompts are generated as one batch
-    and printed one below the other. A text ends after the token that ends documents, which is not printed, or after
+    and printed one below the other. A text ends at a token that ends documents, which is not printed, or after
     --max-new-tokens. The same arguments give the same text. With --temperature 0 a text does not depend on the other
     prompts; otherwise it depends on --seed and on the prompt's position among them.
     """
@@ -52,15 +62,18 @@ class Options:
     prompt_file: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE")]] = ()
     """file with a text to continue; -: stdin"""
     max_new_tokens: OptionalCount = ranged(None, f"leave it out for {DEFAULT_NEW_TOKENS}", least=1)
-    """maximum tokens to generate per prompt; None: 200, or fewer if the model has fewer positions left"""
-    temperature: Annotated[float, tyro.conf.arg(metavar="T")] = ranged(
-        0.8, "write 0 for the most likely token, or about 0.8 for varied text", least=0, below=math.inf
+    """maximum tokens to generate per prompt; None: 200, with --chat 1,024, or fewer if the model has fewer positions
+    left"""
+    temperature: Annotated[float | None, tyro.conf.arg(metavar="T")] = ranged(
+        None, "write 0 for the most likely token, or about 0.8 for varied text", least=0, below=math.inf
     )
-    """divides the logits; 0: always the most likely token"""
-    top_k: Annotated[int | None, tyro.conf.arg(metavar="K")] = ranged(None, "leave it out to sample from all", least=1)
-    """sample from the K most likely tokens; None: all"""
-    top_p: Annotated[float, tyro.conf.arg(metavar="P")] = ranged(1.0, "write 1 to sample from all", above=0, most=1)
-    """sample from the fewest most likely tokens with total probability P"""
+    """divides the logits; 0: always the most likely token; None: the model's own default, else 0.8"""
+    top_k: Annotated[int | None, tyro.conf.arg(metavar="K")] = ranged(None, "write 0 to sample from all", least=ALL)
+    """sample from the K most likely tokens; 0: from all; None: the model's own default, else all"""
+    top_p: Annotated[float | None, tyro.conf.arg(metavar="P")] = ranged(
+        None, "write 1 to sample from all", above=0, most=1
+    )
+    """sample from the fewest most likely tokens with total probability P; None: the model's own default, else 1"""
     seed: Count = ranged(0, "write a number in this range", least=0, most=2**63 - 1)
     """seed of the sampling"""
     ignore_eos: bool = False
@@ -73,42 +86,68 @@ class Options:
     """of weights and arithmetic; auto: the dtype of the run's weights"""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """tokenizer.json or its folder; None: the run's own"""
+    chat: bool = False
+    """converse: a line of stdin is a message, --prompt and --prompt-file are messages that are answered in turn"""
+    system: Annotated[str, tyro.conf.arg(metavar="TEXT")] = ""
+    """system message of the conversation; with --chat"""
+    chat_template: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    """chat template in Jinja; empty: the tokenizer's own; with --chat"""
     allow_import: AllowImport = False
 
 
 def main(argv: Sequence[str]) -> None:
     """Print the texts. Raises UserError."""
     options = read_options(Options, argv, "generate")
-    prompts_given, problems = read_prompts(options.prompt, options.prompt_file)
+    prompts_given, problems = read_prompts(options.prompt, options.prompt_file, required=not options.chat)
     problems += check(options)
     if problems:
         raise ConfigError(problems)
     setup_logging(0, sys.stderr)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # for terminals that are not UTF-8
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # for terminals that are not UTF-8
     run = open_run(options.run, allow_import=options.allow_import).with_weights(options.weights)
+    if options.chat:
+        with open_chat(run, options) as model:
+            dialog = Dialog(model, options.system)
+            if prompts_given:
+                answer_all(dialog, (prompt.text.removesuffix("\n") for prompt in prompts_given))
+            else:
+                converse(dialog)
+        return
     found = prepare(run, prompts_given, options)
     streams = [TextStream(found.tokenizer, prompt.ids) for prompt in found.prompts]
     began = time.perf_counter()
-    written = print_texts(found.prompts, streams, found.steps, found.eos_id)
+    written = print_texts(found.prompts, streams, found.steps, found.eos_ids)
     took = time.perf_counter() - began
     log.info("%s tokens in %.1f s, %.1f tokens/s", f"{written:,}", took, written / took)
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A generation that is about to start. prompts: tokenized. steps: see `generate`."""
+    """A generation that is about to start. prompts: tokenized. steps, eos_ids: see `generate`."""
 
     prompts: Sequence[Prompt]
     steps: Iterator[Sequence[int | None]]
     tokenizer: Tokenizer
-    eos_id: int | None
+    eos_ids: Collection[int]
 
 
 def check(options: Options) -> list[Problem]:
     """Problems of the options, except for the prompts."""
     has_device = torch.cuda.is_available() or options.device != "cuda"
     problems = require(has_device, "--device", "cuda", "a GPU that torch can use", "leave it out, or use cpu")
+    for key in ("system", "chat_template") if not options.chat else ():
+        value = getattr(options, key)
+        problems += require(not value, f"--{key}".replace("_", "-"), value, "with --chat only", "add --chat")
+    if options.chat:
+        remedy = "leave it out: an answer ends with the assistant's turn, or at --max-new-tokens"
+        problems += require(not options.ignore_eos, "--ignore-eos", "true", "without --chat only", remedy)
+    if options.chat_template:
+        rule = "a file with a chat template in Jinja"
+        problems += require(
+            Path(options.chat_template).is_file(), "--chat-template", options.chat_template, rule, "fix the path"
+        )
     return problems + check_options(options)
 
 
@@ -121,7 +160,7 @@ def generated_texts(run: SavedRun, prompts: Sequence[Prompt], options: Options) 
     texts = []
     for prompt, tokens in zip(found.prompts, zip(*found.steps, strict=True), strict=True):
         stream = TextStream(found.tokenizer, prompt.ids)
-        shown = [stream.add(token) for token in tokens if token is not None and token != found.eos_id]
+        shown = [stream.add(token) for token in tokens if token is not None and token not in found.eos_ids]
         texts.append("".join(shown) + stream.rest())
     return texts
 
@@ -139,18 +178,72 @@ def prepare(run: SavedRun, prompts: Sequence[Prompt], options: Options) -> Conti
     )
     room = max_seq_len - max(len(prompt.ids) for prompt in prompts)
     max_new_tokens = options.max_new_tokens or min(DEFAULT_NEW_TOKENS, room)
-    eos_id = None if options.ignore_eos else tokenizer.eos_id
+    defaults = run.generation_defaults()
+    eos_ids = defaults.ends(tokenizer.eos_id)
+    warn(run, prompts, eos_ids, max_new_tokens)
+    model = load_model(run, options)
+    steps = generate(
+        model,
+        [prompt.ids for prompt in prompts],
+        sampling_of(options, defaults),
+        max_new_tokens=max_new_tokens,
+        eos_ids=() if options.ignore_eos else eos_ids,
+    )
+    return Continuation(prompts, steps, tokenizer, () if options.ignore_eos else eos_ids)
+
+
+@contextmanager
+def open_chat(run: SavedRun, options: Options) -> Iterator[ChatModel]:
+    """The run's model for conversations, which is not used otherwise inside the block. Raises UserError."""
+    tokenizer = find_tokenizer(run, options.tokenizer)
+    if options.chat_template:
+        tokenizer = Tokenizer(**{**tokenizer.arguments, "chat_template": options.chat_template})
+    if tokenizer.chat_template is None:
+        rule = f"needed: the tokenizer of {run.path} has no chat template, so it is not known how it writes a turn"
+        remedy = "write the path of a template, or leave out --chat to continue texts"
+        raise ConfigError([Problem("--chat-template", None, rule, remedy)])
+    encoder = ChatEncoder(tokenizer)
+    defaults = run.generation_defaults()
+    sampling = sampling_of(options, defaults)
+    with remembering(load_model(run, options), [0], 0) as cache:
+        yield ChatModel(
+            Transcript(cache),
+            tokenizer,
+            encoder,
+            sampling,
+            defaults.ends(tokenizer.eos_id) | {*encoder.stop_ids},
+            options.max_new_tokens or DEFAULT_CHAT_TOKENS,
+            run.hyper_parameters.max_seq_len,
+            run.config.training.seq_len,
+        )
+
+
+def answer_to(run: SavedRun, messages: Sequence[Message], options: Options) -> str:
+    """The answer to a conversation. options: as for generated_texts. Raises UserError."""
+    try:
+        conversation = parse_conversation({"messages": list(messages)})
+    except BadRowError as error:
+        raise UserError(f"messages: {error}") from None
+    with open_chat(run, options) as model:
+        return "".join(model.answer(conversation))
+
+
+def load_model(run: SavedRun, options: Options) -> LanguageModel:
+    """The run's model on the device and in the dtype of the options. Raises UserError."""
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if has_gpu and options.device != "cpu" else torch.device("cpu")
     dtype = DTYPES.get(options.dtype, run.dtype)
     average = "average of the weights, " if run.weights == "ema" else ""
     log.info("%s: %s%s, %s on %s", run.path, average, run.family.name, str(dtype).removeprefix("torch."), device)
-    warn(run, prompts, tokenizer, max_new_tokens)
     with reading(run.path):
-        model = run.model(device, dtype)
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    steps = generate(model, [prompt.ids for prompt in prompts], sampling, max_new_tokens=max_new_tokens, eos_id=eos_id)
-    return Continuation(prompts, steps, tokenizer, eos_id)
+        return run.model(device, dtype)
+
+
+def sampling_of(options: Options, defaults: GenerationDefaults) -> Sampling:
+    """See choose_sampling."""
+    return choose_sampling(
+        defaults, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
+    )
 
 
 def find_tokenizer(run: SavedRun, path: str | None) -> Tokenizer:
@@ -162,9 +255,9 @@ def find_tokenizer(run: SavedRun, path: str | None) -> Tokenizer:
     return tokenizer
 
 
-def warn(run: SavedRun, prompts: Sequence[Prompt], tokenizer: Tokenizer, max_new_tokens: int) -> None:
+def warn(run: SavedRun, prompts: Sequence[Prompt], eos_ids: Collection[int], max_new_tokens: int) -> None:
     """Log what limits the quality or the length of the texts."""
-    if tokenizer.eos_id is None:
+    if not eos_ids:
         log.warning("the tokenizer names no EOS: each text ends after --max-new-tokens = %d", max_new_tokens)
     trained = run.config.training.seq_len
     if max(len(prompt.ids) for prompt in prompts) + max_new_tokens > trained:

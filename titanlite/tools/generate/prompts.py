@@ -11,8 +11,11 @@ from titanlite.runtime.json_files import JsonError, read_regular
 STDIN = "-"
 
 
-def read_prompts(texts: Sequence[str], files: Sequence[str]) -> tuple[list[Prompt], list[Problem]]:
-    """The texts, then the unchanged contents of the files; the file name - means standard input."""
+def read_prompts(
+    texts: Sequence[str], files: Sequence[str], *, required: bool = True
+) -> tuple[list[Prompt], list[Problem]]:
+    """The texts, then the unchanged contents of the files; the file name - means standard input. required:
+    whether there must be one."""
     prompts = [Prompt("--prompt", text) for text in texts]
     # Python decodes command-line bytes that are not UTF-8 to surrogates.
     broken = [prompt for prompt in prompts if any("\ud800" <= character <= "\udfff" for character in prompt.text)]
@@ -30,7 +33,7 @@ def read_prompts(texts: Sequence[str], files: Sequence[str]) -> tuple[list[Promp
         except UnicodeDecodeError as error:
             remedy = f"save it as UTF-8: byte {error.start} is not"
             problems.append(Problem("--prompt-file", file, "a readable text file in UTF-8", remedy))
-    if not texts and not files:
+    if required and not texts and not files:
         problems.append(
             Problem("--prompt", None, "required, unless --prompt-file is given", 'write --prompt "def main("')
         )

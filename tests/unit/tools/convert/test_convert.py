@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import titanlite
 from tests.unit.hf.making import tiny, write_model
 from tests.unit.tools.convert.conftest import TEMPLATE, TEXT
 from titanlite.models.family import HuggingFace
@@ -113,6 +114,82 @@ def test_a_folder_saved_by_transformers_is_the_same_model(tmp_path: Path, family
     with torch.no_grad():
         own = run.model(torch.device("cpu"), torch.float64)(TOKENS)
         assert torch.allclose(own, model(TOKENS).logits, rtol=0, atol=1e-5 * float(own.abs().max()))
+
+
+DEFAULTS = b"""{ "bos_token_id": null, "eos_token_id": [7, 0], "pad_token_id": 9, "do_sample": true,
+  "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05, "max_new_tokens": 33,
+  "of another program": [1.50] }
+"""
+
+
+def generation_settings(folder: Path) -> dict[str, Any]:
+    import transformers
+
+    settings: dict[str, Any] = transformers.GenerationConfig.from_pretrained(folder).to_dict()
+    return settings
+
+
+@pytest.mark.slow
+def test_generation_defaults_survive_import_training_resume_and_export(tmp_path: Path, tokenizer_files: Path) -> None:
+    original = source(tmp_path / "original", tokenizer_files, dtype=torch.float32)
+    (original / "generation_config.json").write_bytes(DEFAULTS)
+    main(["import", str(original), "--out", str(tmp_path / "imported")])
+    step_0 = tmp_path / "imported" / "checkpoint" / "step-0"
+    shutil.copytree(step_0, tmp_path / "copy" / "step-0")
+    (tmp_path / "text.txt").write_text(TEXT * 50)
+    settings = {
+        "data.sources": [{"kind": "text", "path": tmp_path / "text.txt"}],
+        "training.seq_len": 16,
+        "training.global_batch_size": 2,
+        "checkpoint.enable": True,
+    }
+
+    def train(out: str, steps: int, path: str) -> Path:
+        changes = {"job.dump_folder": tmp_path / out, "training.steps": steps, "checkpoint.initial_load_path": path}
+        return titanlite.run(tmp_path / "imported" / "config.toml", settings | changes).folder
+
+    from_folder = train("from folder", 1, f"hf:{original}")
+    shutil.rmtree(original)
+    assert train("from folder", 2, f"hf:{original}") == from_folder
+    from_run = train("from run", 1, str(from_folder / "checkpoint"))
+    for number, run in enumerate((tmp_path / "copy" / "step-0", from_folder, from_run)):
+        out = tmp_path / f"out-{number}"
+        export(run, out, "--no-verify")
+        assert (out / "generation_config.json").read_bytes() == DEFAULTS
+    assert open_run(from_folder).manifest.step == 2
+    found = generation_settings(out)
+    assert (found["eos_token_id"], found["pad_token_id"], found["max_new_tokens"]) == ([7, 0], 9, 33)
+    assert (found["temperature"], found["top_k"], found["repetition_penalty"]) == (0.6, 20, 1.05)
+    (step_0 / "generation_config.json").write_bytes(DEFAULTS.replace(b"0.6", b"0.9"))
+    with pytest.raises(UserError, match=r"generation_config\.json .* has changed since it was written"):
+        open_run(step_0)
+
+
+def test_the_eos_of_the_run_is_added_to_the_generation_defaults(
+    tmp_path: Path, tokenizer_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is the token that the run has learned to write after a document."""
+    original = source(tmp_path / "original", tokenizer_files)
+    (original / "generation_config.json").write_bytes(DEFAULTS.replace(b"[7, 0]", b"[7, 5]"))
+    main(["import", str(original), "--out", str(tmp_path / "run")])
+    export(tmp_path / "run", tmp_path / "out", "--no-verify")
+    expected = generation_settings(original) | {"eos_token_id": [0, 7, 5]}
+    assert generation_settings(tmp_path / "out") == expected
+    assert "eos_token_id is [0, 7, 5], with the tokens that end the texts of the run" in capsys.readouterr().out
+
+
+def test_ids_of_a_config_json_without_generation_defaults(tmp_path: Path) -> None:
+    """transformers takes them from there. With one EOS, an export has that of the tokenizer."""
+    for eos, kept in (([7, 5], True), (7, False)):
+        folder = source(tmp_path / f"{kept}", None)
+        fields = json.loads((folder / "config.json").read_text()) | {"eos_token_id": eos, "pad_token_id": 9}
+        (folder / "config.json").write_text(json.dumps(fields))
+        main(["import", str(folder), "--out", str(folder / "run")])
+        assert open_run(folder / "run").generation_defaults().eos_ids == ((7, 5) if kept else ())
+    for text, problem in (("[]", "is not a JSON object"), ("{", "is not JSON")):
+        (folder / "generation_config.json").write_text(text)
+        with pytest.raises(UserError, match=rf"generation_config\.json {problem}"):
+            main(["import", str(folder), "--out", str(tmp_path / "none")])
 
 
 def export(run: Path, out: Path, *arguments: str) -> None:

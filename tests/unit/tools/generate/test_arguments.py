@@ -23,7 +23,7 @@ from titanlite.tools.saved_run import SavedRun
 BAD = {
     "--max-new-tokens": ("0", "-1"),
     "--temperature": ("-0.1", "nan", "inf"),
-    "--top-k": ("0", "-3"),
+    "--top-k": ("-1", "-3"),
     "--top-p": ("0", "1.01", "-1", "nan"),
     "--seed": ("-1", str(2**63)),
     "--prompt-file": ("nowhere", "."),
@@ -92,9 +92,19 @@ def test_a_prompt_is_required() -> None:
     assert [problem.key for problem in problems_of()] == ["--prompt"]
 
 
+@pytest.mark.usefixtures("never_opened")
+@pytest.mark.parametrize(
+    "arguments",
+    [("--system=x", "--prompt=x"), ("--chat-template=nowhere", "--chat"), ("--ignore-eos", "--chat")],
+)
+def test_options_of_conversations(arguments: tuple[str, str]) -> None:
+    (problem,) = problems_of(*arguments)
+    assert problem.key == arguments[0].partition("=")[0]
+
+
 def test_defaults() -> None:
     options = read_options(command.Options, ["run", "--prompt", "x"], "generate")
-    assert (options.temperature, options.top_k, options.top_p, options.seed) == (0.8, None, 1.0, 0)
+    assert (options.temperature, options.top_k, options.top_p, options.seed) == (None, None, None, 0)
     assert (options.max_new_tokens, options.dtype, options.ignore_eos) == (None, "auto", False)
     assert (options.device, options.prompt, options.prompt_file) == ("auto", ("x",), ())
 
@@ -159,6 +169,9 @@ class Written(list[str]):
     def write(self, text: str) -> None:
         self.text += text
 
+    def isatty(self) -> bool:
+        return False
+
     def flush(self) -> None:
         self.append(self.text)
 
@@ -175,7 +188,7 @@ def test_the_first_incomplete_text_is_streamed(tokenizer_folder: Path, monkeypat
     out = Written()
     monkeypatch.setattr("sys.stdout", out)
     streams = [TextStream(tokenizer, prompt.ids) for prompt in prompts]
-    assert print_texts(prompts, streams, steps, eos_id) == 10
+    assert print_texts(prompts, streams, steps, {eos_id}) == 10
     first, rest = "--- 1 of 3\nx", "a�\n--- 2 of 3\nyb\n--- 3 of 3\nz"
     assert out == [
         first,
@@ -193,6 +206,6 @@ def test_a_single_text_has_no_heading_and_may_show_its_eos(
 ) -> None:
     tokenizer = Tokenizer(tokenizer_folder / "tokenizer.json")
     prompt = Prompt("--prompt", "x", tuple(tokenizer.encode("x")))
-    for eos_id, shown in ((tokenizer.eos_id, ""), (None, "<|endoftext|>")):
-        print_texts([prompt], [TextStream(tokenizer, prompt.ids)], [[tokenizer.eos_id]], eos_id)
+    for eos_ids, shown in (([tokenizer.eos_id], ""), ([], "<|endoftext|>")):
+        print_texts([prompt], [TextStream(tokenizer, prompt.ids)], [[tokenizer.eos_id]], eos_ids)
         assert capsys.readouterr().out == f"x{shown}\n"
