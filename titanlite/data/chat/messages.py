@@ -34,6 +34,9 @@ UNUSED = {
 }
 """Fields of a row that would change its meaning if they were dropped -> what to do with them."""
 
+WEIGHTS = ("weight", "train", "training")
+"""Keys by which published data leave turns of the assistant out of the loss. Refused unless they train it fully."""
+
 
 def parse_conversation(row: object) -> list[Message]:
     """The messages of a row: the list in `messages` or `conversations`, each with role and content, or from and value.
@@ -83,6 +86,12 @@ def _message(turn: object, number: int) -> Message:
         message["content"] = _text(message["content"], number)
     elif not message.get("tool_calls"):
         raise BadRowError(f"turn {number}: its content is missing")
+    for name in WEIGHTS:
+        if message["role"] == ASSISTANT and message.get(name, 1) != 1:
+            raise BadRowError(
+                f"turn {number}: its {name!r} is {message[name]!r}, but all turns of the assistant are trained on "
+                "alike: end the conversation before this turn, or remove the key"
+            )
     reasoning = next((message[key] for key in REASONING_KEYS if key in message), None)
     if reasoning is not None:
         message = {"thinking": reasoning} | message | {"reasoning_content": reasoning}

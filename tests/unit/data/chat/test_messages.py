@@ -50,6 +50,8 @@ def test_other_keys_and_unknown_roles_are_kept() -> None:
         ({"messages": [HELLO, {"role": "user", "content": {}}]}, "turn 2: its content is not text but an object"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "turn 1: its content has a part of type "),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "turn 1: its content has a part without text"),
+        ({"messages": [HELLO, {"role": "assistant", "content": "a", "weight": 0}]}, "turn 2: its 'weight' is 0, but "),
+        ({"conversations": [{"from": "gpt", "value": "a", "train": False}]}, "turn 1: its 'train' is False, but all "),
         ({"messages": [HELLO | {"value": "a"}]}, "turn 1: it has both 'content' and 'value'"),
     ],
 )  # fmt: skip
