@@ -1,6 +1,8 @@
 """Samples during training: the gathered weights are those of the layout, and training does not change."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import takewhile
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -11,6 +13,7 @@ from tests.distributed.gradients import build_on_mesh, local_batches
 from tests.distributed.layouts import COMPILE, EVERY, PAIRS, QUICK, QWEN3, TIED, Layout, schedule
 from tests.distributed.reference import global_batch, plain_model
 from tests.pool import run_ranks
+from tests.unit.generation.tiny import CONFIG, PROMPTS, tiny
 from titanlite.generation.config import SamplesConfig, check_samples
 from titanlite.generation.model import gather_model
 from titanlite.generation.prompts import Prompt
@@ -28,8 +31,6 @@ FOUR = (
 
 class Letters:
     """A tokenizer whose tokens are characters."""
-
-    eos_id = None
 
     def byte_tokens(self) -> frozenset[int]:
         return frozenset()
@@ -57,7 +58,7 @@ def losses(layout: Layout, *, samples: bool) -> tuple[list[float], list[tuple[st
             assert all(torch.equal(value, expected[name]) for name, value in first.named_parameters())
     writer = Samples(
         *(SamplesConfig(("a", "b"), max_new_tokens=8), trainer, family, hyper_parameters, torch.float64, Letters()),
-        *([Prompt("a", "a", (1, 2, 3)), Prompt("b", "b", (4,))], mesh.new_group(60), MagicMock(), sinks),
+        *((), [Prompt("a", "a", (1, 2, 3)), Prompt("b", "b", (4,))], mesh.new_group(60), MagicMock(), sinks),
     )
     found = []
     for step in (1, 2):
@@ -105,6 +106,25 @@ def test_samples_are_those_of_one_process_and_do_not_change_training(layouts: Se
 def one_process(layout: Layout) -> tuple[str, ...]:
     """The settings of the model."""
     return tuple(text for text in layout.settings if text.startswith("model."))
+
+
+def test_a_sample_ends_at_the_first_of_several_eos() -> None:
+    def texts(eos_ids: Collection[int]) -> list[str]:
+        prompts = [Prompt("a", "a", tuple(PROMPTS[1])), Prompt("b", "b", tuple(PROMPTS[2]))]
+        nothing: Any = None
+        letters: Any = Letters()
+        section, model = SamplesConfig(("a", "b"), max_new_tokens=8), tiny()
+        samples = Samples(
+            *(section, nothing, nothing, CONFIG, torch.float64, letters, eos_ids, prompts),
+            *(nothing, nothing, nothing),
+        )
+        return samples._texts(model)
+
+    first, second = texts(())
+    ends = {first[3], second[5]}
+    expected = ["".join(takewhile(lambda token: token not in ends, text)) for text in (first, second)]
+    assert {first[len(expected[0])], second[len(expected[1])]} == ends
+    assert texts({ord(token) - 0x4E00 for token in ends}) == expected
 
 
 def test_prompts_need_a_tokenizer() -> None:

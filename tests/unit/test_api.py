@@ -297,7 +297,7 @@ def test_generate_text_is_the_command(spoken: TrainedRun, capsys: pytest.Capture
         assert titanlite.generate_text(run, "the model", max_new_tokens=12, seed=3) == [first]
     assert titanlite.generate_text(spoken, []) == []
     with pytest.raises(ConfigError) as error:
-        titanlite.generate_text(spoken, "a", top_k=0, max_new_tokens=0, temperature=-1.0)
+        titanlite.generate_text(spoken, "a", top_k=-1, max_new_tokens=0, temperature=-1.0)
     assert [problem.key for problem in error.value.problems] == ["max_new_tokens", "temperature", "top_k"]
     wrong: dict[str, Any] = {"weights": "avg", "device": "gpu", "dtype": "float8"}
     with pytest.raises(ConfigError) as error:
