@@ -20,6 +20,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.tools.saved_run import open_run
 
 TEXT = "the model reads what it is given, and says it again\n"
+TEMPLATE = "{{ messages[0].content }}"
 STEPS = 3
 
 
@@ -29,10 +30,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text(TEXT * 100)
     train_bpe(iter([TEXT] * 4), 280, folder)
+    (folder / "chat.jinja").write_text(TEMPLATE)
     program = start_program(
         folder,
         *("--data.sources.0.kind", "text", "--data.sources.0.path", str(folder / "text.txt")),
         *("--tokenizer.path", str(folder), "--tokenizer.bos", "<|endoftext|>", "--data.add_bos", "true"),
+        *("--tokenizer.chat_template", str(folder / "chat.jinja")),
         *("--model.vocab_size", "300", "--model.flavor", "debug", "--model.tie_embeddings", "true"),
         *("--model.max_seq_len", "40"),  # less than the default number of new tokens
         *("--training.steps", str(STEPS), "--checkpoint.enable", "true", "--checkpoint.interval", "1"),
@@ -150,6 +153,7 @@ def test_tokenizer_is_the_copy_in_the_dump_folder(trained: Path, run: Path, monk
     assert found is not None
     assert str(run) in found.description
     assert (found.fingerprint, found.bos_id) == (original.fingerprint, original.eos_id)
+    assert found.chat_template == TEMPLATE
     monkeypatch.chdir(run / "saved" / "here")
     (run.parent / "link").symlink_to(Path("step-1").absolute())
     for path in (Path("step-1"), Path("step-2", "..", "step-1"), run.parent / "link"):
@@ -168,6 +172,7 @@ def test_tokenizer_falls_back_to_the_configuration(trained: Path, run: Path) -> 
     found = open_run(run).tokenizer()
     assert found is not None
     assert found.description.startswith(str(trained))
+    assert found.chat_template == TEMPLATE
 
 
 def test_different_tokenizer_is_rejected(run: Path) -> None:

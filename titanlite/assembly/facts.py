@@ -30,6 +30,7 @@ MAY_DIFFER = (
     "job.dump_folder",
     "job.plugins",
     "tokenizer.path",
+    "tokenizer.chat_template",
     "checkpoint.initial_load_path",
     "*.sources.*.path",
     "*.sources.*.name",
@@ -101,12 +102,15 @@ def content_facts(
     validation: Mapping[str, Loader],
     weights: Sequence[Path],
 ) -> dict[str, str]:
-    """The tokenizer, and the content of the files of training data, validation data and initial weights, by samples.
+    """The tokenizer, its chat template, and by samples the content of the files of data and of initial weights.
 
     data, validation: the loaders, whose lists of files are compared: there may be more files by now. weights: files
     that decide the initial weights.
     """
-    facts = {"tokenizer": tokenizer.fingerprint if tokenizer else "none"}
+    facts = {"tokenizer": "none", "chat template": "none"}
+    if tokenizer:
+        template = (tokenizer.chat_template or "").encode()
+        facts = {"tokenizer": tokenizer.fingerprint, "chat template": hashlib.sha256(template).hexdigest()}
     sections = {
         "data": data.sources if data else [],
         "validation": [source for loader in validation.values() for source in loader.sources],

@@ -221,6 +221,7 @@ def check_path_lengths(config: JobConfig) -> list[Problem]:
         "checkpoint.initial_load_path": config.checkpoint.initial_load_path.removeprefix(PREFIX),
         "metrics.folder": config.metrics.folder,
         "tokenizer.path": config.tokenizer.path,
+        "tokenizer.chat_template": config.tokenizer.chat_template,
     }
     for section, sources in (("data", config.data.sources), ("validation", config.validation.sources)):
         paths |= {f"{section}.sources.{n}.path": source.path for n, source in enumerate(sources)}

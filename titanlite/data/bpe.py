@@ -28,18 +28,19 @@ MIN_VOCAB_SIZE = 257
 QUICKSTART_VOCAB_SIZE = 4096
 
 
-def train_bpe(texts: Iterator[str], vocab_size: int, folder: Path) -> int:
+def train_bpe(texts: Iterator[str], vocab_size: int, folder: Path, special_tokens: Sequence[str] = ()) -> int:
     """Write tokenizer.json and tokenizer_config.json into `folder`; return the number of tokens, at most vocab_size.
 
-    The tokenizer encodes every text, and decoding restores it exactly. The same texts give the same files. Raises
-    OSError.
+    The tokenizer encodes every text, and decoding restores it exactly. The same texts give the same files.
+    special_tokens: special tokens beside EOS, see `special_tokens_fault`; they have the ids after EOS, which is 0.
+    Raises OSError.
     """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[EOS],
+        special_tokens=[EOS, *special_tokens],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=sys.stderr.isatty(),
     )
@@ -48,6 +49,22 @@ def train_bpe(texts: Iterator[str], vocab_size: int, folder: Path) -> int:
     replace_file(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}, indent=2) + "\n")
     return int(tokenizer.get_vocab_size())
+
+
+def special_tokens_fault(special_tokens: Sequence[str]) -> str | None:
+    """The rule that special tokens break, which a tokenizer shall have beside EOS; None if they can be used.
+
+    A special token must not be one word for the tokenizer: training could merge the word, and plain text would then
+    have the id of the special token.
+    """
+    if EOS in special_tokens:
+        return f"without {EOS}, which every tokenizer has as EOS"
+    if len(set(special_tokens)) < len(special_tokens):
+        return "different texts"
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if any(len(words.pre_tokenize_str(text)) < 2 for text in special_tokens):
+        return "texts of several words, such as <|user|>: letters between other characters"
+    return None
 
 
 def train_on_python_stdlib(vocab_size: int) -> Path:
@@ -77,12 +94,13 @@ def prepare_tokenizer(
     min(4096, vocab_size) tokens on the standard library's training split and stores it in the cache folder. Raises
     UserError.
     """
+    template = section.chat_template
     if section.path:
-        return Tokenizer(tokenizer_file(section.path), bos=section.bos, eos=section.eos)
+        return Tokenizer(tokenizer_file(section.path), bos=section.bos, eos=section.eos, chat_template=template)
     if kept := kept_tokenizer(sources):
-        return Tokenizer(kept)
+        return Tokenizer(kept, chat_template=template)
     if any(source.kind == PythonStdlib.kind for source in sources):
-        return Tokenizer(train_on_python_stdlib(min(QUICKSTART_VOCAB_SIZE, vocab_size)))
+        return Tokenizer(train_on_python_stdlib(min(QUICKSTART_VOCAB_SIZE, vocab_size)), chat_template=template)
     return None
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.data.bpe import MIN_VOCAB_SIZE, QUICKSTART_VOCAB_SIZE, kept_tokenizer
+from titanlite.data.chat.template import ChatTemplate
 from titanlite.data.config import DataConfig, TokenizerConfig, ValidationConfig
 from titanlite.data.kinds import KINDS, open_source
 from titanlite.data.sources.base import Source, files_below
@@ -18,7 +19,7 @@ from titanlite.data.sources.python_stdlib import PythonStdlib
 from titanlite.data.sources.tables import Arrow, Csv
 from titanlite.data.sources.text import Text
 from titanlite.data.sources.tokens import Tokens, manifests_of
-from titanlite.data.tokenizer import Tokenizer, tokenizer_file
+from titanlite.data.tokenizer import Tokenizer, read_chat_template, tokenizer_file
 from titanlite.runtime.errors import Problem, UserError, check_ranges, require
 from titanlite.runtime.plugins import is_of_program
 
@@ -184,6 +185,8 @@ def check_tokenizer(
 
     held_out: the sources of validation. vocab_size: the model's; 0 or less: unknown.
     """
+    if faults := _check_chat_template(section):
+        return faults
     if not section.path:
         kept = kept_tokenizer(data.sources)
         return _check_kept(section, data, held_out, kept) if kept else _check_without_path(section, data, vocab_size)
@@ -213,6 +216,19 @@ def check_tokenizer(
         return problems  # loading a large tokenizer again takes a second
     configured = Tokenizer(file, bos=section.bos, eos=section.eos)
     return _check_made_by(section, configured, data, held_out) + _check_written_with(data)
+
+
+def _check_chat_template(section: TokenizerConfig) -> list[Problem]:
+    """Problems of the file of tokenizer.chat_template."""
+    if not section.chat_template:
+        return []
+    try:
+        ChatTemplate(read_chat_template(section.chat_template), {})
+    except UserError as error:
+        rule = "a file with a Jinja template in UTF-8"
+        remedy = f"{error}; the default is the template of the tokenizer's folder"
+        return [Problem("tokenizer.chat_template", section.chat_template, rule, remedy)]
+    return []
 
 
 def _check_kept(

@@ -89,3 +89,6 @@ class TokenizerConfig:
     """Token that starts a document; default: from the tokenizer_config.json beside the tokenizer, if any."""
     eos: str = ""
     """Token that ends a document; default: from the tokenizer_config.json beside the tokenizer, if any."""
+    chat_template: str = ""
+    """Jinja file that turns messages into text; default: chat_template.jinja beside the tokenizer, or the one in its
+    tokenizer_config.json, if any. Stored with the run, and exported."""

@@ -27,7 +27,7 @@ class Tokenizer:
     The text of a special token inside a document is encoded as plain text, so no document contains BOS or EOS.
     vocab_size: the largest id + 1. bos_id, eos_id: None if the tokenizer has no such token. description: file, size,
     BOS and EOS with their origin, in one line. fingerprint: 64 hex digits, a hash of the file, bos_id and eos_id.
-    content: of the tokenizer.json. chat_template: its Jinja text, None if there is none. special_tokens: name -> text
+    content: of the tokenizer.json. chat_template: its Jinja text, or None. special_tokens: name -> text
     of BOS, EOS and the others of the tokenizer_config.json, such as pad_token. arguments: file, bos, eos and
     chat_template, to construct the same tokenizer again.
     """
@@ -55,14 +55,15 @@ class Tokenizer:
         self._special_ids = {token_id for token_id, token in added.items() if token.special}
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self._config_beside = _config_beside(file)
-        template = Path(os.path.expanduser(chat_template)) if chat_template else file.with_name(CHAT_TEMPLATE)
-        self._template_file_text = read_chat_template(template) if chat_template or os.path.lexists(template) else None
+        beside = str(file.with_name(CHAT_TEMPLATE))
+        template = chat_template or (beside if os.path.lexists(beside) else "")
+        self._template_file_text = read_chat_template(template) if template else None
         self.chat_template = self._template_file_text
         if self.chat_template is None:
             self.chat_template = _chat_template_of(self._config_beside, file.with_name(TOKENIZER_CONFIG))
-        beside = _special_tokens(self._config_beside, file.with_name(TOKENIZER_CONFIG))
-        self.bos_id, bos_text = self._separator("bos", bos, beside)
-        self.eos_id, eos_text = self._separator("eos", eos, beside)
+        separators = _separators(self._config_beside, file.with_name(TOKENIZER_CONFIG))
+        self.bos_id, bos_text = self._separator("bos", bos, separators)
+        self.eos_id, eos_text = self._separator("eos", eos, separators)
         self.special_tokens = _named_tokens(self._config_beside)
         for name, token_id in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
             self.special_tokens.pop(name, None)
@@ -74,8 +75,8 @@ class Tokenizer:
                 f"{file} has {counted(usable, 'token')} besides BOS and EOS, so there is nothing to predict: give "
                 "another tokenizer"
             )
-        separators = json.dumps([self.bos_id, self.eos_id]).encode()
-        self.fingerprint = hashlib.sha256(hashlib.sha256(self.content).digest() + separators).hexdigest()
+        ids = json.dumps([self.bos_id, self.eos_id]).encode()
+        self.fingerprint = hashlib.sha256(hashlib.sha256(self.content).digest() + ids).hexdigest()
         self.description = f"{file}: {self.vocab_size:,} tokens, BOS {bos_text}, EOS {eos_text}"
 
     def save(self, folder: Path) -> None:
@@ -214,10 +215,10 @@ def _config_beside(file: Path) -> dict[str, Any]:
     return config
 
 
-def read_chat_template(file: Path) -> str:
+def read_chat_template(file: str) -> str:
     """The text of a chat template. Raises UserError if the file cannot be read or is not UTF-8."""
     try:
-        return read_regular(file).decode()
+        return read_regular(Path(os.path.expanduser(file))).decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 at byte {error.start}: fix or remove it") from None
     except JsonError as error:
@@ -230,10 +231,14 @@ def _chat_template_of(config: Mapping[str, Any], file: Path) -> str | None:
     """The chat template of a tokenizer_config.json: a text, or the one named "default" of a list. Raises UserError."""
     found = config.get("chat_template")
     if isinstance(found, list):
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found = named.get("default")
+        named = (one for one in found if isinstance(one, dict) and one.get("name") == "default")
+        found = next((one.get("template") for one in named), None)
     if not isinstance(found, str | None):
         raise UserError(f"{file} has a chat_template that is not a text: fix or remove it")
+    try:
+        (found or "").encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{file} has a chat_template with an unpaired surrogate at character {error.start}") from None
     return found
 
 
@@ -247,7 +252,7 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _special_tokens(config: Mapping[str, Any], file: Path) -> dict[str, str]:
+def _separators(config: Mapping[str, Any], file: Path) -> dict[str, str]:
     """{"bos": text, "eos": text} of a tokenizer_config.json; keys it does not set are absent. Raises UserError."""
     found = {}
     for name in ("bos", "eos"):

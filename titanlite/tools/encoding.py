@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,8 +71,7 @@ class JobEncoder:
     """Reads and encodes pieces in this process. texts: the sources' text, which defines the piece numbers."""
 
     def __init__(self, job: Job) -> None:
-        named = job.tokenizer
-        tokenizer = Tokenizer(Path(named["file"]), bos=named["bos"], eos=named["eos"])
+        tokenizer = Tokenizer(**job.tokenizer)
         self.texts = Texts(text_sources(job.sources), job.max_piece_bytes)
         self.dtype = id_type(tokenizer.vocab_size)
         self._corpus = TextCorpus(self.texts, Encoder(tokenizer, add_bos=job.add_bos, add_eos=job.add_eos))

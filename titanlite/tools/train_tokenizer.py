@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
 
 from titanlite.config.fields import literal
-from titanlite.data.bpe import MIN_VOCAB_SIZE, train_bpe
+from titanlite.data.bpe import MIN_VOCAB_SIZE, special_tokens_fault, train_bpe
 from titanlite.data.corpus import Texts
 from titanlite.data.kinds import text_sources
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.registry import resolve_model
-from titanlite.runtime.errors import ranged
+from titanlite.runtime.errors import ConfigError, Problem, ranged, require
 from titanlite.runtime.text import counted
 from titanlite.tools.command import (
     ConfigFile,
@@ -38,6 +41,8 @@ class Options:
         None, "leave room for a token for each byte, EOS, and the merges", least=MIN_VOCAB_SIZE
     )
     """number of tokens; None: model.vocab_size"""
+    special_tokens: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TOKEN ...")] = ()
+    """special tokens beside EOS, such as those of a chat template: "<|user|>" "<|assistant|>" """
 
 
 def main(argv: Sequence[str]) -> None:
@@ -45,14 +50,28 @@ def main(argv: Sequence[str]) -> None:
     options, overrides = read_options_and_overrides(Options, argv, "train-tokenizer")
     config = config_of_data(options, overrides, needs_tokenizer=False)
     require_new(options.out)
+    vocab_size = options.vocab_size or resolve_model(config.model)[1].vocab_size
+    if problems := check_vocabulary(options, vocab_size):
+        raise ConfigError(problems)
     texts, rows = Texts(text_sources(config.data.sources), piece_bytes(config)), UsableRows(config.data)
     with appears_complete(options.out) as folder:
         folder.mkdir()
         read = (texts.read(piece) for piece in pieces_with_progress(texts, "reading"))
-        train_bpe(rows.of(read), options.vocab_size or resolve_model(config.model)[1].vocab_size, folder)
+        train_bpe(rows.of(read), vocab_size, folder, options.special_tokens)
     tokenizer = Tokenizer(options.out / "tokenizer.json")
     print(f"{tokenizer.description}\ntrained on {texts.description}; {counted(rows.bad_rows, 'bad row')}\nto use it:\n")
     print(f"[model]\nvocab_size = {tokenizer.vocab_size}\n\n[tokenizer]\npath = {literal(str(options.out))}")
+
+
+def check_vocabulary(options: Options, vocab_size: int) -> list[Problem]:
+    """Problems of the special tokens, and of a vocabulary without room for them."""
+    tokens = options.special_tokens
+    if fault := special_tokens_fault(tokens):
+        return [Problem("--special-tokens", " ".join(tokens), fault, "change or remove the token")]
+    least = MIN_VOCAB_SIZE + len(tokens)
+    key = "model.vocab_size" if options.vocab_size is None else "--vocab-size"
+    rule = f"at least {least}: a token for each byte, EOS, and {counted(len(tokens), 'special token')}"
+    return require(vocab_size >= least, key, vocab_size, rule, f"write {least} or more")
 
 
 if __name__ == "__main__":

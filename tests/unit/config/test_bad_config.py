@@ -283,6 +283,7 @@ BAD = [
     Bad("data.sources.0.document", 'one of "", "file"', 'did you mean "line"?', argv="--data.sources.0.document lines"),
     Bad("data.add_bos", "no BOS", "false", argv="--data.add_bos true"),
     Bad("tokenizer.path", "tokenizer.json", "/none/t.json", argv="--tokenizer.path /none/t.json"),
+    Bad("tokenizer.chat_template", "Jinja", "/none/t.jinja", argv="--tokenizer.chat_template /none/t.jinja"),
     Bad("tokenizer.bos", "tokenizer.path", "leave bos out", argv="--tokenizer.bos <s>"),
     Bad("model.vocab_size", "at least 257", "vocab_size = 4096", argv="--model.vocab_size 100"),
     Bad("validation.interval", "at least 1", "every step", argv="--validation.interval 0"),

@@ -256,6 +256,75 @@ def test_a_saved_tokenizer_loads_unchanged(folder: Path, tmp_path: Path) -> None
     assert (tmp_path / "saved" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
+def test_chat_template_is_the_chosen_one_or_that_of_the_folder(folder: Path, tmp_path: Path) -> None:
+    file, config, chosen = folder / "tokenizer.json", folder / "tokenizer_config.json", tmp_path / "chosen.jinja"
+    assert Tokenizer(file).chat_template is None
+    for found in ("config", [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "config"}]):
+        config.write_text(json.dumps({"chat_template": found, "eos_token": EOS, "pad_token": {"content": "the"}}))
+        assert Tokenizer(file).chat_template == "config"
+    assert Tokenizer(file).special_tokens == {"eos_token": EOS, "pad_token": "the"}
+    (folder / CHAT_TEMPLATE).write_text("beside")
+    assert Tokenizer(file).chat_template == "beside"
+    chosen.write_text("é\n")
+    tokenizer = Tokenizer(file, chat_template=str(chosen))
+    assert tokenizer.chat_template == Tokenizer(**tokenizer.arguments).chat_template == "é\n"
+    assert tokenizer.fingerprint == Tokenizer(file).fingerprint
+    for faulty in ({"a": 1}, [{"name": "default", "template": 1}], "\ud800"):
+        config.write_text(json.dumps({"chat_template": faulty}))
+        (folder / CHAT_TEMPLATE).unlink(missing_ok=True)
+        with pytest.raises(UserError, match=r"_config\.json has a chat_template (that is not|with an unpaired)"):
+            Tokenizer(file)
+
+
+def test_saved_chat_templates_are_those_that_transformers_reads(folder: Path, tmp_path: Path) -> None:
+    """A list of several templates stays: transformers would use only a file beside it."""
+    file, config, chosen = folder / "tokenizer.json", folder / "tokenizer_config.json", tmp_path / "chosen.jinja"
+    chosen.write_text("chosen")
+    several = [{"name": "default", "template": "config"}, {"name": "tool_use", "template": "tools"}]
+
+    def saved(found: object, name: str, **arguments: str) -> tuple[object, str]:
+        config.write_text(json.dumps({"chat_template": found}))
+        Tokenizer(file, **arguments).save(tmp_path / name)
+        template = tmp_path / name / CHAT_TEMPLATE
+        kept = json.loads((tmp_path / name / "tokenizer_config.json").read_text()).get("chat_template")
+        return kept, template.read_text() if template.exists() else ""
+
+    assert saved("config", "one") == (None, "config")
+    assert saved(several, "two") == (several, "")
+    assert saved(several, "three", chat_template=str(chosen)) == (None, "chosen")
+
+
+@pytest.mark.parametrize(
+    ("special_tokens", "fault"),
+    [
+        (["<|a|>", "[B c]"], None),
+        (["<|a|>", "<|a|>"], "different"),
+        ([EOS], f"without {EOS}"),
+        ([""], "several words"),
+        (["user"], "several words"),
+        ([" 日本"], "several words"),
+        (["=="], "several words"),
+    ],
+)
+def test_special_tokens_that_plain_text_could_have_are_refused(special_tokens: list[str], fault: str | None) -> None:
+    found = bpe.special_tokens_fault(special_tokens)
+    assert found is None if fault is None else fault in str(found)
+
+
+def test_check_tokenizer_with_a_chat_template(folder: Path, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    section = TokenizerConfig(str(folder), chat_template=str(template))
+    assert keys(section, STDLIB) == ["tokenizer.chat_template"]
+    for fault in (b"{% if %}", b"\xff"):
+        template.write_bytes(fault)
+        assert keys(section, STDLIB) == keys(replace(section, path=""), STDLIB) == ["tokenizer.chat_template"]
+    template.write_text("{{ messages }}")
+    assert keys(section, STDLIB) == []
+    tokenizer = prepare_tokenizer(section, STDLIB, vocab_size=300)
+    assert tokenizer is not None
+    assert tokenizer.chat_template == "{{ messages }}"
+
+
 def replacement(pattern: str | tokenizers.Regex, content: str) -> tokenizers.normalizers.Normalizer:
     return tokenizers.normalizers.Replace(pattern, content)
 

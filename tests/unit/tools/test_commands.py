@@ -1,3 +1,5 @@
+import json
+import re
 import resource
 import sys
 import tomllib
@@ -160,6 +162,35 @@ def test_train_tokenizer(config: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert toml_of(capsys.readouterr().out) == expected
     with pytest.raises(UserError, match="at least 257"):
         train_tokenizer.main([str(config), "--out", str(tmp_path / "other"), "--vocab-size", "256"])
+
+
+def test_special_tokens_of_a_trained_tokenizer(config: Path, tmp_path: Path) -> None:
+    special = ["<|user|>", "[é 1]"]
+    train_tokenizer.main([str(config), "--out", str(tmp_path / "out"), "--special-tokens", *special])
+    tokenizer = Tokenizer(tmp_path / "out" / "tokenizer.json")
+    added = json.loads(tokenizer.content)["added_tokens"]
+    assert [(token["id"], token["content"], token["special"]) for token in added] == [
+        (0, "<|endoftext|>", True),
+        *((number, text, True) for number, text in enumerate(special, 1)),
+    ]
+    assert tokenizer.eos_id == 0
+    text = "".join(special)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert min(tokenizer.encode(text)) > 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["user"], "--special-tokens = 'user'\n    rule:   texts of several words, such as <|user|>"),
+        (["<|a|>", "--vocab-size", "257"], "--vocab-size = 257\n    rule:   at least 258: a token for each byte"),
+        (["<|a|>", "--model.vocab_size", "257"], "model.vocab_size = 257\n    rule:   at least 258: a token for each"),
+    ],
+)
+def test_special_tokens_that_are_refused(arguments: list[str], problem: str, config: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        train_tokenizer.main([str(config), "--out", str(tmp_path / "out"), "--special-tokens", *arguments])
+    assert not (tmp_path / "out").exists()
 
 
 def test_all_problems_at_once(config: Path, tmp_path: Path) -> None:

@@ -19,7 +19,10 @@ LossOn = Literal["assistant", "all"]
 PROBE = ("What comes after seven?", "Eight")
 """A question and its answer: what a template writes after the answer ends a turn of the assistant."""
 
-_MARK_BLOCKS = "mark the assistant's text in the template with {% generation %} and {% endgeneration %}"
+_UNKNOWN = (
+    "it is not known which tokens the assistant writes: mark its text in the chat template with {% generation %} and "
+    "{% endgeneration %}"
+)
 
 
 class ChatTokenizer(Protocol):
@@ -110,14 +113,15 @@ class ChatEncoder:
         loss_on "all": every token is trained on. "assistant": the tokens that share a character with a block
         {% generation %} of the template, as in transformers. If the template has no such blocks: the tokens that it
         writes for each turn of the assistant after the generation prompt. They are found by rendering the conversation
-        before the turn and with it; it is refused if the tokens of these parts are not the first ones of the whole.
+        before the turn and with it; it is refused if the tokens of these parts are not the first ones of its tokens.
+        A turn that the template writes without its reasoning, since others follow, is trained on without it.
         """
         drafts = [self._draft(messages, loss_on) for messages in conversations]
         rendered = [draft for draft in drafts if isinstance(draft, _Draft)]
-        wholes = self._encode(draft.text for draft in rendered)
-        parts = self._encode(cut.text for draft in rendered for cut in _cuts(draft, wholes[draft.text]))
+        encoded = self._encode(draft.text for draft in rendered)
+        parts = self._encode(cut.text for draft in rendered for cut in _cuts(draft, encoded[draft.text]))
         return [
-            draft if isinstance(draft, BadRowError) else _result(draft, wholes[draft.text], parts, loss_on)
+            draft if isinstance(draft, BadRowError) else _result(draft, encoded[draft.text], parts, loss_on)
             for draft in drafts
         ]
 
@@ -159,19 +163,30 @@ class ChatEncoder:
         text, spans = unmarked(self._special_tokens.written(text) if marked else text)
         return _Rendered(_Text(text, marked), spans)
 
-    def _turn(self, messages: Sequence[Message], index: int, whole: _Text) -> _Turn:
+    def _turn(self, messages: Sequence[Message], index: int, full: _Text) -> _Turn:
         """The place of a turn of the assistant in the text of the conversation. Raises BadRowError."""
+
+        def text(messages: Sequence[Message], *, prompts: bool = False) -> str:
+            return self._render(messages, full.marked, prompts=prompts).text.text
+
         try:
-            (before, _), _ = self._render(messages[:index], whole.marked, prompts=True)
-            (until, _), _ = self._render(messages[: index + 1], whole.marked)
+            before = text(messages[:index], prompts=True)
+            until = text(messages[: index + 1])
+            if not full.text.startswith(until):
+                # The turn is written otherwise if others follow, for example without reasoning: it ends where the text
+                # begins that the later turns add to the turns before it.
+                shorter = text(messages[:index])
+                others = text([*messages[:index], *messages[index + 1 :]])
+                added = others.removeprefix(shorter)
+                if others.startswith(shorter) and full.text.endswith(added):
+                    until = full.text[: len(full.text) - len(added)]
         except BadRowError as bad:
-            raise BadRowError(f"turn {index + 1}: the conversation up to it cannot be rendered alone: {bad}") from None
-        if until.startswith(before) and whole.text.startswith(until):
+            raise BadRowError(f"turn {index + 1}: a part of the conversation cannot be rendered: {bad}") from None
+        if until.startswith(before) and full.text.startswith(until):
             return _Turn(index + 1, len(before), len(until))
-        when = "turns follow it" if until.startswith(before) else "it follows the generation prompt"
         raise BadRowError(
-            f"turn {index + 1}: the chat template writes other text if {when}, so it is not known which tokens the "
-            f"assistant writes: {_MARK_BLOCKS}"
+            f"turn {index + 1}: the chat template writes other text for the part of the conversation up to it than for "
+            f"the full conversation, so {_UNKNOWN}"
         )
 
     def _encode(self, texts: Iterable[_Text]) -> dict[_Text, Encoded | BadRowError]:
@@ -217,26 +232,25 @@ def _cuts(draft: _Draft, encoded: Encoded | BadRowError) -> Iterator[_Cut]:
 
 
 def _result(
-    draft: _Draft, whole: Encoded | BadRowError, parts: Mapping[_Text, Encoded | BadRowError], loss_on: LossOn
+    draft: _Draft, encoded: Encoded | BadRowError, parts: Mapping[_Text, Encoded | BadRowError], loss_on: LossOn
 ) -> EncodedChat | BadRowError:
     """parts: the text of each cut of the draft, encoded."""
-    if isinstance(whole, BadRowError):
-        return whole
-    trained = np.ones(len(whole.ids), bool) if loss_on == "all" else _in_spans(whole.offsets, draft.spans)
+    if isinstance(encoded, BadRowError):
+        return encoded
+    trained = np.ones(len(encoded.ids), bool) if loss_on == "all" else _in_spans(encoded.offsets, draft.spans)
     ends: list[int] = []
-    for number, first, text in _cuts(draft, whole):
+    for number, first, text in _cuts(draft, encoded):
         part = parts[text]
-        if isinstance(part, BadRowError) or not np.array_equal(whole.ids[first : first + len(part.ids)], part.ids):
+        if isinstance(part, BadRowError) or not np.array_equal(encoded.ids[first : first + len(part.ids)], part.ids):
             return BadRowError(
-                f"turn {number}: its text and the text around it are encoded to common tokens, so it is not known "
-                f"which tokens the assistant writes: {_MARK_BLOCKS}"
+                f"turn {number}: its text and the text around it are encoded to common tokens, so {_UNKNOWN}"
             )
         ends.append(first + len(part.ids))
     for begin, end in zip(ends[::2], ends[1::2], strict=True):
         trained[begin:end] = True
     if not trained.any():
         return BadRowError("the chat template writes no text for it that is trained on")
-    return EncodedChat(whole.ids, trained)
+    return EncodedChat(encoded.ids, trained)
 
 
 def _in_spans(offsets: npt.NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:

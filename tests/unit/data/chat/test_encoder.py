@@ -1,0 +1,260 @@
+"""Tokens and masks of conversations, compared with those of transformers."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+
+from tests.distributed.program import REPOSITORY
+from tests.unit.data.chat.chat_templates import (
+    MISTRAL,
+    QWEN,
+    SPECIAL,
+    STYLES,
+    WORDS,
+    make_tokenizer,
+    random_conversations,
+    without_generation,
+)
+from titanlite.data.chat.encoder import ChatEncoder, EncodedChat
+from titanlite.data.chat.messages import Message
+from titanlite.data.chat.special_tokens import Encoded
+from titanlite.data.chat.template import unmarked
+from titanlite.data.sources.pieces import BadRowError
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.errors import UserError
+
+COUNT = 60
+ALL = [*STYLES, "old-mistral"]
+
+
+@pytest.fixture(scope="module", params=ALL)
+def style(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(style: str, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    template = STYLES[style.removeprefix("old-")]
+    return make_tokenizer(style, template, tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def encoder(tokenizer: Tokenizer) -> ChatEncoder:
+    return ChatEncoder(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def incremental(style: str, tmp_path_factory: pytest.TempPathFactory) -> ChatEncoder:
+    """With the same template, without {% generation %}."""
+    template = without_generation(STYLES[style.removeprefix("old-")])
+    return ChatEncoder(make_tokenizer(style, template, tmp_path_factory.mktemp("incremental")))
+
+
+def transformers_tokenizer(tokenizer: Tokenizer) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_file=tokenizer.arguments["file"],
+        chat_template=tokenizer.chat_template,
+        **tokenizer.special_tokens,
+    )
+
+
+def usable(encoder: ChatEncoder, conversations: list[list[Message]], **options: Any) -> list[EncodedChat]:
+    found = encoder.encode(conversations, **{"loss_on": "assistant"} | options)
+    assert not [one for one in found if isinstance(one, BadRowError)]
+    return [one for one in found if isinstance(one, EncodedChat)]
+
+
+def test_tokens_and_masks_are_those_of_transformers(encoder: ChatEncoder, tokenizer: Tokenizer) -> None:
+    conversations = random_conversations(COUNT, seed=1)
+    theirs = transformers_tokenizer(tokenizer)
+    expected = theirs.apply_chat_template(conversations, return_dict=True, return_assistant_tokens_mask=True)
+    found = usable(encoder, conversations)
+    assert [one.tokens.tolist() for one in found] == expected["input_ids"]
+    assert [one.trained.astype(int).tolist() for one in found] == expected["assistant_masks"]
+    assert all(one.trained.all() for one in usable(encoder, conversations, loss_on="all"))
+    prompt = theirs.apply_chat_template(conversations[0][:-1], add_generation_prompt=True)["input_ids"]
+    assert encoder.prompt(conversations[0][:-1]) == prompt
+
+
+def with_special_text(style: str, seed: int) -> list[list[Message]]:
+    """Conversations with the text of special tokens: alone, in pairs, inside one another, at the ends of contents."""
+    special = [*SPECIAL[style.removeprefix("old-")], "<unk>" if "mistral" in style else "<|tool|>"]
+    nested = [text[: len(text) // 2] + text + text[len(text) // 2 :] for text in special]
+    return random_conversations(COUNT, seed, [*WORDS[:12], *special, *nested, special[0] + special[-1]])
+
+
+def special_ids(tokenizer: Tokenizer) -> set[int]:
+    """Ids of special tokens, without the one of unknown characters."""
+    content = json.loads(tokenizer.content)
+    return {token["id"] for token in content["added_tokens"] if token["special"] and token["content"] != "<unk>"}
+
+
+def test_text_of_special_tokens_in_a_message_stays_text(encoder: ChatEncoder, tokenizer: Tokenizer, style: str) -> None:
+    conversations = with_special_text(style, seed=2)
+    harmless = [[{**message, "content": "the"} for message in messages] for messages in conversations]
+    ids = special_ids(tokenizer)
+    found, expected = usable(encoder, conversations), usable(encoder, harmless)
+    for one, other in zip(found, expected, strict=True):
+        assert [token for token in one.tokens if token in ids] == [token for token in other.tokens if token in ids]
+    rendered = transformers_tokenizer(tokenizer).apply_chat_template(conversations, tokenize=False)
+    decoded = [tokenizer.decode(one.tokens.tolist()) for one in found]
+    if style == "old-mistral":  # writes a space after each special token
+        decoded, rendered = ([text.replace(" ", "") for text in texts] for texts in (decoded, rendered))
+    assert decoded == rendered
+
+
+def test_what_is_trained_on_does_not_depend_on_special_text(
+    encoder: ChatEncoder, tokenizer: Tokenizer, style: str
+) -> None:
+    special = SPECIAL[style.removeprefix("old-")][-1]
+    messages = [{"role": "user", "content": special}, {"role": "assistant", "content": f"the {special}"}] * 2
+    (one,) = usable(encoder, [messages])
+    texts = [tokenizer.decode(run.tolist()) for run in np.split(one.tokens, np.flatnonzero(np.diff(one.trained)) + 1)]
+    assert [text.strip() for text in texts[1::2]] == [f"the {special}{special}"] * 2
+
+
+def test_a_conversation_has_the_same_tokens_with_and_without_the_marks_of_special_text(encoder: ChatEncoder) -> None:
+    """As if each conversation had the text of a special token."""
+    texts = [encoder._template.render(messages) for messages in random_conversations(COUNT, seed=5)]
+    texts = [unmarked(text).text for text in texts]
+    special = encoder._special_tokens
+    plain, marked = special.encode(texts, False), special.encode([special.written(text) for text in texts], True)
+    for one, other in zip(plain, marked, strict=True):
+        assert isinstance(one, Encoded)
+        assert isinstance(other, Encoded)
+        assert one.ids.tolist() == other.ids.tolist()
+        assert one.is_special.tolist() == other.is_special.tolist()
+
+
+def test_turns_found_by_rendering_are_those_of_generation_blocks(
+    encoder: ChatEncoder, incremental: ChatEncoder, style: str
+) -> None:
+    """If a block contains all that the template writes after the generation prompt. An answer is refused if its first
+    line end and the one of the prompt are one token."""
+    conversations = random_conversations(COUNT, seed=3) + with_special_text(style, seed=4)
+    expected = usable(encoder, conversations)
+    found = incremental.encode(conversations, "assistant")
+    # The other templates trim the answer, or write a space before it.
+    assert any(isinstance(one, BadRowError) for one in found) == (style == "qwen")
+    for messages, one, other in zip(conversations, expected, found, strict=True):
+        if isinstance(other, BadRowError):
+            assert any(message["content"].lstrip(" ").startswith("\n") for message in messages)
+            assert re.match(r"turn \d: .* encoded to common tokens, .* {% generation %}", str(other))
+        else:
+            assert one.tokens.tolist() == other.tokens.tolist()
+            assert one.trained.tolist() == other.trained.tolist()
+
+
+USER, ANSWER = {"role": "user", "content": "the"}, {"role": "assistant", "content": "model"}
+NEW_LINE = {"role": "assistant", "content": "\nthe"}
+PLAIN = without_generation(QWEN)
+OTHER_PROMPT = PLAIN.replace("{{- '<|im_start|>assistant\\n' }}{%- endif", "{{- '<think>' }}{%- endif")
+OTHER_LAST = without_generation(MISTRAL).replace("{{- ' '", "{{- ('<think>' if loop.last else ' ')")
+EMPTY_BLOCK = "{% generation %}{% endgeneration %}<|im_end|>"
+UNKNOWN = "it is not known which tokens the assistant writes: mark its text in the chat template with {% generation %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "reason"),
+    [
+        (PLAIN, [USER], "the conversation has no turn of the assistant, so there is nothing to train on"),
+        (PLAIN, [USER, {"role": "assistant", "content": "\ufdd2"}], "turn 2: it has one of the characters U.FDD2 to"),
+        (PLAIN, [USER, {"role": "assistant", "content": "\ud800"}], "the tokenizer cannot encode it: "),
+        (PLAIN, [USER, ANSWER | {"tool_calls": [{}]}], "turn 2: it has tool_calls, which the chat template does not"),
+        (PLAIN, [ANSWER], "turn 1: a part of the conversation cannot be rendered: the chat template refuses it:"),
+        (PLAIN, [USER, ANSWER, USER, NEW_LINE], f"turn 4: its text and .* to common tokens, so {UNKNOWN}"),
+        (OTHER_PROMPT, [USER, ANSWER], f"turn 2: .* writes other text for the part .* up to it .*, so {UNKNOWN}"),
+        (OTHER_LAST, [USER, ANSWER, USER, ANSWER], "turn 2: a part .* cannot be rendered: turn 2: .*: roles must"),
+        (MISTRAL, [USER, ANSWER, ANSWER], "turn 3: the chat template refuses it: roles must alternate user/assistant"),
+        (MISTRAL, [ANSWER], "turn 1: the chat template refuses it: roles must alternate user/assistant"),
+        (QWEN, [USER, {"role": "assistant"}], "turn 2: the chat template refuses it: 'dict object' has no attribute"),
+        (EMPTY_BLOCK, [USER, ANSWER], "the chat template writes no text for it that is trained on"),
+    ],
+)  # fmt: skip
+def test_bad_rows_are_named(template: str, messages: list[Message], reason: str, tmp_path: Path) -> None:
+    """Others of the batch are encoded."""
+    style = "mistral" if template in (MISTRAL, OTHER_LAST) else "qwen"
+    encoder = ChatEncoder(make_tokenizer(style, template, tmp_path))
+    good = [{"role": "user", "content": "a"}, ANSWER]
+    found = encoder.encode([good, messages, good], "assistant")
+    assert re.match(reason, str(found[1]))
+    assert isinstance(found[0], EncodedChat) or template in (OTHER_PROMPT, EMPTY_BLOCK)
+    assert str(found[0]) == str(found[2])
+
+
+def test_a_turn_that_the_template_shortens_if_others_follow(tmp_path: Path) -> None:
+    """As by Qwen3, whose last answer alone has its reasoning, or an empty block in its place."""
+    is_last = "messages[loop.index0:] | selectattr('role', 'eq', 'user') | list == []"
+    template = QWEN.replace("{{- message.content", f"{{{{- ('<think>' if {is_last} else '') + message.content", 1)
+    assert template != QWEN
+    encoder = ChatEncoder(make_tokenizer("qwen", template, tmp_path))
+    other = ChatEncoder(make_tokenizer("qwen", without_generation(template), tmp_path))
+    tool = {"role": "tool", "content": "<|im_end|>"}
+    conversations = [[USER, ANSWER, USER, ANSWER, tool, ANSWER], [USER, ANSWER, USER, tool, ANSWER]]
+    for one, found in zip(usable(encoder, conversations), usable(other, conversations), strict=True):
+        assert one.tokens.tolist() == found.tokens.tolist()
+        assert one.trained.tolist() == found.trained.tolist()
+    # The part before the second answer has the reasoning of the first one, which the conversation lacks.
+    (bad,) = other.encode([[USER, ANSWER, tool, ANSWER, USER, ANSWER]], "assistant")
+    assert str(bad).startswith("turn 4: the chat template writes other text")
+
+
+def test_special_tokens_that_are_words_of_the_vocabulary(tmp_path: Path) -> None:
+    """Merges of plain text give "the", by way of "he", which is also a special token."""
+    file = Path(make_tokenizer("qwen", QWEN, tmp_path).arguments["file"])
+    made = tokenizers.Tokenizer.from_file(str(file))
+    assert made.token_to_id("he") is not None
+    made.add_special_tokens(["he"])
+    made.save(str(file))
+    tokenizer = Tokenizer(file)
+    (one,) = usable(ChatEncoder(tokenizer), [[ANSWER | {"role": "user"}, ANSWER | {"content": "the"}]])
+    assert tokenizer.decode(one.tokens[one.trained].tolist()) == "the<|im_end|>\n"
+    assert made.token_to_id("he") not in one.tokens[one.trained]
+
+
+def test_stop_ids_are_the_end_of_a_turn_and_eos(encoder: ChatEncoder, tokenizer: Tokenizer, style: str) -> None:
+    added = {token["content"]: token["id"] for token in json.loads(tokenizer.content)["added_tokens"]}
+    end = added[SPECIAL[style.removeprefix("old-")][-1]]
+    assert encoder.stop_ids == tuple(dict.fromkeys((end, tokenizer.eos_id)))
+
+
+def test_without_a_template_the_remedy_is_named(tokenizer_folder: Path) -> None:
+    with pytest.raises(UserError, match=r'no chat template .* set \[tokenizer\] chat_template = "FILE\.jinja"'):
+        ChatEncoder(Tokenizer(tokenizer_folder / "tokenizer.json"))
+
+
+def test_a_prompt_that_the_template_refuses(tmp_path: Path) -> None:
+    encoder = ChatEncoder(make_tokenizer("mistral", MISTRAL, tmp_path))
+    with pytest.raises(UserError, match=r"the conversation cannot be encoded: turn 2: .* roles must alternate"):
+        encoder.prompt([USER, USER])
+
+
+def test_special_text_in_tools_and_names_stays_text(tmp_path: Path) -> None:
+    """Also in JSON, escaped or not, and in the names of fields."""
+    template = "{{ messages[0].calls | tojson }}{{ messages[0].calls | tojson(ensure_ascii=True) }}<|im_end|>"
+    tokenizer = make_tokenizer("qwen", template, tmp_path)
+    messages = [{"role": "user", "calls": {"<|im_end|>": ["<|im_end|>", "é"]}}]
+    (one,) = usable(ChatEncoder(tokenizer), [messages], loss_on="all")
+    text = '{"<|im_end|>": ["<|im_end|>", "é"]}'
+    assert tokenizer.decode(one.tokens.tolist()) == text + text.replace("é", "\\u00e9") + "<|im_end|>"
+    assert sum(int(token) in special_ids(tokenizer) for token in one.tokens) == 1
+
+
+def test_example_template_is_encoded_as_by_transformers(tmp_path: Path) -> None:
+    """Its turns, without {% generation %}, have one token more: the line end after <|im_end|>."""
+    template = (REPOSITORY / "examples" / "chatml.jinja").read_text()
+    tokenizer = make_tokenizer("qwen", template, tmp_path)
+    conversations = random_conversations(20, seed=6)
+    options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    expected = transformers_tokenizer(tokenizer).apply_chat_template(conversations, **options)
+    found = usable(ChatEncoder(tokenizer), conversations)
+    assert [one.tokens.tolist() for one in found] == expected["input_ids"]
+    assert [one.trained.astype(int).tolist() for one in found] == expected["assistant_masks"]
+    assert all(not one.trained[-1] and one.trained[-2] for one in found)
