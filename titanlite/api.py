@@ -175,8 +175,8 @@ def generate_text(
     that ends a document; the same arguments give the same texts.
 
     messages: a conversation to answer in place of prompts, such as [{"role": "user", "content": "Hello"}]; returns a
-    list of one text, the answer. To go on, append it as {"role": "assistant", "content": ...}, and the next message of
-    the user. An answer has up to 1,024 tokens. chat_template: a file in Jinja; None: the tokenizer's own.
+    list of one text, the answer. To continue, append it as {"role": "assistant", "content": ...}, and the next message
+    of the user. An answer has up to 1,024 tokens. chat_template: a file in Jinja; None: the tokenizer's own.
 
     max_new_tokens: None: 200, or fewer if the model has fewer positions left. temperature: divides the logits; 0: the
     most likely token; None: the model's own default, else 0.8. top_k, top_p: sample from the K most likely tokens (0:

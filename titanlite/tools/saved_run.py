@@ -93,7 +93,7 @@ class SavedRun:
         return generation_config_of(self.path, self.manifest)
 
     def generation_defaults(self) -> GenerationDefaults:
-        """What generation_config says; nothing if there is none. Raises UserError."""
+        """What generation_config says; nothing without that file. Raises UserError."""
         return read_generation_defaults(self.generation_config())
 
     def tokenizer(self) -> Tokenizer | None:

@@ -18,13 +18,13 @@ from titanlite.tools.generate.printing import for_stdout
 
 DEFAULT_CHAT_TOKENS = 1024
 CONTINUED = "\\"
-"""Ends a line of a message that goes on in the next line."""
+"""Ends a line of a message that continues in the next line."""
 HELP = f"""\
 /reset     begin a new conversation
 /help      print this text
 Ctrl-C     stop the answer; at the prompt: end
 Ctrl-D     end
-A line that ends with {CONTINUED} goes on in the next line. An empty line does nothing.
+A line that ends with {CONTINUED} continues in the next line. An empty line does nothing.
 An option of the command: --system TEXT, for instructions that hold for the entire conversation."""
 
 
