@@ -62,11 +62,11 @@ def test_greedy_tokens_are_the_same(changes: dict[str, int | float | bool]) -> N
     free = greedy_titanlite(model, PROMPTS, [])
     assert free == greedy_transformers(other, PROMPTS, [])
     assert all(len(set(tokens)) > 5 for tokens in free), "too monotonous to reveal an error"
-    eos_ids = [free[1][7], free[2][5]]
+    eos_ids = [free[1][7], free[2][9]]
     found = greedy_titanlite(model, PROMPTS, eos_ids)
     assert found == greedy_transformers(other, PROMPTS, eos_ids)
     assert len(found[1]) <= 8
-    assert len(found[2]) <= 6
+    assert len(found[2]) <= 10
     assert max(map(len, found)) > 8
     assert [greedy_titanlite(model, [prompt], [])[0] for prompt in PROMPTS] == free
 

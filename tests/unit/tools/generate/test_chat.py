@@ -51,7 +51,7 @@ CONVERSATIONS = (
     ("", "I am Bob", "Hello Bob", "Who am I?", "You are Bob"),
     ("", "Who am I?", "I do not know", "I am Bob", "Hello Bob"),
     (SHOUT, "I am Ada", "HELLO ADA"),
-    ("", "two\nlines", "\x1b[2J", "go on", "a\nb"),
+    ("", "two\nlines", "\x1b[2J", "next", "a\nb"),
 )
 MAX_SEQ_LEN = 160
 ALSO_EOS = 299
@@ -147,7 +147,7 @@ def test_answers_depend_on_the_history(said: Said) -> None:
         assert said("".join(f"{text}\n" for text in texts[::2])) == "".join(f"{text}\n" for text in texts[1::2])
     forgotten = said("I am Ada\n\n/reset\nWho am I?\n/help\n", remarks=["a new conversation begins"])
     assert forgotten == "Hello Ada\nI do not know\n"
-    assert said("two\\\nlines\ngo on") == "\x1b[2J\na\nb\n"
+    assert said("two\\\nlines\nnext") == "\x1b[2J\na\nb\n"
     assert said("") == ""
 
 
