@@ -30,8 +30,10 @@ def write_folder(run: SavedRun, folder: Path, dtype: torch.dtype, shard_bytes: i
     Raises OSError, and UserError if `dtype` cannot represent a value.
     """
     tokenizer = run.tokenizer()
-    _write_json(folder / CONFIG_FILE, config_json(run, dtype, tokenizer))
-    (folder / GENERATION_FILE).write_bytes(generation_json(run, tokenizer))
+    generation = generation_json(run, tokenizer)
+    (folder / GENERATION_FILE).write_bytes(generation)
+    eos_ids = read_generation_defaults(generation).eos_ids
+    _write_json(folder / CONFIG_FILE, config_json(run, dtype, tokenizer, eos_ids))
     if tokenizer is not None:
         tokenizer.save(folder)
     files = _write_weights(run, folder, dtype, shard_bytes)
@@ -41,8 +43,13 @@ def write_folder(run: SavedRun, folder: Path, dtype: torch.dtype, shard_bytes: i
     return files
 
 
-def config_json(run: SavedRun, dtype: torch.dtype, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The contents of config.json. Names the dtype twice: transformers before 4.56 reads it as torch_dtype."""
+def config_json(
+    run: SavedRun, dtype: torch.dtype, tokenizer: Tokenizer | None, eos_ids: Sequence[int]
+) -> dict[str, Any]:
+    """The contents of config.json. Names the dtype twice: transformers before 4.56 reads it as torch_dtype.
+
+    eos_ids: those of generation_config.json, which some programs do not read.
+    """
     described = run.family.exported
     name = str(dtype).removeprefix("torch.")
     return {
@@ -52,6 +59,7 @@ def config_json(run: SavedRun, dtype: torch.dtype, tokenizer: Tokenizer | None) 
         "torch_dtype": name,
         **described.config_json(run.hyper_parameters),
         **_separators(tokenizer),
+        **({"eos_token_id": eos_ids if len(eos_ids) > 1 else eos_ids[0]} if eos_ids else {}),
     }
 
 
@@ -75,7 +83,7 @@ def learned_ends(run: SavedRun, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """The tokens that the run has learned to write at the end of a document, or of an assistant's turn."""
     if tokenizer is None:
         return ()
-    if tokenizer.chat_template and any(source.kind == "chat" for source in run.config.data.sources):
+    if tokenizer.chat_template and any(source.is_chat for source in run.config.data.sources):
         return ChatEncoder(tokenizer).stop_ids
     return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
 

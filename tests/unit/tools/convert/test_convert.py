@@ -175,6 +175,7 @@ def test_the_eos_of_the_run_is_added_to_the_generation_defaults(
     export(tmp_path / "run", tmp_path / "out", "--no-verify")
     expected = generation_settings(original) | {"eos_token_id": [0, 7, 5]}
     assert generation_settings(tmp_path / "out") == expected
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [0, 7, 5]
     assert "eos_token_id is [0, 7, 5], with the tokens that end the texts of the run" in capsys.readouterr().out
 
 
