@@ -65,6 +65,14 @@ def test_only_a_run_on_the_python_library_suggests_own_text() -> None:
 
 
 @pytest.mark.usefixtures("on_path")
+def test_a_run_on_conversations_suggests_to_talk_with_it() -> None:
+    sources = (SourceConfig("text", "corpus.txt"), SourceConfig("chat", "chat.jsonl"))
+    found = commands(replace(SAVING, data=DataConfig(sources=sources)))
+    assert found["talk with it"] == "titanlite generate outputs --chat"
+    assert "generate text" not in found
+
+
+@pytest.mark.usefixtures("on_path")
 def test_a_run_without_checkpoints_can_only_start_again(caplog: pytest.LogCaptureFixture) -> None:
     found = commands(JobConfig(training=TRAINING))
     assert "generate text" not in found
