@@ -48,6 +48,7 @@ from titanlite.runtime.agreement import describe_differences
 from titanlite.runtime.distributed import ELASTIC, World
 from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import ConfigError, UsageError, UserError, require
+from titanlite.runtime.gpus import set_allocator
 from titanlite.runtime.signal_thread import stop_signals
 
 TRAIN = "titanlite.train"
@@ -134,6 +135,7 @@ def main() -> None:
         arguments = parse_args([f"--signals-to-handle={forwarded}", *sys.argv[1:]])
         facts = check(arguments)
         raise_open_file_limit()
+        set_allocator()
         raise_on_interrupt()
         launch(arguments, facts)
 

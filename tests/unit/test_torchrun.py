@@ -81,8 +81,10 @@ def test_signals_are_forwarded(
     monkeypatch.setattr(torchrun, "launch", lambda arguments, _facts: found.append(arguments.signals_to_handle))
     monkeypatch.setattr(torchrun, "raise_on_interrupt", lambda: None)
     monkeypatch.setattr(sys, "argv", ["torchrun", "--standalone", *options, "script.py"])
+    monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
     torchrun.main()
     assert found == [expected]
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True", "for the ranks"
 
 
 def test_a_launcher_that_ends_last_prints_no_traceback(

@@ -44,9 +44,6 @@ esac
 
 # From here on as scripts/slurm.sbatch, which explains it.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240
-if [[ -z ${{PYTORCH_ALLOC_CONF+set}}${{PYTORCH_CUDA_ALLOC_CONF+set}}${{PYTORCH_HIP_ALLOC_CONF+set}} ]]; then
-    export PYTORCH_ALLOC_CONF=expandable_segments:True
-fi
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port=$((10000 + SLURM_JOB_ID % 20000))
 torchrun=(
