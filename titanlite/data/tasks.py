@@ -76,8 +76,10 @@ def read_task(path: str | Path) -> Task:
     if not content.strip():
         raise UserError(f"{path} has no questions: {FORMATS}, one question per line")
     questions, formats = [], []
-    for number, line in enumerate(content.removesuffix(b"\n").split(b"\n"), start=1):
+    for number, line in enumerate(content.rstrip().split(b"\n"), start=1):
         try:
+            if not line.strip():
+                raise JsonError("is blank: remove the line")
             row = parse_json(line)
             formats.append(_format_of(row))
             questions.append(_question(row, formats[-1]))
@@ -135,7 +137,8 @@ def encode_task(task: Task, tokenizer: Tokenizer, *, seq_len: int, add_bos: bool
             elif begin >= len(tokens):
                 fault = f"{choice!r} has no tokens of its own after the context"
             elif len(tokens) - begin > seq_len:
-                fault = f"{len(tokens) - begin:,} tokens of a choice are more than training.seq_len = {seq_len:,}"
+                excess = f"{len(tokens) - begin:,} tokens of a choice are more than training.seq_len = {seq_len:,}"
+                fault = f"{excess}: shorten it, or raise this key"
             if fault:
                 raise UserError(f"{task.path}, line {number}: {fault}")
             cut = max(0, len(tokens) - seq_len - 1)
@@ -157,7 +160,8 @@ def _question(row: dict[str, Any], form: TaskFormat) -> Question:
     """The question of a row, which may have other names, too. Raises JsonError."""
     for name in ("context", "answer"):
         if name not in row:
-            raise JsonError(f"has no {name!r}: {FORMATS}")
+            present = ", ".join(repr(key) for key in list(row)[:8]) or "no keys"
+            raise JsonError(f"has no {name!r}, but {present}: {FORMATS}")
     context, answer = row["context"], row["answer"]
     choices = row["choices"] if form == "multiple choice" else [answer]
     if not isinstance(context, str):

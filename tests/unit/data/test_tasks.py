@@ -41,8 +41,9 @@ GOOD = {"context": "a", "choices": ["b", "c"], "answer": 1, "id": 7}
     ("row", "fault"),
     [
         ("{", "the row is not JSON"),
-        ("", "the row is not JSON"),
-        ({"choices": ["a", "b"], "answer": 0}, "has no 'context'"),
+        ("", "the row is blank"),
+        ({"choices": ["a", "b"], "answer": 0}, "has no 'context', but 'choices', 'answer': write "),
+        ({}, "has no 'context', but no keys: write "),
         ({"context": "a", "choices": ["a", "b"]}, "has no 'answer'"),
         (GOOD | {"context": None}, "has a context that is null"),
         (GOOD | {"answer": "B"}, "has an answer that is a text: write the index of the right choice, from 0"),
@@ -59,7 +60,7 @@ GOOD = {"context": "a", "choices": ["b", "c"], "answer": 1, "id": 7}
     ],
 )
 def test_bad_rows_are_named_by_file_and_line(tmp_path: Path, row: Any, fault: str) -> None:
-    path = write(tmp_path / "task.jsonl", GOOD, row)
+    path = write(tmp_path / "task.jsonl", GOOD, row, GOOD)
     with pytest.raises(UserError) as caught:
         read_task(path)
     assert str(caught.value).startswith(f"{path}, line 2: ")
@@ -72,10 +73,10 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path: Path, row: Any, fault: st
 def test_files_without_questions_and_equal_names_are_problems(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     good, same, empty = (tmp_path / name for name in ("one.jsonl", "other/one.json", "empty.jsonl"))
-    write(good, GOOD)
+    write(good, GOOD, "", " \r")  # blank lines at the end
     write(same, {"context": "", "answer": "é"})
     empty.write_text("")
-    assert read_task(good).name == "one"
+    assert (read_task(good).name, len(read_task(good).questions)) == ("one", 1)
     problems = check_tasks("validation.tasks", [*map(str, (good, same, empty)), str(tmp_path / "none")])
     assert [problem.value for problem in problems] == [str(same), str(empty), str(tmp_path / "none")]
     assert ["'one' is there twice" in problem.rule for problem in problems] == [True, False, False]
@@ -134,7 +135,7 @@ def test_long_contexts_lose_their_beginning(folder: Path, tmp_path: Path) -> Non
     assert cut.rows[1].tokens.tolist() == entire.rows[1].tokens.tolist()[-7:]
     assert cut.rows[1].tokens[cut.rows[1].begin :].tolist() == entire.rows[1].tokens[entire.rows[1].begin :].tolist()
     assert cut.describe() == "one, cloze: 2 questions, 2 rows, 1 with a truncated context"
-    with pytest.raises(UserError, match=r"one\.jsonl, line 1: 2 tokens of a choice are more than training.seq_len = 1"):
+    with pytest.raises(UserError, match=r"one\.jsonl, line 1: 2 tokens of a choice are more than training.seq_len = 1: "):
         encoded(folder, path, seq_len=1)
     empty = write(tmp_path / "empty.jsonl", {"context": "", "answer": "a"})
     with pytest.raises(UserError, match="the context is empty, and the tokenizer has neither BOS nor EOS"):
