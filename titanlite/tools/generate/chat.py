@@ -1,6 +1,7 @@
 """Conversations with a model: its answers, and the dialog on stdin and stdout."""
 
 import contextlib
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -164,6 +165,8 @@ def converse(dialog: Dialog) -> None:
         elif command == "/reset":
             dialog.reset()
             note("a new conversation begins")
+        elif on_terminal and re.fullmatch(r"/\w+", command):
+            note(f"{command} is no command; /help lists them")
         elif command:
             try:
                 dialog.ask(text)

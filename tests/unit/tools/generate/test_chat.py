@@ -168,10 +168,11 @@ def test_limits_of_an_answer_and_of_a_conversation(
         said("", "--prompt", long)
     frame = len(ChatEncoder(tokenizer).prompt(messages("", "~"))) - 1
     said("", "--prompt", long[frame + 1 :], remarks=["the answer was cut at the model's last position, 160"])
-    monkeypatch.setattr("sys.stdin", OnTerminal(f"I am Ada\n{long}\nWho am I?\n"))
+    monkeypatch.setattr("sys.stdin", OnTerminal(f"I am Ada\n{long}\n/exit\nWho am I?\n"))
     main([str(run), "--chat"])
     out, errors = capsys.readouterr()
     assert out == "Hello Ada\nYou are Ada 🦊\n", "a message that does not fit leaves the conversation as it was"
+    assert "[/exit is no command; /help lists them]" in errors
     assert "type /reset to begin a new one, or write a shorter message]" in errors
 
 
