@@ -25,6 +25,11 @@ PROGRAMS = {
 }
 """Program -> the arguments of this Python that start it."""
 
+TALK = """\
+{"messages": [{"role": "user", "content": "What is a mesh?"}, {"role": "assistant", "content": "Ranks along axes."}]}
+{"messages": [{"role": "user", "content": "And a rank?"}, {"role": "assistant", "content": "A process."}]}
+"""
+
 FILES = {
     # The reader's own configuration, of a model that trains in seconds. The README has one of its own.
     "my.toml": """\
@@ -53,6 +58,21 @@ enable = true
 [data]
 ledger = true
 """,
+    # The reader's conversations.
+    "talk.toml": """\
+extends = "my.toml"
+[job]
+dump_folder = "outputs/chat"
+[tokenizer]
+path = "chat-tokenizer"
+chat_template = "examples/chatml.jinja"
+[training]
+steps = 20
+[[data.sources]]
+kind = "chat"
+path = "talk.jsonl"
+""",
+    "talk.jsonl": TALK * 20,
     "base.toml": "",
     "cluster.toml": "",
     "plug.py": "",
@@ -72,6 +92,10 @@ ledger = true
 PREPARATIONS = {
     "tokenizer": "titanlite train-tokenizer my.toml --out my-tokenizer",
     "run": "titanlite train-tokenizer my.toml --out my-tokenizer\ntitanlite train my.toml",
+    "chat": """\
+titanlite train-tokenizer my.toml --out chat-tokenizer --special-tokens "<|im_start|>" "<|im_end|>"
+titanlite train talk.toml
+""",
     "quickstart": """\
 for folder in quickstart short; do
     titanlite train quickstart --job.dump_folder outputs/$folder --training.steps 3 --training.seq_len 64 \\

@@ -108,7 +108,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Found:
-    """Totals and seconds by source, scores by task. why_no_bytes: "" if bits per byte are known."""
+    """Totals and seconds by source, scores by task. why_no_bytes: "" if bits per byte are known, or
+    without sources."""
 
     totals: Mapping[str, SetTotals]
     time_s: Mapping[str, float]
@@ -315,7 +316,9 @@ def evaluate(
         start = perf_counter()
     task_evaluator = build_task_evaluator(config, model, control, stop)
     scores = {encoded.task.name: task_evaluator.scores(encoded) for encoded in tasks}
-    why = "the loss is not the cross-entropy" if not in_nats else why_no_bytes(tokenizer) if token_bytes is None else ""
+    why = ""
+    if loaders and token_bytes is None:
+        why = why_no_bytes(tokenizer) if in_nats else "the loss is not the cross-entropy"
     return Found(totals, time_s, why, scores)
 
 
