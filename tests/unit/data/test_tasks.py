@@ -135,7 +135,7 @@ def test_long_contexts_lose_their_beginning(folder: Path, tmp_path: Path) -> Non
     assert cut.rows[1].tokens.tolist() == entire.rows[1].tokens.tolist()[-7:]
     assert cut.rows[1].tokens[cut.rows[1].begin :].tolist() == entire.rows[1].tokens[entire.rows[1].begin :].tolist()
     assert cut.describe() == "one, cloze: 2 questions, 2 rows, 1 with a truncated context"
-    with pytest.raises(UserError, match=r"one\.jsonl, line 1: 2 tokens of a choice are more than training.seq_len = 1: "):
+    with pytest.raises(UserError, match=r"line 1: 2 tokens of a choice are more than training.seq_len = 1: shorten"):
         encoded(folder, path, seq_len=1)
     empty = write(tmp_path / "empty.jsonl", {"context": "", "answer": "a"})
     with pytest.raises(UserError, match="the context is empty, and the tokenizer has neither BOS nor EOS"):
