@@ -31,7 +31,11 @@ from titanlite.runtime import launch
 from titanlite.runtime.logging import log
 
 POOL_SIZES = (1, 2, 4)
-launch.PRELOAD = (*launch.PRELOAD, "titanlite.train", "titanlite.tools.parity.measure", "tests.distributed.layouts")
+launch.PRELOAD = (
+    *launch.PRELOAD,
+    *("titanlite.train", "titanlite.tools.parity.measure", "tests.distributed.layouts"),
+    "tests.frozen",  # the last one
+)
 
 _WATCHED = ("titanlite", "torch.nn", "torch.distributed")
 """Packages whose code test cases may replace. Excludes torch.optim, which wraps `step` of its classes on first use."""

@@ -6,6 +6,7 @@ import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from itertools import chain
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -38,9 +39,14 @@ TABLES: Mapping[type, Mapping[str, Sequence[Iterable[str]]]] = {
 """Keys whose choices are the entries of registries, to which plugins may add."""
 
 
+@cache
+def _type_hints(section_type: Any) -> Mapping[str, Any]:
+    return get_type_hints(section_type)
+
+
 def types_of(section_type: Any) -> dict[str, Any]:
     """Field -> type of its values, of a dataclass."""
-    hints = get_type_hints(section_type)
+    hints = dict(_type_hints(section_type))
     for name, tables in TABLES.get(section_type, {}).items():
         choice: Any = Literal[tuple(chain(*tables))]
         hints[name] = tuple[choice, ...] if get_origin(hints[name]) is tuple else choice

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.machinery import SourceFileLoader
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
@@ -82,7 +83,7 @@ def load_plugins(entries: Iterable[str]) -> tuple[str, ...]:
     name and the digest of an imported one is the same plugin, in any folder. A digest that differs from the code's is a
     warning. Raises PluginError.
     """
-    installed = sorted(entry_points(group=GROUP), key=lambda point: point.name)
+    installed = _installed(tuple(sys.path))
     found = [
         _load(point.value, f"{point.value} of the installed package {_distribution(point)}") for point in installed
     ]
@@ -94,6 +95,12 @@ def load_plugins(entries: Iterable[str]) -> tuple[str, ...]:
         found.append(plugin)
     _state.is_fixed = True
     return tuple(dict.fromkeys(plugin.entry for plugin in found))
+
+
+@cache
+def _installed(_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """The entry points of the packages on sys.path. Cached: it reads a file of every installed package."""
+    return tuple(sorted(entry_points(group=GROUP), key=lambda point: point.name))
 
 
 def loaded_plugins() -> tuple[str, ...]:
