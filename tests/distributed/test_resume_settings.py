@@ -171,7 +171,7 @@ def test_other_changes_are_logged_accepted_or_ignored(tmp_path: Path) -> None:
         if set(ADDED_SOURCE) <= set(settings):
             for stream in range(16):
                 before = json.loads(base_run.end[f"stream {stream}"])
-                assert json.loads(outcome.begin[f"stream {stream}"]) == [*before, 0, stream, 0, 0, 0]
+                assert json.loads(outcome.begin[f"stream {stream}"]) == [*before, 0, stream, 0, 0, 0, 0]
             assert outcome.logged("data at sequence 64 (tokens ")
 
 

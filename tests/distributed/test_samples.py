@@ -56,7 +56,7 @@ def losses(layout: Layout, *, samples: bool) -> tuple[list[float], list[tuple[st
             assert expected.keys() == dict(first.named_parameters()).keys()
             assert all(torch.equal(value, expected[name]) for name, value in first.named_parameters())
     writer = Samples(
-        *(SamplesConfig(("a", "b"), max_new_tokens=8), trainer, family, hyper_parameters, torch.float64, Letters()),
+        *(SamplesConfig(("a", "b"), max_new_tokens=8), trainer, family, hyper_parameters, torch.float64, Letters(), ()),
         *([Prompt("a", "a", (1, 2, 3)), Prompt("b", "b", (4,))], mesh.new_group(60), MagicMock(), sinks),
     )
     found = []

@@ -67,7 +67,7 @@ def test_greedy_tokens_are_the_same(changes: dict[str, int | float | bool]) -> N
     assert found == greedy_transformers(other, PROMPTS, eos_ids)
     assert len(found[1]) <= 8
     assert len(found[2]) <= 6
-    assert max(map(len, found)) > 8
+    assert len(set(map(len, found))) > 1, "all texts end at the same step"
     assert [greedy_titanlite(model, [prompt], [])[0] for prompt in PROMPTS] == free
 
 

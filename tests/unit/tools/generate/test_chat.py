@@ -31,7 +31,6 @@ from titanlite.hf.safetensors import write_tensors
 from titanlite.models.init import init_parameters_
 from titanlite.models.llama3 import LLAMA3, Llama3, Llama3Config
 from titanlite.runtime.errors import ConfigError, UserError
-from titanlite.runtime.logging import log
 from titanlite.tools.convert.__main__ import main as convert
 from titanlite.tools.convert.export_run import generation_json
 from titanlite.tools.generate import __main__ as command
@@ -109,14 +108,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("TITANLITE_CACHE", str(folder / "cache"))
         convert(["import", str(folder), "--out", str(folder / "run")])
     return folder / "run"
-
-
-@pytest.fixture(autouse=True)
-def restore_logging() -> Iterator[None]:
-    before = log.handlers[:], log.level, log.propagate
-    yield
-    log.handlers[:], log.propagate = before[0], before[2]
-    log.setLevel(before[1])
 
 
 def tokenizer_of(run: Path) -> Tokenizer:
