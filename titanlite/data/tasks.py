@@ -1,7 +1,7 @@
 """Tasks: files of questions, as JSON lines, and their tokens."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -133,11 +133,12 @@ def encode_task(task: Task, tokenizer: Tokenizer, *, seq_len: int, add_bos: bool
     truncated = 0
     for number, question in enumerate(task.questions, start=1):
         for choice in question.choices:
-            found = next(texts if isinstance(question.context, str) else encoded_chats)
-            fault = str(found) if isinstance(found, BadRowError) else _fault_of(*found, question, choice, seq_len)
-            if isinstance(found, BadRowError) or fault:
-                raise UserError(f"{task.path}, line {number}: {fault}")
+            found = next(texts) if isinstance(question.context, str) else next(encoded_chats)
+            if isinstance(found, BadRowError):
+                raise UserError(f"{task.path}, line {number}: {found}")
             tokens, begin = found
+            if fault := _fault_of(tokens, begin, question, choice, seq_len):
+                raise UserError(f"{task.path}, line {number}: {fault}")
             cut = max(0, len(tokens) - seq_len - 1)
             rows.append(Scored(np.array(tokens[cut:], np.int64), begin - cut))
             truncated += cut > 0
@@ -161,7 +162,7 @@ def _after_texts(
             yield whole if whole[:1] == start else [*start, *whole], len(start)
 
 
-def _fault_of(tokens: Sequence[int], begin: int, question: Question, choice: str, seq_len: int) -> str:
+def _fault_of(tokens: Sized, begin: int, question: Question, choice: str, seq_len: int) -> str:
     """Why a row cannot be scored, or ""."""
     if not begin and not question.context:
         return "the context is empty, and the tokenizer has neither BOS nor EOS: write a text"
