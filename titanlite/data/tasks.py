@@ -117,10 +117,11 @@ def encode_task(task: Task, tokenizer: Tokenizer, *, seq_len: int, add_bos: bool
     """Tokens of all rows, divided into context and choice as by lm_eval.
 
     A context starts with the special tokens that the tokenizer puts before a text, or with BOS if it puts none and
-    `add_bos` is set; a conversation with what its template writes. Whitespace at the end of a context belongs to the
-    choice. The tokens of a choice are those of both texts together after as many as the context alone has. An empty
-    context is BOS, or EOS without BOS. Contexts lose their first tokens if a row has more than `seq_len` inputs. Raises
-    UserError, which names the file and the line.
+    `add_bos` is set. Whitespace at the end of a context belongs to the choice. The tokens of a choice are those of both
+    texts together after as many as the context alone has. An empty context is BOS, or EOS without BOS. A conversation
+    has only the special tokens of the chat template, and all that the template writes belongs to the context, as in
+    training. Contexts lose their first tokens if a row has more than `seq_len` inputs. Raises UserError, which names
+    the file and the line.
     """
     pairs = [(question.context, choice) for question in task.questions for choice in question.choices]
     texts = iter(_after_texts([(text, end) for text, end in pairs if isinstance(text, str)], tokenizer, add_bos))

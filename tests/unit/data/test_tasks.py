@@ -167,7 +167,7 @@ def test_conversations_are_written_by_the_chat_template(style: str, tmp_path: Pa
     prompt = theirs.apply_chat_template(questions[0], add_generation_prompt=True, tokenize=False)
     for row, choice in zip(task.rows[:2], choices, strict=False):
         assert row.tokens.tolist() == theirs.encode(prompt + choice, add_special_tokens=False)
-        assert row.begin == len(theirs.encode(prompt.rstrip(), add_special_tokens=False))
+        assert row.begin == len(theirs.encode(prompt, add_special_tokens=False))
     first = theirs.convert_tokens_to_ids(special)
     counts = [row.tokens.tolist().count(first) for row in task.rows]
     assert len({*counts[:6]}) == 1, "a special token of a message or choice was found"
@@ -182,3 +182,7 @@ def test_conversations_need_a_chat_template(folder: Path, tmp_path: Path) -> Non
     two = write(tmp_path / "two.jsonl", {"messages": CHAT["messages"] * 2, "answer": "b"})
     with pytest.raises(UserError, match=r"two\.jsonl, line 1: .*roles must alternate"):
         encode_task(read_task(two), tokenizer, seq_len=100, add_bos=False)
+    tokenizer = make_tokenizer("qwen", "{{ messages[0].content }} the mod", tmp_path)  # one token: model
+    three = write(tmp_path / "three.jsonl", CHAT | {"answer": "el reads"})
+    with pytest.raises(UserError, match=r"three\.jsonl, line 1: .*encoded to common tokens"):
+        encode_task(read_task(three), tokenizer, seq_len=100, add_bos=False)

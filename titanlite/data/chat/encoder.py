@@ -141,8 +141,8 @@ class ChatEncoder:
     ) -> list[tuple[npt.NDArray[np.int64], int] | BadRowError]:
         """Conversations, each with a text that the assistant may write next, encoded as one batch.
 
-        Returns for each the tokens of the prompt for the assistant's turn with the text, and how many of them the
-        prompt has alone, without whitespace at its end; or why it cannot be encoded.
+        Returns for each the tokens of the prompt for the assistant's turn with the text, and how many of them are the
+        prompt's; or why it cannot be encoded.
         """
         texts = [self._continued(messages, text) for messages, text in pairs]
         encoded = self._encode(part for both in texts if isinstance(both, tuple) for part in both)
@@ -151,14 +151,14 @@ class ChatEncoder:
         ]
 
     def _continued(self, messages: Sequence[Message], text: str) -> tuple[_Text, _Text] | BadRowError:
-        """The prompt for the assistant's turn, without whitespace at its end, and the prompt with the text."""
+        """The prompt for the assistant's turn, and the prompt with the text."""
         try:
             given, marked = self._special_tokens.mark([*messages, {"role": ASSISTANT, "content": text}])
             prompt, _ = self._render(given[:-1], marked, prompts=True)
             continued, _ = self._render(given[:-1], marked, prompts=True, then=given[-1]["content"])
         except BadRowError as bad:
             return bad
-        return _Text(prompt.text.rstrip(), marked), continued
+        return prompt, continued
 
     def _draft(self, messages: Sequence[Message], loss_on: LossOn) -> _Draft | BadRowError:
         """Render a conversation."""
@@ -281,9 +281,11 @@ def _divided(
     prompt: Encoded | BadRowError, continued: Encoded | BadRowError
 ) -> tuple[npt.NDArray[np.int64], int] | BadRowError:
     """The tokens of `continued`, and how many of them are those of the prompt."""
-    if isinstance(prompt, BadRowError):
-        return prompt
-    return continued if isinstance(continued, BadRowError) else (continued.ids, len(prompt.ids))
+    if isinstance(prompt, BadRowError) or isinstance(continued, BadRowError):
+        return prompt if isinstance(prompt, BadRowError) else continued
+    if not np.array_equal(continued.ids[: len(prompt.ids)], prompt.ids):
+        return BadRowError("the end of the chat template's prompt and the text after it are encoded to common tokens")
+    return continued.ids, len(prompt.ids)
 
 
 def _in_spans(offsets: npt.NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
