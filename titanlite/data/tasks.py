@@ -1,7 +1,7 @@
 """Tasks: files of questions, as JSON lines, and their tokens."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,19 +9,28 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from titanlite.data.chat.encoder import ChatEncoder
+from titanlite.data.chat.messages import ASSISTANT, Message, parse_conversation
+from titanlite.data.sources.pieces import BadRowError
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.json_files import JsonError, parse_json, read_regular
 
 TaskFormat = Literal["multiple choice", "cloze"]
-FORMATS = 'write "context", "choices" and "answer" (an index from 0), or "context" and "answer" (a text)'
+FORMATS = (
+    'write "context" (a text) or "messages" (a conversation), and "choices" and "answer" (an index from 0) or "answer" '
+    "(a text)"
+)
 
 
 @dataclass(frozen=True)
 class Question:
-    """A context and the texts that may continue it. answer: index of the right one; 0 in a cloze, which has one."""
+    """A context and the texts that may continue it. answer: index of the right one; 0 in a cloze, which has one.
 
-    context: str
+    context: a text, or a conversation, which the chat template writes with the prompt for the assistant's next turn.
+    """
+
+    context: str | tuple[Message, ...]
     choices: tuple[str, ...]
     answer: int
 
@@ -111,35 +120,27 @@ def encode_task(task: Task, tokenizer: Tokenizer, *, seq_len: int, add_bos: bool
 
     A context starts with the special tokens that the tokenizer puts before a text, or with BOS if it puts none and
     `add_bos` is set. Whitespace at the end of a context belongs to the choice. The tokens of a choice are those of both
-    texts together after as many as the context alone has. An empty context is BOS, or EOS without BOS. Contexts lose
-    their first tokens if a row has more than `seq_len` inputs. Raises UserError, which names the file and the line.
+    texts together after as many as the context alone has. An empty context is BOS, or EOS without BOS. A conversation
+    has only the special tokens of the chat template, and all that the template writes belongs to the context, as in
+    training. Contexts lose their first tokens if a row has more than `seq_len` inputs. Raises UserError, which names
+    the file and the line.
     """
-    prefix = tokenizer.prefix_ids or ((tokenizer.bos_id,) if add_bos and tokenizer.bos_id is not None else ())
-    separators = [token_id for token_id in (tokenizer.bos_id, tokenizer.eos_id) if token_id is not None]
-    start = separators[:1]  # in place of an empty context
-    contexts = [question.context.rstrip() for question in task.questions]
-    context_ids = tokenizer.encode_batch(contexts)
-    wholes = [question.context + choice for question in task.questions for choice in question.choices]
-    whole_ids = iter(tokenizer.encode_batch(wholes))
+    pairs = [(question.context, choice) for question in task.questions for choice in question.choices]
+    texts = iter(_after_texts([(text, end) for text, end in pairs if isinstance(text, str)], tokenizer, add_bos))
+    chats = [(messages, end) for messages, end in pairs if not isinstance(messages, str)]
+    try:
+        encoded_chats = iter(ChatEncoder(tokenizer).continuations(chats) if chats else [])
+    except UserError as error:
+        raise UserError(f"{task.path} has questions with messages: {error}") from None
     rows: list[Scored] = []
     truncated = 0
-    for number, (question, own) in enumerate(zip(task.questions, context_ids, strict=True), start=1):
+    for number, question in enumerate(task.questions, start=1):
         for choice in question.choices:
-            tokens = [*prefix, *next(whole_ids)]
-            begin = len(prefix) + len(own)
-            if not question.context:
-                tokens, begin = _after(start, tokens[len(prefix) :]), len(start)
-            fault = ""
-            if not begin and not question.context:
-                fault = "the context is empty, and the tokenizer has neither BOS nor EOS: write a text"
-            elif not begin:
-                fault = "the context has no tokens: write a text, or leave it empty"
-            elif begin >= len(tokens):
-                fault = f"{choice!r} has no tokens of its own after the context"
-            elif len(tokens) - begin > seq_len:
-                excess = f"{len(tokens) - begin:,} tokens of a choice are more than training.seq_len = {seq_len:,}"
-                fault = f"{excess}: shorten it, or raise this key"
-            if fault:
+            found = next(texts) if isinstance(question.context, str) else next(encoded_chats)
+            if isinstance(found, BadRowError):
+                raise UserError(f"{task.path}, line {number}: {found}")
+            tokens, begin = found
+            if fault := _fault_of(tokens, begin, question, choice, seq_len):
                 raise UserError(f"{task.path}, line {number}: {fault}")
             cut = max(0, len(tokens) - seq_len - 1)
             rows.append(Scored(np.array(tokens[cut:], np.int64), begin - cut))
@@ -147,9 +148,35 @@ def encode_task(task: Task, tokenizer: Tokenizer, *, seq_len: int, add_bos: bool
     return EncodedTask(task, tuple(rows), truncated)
 
 
-def _after(start: list[int], tokens: list[int]) -> list[int]:
-    """The tokens of a choice after those that take the place of a context."""
-    return tokens if tokens[:1] == start else [*start, *tokens]
+def _after_texts(
+    pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer, add_bos: bool
+) -> Iterator[tuple[list[int], int]]:
+    """For each context and choice, the tokens of both, and how many of them are the context's."""
+    prefix = tokenizer.prefix_ids or ((tokenizer.bos_id,) if add_bos and tokenizer.bos_id is not None else ())
+    separators = [token_id for token_id in (tokenizer.bos_id, tokenizer.eos_id) if token_id is not None]
+    start = separators[:1]  # in place of an empty context
+    contexts = list(dict.fromkeys(context.rstrip() for context, _ in pairs))
+    lengths = {text: len(ids) for text, ids in zip(contexts, tokenizer.encode_batch(contexts), strict=True)}
+    wholes = tokenizer.encode_batch([context + choice for context, choice in pairs])
+    for (context, _), whole in zip(pairs, wholes, strict=True):
+        if context:
+            yield [*prefix, *whole], len(prefix) + lengths[context.rstrip()]
+        else:
+            yield whole if whole[:1] == start else [*start, *whole], len(start)
+
+
+def _fault_of(tokens: Sized, begin: int, question: Question, choice: str, seq_len: int) -> str:
+    """Why a row cannot be scored, or ""."""
+    if not begin and not question.context:
+        return "the context is empty, and the tokenizer has neither BOS nor EOS: write a text"
+    if not begin:
+        return "the context has no tokens: write a text, or leave it empty"
+    if begin >= len(tokens):
+        return f"{choice!r} has no tokens of its own after the context"
+    if len(tokens) - begin > seq_len:
+        excess = f"{len(tokens) - begin:,} tokens of a choice are more than training.seq_len = {seq_len:,}"
+        return f"{excess}: shorten it, or raise this key"
+    return ""
 
 
 def _format_of(row: dict[str, Any]) -> TaskFormat:
@@ -158,14 +185,10 @@ def _format_of(row: dict[str, Any]) -> TaskFormat:
 
 def _question(row: dict[str, Any], form: TaskFormat) -> Question:
     """The question of a row, which may have other names, too. Raises JsonError."""
-    for name in ("context", "answer"):
-        if name not in row:
-            present = ", ".join(repr(key) for key in list(row)[:8]) or "no keys"
-            raise JsonError(f"has no {name!r}, but {present}: {FORMATS}")
-    context, answer = row["context"], row["answer"]
+    if "answer" not in row:
+        raise JsonError(f"has no 'answer', but {_keys(row)}: {FORMATS}")
+    context, answer = _context(row), row["answer"]
     choices = row["choices"] if form == "multiple choice" else [answer]
-    if not isinstance(context, str):
-        raise JsonError(f"has a context that is {_kind(context)}: write a text, which may be empty")
     if not isinstance(choices, list) or len(choices) < 1 + (form == "multiple choice"):
         raise JsonError(f"has choices that are {_kind(choices)}: write a list of at least two texts")
     for choice in choices:
@@ -180,6 +203,30 @@ def _question(row: dict[str, Any], form: TaskFormat) -> Question:
     if not 0 <= answer < len(choices):
         raise JsonError(f"has answer {answer} for {len(choices)} choices: write an index from 0 to {len(choices) - 1}")
     return Question(context, tuple(choices), answer)
+
+
+def _context(row: dict[str, Any]) -> str | tuple[Message, ...]:
+    """Raises JsonError."""
+    given = [name for name in ("context", "messages") if name in row]
+    if not given:
+        raise JsonError(f"has neither 'context' nor 'messages', but {_keys(row)}: {FORMATS}")
+    if len(given) > 1:
+        raise JsonError("has both 'context' and 'messages': remove one of them")
+    if given == ["messages"]:
+        try:
+            messages = parse_conversation({"messages": row["messages"]})
+        except BadRowError as bad:
+            raise JsonError(f"has messages that cannot be used: {bad}") from None
+        if messages[-1]["role"] == ASSISTANT:
+            raise JsonError("has messages that end with a turn of the assistant, whose turn is next: remove it")
+        return tuple(messages)
+    if not isinstance(row["context"], str):
+        raise JsonError(f"has a context that is {_kind(row['context'])}: write a text, which may be empty")
+    return row["context"]
+
+
+def _keys(row: dict[str, Any]) -> str:
+    return ", ".join(repr(key) for key in list(row)[:8]) or "no keys"
 
 
 def _kind(value: object) -> str:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
+from tests.unit.data.chat.chat_templates import SPECIAL, STYLES, make_tokenizer
 from titanlite.data.bpe import train_bpe
 from titanlite.data.tasks import EncodedTask, check_tasks, encode_task, read_task
 from titanlite.data.tokenizer import Tokenizer
@@ -35,6 +37,7 @@ def write(path: Path, *rows: Any) -> Path:
 
 
 GOOD = {"context": "a", "choices": ["b", "c"], "answer": 1, "id": 7}
+CHAT = {"messages": [{"role": "user", "content": "a"}], "answer": "b"}
 
 
 @pytest.mark.parametrize(
@@ -42,8 +45,8 @@ GOOD = {"context": "a", "choices": ["b", "c"], "answer": 1, "id": 7}
     [
         ("{", "the row is not JSON"),
         ("", "the row is blank"),
-        ({"choices": ["a", "b"], "answer": 0}, "has no 'context', but 'choices', 'answer': write "),
-        ({}, "has no 'context', but no keys: write "),
+        ({"choices": ["a", "b"], "answer": 0}, "has neither 'context' nor 'messages', but 'choices', 'answer': write "),
+        ({}, "has no 'answer', but no keys: write "),
         ({"context": "a", "choices": ["a", "b"]}, "has no 'answer'"),
         (GOOD | {"context": None}, "has a context that is null"),
         (GOOD | {"answer": "B"}, "has an answer that is a text: write the index of the right choice, from 0"),
@@ -55,6 +58,10 @@ GOOD = {"context": "a", "choices": ["b", "c"], "answer": 1, "id": 7}
         (GOOD | {"choices": "ab"}, "has choices that are a text"),
         (GOOD | {"choices": ["a", ""]}, "has a choice that is an empty text"),
         (GOOD | {"choices": ["a", {}]}, "has a choice that is an object"),
+        (GOOD | CHAT, "has both 'context' and 'messages'"),
+        (CHAT | {"messages": []}, "has messages that cannot be used: 'messages' is empty"),
+        (CHAT | {"messages": [{"role": "user"}]}, "has messages that cannot be used: turn 1: its content is missing"),
+        (CHAT | {"messages": [{"role": "assistant", "content": "a"}]}, "has messages that end with a turn of the"),
         ({"context": "a", "answer": 3}, 'has an answer that is a number: write a text, or add "choices"'),
         ({"context": "a", "answer": "b"}, "is cloze, and line 1 is multiple choice"),
     ],
@@ -143,3 +150,40 @@ def test_long_contexts_lose_their_beginning(folder: Path, tmp_path: Path) -> Non
     blank = write(tmp_path / "blank.jsonl", {"context": " \n", "answer": "a"})
     with pytest.raises(UserError, match=r"blank\.jsonl, line 1: the context has no tokens"):
         encoded(folder, blank)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_conversations_are_written_by_the_chat_template(style: str, tmp_path: Path) -> None:
+    """The prompt of transformers with the choice, as one text. Special tokens in a question or choice stay text."""
+    tokenizer = make_tokenizer(style, STYLES[style], tmp_path)
+    special = SPECIAL[style][0]
+    questions = [[{"role": "user", "content": text}] for text in ("the model reads", f"a {special}")]
+    choices = ["reads", "words é\n", special]
+    rows = [{"messages": messages, "choices": choices, "answer": 0} for messages in questions]
+    path = write(tmp_path / "one.jsonl", *rows, {"context": "the model", "choices": ["a", "b"], "answer": 0})
+    task = encode_task(read_task(path), tokenizer, seq_len=200, add_bos=False)
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=STYLES[style], **tokenizer.special_tokens
+    )
+    prompt = theirs.apply_chat_template(questions[0], add_generation_prompt=True, tokenize=False)
+    for row, choice in zip(task.rows[:2], choices, strict=False):
+        assert row.tokens.tolist() == theirs.encode(prompt + choice, add_special_tokens=False)
+        assert row.begin == len(theirs.encode(prompt, add_special_tokens=False))
+    first = theirs.convert_tokens_to_ids(special)
+    counts = [row.tokens.tolist().count(first) for row in task.rows]
+    assert len({*counts[:6]}) == 1, "a special token of a message or choice was found"
+    assert counts[6:] == [0, 0]
+
+
+def test_conversations_need_a_chat_template(folder: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "one.jsonl", CHAT)
+    with pytest.raises(UserError, match=r"one\.jsonl has questions with messages: the tokenizer has no chat template"):
+        encoded(folder, path)
+    tokenizer = make_tokenizer("mistral", STYLES["mistral"], tmp_path)
+    two = write(tmp_path / "two.jsonl", {"messages": CHAT["messages"] * 2, "answer": "b"})
+    with pytest.raises(UserError, match=r"two\.jsonl, line 1: .*roles must alternate"):
+        encode_task(read_task(two), tokenizer, seq_len=100, add_bos=False)
+    tokenizer = make_tokenizer("qwen", "{{ messages[0].content }} the mod", tmp_path)  # one token: model
+    three = write(tmp_path / "three.jsonl", CHAT | {"answer": "el reads"})
+    with pytest.raises(UserError, match=r"three\.jsonl, line 1: .*encoded to common tokens"):
+        encode_task(read_task(three), tokenizer, seq_len=100, add_bos=False)

@@ -136,6 +136,30 @@ class ChatEncoder:
             raise UserError(f"the conversation cannot be encoded: {bad}") from None
         return [int(token) for token in encoded.ids]
 
+    def continuations(
+        self, pairs: Sequence[tuple[Sequence[Message], str]]
+    ) -> list[tuple[npt.NDArray[np.int64], int] | BadRowError]:
+        """Conversations, each with a text that the assistant may write next, encoded as one batch.
+
+        Returns for each the tokens of the prompt for the assistant's turn with the text, and how many of them are the
+        prompt's; or why it cannot be encoded.
+        """
+        texts = [self._continued(messages, text) for messages, text in pairs]
+        encoded = self._encode(part for both in texts if isinstance(both, tuple) for part in both)
+        return [
+            both if isinstance(both, BadRowError) else _divided(*(encoded[part] for part in both)) for both in texts
+        ]
+
+    def _continued(self, messages: Sequence[Message], text: str) -> tuple[_Text, _Text] | BadRowError:
+        """The prompt for the assistant's turn, and the prompt with the text."""
+        try:
+            given, marked = self._special_tokens.mark([*messages, {"role": ASSISTANT, "content": text}])
+            prompt, _ = self._render(given[:-1], marked, prompts=True)
+            continued, _ = self._render(given[:-1], marked, prompts=True, then=given[-1]["content"])
+        except BadRowError as bad:
+            return bad
+        return prompt, continued
+
     def _draft(self, messages: Sequence[Message], loss_on: LossOn) -> _Draft | BadRowError:
         """Render a conversation."""
         answers = [index for index, message in enumerate(messages) if message.get("role") == ASSISTANT]
@@ -157,9 +181,9 @@ class ChatEncoder:
                 if message.get("tool_calls"):
                     raise BadRowError(f"turn {number}: it has tool_calls, which the chat template does not write")
 
-    def _render(self, messages: Sequence[Message], marked: bool, *, prompts: bool = False) -> _Rendered:
-        """Render the messages of SpecialTokens.mark. Raises BadRowError."""
-        text = self._template.render(messages, prompts=prompts)
+    def _render(self, messages: Sequence[Message], marked: bool, *, prompts: bool = False, then: str = "") -> _Rendered:
+        """Render the messages of SpecialTokens.mark, followed by the text `then`. Raises BadRowError."""
+        text = self._template.render(messages, prompts=prompts) + then
         text, spans = unmarked(self._special_tokens.written(text) if marked else text)
         return _Rendered(_Text(text, marked), spans)
 
@@ -251,6 +275,17 @@ def _result(
     if not trained.any():
         return BadRowError("the chat template writes no text for it that is trained on")
     return EncodedChat(encoded.ids, trained)
+
+
+def _divided(
+    prompt: Encoded | BadRowError, continued: Encoded | BadRowError
+) -> tuple[npt.NDArray[np.int64], int] | BadRowError:
+    """The tokens of `continued`, and how many of them are those of the prompt."""
+    if isinstance(prompt, BadRowError) or isinstance(continued, BadRowError):
+        return prompt if isinstance(prompt, BadRowError) else continued
+    if not np.array_equal(continued.ids[: len(prompt.ids)], prompt.ids):
+        return BadRowError("the end of the chat template's prompt and the text after it are encoded to common tokens")
+    return continued.ids, len(prompt.ids)
 
 
 def _in_spans(offsets: npt.NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
