@@ -73,6 +73,9 @@ kind = "chat"
 path = "talk.jsonl"
 """,
     "talk.jsonl": TALK * 20,
+    "chat.jsonl": TALK * 20,
+    "held_out.jsonl": TALK * 4,
+    "questions.jsonl": '{"messages": [{"role": "user", "content": "Who?"}], "choices": ["Ada", "Bo"], "answer": 0}\n',
     "base.toml": "",
     "cluster.toml": "",
     "plug.py": "",
@@ -95,6 +98,13 @@ PREPARATIONS = {
     "chat": """\
 titanlite train-tokenizer my.toml --out chat-tokenizer --special-tokens "<|im_start|>" "<|im_end|>"
 titanlite train talk.toml
+""",
+    "folder": """\
+titanlite train-tokenizer my.toml --out folder-tokenizer --vocab-size 2048 --special-tokens "<|im_start|>" "<|im_end|>"
+titanlite train quickstart --job.dump_folder outputs/base --training.steps 2 --training.seq_len 64 \\
+    --lr_schedule.warmup_steps 1 --validation.enable false --model.vocab_size 2048 \\
+    --tokenizer.path folder-tokenizer --tokenizer.chat_template examples/chatml.jinja
+titanlite convert export outputs/base --out my-model
 """,
     "quickstart": """\
 for folder in quickstart short; do
