@@ -59,10 +59,11 @@ def next_commands(config: JobConfig, record: Record) -> Iterator[tuple[str, str]
             # Without a trailing space, which most tokenizers join to the next word.
             prompt = "def __init__(self" if python_source else "The"
             allow_import = " --allow-import" if config.job.plugins else ""
-            yield (
-                "generate text",
-                f'{titanlite()} generate {shlex.quote(str(folder))} --prompt "{prompt}"{allow_import}',
-            )
+            generate = f"{titanlite()} generate {shlex.quote(str(folder))}"
+            if any(source.is_chat for source in config.data.sources):
+                yield "talk to it", f"{generate} --chat{allow_import}"
+            else:
+                yield "generate text", f'{generate} --prompt "{prompt}"{allow_import}'
         data_exhausted = record.step < config.training.steps
         if is_one_node and not data_exhausted and not config.checkpoint.last_save_model_only:
             yield "train longer", f"{train} {same_config} --training.steps {4 * record.step}"

@@ -367,6 +367,7 @@ def loss_lines(config: JobConfig, found: Found) -> list[str]:
                 *(f"{totals.num_valid:,}", f"{time_s:.1f}", f"{totals.num_valid / time_s:,.0f}"),
             ]
         )
+    seq_len = config.training.seq_len
     meaning = "cross-entropy in nats per token; perplexity: its exponential"
     if not config.loss.is_cross_entropy:
         meaning = f'loss "{config.loss.name}" (loss.name) per token, without its terms'
@@ -376,6 +377,12 @@ def loss_lines(config: JobConfig, found: Found) -> list[str]:
         "",
         f"loss: the mean {meaning}",
         *([f"no bits per byte: {found.why_no_bytes}"] if found.why_no_bytes else []),
+        *(
+            f"{name}: {totals.too_long:,} conversations have more than training.seq_len + 1 = {seq_len + 1:,} tokens "
+            f"(too_long = {source.too_long})"
+            for source, (name, totals) in zip(config.validation.sources, found.totals.items(), strict=True)
+            if totals.too_long
+        ),
     ]
 
 
@@ -414,7 +421,8 @@ def json_results(config: JobConfig, saved: SavedRun, found: Found) -> dict[str, 
         numbers = {"loss_sum": totals.loss_sum, **totals.numbers(), "time_s": time_s}
         numbers["tokens_per_second"] = totals.num_valid / time_s
         finite = {name: _finite(value) for name, value in numbers.items()}
-        return {**finite, "num_valid": totals.num_valid, "num_bytes": totals.num_bytes}
+        too_long = {} if totals.too_long is None else {"too_long": totals.too_long}
+        return {**finite, "num_valid": totals.num_valid, "num_bytes": totals.num_bytes, **too_long}
 
     def task_entry(scores: TaskScores) -> dict[str, Any]:
         return {
