@@ -65,6 +65,12 @@ def test_only_a_run_on_the_python_library_suggests_own_text() -> None:
 
 
 @pytest.mark.usefixtures("on_path")
+def test_a_run_on_conversations_suggests_one() -> None:
+    chat = replace(SAVING, data=DataConfig(sources=(SourceConfig("chat", "chat.jsonl"),)))
+    assert commands(chat)["talk to it"] == "titanlite generate outputs --chat"
+
+
+@pytest.mark.usefixtures("on_path")
 def test_a_run_without_checkpoints_can_only_start_again(caplog: pytest.LogCaptureFixture) -> None:
     found = commands(JobConfig(training=TRAINING))
     assert "generate text" not in found

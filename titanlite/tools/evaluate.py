@@ -60,6 +60,7 @@ from titanlite.tools.command import (
     File,
     OptionalCount,
     RunFolder,
+    check_chat_template,
     check_options,
     check_output_file,
     read_options_and_overrides,
@@ -101,6 +102,8 @@ class Options:
     """last: the weights of the checkpoint's step; ema: their average, of a run with optimizer.ema_decay above 0"""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """tokenizer.json or its folder, for a run on token files without a tokenizer; None: the run's own"""
+    chat_template: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    """chat template in Jinja, for sources of conversations; empty: the tokenizer's own"""
     json: File = None
     """also write the results to this file"""
     allow_import: AllowImport = False
@@ -154,8 +157,9 @@ def evaluate_saved(
     """
     saved = verified_run(options, world, store)
     with reading(saved.path):
-        tokenizer = saved.tokenizer_for(options.tokenizer)
+        tokenizer = saved.tokenizer_for(options.tokenizer, options.chat_template)
         config = evaluated_config(saved, options, overrides, world, has_tokenizer=tokenizer is not None)
+        require_chat_template(saved, config, tokenizer)
         if failure.positions is not None:
             failure.positions.silence_s = config.comm.train_timeout_s
         return config, saved, evaluate(config, saved, tokenizer, world, store, failure, cleanup)
@@ -171,6 +175,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[Options, list[str]]:
 def check_arguments(options: Options, overrides: Sequence[str]) -> None:
     """Raise ConfigError if an option is out of range, or if an override does not concern evaluation."""
     problems = [*check_options(options), *check_output_file("--json", options.json)]
+    problems += check_chat_template(options.chat_template)
     for word in overrides:
         key = word[2:].partition("=")[0]
         if word.startswith("--") and key.partition(".")[0] not in SECTIONS:
@@ -254,6 +259,14 @@ def evaluated_config(
         raise ConfigError([_of_this_mesh(problem, overrides) for problem in problems])
     config = resolve_config(config, world_size=world.size, device_type=world.device_type)
     return replace(config, data=replace(config.data, sources=()))  # training data is not evaluated
+
+
+def require_chat_template(saved: SavedRun, config: JobConfig, tokenizer: Tokenizer | None) -> None:
+    """Raise ConfigError if the configuration evaluates conversations, and the tokenizer has no chat template."""
+    sources = [f"validation.sources.{n}" for n, source in enumerate(config.validation.sources) if source.is_chat]
+    if sources and tokenizer is not None and tokenizer.chat_template is None:
+        rule = f"required for conversations ({sources[0]}): the tokenizer of {saved.path} has no chat template"
+        raise ConfigError([Problem("--chat-template", None, rule, "write the path of a template in Jinja")])
 
 
 def _of_this_mesh(problem: Problem, given: Sequence[str]) -> Problem:
