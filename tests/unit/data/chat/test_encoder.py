@@ -247,6 +247,23 @@ def test_special_text_in_tools_and_names_stays_text(tmp_path: Path) -> None:
     assert sum(int(token) in special_ids(tokenizer) for token in one.tokens) == 1
 
 
+@pytest.mark.parametrize(("first", "second"), [("<|im_", "end|>"), (" <", "|im_end|> "), ("a<|im_end|", ">b")])
+def test_special_text_across_two_values_stays_text(first: str, second: str, tmp_path: Path) -> None:
+    """Also if the template removes whitespace at their edges. A role is part of a special token of the template."""
+    template = (
+        "{{ '<|im_' + messages[0].role + '|>' + messages[0].content | trim + messages[1].content | trim }}"
+        "{{ messages[0].name + messages[1].content }}<|im_end|>"
+    )
+    encoder = ChatEncoder(make_tokenizer("qwen", template, tmp_path))
+    messages = [{"role": "start", "content": first, "name": first}, {"role": "assistant", "content": second}]
+    (one,) = usable(encoder, [messages], loss_on="all")
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    text = "<|im_start|>" + first.strip() + second.strip() + first + second + "<|im_end|>"
+    assert tokenizer.decode(one.tokens.tolist()) == text
+    ids = [int(token) for token in one.tokens if int(token) in special_ids(tokenizer)]
+    assert [tokenizer.decode([token]) for token in ids] == ["<|im_start|>", "<|im_end|>"]
+
+
 def test_example_template_is_encoded_as_by_transformers(tmp_path: Path) -> None:
     """Its turns, without {% generation %}, have one token more: the line end after <|im_end|>."""
     template = (REPOSITORY / "examples" / "chatml.jinja").read_text()
