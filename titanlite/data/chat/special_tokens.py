@@ -53,7 +53,7 @@ class SpecialTokens:
         self._max_length = max(map(len, special), default=0)
         pattern = "|".join(patterns) or "(?!)"
         self._text = re.compile(pattern)
-        self._text_or_mark = re.compile(f"[{MARKS}]|{pattern}")
+        self._text_or_invalid = re.compile(f"[{MARKS}\ud800-\udfff]|{pattern}")
         self._of_template = re.compile(f"(?<!{IN_CONTENT})({pattern})")
         self._of_template_marked = re.compile(f"(?<={OF_TEMPLATE})(?:{pattern})")
 
@@ -61,14 +61,16 @@ class SpecialTokens:
         """The messages with IN_CONTENT before each character of the text of a special token, and whether there is any.
 
         A part of the text at an edge of a value counts, too, but not of the role: templates write <|ROLE|>. Raises
-        BadRowError if a message contains one of MARKS.
+        BadRowError if a message contains one of MARKS, or an unpaired surrogate.
         """
         marked: list[Message] = []
         has_text = False
         for number, message in enumerate(messages, 1):
-            found = {hit[0] for text in _texts(message) for hit in self._text_or_mark.finditer(text)}
+            found = {hit[0] for text in _texts(message) for hit in self._text_or_invalid.finditer(text)}
             if not found.isdisjoint(MARKS):
                 raise BadRowError(f"turn {number}: it has one of the characters U+FDD2 to U+FDD5, which are reserved")
+            if surrogates := sorted(hit for hit in found if "\ud800" <= hit <= "\udfff"):
+                raise BadRowError(f"turn {number}: it has an unpaired surrogate, \\u{ord(surrogates[0]):04x}")
             values = {name: value for name, value in message.items() if name != "role"}
             is_marked = bool(found) or any(self._edges(text) for text in _texts(values, names=False))
             has_text = has_text or is_marked

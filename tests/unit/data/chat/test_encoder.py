@@ -158,15 +158,17 @@ PLAIN = without_generation(QWEN)
 OTHER_PROMPT = PLAIN.replace("{{- '<|im_start|>assistant\\n' }}{%- endif", "{{- '<think>' }}{%- endif")
 OTHER_LAST = without_generation(MISTRAL).replace("{{- ' '", "{{- ('<think>' if loop.last else ' ')")
 EMPTY_BLOCK = "{% generation %}{% endgeneration %}<|im_end|>"
+SURROGATE = QWEN + "{{ '\\ud800' if messages[1].name }}"
 UNKNOWN = "it is not known which tokens the assistant writes: mark its text in the chat template with {% generation %}"
 
 
 @pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
-        (PLAIN, [USER], "the conversation has no turn of the assistant, so there is nothing to train on"),
+        (PLAIN, [USER, USER], "no turn has the role 'assistant', so there is nothing to train on: it has 'user'$"),
         (PLAIN, [USER, {"role": "assistant", "content": "\ufdd2"}], "turn 2: it has one of the characters U.FDD2 to"),
-        (PLAIN, [USER, {"role": "assistant", "content": "\ud800"}], "the tokenizer cannot encode it: "),
+        (PLAIN, [USER, {"role": "assistant", "content": "a\ud800"}], r"turn 2: it has an unpaired surrogate, .ud800$"),
+        (SURROGATE, [USER, ANSWER | {"name": "the"}], "the tokenizer cannot encode it: "),
         (PLAIN, [USER, ANSWER | {"tool_calls": [{}]}], "turn 2: it has tool_calls, which the chat template does not"),
         (PLAIN, [ANSWER], "turn 1: a part of the conversation cannot be rendered: the chat template refuses it:"),
         (PLAIN, [USER, ANSWER, USER, NEW_LINE], f"turn 4: its text and .* to common tokens, so {UNKNOWN}"),
