@@ -226,6 +226,7 @@ def evaluate_run(
     overrides: Mapping[str, Any] | None = None,
     weights: Weights | None = None,
     tokenizer: str | Path | None = None,
+    chat_template: str | Path | None = None,
 ) -> Evaluation:
     """Compute loss, perplexity and bits per byte of a run on any data, and its scores on tasks, as `titanlite evaluate`
     does.
@@ -233,7 +234,8 @@ def evaluate_run(
     data: files, folders or globs. tasks: files of questions. Without both: the run's validation.sources and
     validation.tasks. steps: batches of training.global_batch_size
     sequences per source; None: all data. overrides: as for load_config, for keys of the sections that evaluation
-    depends on. weights: as for generate_text. tokenizer: for a run on token files without one.
+    depends on. weights: as for generate_text. tokenizer: for a run on token files without one. chat_template: a file in
+    Jinja, for conversations; None: the tokenizer's own.
 
     In a program that torchrun has started, all ranks evaluate together. Writes nothing into the run's folder. Raises
     ConfigError and UserError. Restores the process, as `run` does.
@@ -248,6 +250,7 @@ def evaluate_run(
             steps=steps,
             weights=_weights(run, weights),
             tokenizer=None if tokenizer is None else str(tokenizer),
+            chat_template="" if chat_template is None else str(chat_template),
         )
         arguments = _arguments(overrides or {})
         evaluate.check_arguments(options, arguments)

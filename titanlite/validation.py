@@ -24,6 +24,7 @@ from titanlite.runtime.errors import DataError
 from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.logging import log
 from titanlite.runtime.signals import StoppedError, StopRequest
+from titanlite.runtime.text import counted
 from titanlite.tasks import TaskEvaluator
 
 
@@ -100,8 +101,8 @@ class Evaluator:
         errors of all ranks in this step.
         """
         model = self.model
-        # loss_sum, num_valid, num_bytes, bad_rows; the counts are exact up to 2^53.
-        totals = torch.zeros(4, dtype=torch.float64, device=model.device)
+        # loss_sum, num_valid, num_bytes, bad_rows, too_long; the counts are exact up to 2^53.
+        totals = torch.zeros(5, dtype=torch.float64, device=model.device)
         try:
             with forward_only(model):
                 for number, batches in enumerate(self._batches(loader, steps, failure), start=1):
@@ -109,14 +110,16 @@ class Evaluator:
                         totals[:3] += self._totals_of(on_device(batch, model.device))
                     after_batch(number)
             totals[:3] *= model.counts_loss
+            too_long = loader.too_long_by_name(counts=model.counts_rows)
             totals[3] += loader.bad_rows * model.counts_rows
+            totals[4] += sum(too_long.values())
         finally:
             loader.restart()
         dist.all_reduce(totals)
         loss_sum, *counts = totals.tolist()
-        num_valid, num_bytes, bad_rows = (int(count) for count in counts)
+        num_valid, num_bytes, bad_rows, num_too_long = (int(count) for count in counts)
         known_bytes = None if self.token_bytes is None else num_bytes
-        return SetTotals(loss_sum, num_valid, known_bytes, self.in_nats), bad_rows
+        return SetTotals(loss_sum, num_valid, known_bytes, self.in_nats, num_too_long if too_long else None), bad_rows
 
     def totals_by_name(
         self, loaders: Mapping[str, Loader], *, steps: int, max_bad_rows: int, failure: FailureReport
@@ -126,11 +129,12 @@ class Evaluator:
         After the last loader, raises RanksError if there were more than `max_bad_rows` bad rows in total,
         or no token to predict in any of them.
         """
-        bad_rows, any_valid, progress = 0, False, Progress(list(loaders), steps)
+        bad_rows, too_long, any_valid, progress = 0, 0, False, Progress(list(loaders), steps)
         for name, loader in loaders.items():
             after_batch = partial(progress.after_batch, name)
             totals, bad = self.totals(loader, steps=steps, failure=failure, after_batch=after_batch)
             bad_rows += bad
+            too_long += totals.too_long or 0
             any_valid |= totals.num_valid > 0
             yield name, totals
         if bad_rows > max_bad_rows:
@@ -139,7 +143,8 @@ class Evaluator:
                 "them, or increase data.max_bad_rows"
             )
         if loaders and not any_valid:
-            raise RanksError("validation.sources: they contain no token to predict; add data")
+            why = f" ({counted(too_long, 'conversation')} of more than training.seq_len + 1 tokens)" if too_long else ""
+            raise RanksError(f"validation.sources: they contain no token to predict{why}; add data")
 
     def _batches(self, loader: Loader, steps: int, failure: FailureReport) -> Iterator[Sequence[Batch]]:
         """Batches of each step of the loader, until the loaders of all ranks are exhausted."""

@@ -3,12 +3,13 @@ one process."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,13 +17,16 @@ from tests.distributed.documents import documents, documents_reference
 from tests.distributed.gradients import build_on_mesh, compare, has_weights
 from tests.distributed.layouts import Layout
 from tests.distributed.reference import plain_model
-from titanlite.assembly.data import build_tokenizer, loader_of
+from titanlite.assembly.data import build_tokenizer, build_validation_data, loader_of
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import train_bpe
 from titanlite.data.loader import build_loader
 from titanlite.forward import ModelOnMesh
 from titanlite.models.registry import resolve_model
+from titanlite.runtime.failure import FailureReport
+from titanlite.runtime.signals import StopRequest
+from titanlite.validation import Evaluator
 
 ANSWERS = (1, 500, 2, 3, 90, 1, 1, 250, 17, 1, 400, 5, 40, 1, 8, 2)
 """Tokens of the answers, the end of the turn included."""
@@ -127,3 +131,23 @@ def planted_step(layout: Layout, folder: str) -> tuple[dict[str, Any], float]:
                 by_row[row] += F.cross_entropy(model(tokens)[0], labels[0], ignore_index=IGNORE_INDEX, reduction="sum")
     correct, wrong = by_row.sum() / numbers.sum(), (by_row / numbers).mean()
     return found, float((wrong - correct).abs() / correct)
+
+
+def validation_counts(layouts: Sequence[Layout], folder: str, seq_len: int) -> list[tuple[int, int | None]]:
+    """For each layout, (targets, conversations that are too long) of a validation on the conversations and the text."""
+    found = []
+    for layout in layouts:
+        config = config_of(layout, folder, mixture=True)
+        sources = tuple(replace(source, epochs=-1, weight=-1) for source in config.data.sources)
+        config = replace(
+            config,
+            training=replace(config.training, seq_len=seq_len),
+            validation=replace(config.validation, enable=True, sources=sources),
+        )
+        trainer, mesh = build_on_mesh(config)
+        evaluator = Evaluator(trainer, dist.new_group(backend="gloo"), None, StopRequest())
+        for loader in build_validation_data(config, mesh, build_tokenizer(config)).values():
+            totals, _ = evaluator.totals(loader, steps=-1, failure=FailureReport())
+            loader.close()
+            found.append((totals.num_valid, totals.too_long))
+    return found

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.conversations import ANSWERS, chat_steps, planted_step, write_data
+from tests.distributed.conversations import ANSWERS, chat_steps, planted_step, validation_counts, write_data
 from tests.distributed.layouts import GATHER, PAIRS, Layout, schedule
 from tests.pool import run_ranks
 
@@ -52,3 +52,15 @@ def test_a_mean_over_rows_is_seen_with_its_size(folder: str) -> None:
 
 def test_the_answers_have_1_to_500_tokens() -> None:
     assert (min(ANSWERS), max(ANSWERS)) == (1, 500)
+
+
+@pytest.mark.slow
+def test_a_validation_counts_conversations_that_are_too_long_once(folder: str) -> None:
+    """An answer begins at token 22."""
+    seq_len = 128
+    layouts = [Layout((1, 1, 2, 1), rows=8), Layout((2, 1, 1, 1), rows=8)]
+    expected = [sum(min(n, seq_len + 1 - 22) for n in ANSWERS), sum(22 + n + 1 > seq_len + 1 for n in ANSWERS)]
+    for chat, text, *second in run_ranks(validation_counts, 2, layouts, folder, seq_len):
+        assert chat == expected
+        assert text[1] is None
+        assert second == [chat, text]

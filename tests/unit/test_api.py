@@ -336,6 +336,22 @@ def test_evaluate_run_has_the_loss_of_validation(spoken: TrainedRun, capsys: pyt
         titanlite.evaluate_run(spoken, text, weights="avg")  # type: ignore[arg-type]
 
 
+def test_evaluate_run_on_conversations(spoken: TrainedRun, tmp_path: Path) -> None:
+    answers = ("the model", "says it again " * 40)
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": one}]} for one in answers]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = {"validation.sources": [{"kind": "chat", "path": tmp_path / "chat.jsonl", "name": "chat"}]}
+    with pytest.raises(ConfigError, match=r"chat_template\n.* \(validation\.sources\.0\): .* has no chat template"):
+        titanlite.evaluate_run(spoken, overrides=source)
+    template = "{{ messages[0].content }}{% generation %}{{ messages[1].content }}{% endgeneration %}"
+    (tmp_path / "chat.jinja").write_text(template)
+    found = titanlite.evaluate_run(spoken, overrides=source, chat_template=tmp_path / "chat.jinja")
+    assert found.by_source["chat"].too_long == 1
+    assert found.loss is not None
+    with pytest.raises(ConfigError, match="chat_template = 'nowhere'"):
+        titanlite.evaluate_run(spoken, overrides=source, chat_template="nowhere")
+
+
 def test_export_run_writes_the_folder_of_the_command(
     spoken: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,8 @@ _ADDED_TO_MODEL = {
     "rope_beta_slow": 1.0,
     "rope_original_seq_len": 32_768,
 }
+# Hyper-parameters that only the training of the model depends on: they may change.
+_COEFFICIENTS = ("balance_loss", "z_loss", "bias_rate")
 _ACCEPTED = "accepted change since the checkpoint"
 _REMOVED = (
     "a source cannot be removed, also not with checkpoint.accept_changes: keep it; with a small weight, and weights of "
@@ -89,7 +91,9 @@ def check_facts(
             if num_sources(after) < num_sources(before):
                 is_accepted, remedy = False, _REMOVED
         elif name == "model":
-            found = model_differences(saved, now)
+            found = [line for line in model_differences(saved, now) if not _is_coefficient(line, saved, now)]
+            if any(line.startswith("model.bias_rate:") for line in found):
+                remedy += "; a model.bias_rate above 0 may change, but the biases are in the checkpoint or not"
             rope = [line for line in found if line.startswith("model.rope_")]
             if "rope" in accepted:
                 lines += [f"{_ACCEPTED}: {line}" for line in rope]
@@ -144,6 +148,14 @@ def model_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     return list(differences(added | saved.get("model", {}), hyper_parameters, "model"))
 
 
+def _is_coefficient(line: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a line of model_differences names a coefficient that may change. With a bias_rate of 0, the model has no
+    biases, so it may not become 0 or begin."""
+    key = line.removeprefix("model.").partition(":")[0]
+    has_biases, needs_biases = (bool(side.get("model", {}).get("bias_rate")) for side in (saved, now))
+    return key in _COEFFICIENTS and (key != "bias_rate" or has_biases == needs_biases)
+
+
 def differences(saved: Any, now: Any, name: str) -> Iterator[str]:
     """Yield one line per differing value: "<name>: <saved> in the checkpoint, <now> now"."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
@@ -170,6 +182,9 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
                 if name == "validation.sources" and before is not None:
                     before = [_ADDED_TO_SOURCES | source for source in before]
                 lines += differences(before, value, name)
+    before, after = (values.get("model", {}).get("overrides", {}) for values in (saved, now))
+    for key in _COEFFICIENTS:
+        lines += differences(before.get(key), after.get(key), f"model.{key}")
     earlier, later = (plugin_digests(values.get("job", {}).get("plugins", [])) for values in (saved, now))
     return [*lines, *differences(earlier, later, "job.plugins")]
 

@@ -12,7 +12,7 @@ from titanlite.data.chat.source import Chat
 from titanlite.data.chat.template import ChatTemplate
 from titanlite.data.config import DataConfig, TokenizerConfig, ValidationConfig
 from titanlite.data.kinds import KINDS, open_source
-from titanlite.data.sources.base import Source, files_below
+from titanlite.data.sources.base import Source, conversations_as_lines, files_below
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.jsonl import COMPRESSIONS, Jsonl
 from titanlite.data.sources.parquet import Parquet
@@ -123,6 +123,8 @@ def _check_formats(source: Source, key: str) -> list[Problem]:
     first = min(file for file in files if formats[file] == found)
     if found in KINDS:
         remedy = f'write kind = "{found}", or add --{key}.kind {found}'
+        if source.kind == Chat.kind and found in (Parquet.kind, Arrow.kind):
+            remedy = conversations_as_lines(source.config, found)
         return [Problem(f"{key}.kind", source.kind, f"the kind of the files, such as {first}", remedy)]
     name, command = PACKED[found]
     rule = f"files that kind = {source.kind!r} can read; {first} is compressed with {name}"

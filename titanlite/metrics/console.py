@@ -98,6 +98,7 @@ def validation_line(record: ValidationRecord) -> str:
     of_sources = {name: totals.numbers() for name, totals in record.by_source.items() if len(record.by_source) > 1}
     parts += [f"{name} {found['loss']:.4f}" for name, found in of_sources.items() if found]
     parts += [f"{name} {scores.describe()}" for name, scores in record.tasks.items()]
+    parts += [f"too long {total.too_long}"] if total.too_long else []
     return f"validation after step {record.step}: {', '.join(parts)} ({_duration(record.time_s)})"
 
 

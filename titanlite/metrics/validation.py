@@ -12,13 +12,15 @@ class SetTotals:
     """Sums over a data set.
 
     loss_sum: over num_valid targets. num_bytes: bytes of text of these targets; None if unknown. in_nats: whether the
-    loss is the cross-entropy in nats.
+    loss is the cross-entropy in nats. too_long: conversations longer than a sequence, truncated or skipped; None of
+    documents.
     """
 
     loss_sum: float
     num_valid: int
     num_bytes: int | None
     in_nats: bool = True
+    too_long: int | None = None
 
     def numbers(self) -> dict[str, float]:
         """Mean loss per target; of a cross-entropy, also perplexity and, if the bytes are known, bits per byte; {} if
@@ -37,6 +39,8 @@ class SetTotals:
 
 def sum_of(sets: Iterable[SetTotals]) -> SetTotals:
     """Totals over all sets; num_bytes is None if it is unknown for one of the sets."""
+    sets = list(sets)
+    too_long = [totals.too_long for totals in sets if totals.too_long is not None]
     sets = [totals for totals in sets if totals.num_valid]
     sizes = [totals.num_bytes for totals in sets if totals.num_bytes is not None]
     return SetTotals(
@@ -44,6 +48,7 @@ def sum_of(sets: Iterable[SetTotals]) -> SetTotals:
         sum(totals.num_valid for totals in sets),
         sum(sizes) if len(sizes) == len(sets) else None,
         all(totals.in_nats for totals in sets),
+        sum(too_long) if too_long else None,
     )
 
 
@@ -61,8 +66,8 @@ class ValidationRecord:
     tasks: Mapping[str, TaskScores] = field(default_factory=dict)
 
     def row(self) -> dict[str, int | float]:
-        """validation/loss, … and, if there are several sources, validation/loss/NAME, …; validation/task/NAME/acc, …;
-        without unknown values."""
+        """validation/loss, … and, if there are several sources, validation/loss/NAME, …; validation/too_long/NAME of
+        conversations; validation/task/NAME/acc, …; without unknown values."""
         total = sum_of(self.by_source.values())
         row: dict[str, int | float] = {"step": self.step}
         row |= {f"{PREFIX}{key}": value for key, value in total.numbers().items()}
@@ -70,6 +75,8 @@ class ValidationRecord:
         row[f"{PREFIX}time_s"] = self.time_s
         for name, totals in self.by_source.items() if len(self.by_source) > 1 else ():
             row |= {f"{PREFIX}{key}/{name}": value for key, value in totals.numbers().items()}
+        for name, totals in self.by_source.items():
+            row |= {} if totals.too_long is None else {f"{PREFIX}too_long/{name}": totals.too_long}
         for name, scores in self.tasks.items():
             row |= {f"{TASK_PREFIX}{name}/{key}": value for key, value in scores.numbers.items()}
         return row

@@ -55,12 +55,15 @@ class OlmoeConfig(DecoderConfig):
     n_active_experts: int = 8
     """Experts that process each position: the most probable ones."""
     balance_loss: float = 0.01
-    """Coefficient of the balance loss of each block, a mean over the rows of the global batch; 0.0: none."""
+    """Coefficient of the balance loss of each block, a mean over the rows of the global batch; 0.0: none.
+    May change at a resume."""
     z_loss: float = 0.0
-    """Coefficient of the z-loss of each router: the mean square of the logarithm of the sum of its exponentials."""
+    """Coefficient of the z-loss of each router: the mean square of the logarithm of the sum of its exponentials.
+    May change at a resume."""
     bias_rate: float = 0.0
     """Change per step of the biases that balance the choice of experts; 0.0: no biases. 0.001 is usual, with a small
-    balance_loss. The published format has no biases: a run with them cannot be exported."""
+    balance_loss. The published format has no biases: a run with them cannot be exported. May change at a resume, but
+    not from or to 0."""
     norm_eps: float = 1e-5
     """Added to the mean square in RMSNorm, also for queries and keys."""
     rope_theta: float = 10_000.0

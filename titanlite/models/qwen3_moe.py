@@ -32,12 +32,15 @@ class Qwen3MoeConfig(Qwen3Config):
     n_active_experts: int = 8
     """Experts that process each position: the most probable ones."""
     balance_loss: float = 0.001
-    """Coefficient of the balance loss of each block, a mean over the rows of the global batch; 0.0: none."""
+    """Coefficient of the balance loss of each block, a mean over the rows of the global batch; 0.0: none.
+    May change at a resume."""
     z_loss: float = 0.0
-    """Coefficient of the z-loss of each router: the mean square of the logarithm of the sum of its exponentials."""
+    """Coefficient of the z-loss of each router: the mean square of the logarithm of the sum of its exponentials.
+    May change at a resume."""
     bias_rate: float = 0.0
     """Change per step of the biases that balance the choice of experts; 0.0: no biases. 0.001 is usual, with a small
-    balance_loss. The published format has no biases: a run with them cannot be exported."""
+    balance_loss. The published format has no biases: a run with them cannot be exported. May change at a resume, but
+    not from or to 0."""
 
 
 _30B = Qwen3MoeConfig(dim=2048, n_layers=48, n_heads=32, n_kv_heads=4, ffn_dim=768, vocab_size=151_936)

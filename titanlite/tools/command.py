@@ -166,6 +166,12 @@ def _message(box: str, given: Mapping[str, str | None]) -> str:
     return re.sub(r"Error parsing (\S+): .*?float: ('[^']*').*", r"\1 needs a number, not \2", text)
 
 
+def check_chat_template(file: str) -> list[Problem]:
+    """Problems of --chat-template; "": not given."""
+    is_usable = not file or Path(file).is_file()
+    return require(is_usable, "--chat-template", file, "a file with a chat template in Jinja", "fix the path")
+
+
 def check_output_file(option: str, path: Path | None) -> list[Problem]:
     """Problems of a file that the command will write at its end."""
     if path is None:

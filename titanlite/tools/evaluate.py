@@ -60,6 +60,7 @@ from titanlite.tools.command import (
     File,
     OptionalCount,
     RunFolder,
+    check_chat_template,
     check_options,
     check_output_file,
     read_options_and_overrides,
@@ -101,6 +102,8 @@ class Options:
     """last: the weights of the checkpoint's step; ema: their average, of a run with optimizer.ema_decay above 0"""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """tokenizer.json or its folder, for a run on token files without a tokenizer; None: the run's own"""
+    chat_template: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    """chat template in Jinja, for sources of conversations; empty: the tokenizer's own"""
     json: File = None
     """also write the results to this file"""
     allow_import: AllowImport = False
@@ -155,8 +158,9 @@ def evaluate_saved(
     """
     saved = verified_run(options, world, store)
     with reading(saved.path):
-        tokenizer = saved.tokenizer_for(options.tokenizer)
+        tokenizer = saved.tokenizer_for(options.tokenizer, options.chat_template)
         config = evaluated_config(saved, options, overrides, world, has_tokenizer=tokenizer is not None)
+        require_chat_template(saved, config, tokenizer)
         if failure.positions is not None:
             failure.positions.silence_s = config.comm.train_timeout_s
         return config, saved, evaluate(config, saved, tokenizer, world, store, failure, cleanup)
@@ -172,6 +176,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[Options, list[str]]:
 def check_arguments(options: Options, overrides: Sequence[str]) -> None:
     """Raise ConfigError if an option is out of range, or if an override does not concern evaluation."""
     problems = [*check_options(options), *check_output_file("--json", options.json)]
+    problems += check_chat_template(options.chat_template)
     for word in overrides:
         key = word[2:].partition("=")[0]
         if word.startswith("--") and key.partition(".")[0] not in SECTIONS:
@@ -255,6 +260,14 @@ def evaluated_config(
         raise ConfigError([_of_this_mesh(problem, overrides) for problem in problems])
     config = resolve_config(config, world_size=world.size, device_type=world.device_type)
     return replace(config, data=replace(config.data, sources=()))  # training data is not evaluated
+
+
+def require_chat_template(saved: SavedRun, config: JobConfig, tokenizer: Tokenizer | None) -> None:
+    """Raise ConfigError if the configuration evaluates conversations, and the tokenizer has no chat template."""
+    sources = [f"validation.sources.{n}" for n, source in enumerate(config.validation.sources) if source.is_chat]
+    if sources and tokenizer is not None and tokenizer.chat_template is None:
+        rule = f"required for conversations ({sources[0]}): the tokenizer of {saved.path} has no chat template"
+        raise ConfigError([Problem("--chat-template", None, rule, "write the path of a template in Jinja")])
 
 
 def _of_this_mesh(problem: Problem, given: Sequence[str]) -> Problem:
@@ -370,6 +383,7 @@ def loss_lines(config: JobConfig, found: Found) -> list[str]:
                 *(f"{totals.num_valid:,}", f"{time_s:.1f}", f"{totals.num_valid / time_s:,.0f}"),
             ]
         )
+    seq_len = config.training.seq_len
     meaning = "cross-entropy in nats per token; perplexity: its exponential"
     if not config.loss.is_cross_entropy:
         meaning = f'loss "{config.loss.name}" (loss.name) per token, without its terms'
@@ -379,6 +393,12 @@ def loss_lines(config: JobConfig, found: Found) -> list[str]:
         "",
         f"loss: the mean {meaning}",
         *([f"no bits per byte: {found.why_no_bytes}"] if found.why_no_bytes else []),
+        *(
+            f"{name}: {totals.too_long:,} conversations have more than training.seq_len + 1 = {seq_len + 1:,} tokens "
+            f"(too_long = {source.too_long})"
+            for source, (name, totals) in zip(config.validation.sources, found.totals.items(), strict=True)
+            if totals.too_long
+        ),
     ]
 
 
@@ -417,7 +437,8 @@ def json_results(config: JobConfig, saved: SavedRun, found: Found) -> dict[str, 
         numbers = {"loss_sum": totals.loss_sum, **totals.numbers(), "time_s": time_s}
         numbers["tokens_per_second"] = totals.num_valid / time_s
         finite = {name: _finite(value) for name, value in numbers.items()}
-        return {**finite, "num_valid": totals.num_valid, "num_bytes": totals.num_bytes}
+        too_long = {} if totals.too_long is None else {"too_long": totals.too_long}
+        return {**finite, "num_valid": totals.num_valid, "num_bytes": totals.num_bytes, **too_long}
 
     def task_entry(scores: TaskScores) -> dict[str, Any]:
         return {

@@ -110,8 +110,10 @@ class SavedRun:
             raise UserError(f"{self.path} was trained with a different tokenizer than {found.description}")
         return found
 
-    def tokenizer_for(self, path: str | None) -> Tokenizer | None:
+    def tokenizer_for(self, path: str | None, chat_template: str = "") -> Tokenizer | None:
         """The tokenizer at `path`, a value of --tokenizer, with a warning if it is not the run's; None: the run's own.
+
+        chat_template: a file, the value of --chat-template, in place of the tokenizer's own template.
 
         Raises ConfigError if the file is missing, or if the tokenizer has more tokens than the model, as the one of an
         imported run may have.
@@ -131,6 +133,8 @@ class SavedRun:
             rule = f"at most the model's vocab_size = {vocab_size} tokens; it has {tokenizer.vocab_size}"
             remedy = "pass the path of the tokenizer that the run was trained with"
             raise ConfigError([Problem("--tokenizer", path, rule, remedy)])
+        if tokenizer is not None and chat_template:
+            return Tokenizer(**{**tokenizer.arguments, "chat_template": chat_template})
         return tokenizer
 
     def with_weights(self, weights: Weights) -> "SavedRun":

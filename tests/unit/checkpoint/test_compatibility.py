@@ -100,6 +100,21 @@ def test_one_difference_raises_with_both_values_and_a_remedy(name: str) -> None:
     assert ("accept_changes" in text) == (name in ACCEPTED)
 
 
+def test_coefficients_of_experts_may_change_but_biases_not_appear() -> None:
+    def facts(**values: float) -> dict[str, Any]:
+        return {"model": FACTS["model"] | {"balance_loss": 0.01, "z_loss": 0.0, "bias_rate": 0.001} | values}
+
+    assert check_facts(facts(), facts(balance_loss=0.0, z_loss=0.001, bias_rate=0.002), (), "here") == []
+    for saved, now in ((facts(), facts(bias_rate=0.0, z_loss=1.0)), (facts(bias_rate=0.0), facts(z_loss=1.0))):
+        with pytest.raises(
+            UserError, match=r"\n  model\.bias_rate: .*\n.*the biases are in the checkpoint or not"
+        ) as error:
+            check_facts(saved, now, (), "here")
+        assert str(error.value).count(" in the checkpoint, ") == 1
+    saved, now = ({"model": {"overrides": overrides}} for overrides in ({"dim": 8, "z_loss": 0.0}, {"dim": 9}))
+    assert changed_settings(saved, now) == ["model.z_loss: 0.0 in the checkpoint, unset now"]
+
+
 def test_optimizers_are_compared_by_parameter() -> None:
     muon = {"layers.*.wq.weight": "Muon", "layers.*.norm.weight": "AdamW", "output.weight": "AdamW"}
     for saved, now in (("AdamW", muon), (muon, "AdamW"), (muon, muon | {"output.weight": "Lion"})):

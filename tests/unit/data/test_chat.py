@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.unit.data.conversations import TEMPLATE, write_conversations
@@ -12,6 +14,7 @@ from titanlite.config.check import resolve_config
 from titanlite.config.ineffective import ineffective
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
+from titanlite.data.check import check_source
 from titanlite.data.config import DataConfig
 from titanlite.data.corpus import ConversationEncoder, Texts
 from titanlite.data.fingerprint import data_fingerprint, describe_difference
@@ -64,6 +67,31 @@ def test_rows_of_the_other_kind_name_it(folder: Path) -> None:
     found = source_from_path(str(folder / "chat.jsonl"), "--data")
     assert isinstance(found, SourceConfig)
     assert found.kind == "jsonl"
+
+
+@pytest.mark.usefixtures("hugging_face_home")
+def test_conversations_in_other_files_name_the_command_that_writes_lines(tmp_path: Path) -> None:
+    """Also beside a column of text, which is no document."""
+    (tmp_path / "files").mkdir()
+    pq.write_table(
+        pa.Table.from_pylist([{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}]),
+        tmp_path / "files" / "train.parquet",
+    )
+    (tmp_path / "lines").mkdir()
+    (tmp_path / "lines" / "train.jsonl").write_text('{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}\n')
+    files = json.dumps(f"{tmp_path}/files/**/*.parquet")
+    for kind, folder, given in (
+        ("hf", "files", f'path="{tmp_path}/files"'),
+        ("hf", "lines", f'path="{tmp_path}/lines"'),
+        ("parquet", "files", f'path="parquet", data_files={files}'),
+        ("chat", "files", f'path="parquet", data_files={files}'),
+    ):
+        (problem,) = check_source(
+            SourceConfig(kind, str(tmp_path / folder)), "data.sources.0", DataConfig(), vocab_size=0, checks_files=True
+        )
+        assert (problem.key, problem.value) == ("data.sources.0.kind", kind)
+        code = f'from datasets import load_dataset; load_dataset({given}, split="train").to_json("chat.jsonl")'
+        assert problem.remedy.endswith(f'python -c \'{code}\', then kind = "chat" and path = "chat.jsonl"')
 
 
 @pytest.mark.parametrize("where", ["data", "validation"])

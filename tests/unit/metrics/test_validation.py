@@ -71,6 +71,15 @@ def test_a_source_without_text_keeps_the_bytes_of_other_sources() -> None:
     assert sum_of([CODE, only_eos]).num_bytes == CODE.num_bytes
 
 
+def test_conversations_that_are_too_long_are_counted_by_source() -> None:
+    sets = {"chat": replace(TEXT, too_long=3), "skipped": replace(EMPTY, too_long=2), "code": CODE}
+    record = ValidationRecord(7, sets, 1.5, 0)
+    counts = {key: value for key, value in record.row().items() if "too_long" in key}
+    assert counts == {"validation/too_long/chat": 3, "validation/too_long/skipped": 2}
+    assert validation_line(record).endswith(", chat 3.0000, code 2.0000, too long 5 (2s)")
+    assert sum_of([CODE]).too_long is None
+
+
 @pytest.mark.parametrize(("loss", "perplexity"), [(1e6, math.inf), (math.nan, math.nan)])
 def test_non_finite_values_are_written(loss: float, perplexity: float) -> None:
     record = ValidationRecord(1, {"a": SetTotals(loss, 1, 0)}, 1.0, 0)

@@ -165,7 +165,8 @@ class ChatEncoder:
         answers = [index for index, message in enumerate(messages) if message.get("role") == ASSISTANT]
         try:
             if loss_on == ASSISTANT and not answers:
-                raise BadRowError("the conversation has no turn of the assistant, so there is nothing to train on")
+                roles = ", ".join(dict.fromkeys(repr(message.get("role")) for message in messages))
+                raise BadRowError(f"no turn has the role 'assistant', so there is nothing to train on: it has {roles}")
             self._require_tool_calls(messages)
             given, marked = self._special_tokens.mark(messages)
             text, spans = self._render(given, marked)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from titanlite.data.chat.messages import Message, parse_conversation
-from titanlite.data.sources.config import CHAT
-from titanlite.data.sources.jsonl import CONVERSATION_FIELDS, Jsonl, json_value, rows_fault
+from titanlite.data.sources.config import CHAT, CONVERSATION_FIELDS
+from titanlite.data.sources.jsonl import Jsonl, json_value, rows_fault
 from titanlite.data.sources.pieces import BadRowError, KindError, Piece
 
 

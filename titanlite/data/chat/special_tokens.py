@@ -28,7 +28,8 @@ class SpecialTokens:
     """Encodes rendered conversations in which messages may have the text of special tokens.
 
     A conversation without such text is encoded as it is, with all special tokens, as in transformers. Otherwise `mark`
-    marks the text in the messages, and `written` the special tokens that the template writes. A copy of the tokenizer,
+    marks the text in the messages, also a part of it at the begin or end of a value, which the text beside it may
+    complete, and `written` the special tokens that the template writes. A copy of the tokenizer,
     whose special tokens have this mark in their names, encodes the result: for it, the text of a special token is like
     any other text, even if it is a word of the vocabulary.
     """
@@ -47,33 +48,65 @@ class SpecialTokens:
             rf"(?<!\w){re.escape(text)}(?!\w)" if special[text][1].single_word else re.escape(text)
             for text in sorted(special, key=len, reverse=True)  # the tokenizers library finds the longest, too
         ]
+        self._beginnings = {text[:size] for text in special for size in range(1, len(text))}
+        self._endings = {text[size:] for text in special for size in range(1, len(text))}
+        self._max_length = max(map(len, special), default=0)
         pattern = "|".join(patterns) or "(?!)"
         self._text = re.compile(pattern)
-        self._text_or_mark = re.compile(f"[{MARKS}]|{pattern}")
+        self._text_or_invalid = re.compile(f"[{MARKS}\ud800-\udfff]|{pattern}")
         self._of_template = re.compile(f"(?<!{IN_CONTENT})({pattern})")
         self._of_template_marked = re.compile(f"(?<={OF_TEMPLATE})(?:{pattern})")
 
     def mark(self, messages: Sequence[Message]) -> tuple[Sequence[Message], bool]:
         """The messages with IN_CONTENT before each character of the text of a special token, and whether there is any.
 
-        Raises BadRowError if a message contains one of MARKS.
+        A part of the text at an edge of a value counts, too, but not of the role: templates write <|ROLE|>. Raises
+        BadRowError if a message contains one of MARKS, or an unpaired surrogate.
         """
         marked: list[Message] = []
         has_text = False
         for number, message in enumerate(messages, 1):
-            found = {hit[0] for text in _texts(message) for hit in self._text_or_mark.finditer(text)}
+            found = {hit[0] for text in _texts(message) for hit in self._text_or_invalid.finditer(text)}
             if not found.isdisjoint(MARKS):
                 raise BadRowError(f"turn {number}: it has one of the characters U+FDD2 to U+FDD5, which are reserved")
-            has_text = has_text or bool(found)
-            marked.append(self._with_marks(message) if found else message)
+            if surrogates := sorted(hit for hit in found if "\ud800" <= hit <= "\udfff"):
+                raise BadRowError(f"turn {number}: it has an unpaired surrogate, \\u{ord(surrogates[0]):04x}")
+            values = {name: value for name, value in message.items() if name != "role"}
+            is_marked = bool(found) or any(self._edges(text) for text in _texts(values, names=False))
+            has_text = has_text or is_marked
+            marked.append(self._with_marks(message) if is_marked else message)
         return marked, has_text
 
-    def _with_marks(self, value: Any) -> Any:
+    def _with_marks(self, message: Message) -> Message:
+        return {
+            self._marked(name, edges=False): self._marked(value, edges=name != "role")
+            for name, value in message.items()
+        }
+
+    def _marked(self, value: Any, *, edges: bool = True) -> Any:
+        """A value of JSON with marks. edges: whether a part of a special token at an edge counts."""
         if isinstance(value, str):
-            return self._text.sub(lambda found: "".join(IN_CONTENT + each for each in found[0]), value)
+            spans = [found.span() for found in self._text.finditer(value)] + (self._edges(value) if edges else [])
+            places = {place for begin, end in spans for place in range(begin, end)}
+            return "".join(IN_CONTENT + each if place in places else each for place, each in enumerate(value))
         if isinstance(value, Mapping):
-            return {self._with_marks(key): self._with_marks(item) for key, item in value.items()}
-        return [self._with_marks(item) for item in value] if isinstance(value, list | tuple) else value
+            return {self._marked(name, edges=False): self._marked(item) for name, item in value.items()}
+        return [self._marked(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def _edges(self, text: str) -> list[tuple[int, int]]:
+        """(begin, end) of a part of a special token at the begin and at the end of a text, whose whitespace templates
+        remove."""
+        spans = []
+        begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
+        for size in range(min(self._max_length - 1, end - begin), 0, -1):
+            if text[begin : begin + size] in self._endings:
+                spans.append((begin, begin + size))
+                break
+        for size in range(min(self._max_length - 1, end - begin), 0, -1):
+            if text[end - size : end] in self._beginnings:
+                spans.append((end - size, end))
+                break
+        return spans
 
     def written(self, text: str) -> str:
         """The rendering of marked messages, with OF_TEMPLATE before each special token that the template has written,
@@ -133,17 +166,18 @@ def _renamed(text: str, special: set[str]) -> str:
     return OF_TEMPLATE + text if text in special else text
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """All texts of a JSON value, names included."""
+def _texts(value: Any, *, names: bool = True) -> Iterator[str]:
+    """All texts of a JSON value. names: also those of fields."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield key
-            yield from _texts(item)
+        for name, item in value.items():
+            if names:
+                yield name
+            yield from _texts(item, names=names)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _texts(item)
+            yield from _texts(item, names=names)
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, texts: Sequence[str]) -> list[tokenizers.Encoding | BadRowError]:

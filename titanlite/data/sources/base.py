@@ -18,7 +18,7 @@ from typing import IO, Any, ClassVar, Literal, NamedTuple
 
 import xxhash
 
-from titanlite.data.sources.config import SourceConfig
+from titanlite.data.sources.config import CHAT, SourceConfig
 from titanlite.data.sources.pieces import ArrayError, BadRowError, FieldError, KindError, Piece
 from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts
 from titanlite.runtime.errors import Problem, UserError
@@ -40,6 +40,9 @@ MAX_BLOCK_BYTES = 4 * 2**20
 _INDEX_KEYS = ("field", "document", "split")
 _OTHER_KEYS = ("subset", "revision", "streaming", "loss_on", "too_long")
 """Keys that every index includes; keys that do not decide the pieces of a file, which no index includes."""
+
+_OF_LINES = ("jsonl", CHAT)
+"""Kinds of sources of JSON lines."""
 
 READERS = 16
 """Files that are read concurrently: most of the time is spent waiting for the file system."""
@@ -225,6 +228,28 @@ def field_problem(key: str, field: str, where: str, fault: FieldError) -> Proble
     return Problem(f"{key}.field", field, "a field that contains text", f"{where}: {fault}; {remedy}")
 
 
+def kind_problem(config: SourceConfig, key: str, where: str, fault: KindError) -> Problem:
+    """The Problem of rows of another kind than that of the table at `key`. where: the file."""
+    remedy = f'write kind = "{fault.kind}", or add --{key}.kind {fault.kind}'
+    if fault.kind == CHAT and config.kind not in _OF_LINES:
+        remedy = conversations_as_lines(config)
+    return Problem(f"{key}.kind", config.kind, "the kind of the rows", f"{where}: {fault}; {remedy}")
+
+
+def conversations_as_lines(config: SourceConfig, kind: str = "") -> str:
+    """What to do with conversations that are not JSON lines. kind: of the files, such as parquet; default: config's."""
+    path = f"{config.path}/**/*.{kind or config.kind}" if os.path.isdir(config.path) else config.path
+    arguments = {"path": kind or config.kind, "data_files": path, "split": "train"}
+    if config.kind == "hf":
+        arguments = {"path": config.path, "name": config.subset, "split": config.split or "train"}
+    given = ", ".join(f"{name}={json.dumps(value)}" for name, value in arguments.items() if value)
+    code = f'from datasets import load_dataset; load_dataset({given}).to_json("chat.jsonl")'
+    return (
+        f"conversations are read from JSON lines: python -c {shlex.quote(code)}, then "
+        f'kind = "{CHAT}" and path = "chat.jsonl"'
+    )
+
+
 def files_below(folder: str) -> Iterator[Path]:
     """The files below a folder, without hidden ones; none if it is not a folder."""
     for parent, folders, names in os.walk(os.path.expanduser(folder) if folder else os.devnull):
@@ -252,8 +277,7 @@ def check_first_file(
         remedy = f"{file} is a JSON array; to make lines of it: jq -c '.[]' {shlex.quote(str(file))} > lines.jsonl"
         return [Problem(f"{key}.path", source.config.path, "files with one JSON object per line", remedy)]
     if isinstance(fault, KindError):
-        remedy = f'{file}: {fault}; write kind = "{fault.kind}", or add --{key}.kind {fault.kind}'
-        return [Problem(f"{key}.kind", source.kind, "the kind of the rows", remedy)]
+        return [kind_problem(source.config, key, str(file), fault)]
     return [field_problem(key, field, str(file), fault)] if isinstance(fault, FieldError) else []
 
 

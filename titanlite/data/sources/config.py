@@ -8,6 +8,9 @@ from titanlite.runtime.errors import ranged
 CHAT = "chat"
 """The kind of sources of conversations."""
 
+CONVERSATION_FIELDS = ("messages", "conversations")
+"""Fields of a row that hold the turns of a conversation."""
+
 
 @dataclass(frozen=True)
 class SourceConfig:

@@ -5,11 +5,11 @@ import re
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from titanlite.data.sources.base import cached_json, field_problem
+from titanlite.data.sources.base import cached_json, field_problem, kind_problem
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.jsonl import Jsonl, json_text, rows_fault
 from titanlite.data.sources.parquet import column_fault
-from titanlite.data.sources.pieces import BadRowError, FieldError
+from titanlite.data.sources.pieces import BadRowError, FieldError, KindError
 from titanlite.runtime.errors import ConfigError, Problem, require
 from titanlite.runtime.files import open_regular
 from titanlite.runtime.retry import http_status, is_transient, reason
@@ -188,6 +188,8 @@ def _check_fields(source: SourceConfig, key: str, found: HubFiles) -> None:
                 fault = rows_fault(opened, file, lambda line: json_text(line, field))
     except OSError as error:
         raise _config_error(key, "path", source.path, "readable files", f"{file}: {reason(error)}") from error
+    if isinstance(fault, KindError):
+        raise ConfigError([kind_problem(source, key, file, fault)])
     if isinstance(fault, FieldError):
         raise ConfigError([field_problem(key, field, file, fault)])
     if fault is not None:

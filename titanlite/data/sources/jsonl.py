@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, NamedTuple
 
 from titanlite.data.sources.base import TextSource, check_first_file
-from titanlite.data.sources.config import CHAT, SourceConfig
+from titanlite.data.sources.config import CHAT, CONVERSATION_FIELDS, SourceConfig
 from titanlite.data.sources.pieces import (
     BAD_FILE,
     ArrayError,
@@ -39,9 +39,6 @@ CACHE_BYTES = 64 * 2**20
 
 CHECKED_ROWS = 100
 """Rows of the first file that are checked for the field before a run starts."""
-
-CONVERSATION_FIELDS = ("messages", "conversations")
-"""Fields of a row that hold the turns of a conversation."""
 
 BYTE_ORDER_MARK = "\ufeff"
 """Written before the first line by some programs; not part of the JSON."""

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from titanlite.data.sources.base import TextSource, check_first_file
-from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.pieces import BAD_FILE, BadRowError, FieldError, Piece, utf8_text
+from titanlite.data.sources.config import CHAT, CONVERSATION_FIELDS, SourceConfig
+from titanlite.data.sources.pieces import BAD_FILE, BadRowError, FieldError, KindError, Piece, utf8_text
 from titanlite.runtime.cache import Recent
 from titanlite.runtime.errors import Problem
 from titanlite.runtime.files import open_regular
@@ -116,7 +116,10 @@ def text_type(schema: Any, field: str) -> Any:
     if schema.names.count(field) != 1:
         fault = "not unique" if field in schema.names else "missing"
         present = ", ".join(map(repr, schema.names[:8]))
-        raise FieldError(f"field {field!r} is {fault}; the file has {present}", _texts(schema))
+        fault = f"field {field!r} is {fault}; the file has {present}"
+        if any(_is_list(column.type) for column in schema if column.name in CONVERSATION_FIELDS):
+            raise KindError(fault, CHAT)
+        raise FieldError(fault, _texts(schema))
     kind = schema.field(field).type
     value_kind = _value_type(kind)
     if str(value_kind) not in TEXT_TYPES:
@@ -129,6 +132,12 @@ def _value_type(kind: Any) -> Any:
     import pyarrow
 
     return kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow
+
+    return pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
 
 
 def _texts(schema: Any) -> list[str]:

@@ -86,7 +86,10 @@ class Tokens(Source):
                 return [Problem(f"{key}.path", self.config.path, rule, remedy)]
             if needs_documents and not documents_file(file).is_file():
                 rule = f"needs the starts of documents; {key}: {file} has no .documents file"
-                remedy = "use files written by titanlite tokenize, or the text instead of token files"
+                remedy = (
+                    "use files written by titanlite tokenize, or the text instead of token files, or write "
+                    "data.document_mask = false, so that all tokens of a sequence see each other"
+                )
                 return [Problem("data.document_mask", True, rule, remedy)]
         return []
 

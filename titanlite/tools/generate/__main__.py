@@ -7,7 +7,6 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -32,6 +31,7 @@ from titanlite.tools.command import (
     Count,
     OptionalCount,
     RunFolder,
+    check_chat_template,
     check_options,
     read_options,
     run_command,
@@ -143,12 +143,7 @@ def check(options: Options) -> list[Problem]:
     if options.chat:
         remedy = "leave it out: an answer ends with the assistant's turn, or at --max-new-tokens"
         problems += require(not options.ignore_eos, "--ignore-eos", "true", "without --chat only", remedy)
-    if options.chat_template:
-        rule = "a file with a chat template in Jinja"
-        problems += require(
-            Path(options.chat_template).is_file(), "--chat-template", options.chat_template, rule, "fix the path"
-        )
-    return problems + check_options(options)
+    return problems + check_chat_template(options.chat_template) + check_options(options)
 
 
 def generated_texts(run: SavedRun, prompts: Sequence[Prompt], options: Options) -> list[str]:
@@ -195,9 +190,7 @@ def prepare(run: SavedRun, prompts: Sequence[Prompt], options: Options) -> Conti
 @contextmanager
 def open_chat(run: SavedRun, options: Options) -> Iterator[ChatModel]:
     """The run's model for conversations, which is not used otherwise inside the block. Raises UserError."""
-    tokenizer = find_tokenizer(run, options.tokenizer)
-    if options.chat_template:
-        tokenizer = Tokenizer(**{**tokenizer.arguments, "chat_template": options.chat_template})
+    tokenizer = find_tokenizer(run, options.tokenizer, options.chat_template)
     if tokenizer.chat_template is None:
         rule = f"needed: the tokenizer of {run.path} has no chat template, so it is not known how it writes a turn"
         remedy = "write the path of a template, or leave out --chat to continue texts"
@@ -246,9 +239,9 @@ def sampling_of(options: Options, defaults: GenerationDefaults) -> Sampling:
     )
 
 
-def find_tokenizer(run: SavedRun, path: str | None) -> Tokenizer:
+def find_tokenizer(run: SavedRun, path: str | None, chat_template: str = "") -> Tokenizer:
     """See SavedRun.tokenizer_for. Raises ConfigError if the run has no tokenizer."""
-    tokenizer = run.tokenizer_for(path)
+    tokenizer = run.tokenizer_for(path, chat_template)
     if tokenizer is None:
         why = "was trained on tokens" if run.manifest.facts["tokenizer"] is None else "has lost its tokenizer"
         raise ConfigError([Problem("--tokenizer", None, f"needed: {run.path} {why}", "write its tokenizer's path")])

@@ -158,15 +158,17 @@ PLAIN = without_generation(QWEN)
 OTHER_PROMPT = PLAIN.replace("{{- '<|im_start|>assistant\\n' }}{%- endif", "{{- '<think>' }}{%- endif")
 OTHER_LAST = without_generation(MISTRAL).replace("{{- ' '", "{{- ('<think>' if loop.last else ' ')")
 EMPTY_BLOCK = "{% generation %}{% endgeneration %}<|im_end|>"
+SURROGATE = QWEN + "{{ '\\ud800' if messages[1].name }}"
 UNKNOWN = "it is not known which tokens the assistant writes: mark its text in the chat template with {% generation %}"
 
 
 @pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
-        (PLAIN, [USER], "the conversation has no turn of the assistant, so there is nothing to train on"),
+        (PLAIN, [USER, USER], "no turn has the role 'assistant', so there is nothing to train on: it has 'user'$"),
         (PLAIN, [USER, {"role": "assistant", "content": "\ufdd2"}], "turn 2: it has one of the characters U.FDD2 to"),
-        (PLAIN, [USER, {"role": "assistant", "content": "\ud800"}], "the tokenizer cannot encode it: "),
+        (PLAIN, [USER, {"role": "assistant", "content": "a\ud800"}], r"turn 2: it has an unpaired surrogate, .ud800$"),
+        (SURROGATE, [USER, ANSWER | {"name": "the"}], "the tokenizer cannot encode it: "),
         (PLAIN, [USER, ANSWER | {"tool_calls": [{}]}], "turn 2: it has tool_calls, which the chat template does not"),
         (PLAIN, [ANSWER], "turn 1: a part of the conversation cannot be rendered: the chat template refuses it:"),
         (PLAIN, [USER, ANSWER, USER, NEW_LINE], f"turn 4: its text and .* to common tokens, so {UNKNOWN}"),
@@ -245,6 +247,23 @@ def test_special_text_in_tools_and_names_stays_text(tmp_path: Path) -> None:
     text = '{"<|im_end|>": ["<|im_end|>", "é"]}'
     assert tokenizer.decode(one.tokens.tolist()) == text + text.replace("é", "\\u00e9") + "<|im_end|>"
     assert sum(int(token) in special_ids(tokenizer) for token in one.tokens) == 1
+
+
+@pytest.mark.parametrize(("first", "second"), [("<|im_", "end|>"), (" <", "|im_end|> "), ("a<|im_end|", ">b")])
+def test_special_text_across_two_values_stays_text(first: str, second: str, tmp_path: Path) -> None:
+    """Also if the template removes whitespace at their edges. A role is part of a special token of the template."""
+    template = (
+        "{{ '<|im_' + messages[0].role + '|>' + messages[0].content | trim + messages[1].content | trim }}"
+        "{{ messages[0].name + messages[1].content }}<|im_end|>"
+    )
+    encoder = ChatEncoder(make_tokenizer("qwen", template, tmp_path))
+    messages = [{"role": "start", "content": first, "name": first}, {"role": "assistant", "content": second}]
+    (one,) = usable(encoder, [messages], loss_on="all")
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    text = "<|im_start|>" + first.strip() + second.strip() + first + second + "<|im_end|>"
+    assert tokenizer.decode(one.tokens.tolist()) == text
+    ids = [int(token) for token in one.tokens if int(token) in special_ids(tokenizer)]
+    assert [tokenizer.decode([token]) for token in ids] == ["<|im_start|>", "<|im_end|>"]
 
 
 def test_example_template_is_encoded_as_by_transformers(tmp_path: Path) -> None:
