@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,21 +14,20 @@ import torch.distributed as dist
 
 import titanlite
 from titanlite.assembly.data import build_data, build_tasks, build_tokenizer, build_validation_data, pin_revisions
-from titanlite.assembly.facts import code_facts, config_values, content_facts
+from titanlite.assembly.description import describe_job, describe_run, describe_training
+from titanlite.assembly.facts import code_facts, content_facts
 from titanlite.assembly.learning_rate import describe_jump, describe_moved_decay
 from titanlite.assembly.model import (
     allocate_parts,
     build_parts,
     build_task_evaluator,
     build_trainer,
-    describe_attention,
 )
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.preflight import imported_from
 from titanlite.checkpoint.start import RunFacts, Start, StartFinder
 from titanlite.checkpoint.state import RunState
-from titanlite.config.fields import literal
 from titanlite.config.load import CONFIG_COPY, read_copy
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import dump_config
@@ -49,7 +47,7 @@ from titanlite.generation.samples import Samples
 from titanlite.hf.folder import PREFIX, ModelFolder
 from titanlite.hf.generation_defaults import read_generation_defaults
 from titanlite.hf.source import fetch_source
-from titanlite.metrics.about import AboutRun, git_commit, note_start
+from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import EXPERTS_FILE, LOG_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE
 from titanlite.metrics.experts import ExpertLoads
 from titanlite.metrics.goodput import Goodput
@@ -62,13 +60,11 @@ from titanlite.models.init import INIT_VERSION
 from titanlite.models.losses import LOSSES
 from titanlite.models.randomness import DRAW_VERSION
 from titanlite.models.registry import full_parameters, resolve_model
-from titanlite.optim.registry import describe_groups, kinds_of_state
-from titanlite.optim.schedule import describe_schedule
+from titanlite.optim.registry import kinds_of_state
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.pipeline import local_stages
 from titanlite.planning.check import check_memory, plan_memory
 from titanlite.planning.memory import Memory
-from titanlite.planning.microbatches import divide_step
 from titanlite.planning.out_of_memory import explained_out_of_memory
 from titanlite.precision import DTYPES
 from titanlite.profiling.config import SNAPSHOTS_FOLDER, TRACES_FOLDER
@@ -78,14 +74,11 @@ from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, init_process_group
 from titanlite.runtime.dump_folder import prepare_dump_folder
 from titanlite.runtime.durability import replace_file
-from titanlite.runtime.environment import environment_lines, overridden
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.job_lock import require_own
 from titanlite.runtime.logging import append_errors_to, log, open_log_file
-from titanlite.runtime.memory import device_memory_bytes
 from titanlite.runtime.peak_flops import device_peak_flops
 from titanlite.runtime.signals import StopRequest
-from titanlite.runtime.text import counted
 from titanlite.trainer import Trainer
 from titanlite.validation import Evaluator, Validation, build_token_bytes
 
@@ -133,21 +126,12 @@ def build_run(
     require_no_checkpoints(config)
     config = pin_revisions(config, world, store)
     imported = fetch_imported(config, world, store)
-    log.info("Job: %s, outputs in %s", config.job.description or "no description", config.job.dump_folder)
-    if config.job.plugins:
-        log.info("Plugins: %s", ", ".join(config.job.plugins))
-    log.info("Device: %s, %.1f GiB", device_name(world.device), device_memory_bytes(world.device) / 2**30)
+    describe_job(config, world.device)
     # Build the data before the process group, so that a long index build on one rank does not cause a timeout.
     mesh = Mesh(config.parallelism, world)
-    tokenizer = build_tokenizer(config)
-    loader = build_data(config, mesh, tokenizer)
-    cleanup.callback(loader.close)
-    validation_data = build_validation_data(config, mesh, tokenizer)
-    for each in validation_data.values():
-        cleanup.callback(each.close)
-    tasks = build_tasks(config, tokenizer)
+    data = build_run_data(config, mesh, cleanup)
     weights = imported.files() if imported else []
-    content = content_facts(config, tokenizer, loader, validation_data, tasks, weights)
+    content = content_facts(config, data.tokenizer, data.loader, data.held_out, data.tasks, weights)
     require_equal("content", content, world, store, config.comm.init_timeout_s)
     group = init_process_group(world, store, config.comm)
     cleanup.callback(dist.destroy_process_group)
@@ -156,70 +140,23 @@ def build_run(
         "Building %d-D device mesh with %s, %s", len(mesh.degrees), list(mesh.degrees), list(mesh.degrees.values())
     )
     profiling = Profiling(config.profiling, config.job.dump_folder, world.rank, world.device)
-    parts = build_parts(config, mesh)
-    memory = plan_memory(config, mesh, parts)
-    if memory is not None:
-        check_memory(config, memory, world, store)
-    with explained_out_of_memory(config, memory, world, lambda: "before the first step"):
-        model_parts = allocate_parts(config, parts, world.device)
-        trainer = build_trainer(config, model_parts, mesh, world.device)
-    if attention := describe_attention(config, world.device):
-        log.info("Attention: %s", attention)
-    if not config.loss.is_cross_entropy:
-        log.info('Loss: "%s", terms of the objective: %s', config.loss.name, ", ".join(terms_of_loss(config)) or "none")
-    for line in describe_groups(config.optimizer, *full_parameters(config.model)):
-        log.info("Optimizer: %s", line)
-    describe_batch(config, mesh)
-    log.info("Learning rate: %s", describe_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps))
-    for line in overridden(environment, os.environ):
-        log.info("Environment: %s", line)
+    trainer, memory = build_planned_trainer(config, mesh, store)
+    describe_training(config, mesh, environment)
     meter = build_meter(config, world, mesh, group)
     hosts = run_on_all_ranks(socket.gethostname, group)
-    replicas = Replicas(
-        model_parts, trainer.optimizer, mesh, config.faults.check_replicas_every, average=trainer.average
-    )
-    stages = local_stages(config.parallelism, mesh.coordinate["pp"])
-    recorder = build_recorder(config, mesh, trainer, stages, group, environment) if config.faults.record_steps else None
-    skipped = SkippedSteps(config.faults, model_parts, stages, loader, group, recorder, counts_loss=trainer.counts_loss)
-
-    def check_state(step: int) -> None:
-        """Raise UserError if the state must not be saved: another job uses the folder, replicas differ, or too many
-        steps were skipped."""
-        run_on_rank_0(lambda: require_own(config.job.dump_folder), group)
-        replicas.compare(step)
-        skipped.check()
-
+    checks = build_checks(config, trainer, data.loader, group, environment)
     stop, start, checkpoints = StopRequest(), Start(0, (), {}), None
     if config.checkpoint.enable or config.checkpoint.initial_load_path:
-        norms = trainer.spikes.norms if trainer.spikes else None
-        state = RunState(model_parts, trainer.optimizer, loader, mesh, norms, trainer.average)
-        checkpoints = build_checkpoints(
-            config, mesh, state, meter, tokenizer, loader.sources, stop, imported, check_state
-        )
-        start = checkpoints.resume()
-        trainer.step = start.step
-        if moved := describe_moved_decay(config, start):
-            log.info("Changed since the checkpoint: %s", moved)
-        if (jump := describe_jump(config, start)) and world.rank == 0:
-            log.warning("%s", jump)
-    prepare_outputs(config, world, start, tokenizer)
+        checkpoints = build_checkpoints(config, trainer, data, meter, stop, imported, checks)
+        start = load_start(config, trainer, checkpoints)
+    prepare_outputs(config, world, start, data.tokenizer)
     resume_step = start.step if start.resumes else 0
-    sinks = build_sinks(
-        config.metrics,
-        config.job.dump_folder,
-        world.rank,
-        config.training.steps,
-        "peak reserved" if world.device_type == "cuda" else "peak RSS",
-        resume_step=resume_step,
-        resume_tokens=meter.tokens_seen if resume_step else 0,
-        about=describe_run(config, mesh, hosts, resume_step, environment),
-        has_samples=bool(config.samples.prompts),
-        has_experts=getattr(resolve_model(config.model)[1], "n_experts", 1) > 1,
-    )
+    about = describe_run(config, mesh, hosts, resume_step, environment)
+    sinks = build_run_sinks(config, world, meter, resume_step, about)
     cleanup.callback(sinks.close)
     data_end = DataEnd(None, None)
     if any(source.epochs != -1 for source in config.data.sources):
-        data_end = DataEnd(loader, mesh.new_group(config.comm.init_timeout_s))
+        data_end = DataEnd(data.loader, mesh.new_group(config.comm.init_timeout_s))
     ledger = None
     if config.data.ledger and trainer.counts_rows:
         ledger = Ledger(config.job.dump_folder, data_rank=mesh.data_rank, data_degree=mesh.data_degree)
@@ -229,18 +166,17 @@ def build_run(
         trainer.before_update = checkpoints.before_update
     validation = None
     if config.validation.enable:
-        held_out = (validation_data, tasks)
-        validation = build_validation(config, mesh, trainer, *held_out, tokenizer, meter, sinks, stop, start)
+        validation = build_validation(config, trainer, data, meter, sinks, stop, start)
     return Run(
         trainer,
-        loader,
+        data.loader,
         meter,
         build_expert_loads(config, mesh, trainer),
         Goodput(last_row(Path(config.job.dump_folder, METRICS_FILE)) if resume_step else {}, began=began),
         sinks,
         data_end,
-        skipped,
-        replicas,
+        checks.skipped,
+        checks.replicas,
         profiling,
         ledger,
         mesh,
@@ -248,23 +184,86 @@ def build_run(
         stop,
         start,
         validation,
-        build_samples(config, mesh, trainer, tokenizer, meter, sinks, start) if config.samples.prompts else None,
+        build_samples(config, trainer, data.tokenizer, meter, sinks, start) if config.samples.prompts else None,
         memory,
     )
 
 
+@dataclass(frozen=True)
+class RunData:
+    """The data of a run. tokenizer: None if all sources hold tokens. held_out, tasks: those of the validation."""
+
+    tokenizer: Tokenizer | None
+    loader: Loader
+    held_out: dict[str, Loader]
+    tasks: Sequence[EncodedTask]
+
+
+def build_run_data(config: JobConfig, mesh: Mesh, cleanup: ExitStack) -> RunData:
+    """Open all data. cleanup: gets what closes the loaders."""
+    tokenizer = build_tokenizer(config)
+    loader = build_data(config, mesh, tokenizer)
+    cleanup.callback(loader.close)
+    held_out = build_validation_data(config, mesh, tokenizer)
+    for each in held_out.values():
+        cleanup.callback(each.close)
+    return RunData(tokenizer, loader, held_out, build_tasks(config, tokenizer))
+
+
+def build_planned_trainer(config: JobConfig, mesh: Mesh, store: dist.Store) -> tuple[Trainer, Memory | None]:
+    """Allocate the model and its optimizer if the plan of the memory fits; the plan is None if the family has none."""
+    world = mesh.world
+    parts = build_parts(config, mesh)
+    memory = plan_memory(config, mesh, parts)
+    if memory is not None:
+        check_memory(config, memory, world, store)
+    with explained_out_of_memory(config, memory, world, lambda: "before the first step"):
+        model_parts = allocate_parts(config, parts, world.device)
+        return build_trainer(config, model_parts, mesh, world.device), memory
+
+
+@dataclass(frozen=True)
+class StateChecks:
+    """What must hold of a state that is saved. group: of all ranks."""
+
+    dump_folder: str
+    replicas: Replicas
+    skipped: SkippedSteps
+    group: dist.ProcessGroup
+
+    def __call__(self, step: int) -> None:
+        """Raise UserError if the state must not be saved: another job uses the folder, replicas differ, or too many
+        steps were skipped."""
+        run_on_rank_0(lambda: require_own(self.dump_folder), self.group)
+        self.replicas.compare(step)
+        self.skipped.check()
+
+
+def build_checks(
+    config: JobConfig, trainer: Trainer, loader: Loader, group: dist.ProcessGroup, environment: Mapping[str, str]
+) -> StateChecks:
+    """Build the comparison of replicas, and the count and record of skipped steps. A collective."""
+    mesh, parts = trainer.mesh, trainer.model_parts
+    replicas = Replicas(parts, trainer.optimizer, mesh, config.faults.check_replicas_every, average=trainer.average)
+    stages = local_stages(config.parallelism, mesh.coordinate["pp"])
+    recorder = build_recorder(config, mesh, trainer, stages, group, environment) if config.faults.record_steps else None
+    skipped = SkippedSteps(config.faults, parts, stages, loader, group, recorder, counts_loss=trainer.counts_loss)
+    return StateChecks(config.job.dump_folder, replicas, skipped, group)
+
+
 def build_checkpoints(
     config: JobConfig,
-    mesh: Mesh,
-    state: RunState,
+    trainer: Trainer,
+    data: RunData,
     meter: Meter,
-    tokenizer: Tokenizer | None,
-    sources: Sequence[Source],
     stop: StopRequest,
     imported: ModelFolder | None,
     check_state: Callable[[int], None],
 ) -> Checkpoints:
-    """Build the checkpoint manager. A collective: creates process groups. sources: those of the loader."""
+    """Build the checkpoint manager. A collective: creates process groups."""
+    mesh = trainer.mesh
+    norms = trainer.spikes.norms if trainer.spikes else None
+    state = RunState(trainer.model_parts, trainer.optimizer, data.loader, mesh, norms, trainer.average)
     control_group = mesh.new_group(config.comm.init_timeout_s)
     saving_group = mesh.new_group(config.comm.save_timeout_s, keeps_timeout=True)
     finder = StartFinder(
@@ -272,12 +271,39 @@ def build_checkpoints(
         Path(config.job.dump_folder, config.checkpoint.folder),
         state,
         meter,
-        run_on_rank_0(lambda: about_run(config, tokenizer, sources), saving_group),
+        run_on_rank_0(lambda: about_run(config, data.tokenizer, data.loader.sources), saving_group),
         config.training.steps,
         saving_group,
         imported,
     )
     return Checkpoints(finder, control_group, mesh.world.device, stop, check_state)
+
+
+def load_start(config: JobConfig, trainer: Trainer, checkpoints: Checkpoints) -> Start:
+    """Load the state from which the run starts; logs what has changed in the learning rate."""
+    start = checkpoints.resume()
+    trainer.step = start.step
+    if moved := describe_moved_decay(config, start):
+        log.info("Changed since the checkpoint: %s", moved)
+    if (jump := describe_jump(config, start)) and trainer.mesh.world.rank == 0:
+        log.warning("%s", jump)
+    return start
+
+
+def build_run_sinks(config: JobConfig, world: World, meter: Meter, resume_step: int, about: AboutRun) -> Sinks:
+    """Build the loggers. resume_step: 0 for a new run."""
+    return build_sinks(
+        config.metrics,
+        config.job.dump_folder,
+        world.rank,
+        config.training.steps,
+        "peak reserved" if world.device_type == "cuda" else "peak RSS",
+        resume_step=resume_step,
+        resume_tokens=meter.tokens_seen if resume_step else 0,
+        about=about,
+        has_samples=bool(config.samples.prompts),
+        has_experts=getattr(resolve_model(config.model)[1], "n_experts", 1) > 1,
+    )
 
 
 def fetch_imported(config: JobConfig, world: World, store: dist.Store) -> ModelFolder | None:
@@ -319,11 +345,6 @@ def build_recorder(
     )
 
 
-def terms_of_loss(config: JobConfig) -> list[str]:
-    """Names of the terms of the loss."""
-    return list(LOSSES[config.loss.name].terms)
-
-
 def build_meter(config: JobConfig, world: World, mesh: Mesh, group: dist.ProcessGroup) -> Meter:
     """Build the meter, over all ranks, with the peak FLOP/s of the device if it is known. A collective."""
     family, hyper_parameters = resolve_model(config.model)
@@ -335,7 +356,7 @@ def build_meter(config: JobConfig, world: World, mesh: Mesh, group: dist.Process
         flops_per_token=family.flops_per_token(hyper_parameters, config.training.seq_len),
         peak_flops=device_peak_flops(world.device, DTYPES[config.training.mixed_precision_param]),
         sources=source_names(config.data.sources),
-        terms=terms_of_loss(config),
+        terms=list(LOSSES[config.loss.name].terms),
         slow_ranks=SlowRanks(places, group),
     )
 
@@ -357,32 +378,28 @@ def build_expert_loads(config: JobConfig, mesh: Mesh, trainer: Trainer) -> Exper
 
 def build_validation(
     config: JobConfig,
-    mesh: Mesh,
     trainer: Trainer,
-    loaders: dict[str, Loader],
-    tasks: Sequence[EncodedTask],
-    tokenizer: Tokenizer | None,
+    data: RunData,
     meter: Meter,
     sinks: Sinks,
     stop: StopRequest,
     start: Start,
 ) -> Validation:
     """Build the validation of the run. A collective: creates a process group."""
-    section = config.validation
-    group = mesh.new_group(config.comm.init_timeout_s)
+    group = trainer.mesh.new_group(config.comm.init_timeout_s)
     metrics_file = Path(config.job.dump_folder, METRICS_FILE)
     _, hyper_parameters = resolve_model(config.model)
     in_nats, token_bytes = config.loss.is_cross_entropy, None
-    if in_nats and loaders:
-        token_bytes = build_token_bytes(tokenizer, hyper_parameters.vocab_size, trainer.device)
+    if in_nats and data.held_out:
+        token_bytes = build_token_bytes(data.tokenizer, hyper_parameters.vocab_size, trainer.device)
     elif not in_nats:
         log.info('Validation: the loss is "%s", so there are no perplexity and no bits per byte', config.loss.name)
     return Validation(
-        section,
+        config.validation,
         Evaluator(trainer, group, token_bytes, stop, in_nats),
-        loaders,
+        data.held_out,
         build_task_evaluator(config, trainer, group, stop),
-        tasks,
+        data.tasks,
         meter,
         sinks,
         max_bad_rows=config.data.max_bad_rows,
@@ -394,7 +411,6 @@ def build_validation(
 
 def build_samples(
     config: JobConfig,
-    mesh: Mesh,
     trainer: Trainer,
     tokenizer: Tokenizer | None,
     meter: Meter,
@@ -422,7 +438,7 @@ def build_samples(
         tokenizer,
         read_generation_defaults(start.generation_config).ends(tokenizer.eos_id),
         prompts,
-        mesh.new_group(config.comm.save_timeout_s, keeps_timeout=True),
+        trainer.mesh.new_group(config.comm.save_timeout_s, keeps_timeout=True),
         meter,
         sinks,
     )
@@ -447,35 +463,6 @@ def about_run(config: JobConfig, tokenizer: Tokenizer | None, sources: Sequence[
     }
     versions = {"titanlite": titanlite.__version__, "torch": torch.__version__, "draws": DRAW_VERSION}
     return RunFacts(*(json.loads(json.dumps(part)) for part in (facts, asdict(config), versions)))
-
-
-def describe_run(
-    config: JobConfig, mesh: Mesh, hosts: Sequence[str], resume_step: int, environment: Mapping[str, str]
-) -> AboutRun:
-    """What the loggers record about the run and this start, on rank 0, which notes it in run.json; else empty."""
-    if mesh.world.rank != 0:
-        return AboutRun({}, {}, "")
-    facts = {
-        "git_commit": git_commit(Path.cwd()),
-        "hosts": ", ".join(sorted({*hosts})),
-        "mesh": ", ".join(f"{axis} {degree}" for axis, degree in mesh.layout.items()),
-        "device": device_name(mesh.world.device),
-        "titanlite": titanlite.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    known = {key: text for key, text in facts.items() if text}
-    variables = environment_lines(environment, os.environ)
-    noted = {**known, "mesh": mesh.layout, "environment": variables}
-    trains = resume_step < config.training.steps
-    run_id = note_start(Path(config.job.dump_folder), resume_step, noted, trains=trains)
-    log.info("Run: %s, %s", run_id, ", ".join(f"{key} {text}" for key, text in known.items() if key != "device"))
-    values = dict(config_values(config))
-    return AboutRun(
-        {"run_id": run_id, **known},
-        {key: literal(value) if isinstance(value, tuple) else value for key, value in values.items()},
-        dump_config(config),
-    )
 
 
 def require_no_checkpoints(config: JobConfig) -> None:
@@ -526,36 +513,3 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
                 f"{error.strerror}; fix this, or give another folder with --job.dump_folder"
             ) from None
     dist.barrier()
-
-
-def describe_batch(config: JobConfig, mesh: Mesh) -> None:
-    """Log the batch sizes, the number of steps and the share of filler."""
-    training, step = config.training, divide_step(config, mesh.data_degree)
-    if config.parallelism.pp > 1:
-        log.info("Pipeline: %s of %s per pass", counted(step.per_batch, "microbatch"), counted(step.size, "sequence"))
-    log.info(
-        "Batch: local %d, global %d, accumulation %d, sequence length %d, steps %d (%s tokens), warm-up %d%s",
-        training.local_batch_size if config.parallelism.pp > 1 else step.size,
-        training.global_batch_size,
-        step.batches,
-        training.seq_len,
-        training.steps,
-        f"{training.steps * training.global_batch_size * training.seq_len:,}",
-        config.lr_schedule.warmup_steps,
-        " (longer than the run)" if config.lr_schedule.warmup_steps > training.steps else "",
-    )
-    if step.filler_share:
-        log.info(
-            "Batch: %.1f%% of the work is filler: each of %s computes %s per step, for up to %s of its own",
-            100 * step.filler_share,
-            counted(mesh.data_degree, "data rank"),
-            counted(step.rows_per_batch * step.batches, "row"),
-            counted(step.sequences, "sequence"),
-        )
-
-
-def device_name(device: torch.device) -> str:
-    """Name of the device; for a CPU, its number of threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu, {torch.get_num_threads()} threads"

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 import tyro
 
+from titanlite.assembly.description import device_name
 from titanlite.assembly.facts import program_facts
-from titanlite.assembly.run import Run, build_run, device_name
+from titanlite.assembly.run import Run, build_run
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig

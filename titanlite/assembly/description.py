@@ -1,0 +1,114 @@
+"""What a run logs about its settings at the start, and what its loggers record about it."""
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+import titanlite
+from titanlite.assembly.facts import config_values
+from titanlite.assembly.model import describe_attention
+from titanlite.config.fields import literal
+from titanlite.config.schema import JobConfig
+from titanlite.config.toml import dump_config
+from titanlite.metrics.about import AboutRun, git_commit, note_start
+from titanlite.models.losses import LOSSES
+from titanlite.models.registry import full_parameters
+from titanlite.optim.registry import describe_groups
+from titanlite.optim.schedule import describe_schedule
+from titanlite.parallel.mesh import Mesh
+from titanlite.planning.microbatches import divide_step
+from titanlite.runtime.environment import environment_lines, overridden
+from titanlite.runtime.logging import log
+from titanlite.runtime.memory import device_memory_bytes
+from titanlite.runtime.text import counted
+
+
+def describe_job(config: JobConfig, device: torch.device) -> None:
+    """Log the job, its plugins and the device."""
+    log.info("Job: %s, outputs in %s", config.job.description or "no description", config.job.dump_folder)
+    if config.job.plugins:
+        log.info("Plugins: %s", ", ".join(config.job.plugins))
+    log.info("Device: %s, %.1f GiB", device_name(device), device_memory_bytes(device) / 2**30)
+
+
+def describe_training(config: JobConfig, mesh: Mesh, environment: Mapping[str, str]) -> None:
+    """Log kernels, loss, optimizer, batch and learning rate, and the variables that titanlite has changed.
+
+    environment: environment variables at program start.
+    """
+    if attention := describe_attention(config, mesh.world.device):
+        log.info("Attention: %s", attention)
+    if not config.loss.is_cross_entropy:
+        terms = ", ".join(LOSSES[config.loss.name].terms) or "none"
+        log.info('Loss: "%s", terms of the objective: %s', config.loss.name, terms)
+    for line in describe_groups(config.optimizer, *full_parameters(config.model)):
+        log.info("Optimizer: %s", line)
+    describe_batch(config, mesh)
+    log.info("Learning rate: %s", describe_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps))
+    for line in overridden(environment, os.environ):
+        log.info("Environment: %s", line)
+
+
+def describe_batch(config: JobConfig, mesh: Mesh) -> None:
+    """Log the batch sizes, the number of steps and the share of filler."""
+    training, step = config.training, divide_step(config, mesh.data_degree)
+    if config.parallelism.pp > 1:
+        log.info("Pipeline: %s of %s per pass", counted(step.per_batch, "microbatch"), counted(step.size, "sequence"))
+    log.info(
+        "Batch: local %d, global %d, accumulation %d, sequence length %d, steps %d (%s tokens), warm-up %d%s",
+        training.local_batch_size if config.parallelism.pp > 1 else step.size,
+        training.global_batch_size,
+        step.batches,
+        training.seq_len,
+        training.steps,
+        f"{training.steps * training.global_batch_size * training.seq_len:,}",
+        config.lr_schedule.warmup_steps,
+        " (longer than the run)" if config.lr_schedule.warmup_steps > training.steps else "",
+    )
+    if step.filler_share:
+        log.info(
+            "Batch: %.1f%% of the work is filler: each of %s computes %s per step, for up to %s of its own",
+            100 * step.filler_share,
+            counted(mesh.data_degree, "data rank"),
+            counted(step.rows_per_batch * step.batches, "row"),
+            counted(step.sequences, "sequence"),
+        )
+
+
+def describe_run(
+    config: JobConfig, mesh: Mesh, hosts: Sequence[str], resume_step: int, environment: Mapping[str, str]
+) -> AboutRun:
+    """What the loggers record about the run and this start, on rank 0, which notes it in run.json; else empty."""
+    if mesh.world.rank != 0:
+        return AboutRun({}, {}, "")
+    facts = {
+        "git_commit": git_commit(Path.cwd()),
+        "hosts": ", ".join(sorted({*hosts})),
+        "mesh": ", ".join(f"{axis} {degree}" for axis, degree in mesh.layout.items()),
+        "device": device_name(mesh.world.device),
+        "titanlite": titanlite.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    known = {key: text for key, text in facts.items() if text}
+    variables = environment_lines(environment, os.environ)
+    noted = {**known, "mesh": mesh.layout, "environment": variables}
+    trains = resume_step < config.training.steps
+    run_id = note_start(Path(config.job.dump_folder), resume_step, noted, trains=trains)
+    log.info("Run: %s, %s", run_id, ", ".join(f"{key} {text}" for key, text in known.items() if key != "device"))
+    values = dict(config_values(config))
+    return AboutRun(
+        {"run_id": run_id, **known},
+        {key: literal(value) if isinstance(value, tuple) else value for key, value in values.items()},
+        dump_config(config),
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """Name of the device; for a CPU, its number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.get_num_threads()} threads"
