@@ -145,16 +145,12 @@ def split(*names: str) -> tuple[str, ...]:
 
 QUICK = (
     Layout((1, 1, 1, 1), accumulation=3, rows=24),
-    Layout((1, 1, 1, 1), (*COMPILE, *BY_OP, *TIED)),
     Layout((1, 2, 1, 1), (*EVERY,), accumulation=3, rows=24),
     Layout((1, 1, 2, 1), (*QWEN3, *TIED, *FULL)),
     Layout((1, 1, 1, 2), (*TIED, *FULL_LOGITS, *FULL, *CHUNKS)),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *EVERY, *PAIRS, *CHUNKS), accumulation=3, rows=24),
-    Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"))),
     Layout((1, 1, 1, 2), EXPERTS),
-    Layout((1, 1, 1, 2), OLMOE),
     Layout((1, 1, 1, 1), CHUNKS, cp=2),
-    Layout((1, 1, 1, 1), (*GATHER, *QWEN3), accumulation=3, rows=24, cp=2),
     Layout((1, 1, 2, 1), (*EXPERTS, *EP)),
 )
 """One and two ranks."""
@@ -162,9 +158,12 @@ QUICK = (
 # Compiled: sharded blocks, and stages with a split backward pass; the others in SOAK. Compiling costs far more than all
 # steps.
 SLOW = (
+    Layout((1, 1, 1, 1), (*COMPILE, *BY_OP, *TIED)),
     Layout((1, 1, 1, 1), (*COMPILE, *FULL)),
     Layout((1, 1, 2, 1), (*COMPILE, *BY_OP, *LAST), accumulation=3, rows=24),
     Layout((1, 1, 1, 2), (*BY_OP, *CHUNKS), accumulation=3, rows=24),
+    Layout((1, 1, 1, 2), OLMOE),
+    Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"))),
     Layout((2, 1, 1, 1), (*schedule("GPipe"), *split("layers.1"))),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *LAST), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *COMPILE, *BY_OP)),
@@ -173,10 +172,12 @@ SLOW = (
     Layout((1, 1, 2, 2), (*TIED, *LAST), accumulation=3, rows=24),
     Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *FULL_LOGITS, *PAIRS), rows=8),
     # context parallelism: each axis beside it, and ranks that share a head of keys
+    Layout((1, 1, 1, 1), (*GATHER, *QWEN3), accumulation=3, rows=24, cp=2),
     Layout((1, 1, 1, 1), (*QWEN3, *FULL), accumulation=3, rows=24, cp=2),
     Layout((1, 1, 2, 1), LAST, accumulation=3, rows=24, cp=2),
     Layout((1, 2, 1, 1), TIED, cp=2),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *PAIRS), cp=2),
+    Layout((1, 1, 1, 2), FULL_LOGITS, cp=2),
     # experts, with the rows of the balance loss on several ranks; on several stages in UNEVEN
     Layout((1, 1, 1, 1), (*EXPERTS, *FULL), accumulation=3, rows=24),
     Layout((1, 1, 1, 1), (*EXPERTS, *GATHER, *FULL), cp=2),
@@ -210,7 +211,6 @@ SOAK = (
     Layout((2, 2, 1, 1), (*schedule("ZBVZeroBubble"), *PAIRS)),
     Layout((1, 1, 2, 1), (*EXPERTS, *BY_OP), accumulation=3, rows=24),
     Layout((1, 1, 4, 1), (*EXPERTS, *EP)),
-    Layout((1, 1, 1, 2), FULL_LOGITS, cp=2),
     Layout((1, 1, 1, 1), (*GATHER, *COMPILE, *BY_OP), cp=2),
     Layout((1, 1, 2, 2), (*EXPERTS, *EP, *FULL)),
     Layout((1, 2, 1, 1), (*COMPILE, *BY_LAYER, *TIED)),

@@ -81,9 +81,8 @@ def test_report_of_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        "single",
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("single", "pp")),
         pytest.param("tp", marks=pytest.mark.soak),
-        pytest.param("pp", marks=pytest.mark.slow),
     ],
 )
 def test_kernels_are_all_products_of_a_step(layout: Any) -> None:
