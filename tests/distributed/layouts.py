@@ -145,16 +145,12 @@ def split(*names: str) -> tuple[str, ...]:
 
 QUICK = (
     Layout((1, 1, 1, 1), accumulation=3, rows=24),
-    Layout((1, 1, 1, 1), (*COMPILE, *BY_OP, *TIED)),
     Layout((1, 2, 1, 1), (*EVERY,), accumulation=3, rows=24),
     Layout((1, 1, 2, 1), (*QWEN3, *TIED, *FULL)),
     Layout((1, 1, 1, 2), (*TIED, *FULL_LOGITS, *FULL, *CHUNKS)),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *EVERY, *PAIRS, *CHUNKS), accumulation=3, rows=24),
-    Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"))),
     Layout((1, 1, 1, 2), EXPERTS),
-    Layout((1, 1, 1, 2), OLMOE),
     Layout((1, 1, 1, 1), CHUNKS, cp=2),
-    Layout((1, 1, 1, 1), (*GATHER, *QWEN3), accumulation=3, rows=24, cp=2),
     Layout((1, 1, 2, 1), (*EXPERTS, *EP)),
 )
 """One and two ranks."""
@@ -162,9 +158,12 @@ QUICK = (
 # Compiled: sharded blocks, and stages with a split backward pass; the others in SOAK. Compiling costs far more than all
 # steps.
 SLOW = (
+    Layout((1, 1, 1, 1), (*COMPILE, *BY_OP, *TIED)),
     Layout((1, 1, 1, 1), (*COMPILE, *FULL)),
     Layout((1, 1, 2, 1), (*COMPILE, *BY_OP, *LAST), accumulation=3, rows=24),
     Layout((1, 1, 1, 2), (*BY_OP, *CHUNKS), accumulation=3, rows=24),
+    Layout((1, 1, 1, 2), OLMOE),
+    Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"))),
     Layout((2, 1, 1, 1), (*schedule("GPipe"), *split("layers.1"))),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *LAST), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *COMPILE, *BY_OP)),
@@ -173,20 +172,18 @@ SLOW = (
     Layout((1, 1, 2, 2), (*TIED, *LAST), accumulation=3, rows=24),
     Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *FULL_LOGITS, *PAIRS), rows=8),
     # context parallelism: each axis beside it, and ranks that share a head of keys
+    Layout((1, 1, 1, 1), (*GATHER, *QWEN3), accumulation=3, rows=24, cp=2),
     Layout((1, 1, 1, 1), (*QWEN3, *FULL), accumulation=3, rows=24, cp=2),
     Layout((1, 1, 2, 1), LAST, accumulation=3, rows=24, cp=2),
     Layout((1, 2, 1, 1), TIED, cp=2),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *PAIRS), cp=2),
-    # experts, with the rows of the balance loss on several ranks and on several stages
+    Layout((1, 1, 1, 2), FULL_LOGITS, cp=2),
+    # experts, with the rows of the balance loss on several ranks; on several stages in UNEVEN
     Layout((1, 1, 1, 1), (*EXPERTS, *FULL), accumulation=3, rows=24),
-    Layout((2, 1, 1, 1), (*EXPERTS, *schedule("ZBVZeroBubble"), *depth(3), *FULL)),
     Layout((1, 1, 1, 1), (*EXPERTS, *GATHER, *FULL), cp=2),
-    # experts dealt out over ranks: all of them, some, and beside each other axis
+    # experts dealt out over ranks
     Layout((1, 1, 2, 1), (*EXPERTS, *EP, *FULL), accumulation=3, rows=24),
     Layout((1, 1, 1, 1), (*EXPERTS, *EP, *BY_OP), cp=2),
-    Layout((2, 1, 2, 1), (*EXPERTS, *EP, *schedule("ZBVZeroBubble"), *depth(3), *FULL)),
-    # norms whose squares are summed over tp
-    Layout((1, 1, 1, 2), (*OLMOE, *BY_OP), cp=2),
     # hybrid sharding x tensor parallelism
     Layout((1, 2, 2, 2), accumulation=3, rows=24),
     # these two, sharded and replicated, have the same loss curve
@@ -214,7 +211,6 @@ SOAK = (
     Layout((2, 2, 1, 1), (*schedule("ZBVZeroBubble"), *PAIRS)),
     Layout((1, 1, 2, 1), (*EXPERTS, *BY_OP), accumulation=3, rows=24),
     Layout((1, 1, 4, 1), (*EXPERTS, *EP)),
-    Layout((1, 1, 1, 2), FULL_LOGITS, cp=2),
     Layout((1, 1, 1, 1), (*GATHER, *COMPILE, *BY_OP), cp=2),
     Layout((1, 1, 2, 2), (*EXPERTS, *EP, *FULL)),
     Layout((1, 2, 1, 1), (*COMPILE, *BY_LAYER, *TIED)),
@@ -250,6 +246,10 @@ SOAK = (
     Layout((1, 1, 2, 1), (*EXPERTS, *EP, *TIED), cp=2),
     Layout((1, 1, 2, 2), (*OLMOE, *EP, *FULL), accumulation=3, rows=24),
     Layout((2, 1, 1, 2), (*OLMOE, *schedule("ZBVZeroBubble"), *depth(3), *PAIRS)),
+    Layout((2, 1, 1, 1), (*EXPERTS, *schedule("ZBVZeroBubble"), *depth(3), *FULL)),
+    Layout((2, 1, 2, 1), (*EXPERTS, *EP, *schedule("ZBVZeroBubble"), *depth(3), *FULL)),
+    # norms whose squares are summed over tp
+    Layout((1, 1, 1, 2), (*OLMOE, *BY_OP), cp=2),
 )
 """Two to eight ranks: more layouts, too slow for the default suite."""
 
@@ -258,14 +258,16 @@ UNEVEN = (
     # filler rows in the experts' counts, in their exchange, and in each kind of pipeline
     Layout((1, 1, 3, 1), (*EXPERTS, *EP3), streams=8),
     Layout((1, 3, 1, 1), LAST, accumulation=3, streams=12),
-    Layout((1, 1, 2, 2), (*EXPERTS, *EP, *FULL), streams=9),
-    Layout((1, 1, 2, 1), GATHER, accumulation=2, cp=2, streams=9),
+    Layout((1, 1, 2, 2), (*EXPERTS, *EP), streams=9),
     Layout((2, 1, 2, 1), (*schedule("1F1B"), *EVERY, *PAIRS), accumulation=2, streams=9),
-    Layout((2, 1, 2, 1), (*EXPERTS, *schedule("ZBVZeroBubble"), *depth(3)), streams=15),
+    Layout((2, 1, 2, 1), (*EXPERTS, *EP, *schedule("ZBVZeroBubble"), *depth(3)), streams=15),
 )
 """Two to four ranks: data degrees that do not divide the sequences or the streams, so that steps have filler rows."""
 
 SOAK_UNEVEN = (
+    Layout((1, 1, 2, 2), (*EXPERTS, *EP, *FULL), streams=9),
+    Layout((1, 1, 2, 1), GATHER, accumulation=2, cp=2, streams=9),
+    Layout((2, 1, 2, 1), (*EXPERTS, *schedule("ZBVZeroBubble"), *depth(3)), streams=15),
     Layout((1, 5, 1, 1), streams=8),
     Layout((1, 1, 5, 1), (*EXPERTS, *BY_OP), accumulation=2, streams=12),
     Layout((1, 1, 5, 1), TIED, rows=4, streams=5),  # some ranks have filler rows only
@@ -285,7 +287,7 @@ SOAK_UNEVEN = (
     ),
     Layout((2, 3, 1, 1), (*schedule("Interleaved1F1B"), *PAIRS), accumulation=2, streams=12),
 )
-"""Five to seven ranks."""
+"""Four to seven ranks."""
 
 SIXTEEN = (
     Layout((2, 2, 2, 2), (*schedule("Interleaved1F1B"), *BY_OP, *PAIRS), accumulation=3, rows=48),

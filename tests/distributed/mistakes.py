@@ -651,3 +651,23 @@ OF_DOCUMENTS = tuple(
 MISTAKES = (*OF_DATA, *OF_TENSORS, *OF_CONTEXT, *OF_EXPERTS, *OF_PIPELINES, *OF_DOCUMENTS)
 QUICK = ("torch's default average over the replicas", "gradient norm not reduced over pp")
 """Names of the mistakes in the quick suite."""
+SOAK = (
+    # seen with the other kind of parameters
+    ("each rank divides by its own count", SHARD),
+    ("the last microbatch is not synchronized", REPLICATE),
+    ("the forward pass bypasses the wrapper", SHARD),
+    ("initial weights from a rank's own generator", REPLICATE),
+    # similar to another one
+    ("initial weights by torch's random numbers on DTensors", TP),
+    ("a .float() in a norm", TP),
+    ("gradients of the norms of queries and keys not summed over tp (qwen3)", TP_QWEN3),
+    ("norm of the own heads (olmoe)", TP_OLMOE),
+    ("loss not summed over positions", CP),
+    ("gather: masks of adjacent queries", CP_GATHER),
+    ("router's gradient not summed over tp", TP_EXPERTS),
+    ("balance of own positions", CP_EXPERTS),
+    ("losses divided after the backward pass only", PP),
+    ("documents begin one position late", INTERLEAVED),
+    ("all rows have the documents of the microbatch's first row", INTERLEAVED),
+)
+"""(name, layout) of the mistakes in soak tests only."""

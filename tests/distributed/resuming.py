@@ -4,6 +4,7 @@ A start can be interrupted like a kill, by an exception in a step on all ranks. 
 rows, log lines and metrics.jsonl.
 """
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -165,6 +166,7 @@ def _wait_for_all(store: dist.Store, name: str, size: int) -> None:
 
 
 def _start(folder: str, store: str, rank: int, start: Start) -> dict[str, Any]:
+    gc.freeze()  # the loop of an earlier start has unfrozen all objects, and this one would visit them again
     lines = _Lines()
     setup_logging(rank)
     log.addFilter(lines)

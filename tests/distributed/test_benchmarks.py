@@ -65,7 +65,7 @@ def test_an_unknown_benchmark_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         case("dp_shard", 3)
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # default suite: test_kernels_are_all_products_of_a_step
 def test_report_of_step(tmp_path: Path) -> None:
     step.main(("dp_shard",), ("bfloat16",), (1,), rounds=2, steps=1, settings=TINY, json=tmp_path)
     times, shares = tables(tmp_path / "step.json").values()
@@ -78,7 +78,13 @@ def test_report_of_step(tmp_path: Path) -> None:
     assert sum(profile[cause] for cause in step.CAUSES) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("layout", ["single", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp", "pp"))])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("single", "pp")),
+        pytest.param("tp", marks=pytest.mark.soak),
+    ],
+)
 def test_kernels_are_all_products_of_a_step(layout: Any) -> None:
     ranks, settings = case(layout, 1, TINY)
     found = run_ranks(step.compare, ranks, settings, "", 1, 1, 1)
@@ -144,7 +150,7 @@ def test_the_compared_layers_compute_the_same(n_experts: int) -> None:
     assert dense(x).shape == x.shape
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # default suite: test_all_bytes_of_an_update_are_counted
 def test_report_of_optimizers(tmp_path: Path) -> None:
     optimizers.main(("dp_shard=1", "dp_shard=2"), rounds=2, steps=1, settings=TINY, json=tmp_path)
     updates, savings = tables(tmp_path / "optimizers.json").values()

@@ -1,5 +1,6 @@
 """Building a run: timeouts of process groups, deterministic algorithms, token and FLOP counts."""
 
+import gc
 import os
 from contextlib import ExitStack
 from datetime import timedelta
@@ -20,6 +21,7 @@ from titanlite.runtime.distributed import World
 
 def build(folder: str, *settings: str) -> Run:
     """Build the run as training does, replacing the tests' process group."""
+    gc.freeze()  # the loop of an earlier run has unfrozen all objects, and the next one would visit them again
     rank, size = dist.get_rank(), dist.get_world_size()
     config = small_config(size, f"job.dump_folder={folder}/run", *settings)
     dist.barrier()  # until all ranks are connected

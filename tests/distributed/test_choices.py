@@ -31,11 +31,11 @@ def worst_errors(layouts: list[tuple[int, int]]) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_reshard_policies_and_tied_weights_keep_gradients_correct() -> None:
-    for world_size, layouts in ((1, [(1, 1)]), (2, [(1, 2), (2, 1)]), (4, [(2, 2)])):
-        for errors in run_ranks(worst_errors, world_size, layouts):
-            assert len(errors) == 4 * len(layouts)
-            assert {case: error for case, error in errors.items() if error > 1e-12} == {}
+@pytest.mark.parametrize("layouts", [[(1, 2), (2, 1)], pytest.param([(2, 2)], marks=pytest.mark.soak)])
+def test_reshard_policies_and_tied_weights_keep_gradients_correct(layouts: list[tuple[int, int]]) -> None:
+    for errors in run_ranks(worst_errors, layouts[0][0] * layouts[0][1], layouts):
+        assert len(errors) == 4 * len(layouts)
+        assert {case: error for case, error in errors.items() if error > 1e-12} == {}
 
 
 def gathers_of_a_step(tied: str) -> dict[str, int]:
@@ -94,6 +94,6 @@ def clipped_steps(replicas: list[int]) -> list[float]:
 
 @pytest.mark.slow
 def test_clipped_update_matches_one_process() -> None:
-    for world_size, replicas in ((1, [1]), (2, [1, 2]), (4, [2])):
+    for world_size, replicas in ((1, [1]), (2, [1, 2])):
         for errors in run_ranks(clipped_steps, world_size, replicas):
             assert max(errors) <= 1e-9

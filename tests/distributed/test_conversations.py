@@ -1,5 +1,6 @@
 """Uneven conversations have the same loss and gradients on every layout: that of the mean over all trained tokens."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,8 @@ CASES = (
     (Layout((1, 1, 1, 1), GATHER, rows=8, cp=2), True),
     (Layout((1, 2, 2, 1), rows=8), True),
     (Layout((2, 1, 1, 2), schedule("1F1B"), rows=8), False),
-    (Layout((1, 1, 2, 2), rows=8), False),
 )
+SOAK = ((Layout((1, 1, 2, 2), rows=8), False),)
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +31,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(made)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4)])
-def test_every_layout_has_the_gradients_of_the_mean_over_tokens(world_size: int, folder: str) -> None:
-    cases = [(layout, mixture) for layout, mixture in CASES if layout.world_size == world_size]
+@pytest.mark.parametrize(
+    ("world_size", "table"),
+    [
+        *(pytest.param(size, CASES, marks=pytest.mark.slow) for size in (1, 2, 4)),
+        pytest.param(4, SOAK, marks=pytest.mark.soak),
+    ],
+)
+def test_every_layout_has_the_gradients_of_the_mean_over_tokens(
+    world_size: int, table: Sequence[tuple[Layout, bool]], folder: str
+) -> None:
+    cases = [(layout, mixture) for layout, mixture in table if layout.world_size == world_size]
     for found in run_ranks(chat_steps, world_size, cases, folder):
         for case, errors in zip(cases, found, strict=True):
             assert errors["same_initial_weights"], (case, errors)

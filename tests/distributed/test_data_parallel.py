@@ -1,4 +1,4 @@
-"""Data-parallel layouts have the gradients of one process for all masks and accumulation factors."""
+"""Data-parallel layouts have the gradients of one process for all masks and accumulation factors, not in all pairs."""
 
 from unittest.mock import Mock, patch
 
@@ -24,6 +24,8 @@ LAYOUTS = {
     4: [(2, 2)],
 }
 """World size: (dp_replicate, dp_shard)."""
+MASKS = {"uneven": (1, 4), "silent_ranks": (2,)}
+"""Masks: accumulation factors."""
 
 
 def all_cases(
@@ -43,10 +45,10 @@ def all_cases(
             with patch.object(data, "AT_ONCE_BYTES", at_once_bytes):
                 trainer, mesh = build_on_mesh(config)
             trainer.optimizer.step_if = lambda _ok: None
-            for masks in ("uneven", "silent_ranks"):
+            for masks, accumulations in MASKS.items():
                 batch = global_batch(masks)
                 reference = reference_step(config, batch)
-                for accumulation in (1, 2, 4):
+                for accumulation in accumulations:
                     same = has_weights(trainer, reference.weights)
                     stats = trainer.train_step(local_batches(config, mesh, batch, accumulation))
                     found = compare(trainer, stats.mean_loss, stats.grad_norm, reference, same)
@@ -67,7 +69,7 @@ def all_cases(
 )
 def test_gradients_are_those_of_one_process(world_size: int, dtype: str) -> None:
     for rank, errors in enumerate(run_ranks(all_cases, world_size, LAYOUTS[world_size], dtype)):
-        assert len(errors) == 18 * len(LAYOUTS[world_size])
+        assert len(errors) == 9 * len(LAYOUTS[world_size])
         for case, (worst, parameter, same_initial_weights) in errors.items():
             assert same_initial_weights, f"rank {rank}: {case}: initial weights differ"
             assert worst <= BOUNDS[dtype], f"rank {rank}: {case}: {parameter} is off by {worst:.1e}"
@@ -77,7 +79,7 @@ def test_gradients_are_those_of_one_process(world_size: int, dtype: str) -> None
 def test_gradients_reduced_unit_by_unit_are_those_of_one_process() -> None:
     """As on a GPU, or of a large model."""
     for errors in run_ranks(all_cases, 2, [(2, 1)], "float64", 0):
-        assert len(errors) == 18
+        assert len(errors) == 9
         assert max(worst for worst, _, same in errors.values() if same) <= BOUNDS["float64"], errors
 
 

@@ -36,11 +36,8 @@ SLOW = (
     Layout((1, 1, 1, 1), (*COMPILE, *BY_OP)),
     Layout((1, 1, 2, 1), FULL, accumulation=2),
     Layout((1, 2, 1, 1), BY_LAYER, accumulation=2),
-    Layout((1, 1, 1, 2), BY_OP),
     Layout((1, 1, 1, 2), (*QWEN3, *FULL)),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *BY_OP)),
-    Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(3), *BY_OP)),
-    Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *COMPILE, *PAIRS)),
     Layout((2, 1, 1, 1), schedule("ZBVZeroBubble")),
     Layout((2, 1, 1, 1), (*schedule("DualPipeV"), *FULL)),
     Layout((2, 1, 1, 2), (*schedule("Interleaved1F1B"), *BY_OP)),
@@ -54,6 +51,9 @@ SLOW = (
 
 
 SOAK = (
+    Layout((1, 1, 1, 2), BY_OP),
+    Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(3), *BY_OP)),
+    Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *COMPILE, *PAIRS)),
     Layout((1, 1, 1, 1), (*COMPILE, *FULL), cp=2),
     Layout((1, 1, 1, 1), (*GATHER, *COMPILE, *FULL), cp=2),
 )

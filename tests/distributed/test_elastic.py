@@ -151,6 +151,23 @@ def undisturbed(start: Starter, workplace: Path, *arguments: str) -> Path:
     return folder
 
 
+def test_a_node_joins(tmp_path: Path, start: Starter) -> None:
+    """From one node to two. Steps are slow until all has happened."""
+    arguments = (*SETTINGS, "--training.steps", "30")
+    expected = undisturbed(start, tmp_path, *arguments)
+    nodes = Nodes(start, tmp_path, *arguments, fewest=1, most=2, restarts=0)
+    nodes.join()
+    nodes.wait_for_steps(3)
+    nodes.join()
+    nodes.wait_for_steps(3, attempts=2)
+    (tmp_path / "go").touch()
+    assert [node.wait() for node in nodes.running] == [0, 0], nodes.output
+    assert len(starts(nodes.output)) == 2
+    assert [name for name, _ in stopped(nodes.output)] == ["SIGTERM"]
+    assert_same_run(tmp_path / "out", expected, 30)
+
+
+@pytest.mark.soak  # default suite: test_a_node_joins; test_restarts.py has lost ranks
 def test_a_node_joins_and_is_lost(tmp_path: Path, start: Starter) -> None:
     """From one node to two and back. The join is not counted as a failure. Steps are slow until all has happened."""
     arguments = (*SETTINGS, "--training.steps", "60")
@@ -204,7 +221,7 @@ def test_a_node_is_lost_while_the_ranks_start(seconds: float, tmp_path: Path, st
     assert nodes.first.wait() == 0, nodes.output
 
 
-@pytest.mark.soak  # default suite: test_a_node_joins_and_is_lost
+@pytest.mark.soak  # default suite: test_a_node_joins
 def test_all_nodes_stay_when_a_node_joins(tmp_path: Path, start: Starter) -> None:
     """From two nodes to three, with a data degree that divides nothing, and back to two."""
     arguments = (*SETTINGS, "--training.steps", "60")
@@ -224,7 +241,7 @@ def test_all_nodes_stay_when_a_node_joins(tmp_path: Path, start: Starter) -> Non
     assert_same_run(tmp_path / "out", expected, 60)
 
 
-@pytest.mark.soak  # default suite: test_a_node_joins_and_is_lost
+@pytest.mark.soak  # default suite: test_a_node_joins
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("axis", ["tp", "pp", "dp_replicate"])
 def test_ten_losses_and_joins(axis: str, tmp_path: Path, start: Starter) -> None:

@@ -73,7 +73,10 @@ def state_of(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
 
 
-@pytest.mark.parametrize(("ranks", "settings"), [(0, ()), (3, ()), (2, ("--parallelism.cp", "2"))])
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(0, ()), (2, ("--parallelism.cp", "2")), pytest.param(3, (), marks=pytest.mark.soak)],
+)
 def test_numbers_are_those_of_the_validation_in_the_run(trained: Path, ranks: int, settings: tuple[str, ...]) -> None:
     """A job uses the folder meanwhile; its files do not change."""
     (row,) = (row for row in rows(trained / "out") if "validation/loss" in row)

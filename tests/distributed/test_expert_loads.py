@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import titanlite.trainer as trainer_module
 from tests.distributed.gradients import build_on_mesh, errors_of_step, full_tensor, local_batches
-from tests.distributed.layouts import EIGHT, EP, EXPERTS, FULL, GATHER, Layout, depth, schedule
+from tests.distributed.layouts import EIGHT, EP, EXPERTS, FULL, GATHER, PAIRS, Layout, depth, schedule
 from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN, global_batch, plain_model
 from tests.pool import run_ranks
 from titanlite.batch import Batch
@@ -29,7 +29,7 @@ LAYOUTS = (
     Layout((1, 1, 1, 1), (*EXPERTS, *FULL), accumulation=4),
     Layout((1, 1, 1, 2), (*EXPERTS, *FULL)),
     Layout((1, 1, 1, 1), (*EXPERTS, *GATHER, *FULL), cp=2),
-    Layout((2, 1, 1, 1), (*EXPERTS, *schedule("ZBVZeroBubble"), *depth(3), *FULL)),
+    Layout((2, 1, 1, 1), (*EXPERTS, *schedule("ZBVZeroBubble"), *depth(3), *PAIRS, *FULL)),
     Layout((1, 1, 2, 1), (*EXPERTS, *EP, *FULL)),
 )
 
@@ -122,7 +122,7 @@ def test_each_choice_is_counted_once(world_size: int) -> None:
 
 @pytest.mark.slow
 def test_padding_has_no_part_in_the_gradients_of_the_router() -> None:
-    layouts = [layout for layout in LAYOUTS if layout.world_size == 2]
+    layouts = [layout for layout in LAYOUTS if layout.world_size == 2 and not layout.schedule]
     for worst in run_ranks(errors_with_padding, 2, layouts)[0]:
         assert worst < 1e-12
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.distributed.documents import documents_step
 from tests.distributed.gradients import errors_of_step, mesh_of
 from tests.distributed.layouts import BOUNDS, Layout
-from tests.distributed.mistakes import MISTAKES, QUICK, Around
+from tests.distributed.mistakes import MISTAKES, QUICK, SOAK, Around, Mistake
 from tests.distributed.reference import global_batch
 from tests.pool import run_ranks
 from titanlite.config.schema import JobConfig
@@ -124,11 +124,20 @@ def shown(found: dict[str, float]) -> str:
     return f"{name} {found[name]:.1e}" if found[name] else name
 
 
+def suite_of(mistake: Mistake) -> str:
+    return "quick" if mistake.name in QUICK else "soak" if (mistake.name, mistake.layout) in SOAK else "slow"
+
+
 @pytest.mark.parametrize(
-    ("world_size", "quick"), [(2, True), *(pytest.param(size, False, marks=pytest.mark.slow) for size in (2, 4))]
+    ("world_size", "suite"),
+    [
+        (2, "quick"),
+        *(pytest.param(size, "slow", marks=pytest.mark.slow) for size in (2, 4)),
+        pytest.param(2, "soak", marks=pytest.mark.soak),
+    ],
 )
-def test_each_mistake_is_detected(world_size: int, quick: bool, tmp_path: Path) -> None:
-    selected = [mistake.layout.world_size == world_size and (mistake.name in QUICK) == quick for mistake in MISTAKES]
+def test_each_mistake_is_detected(world_size: int, suite: str, tmp_path: Path) -> None:
+    selected = [mistake.layout.world_size == world_size and suite_of(mistake) == suite for mistake in MISTAKES]
     numbers = [number for number, chosen in enumerate(selected) if chosen]
     ranks = run_ranks(all_results, world_size, numbers, str(tmp_path))
     expected = ranks[0]["expected"]

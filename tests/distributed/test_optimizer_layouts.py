@@ -138,8 +138,7 @@ def errors_of(layouts: Sequence[Layout], mistakes: Sequence[str]) -> list[float]
     ("world_size", "table"),
     [
         (1, LAYOUTS),
-        (2, LAYOUTS),
-        pytest.param(4, LAYOUTS, marks=pytest.mark.slow),
+        *(pytest.param(size, LAYOUTS, marks=pytest.mark.slow) for size in (2, 4)),
         *(pytest.param(size, SOAK, marks=pytest.mark.soak) for size in (3, 4, 8)),
     ],
 )

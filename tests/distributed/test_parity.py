@@ -293,7 +293,7 @@ def planted_on_ranks(config: Any, layouts: Sequence[Layout], steps: int, folder:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [*("clip", "dtype"), *(pytest.param(name, marks=pytest.mark.soak) for name in ("init", "step 2", "update"))]
+    "name", ["clip", *(pytest.param(name, marks=pytest.mark.soak) for name in ("dtype", "init", "step 2", "update"))]
 )
 def test_a_planted_mistake_is_the_first_difference(
     config_file: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -325,13 +325,15 @@ def another_choice_on_rank_1() -> AbstractContextManager[Any]:
 PLANTED["choice"] = another_choice_on_rank_1, "step 1, choice of experts: 4 of 128 positions"
 
 
-@pytest.mark.slow
-def test_choices_of_experts_are_compared_and_below_float64_replayed(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = ["--model.family", "qwen3_moe", "--training.dtype", "float32", "--steps", "1", "--shrink"]
-    settings += ["--training.mixed_precision_param", "bfloat16", "--layouts", "1x1x2x1-ep2"]
-    command.main([str(config_file), *settings])
+OF_EXPERTS = (
+    *("--model.family", "qwen3_moe", "--training.dtype", "float32", "--steps", "1", "--shrink"),
+    *("--training.mixed_precision_param", "bfloat16", "--layouts", "1x1x2x1-ep2"),
+)
+
+
+@pytest.mark.soak  # default suite: the next one
+def test_choices_of_experts_are_compared(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command.main([str(config_file), *OF_EXPERTS])
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1] == "all 2 layouts agree with the reference"
     exact = "choices of experts, float64: at most 0.00% of a step's positions differ from the reference"
@@ -339,16 +341,22 @@ def test_choices_of_experts_are_compared_and_below_float64_replayed(
     assert printed[-2].endswith(
         "% of a step's positions differ from the reference; the experts of the reference computed"
     )
+
+
+@pytest.mark.slow
+def test_another_choice_of_an_expert_is_a_difference_and_below_float64_replayed(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(compare, "measure_layouts", partial(planted_on_ranks, name="choice"))
     with pytest.raises(SystemExit):
-        command.main([str(config_file), *settings])
+        command.main([str(config_file), *OF_EXPERTS])
     printed = capsys.readouterr().out.splitlines()
     assert f"the first: 1x1x2x1-ep2, float64: {PLANTED['choice'][1]}" in printed[-1]
     # In bfloat16, the experts of the reference compute, and their other choices are within the bound.
     assert sum(line.startswith("1x1x2x1-ep2  float32") and line.endswith("agrees") for line in printed) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_large_learning_rate_is_no_difference(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["--optimizer.lr", "1.0", "--steps", "3", "--training.dtype", "float32", "--layouts", "1x1x2x1"]
     command.main([str(config_file), *settings])

@@ -54,12 +54,12 @@ SOAK = [
     ["activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=layer", *TP],
     DEEP,
     ["parallelism.cp=2", *DEEP],
+    ["parallelism.cp=2", "activation_checkpoint.mode=full", *EP],
 ]
 
 LAYOUTS: dict[int, list[list[str]]] = {
     2: [
         TP,
-        ["parallelism.cp=2", "activation_checkpoint.mode=full", *EP],
         MUON,
     ],
     4: [

@@ -267,8 +267,7 @@ def peak_errors(layout: str, dtype: str) -> dict[str, list[float]]:
         ("1 process", "float32"),
         pytest.param("1 process", "bfloat16", marks=pytest.mark.soak),
         pytest.param("1 process, qwen3", "bfloat16", marks=pytest.mark.soak),
-        ("1 process, experts", "float32"),
-        pytest.param("1 process, experts", "bfloat16", marks=pytest.mark.soak),
+        *(pytest.param("1 process, experts", dtype, marks=pytest.mark.soak) for dtype in ("float32", "bfloat16")),
     ],
 )
 def test_bytes_kept_by_a_microbatch_in_one_process(layout: str, dtype: str) -> None:
@@ -304,8 +303,10 @@ def test_additional_bytes_of_documents_in_a_row() -> None:
     [
         "tp 2",
         "cp 2",
-        "cp 2, gather",
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("tp 2, full logits", "tp 2, experts", "tp 2, olmoe")),
+        *(
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in ("cp 2, gather", "tp 2, full logits", "tp 2, experts", "tp 2, olmoe")
+        ),
     ],
 )
 def test_bytes_kept_by_a_microbatch_on_two_ranks(layout: str) -> None:

@@ -123,7 +123,7 @@ def test_ranks_with_different_code_are_refused(workplace: Path) -> None:
         started.close()
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # default suite: test_a_run_with_plugins_resumes_on_another_mesh_and_opens_only_with_permission
 def test_parity_and_plan_know_a_registered_family(
     workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

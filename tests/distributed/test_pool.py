@@ -98,6 +98,7 @@ def sum_of_a_sharded_tensor(earlier_groups: int) -> float:
     return float(tensor.detach().full_tensor().sum())
 
 
+@pytest.mark.slow
 def test_meshes_of_earlier_cases_are_not_cached() -> None:
     """Each case creates process groups with different names."""
     for earlier_groups in (3, 0, 5):
@@ -112,6 +113,7 @@ def gradient_error(plant: str) -> float:
         return measure(REPLICATE).gradient
 
 
+@pytest.mark.slow
 def test_a_planted_bug_does_not_reach_the_next_case() -> None:
     """Neither a change of the trainer nor code that a case replaced and did not restore."""
     for plant in ("mutate", "leave"):

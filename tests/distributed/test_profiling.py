@@ -66,7 +66,7 @@ def regions_of_a_pipeline(schedule: str) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.soak)])
 def test_the_stages_of_a_pipeline_have_regions(schedule: str) -> None:
     """16 microbatches of one sequence."""
     for found in run_ranks(regions_of_a_pipeline, 2, schedule):

@@ -71,7 +71,8 @@ def all_products(backend: str, tp: int, modes: Sequence[str]) -> dict[str, tuple
     ("backend", "tp", "modes"),
     [
         ("", 1, RECOMPUTED),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("", 2, RECOMPUTED), ("aot_eager", 1, RECOMPUTED))),
+        pytest.param("", 2, RECOMPUTED, marks=pytest.mark.slow),
+        pytest.param("aot_eager", 1, RECOMPUTED, marks=pytest.mark.soak),
         *(
             pytest.param(*case, marks=pytest.mark.soak)
             for case in (("aot_eager", 2, RECOMPUTED), ("inductor", 1, RECOMPUTED), ("inductor", 2, RECOMPUTED))
@@ -151,8 +152,8 @@ def all_dtypes(meshes: list[tuple[int, int, int, int]]) -> list[list[str]]:
     "meshes",
     [
         [(1, 1, 1, 1)],
-        *(pytest.param(meshes, marks=pytest.mark.slow) for meshes in ([(1, 1, 1, 2), (2, 1, 1, 1)], [(1, 2, 2, 1)])),
-        pytest.param([(2, 1, 1, 2)], marks=pytest.mark.soak),
+        pytest.param([(1, 1, 1, 2), (2, 1, 1, 1)], marks=pytest.mark.slow),
+        *(pytest.param(meshes, marks=pytest.mark.soak) for meshes in ([(1, 2, 2, 1)], [(2, 1, 1, 2)])),
     ],
 )
 def test_mixed_precision_applies_in_every_layout(meshes: list[tuple[int, int, int, int]]) -> None:

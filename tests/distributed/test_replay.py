@@ -58,7 +58,7 @@ def test_a_wrong_gradient_of_one_rank_is_found_in_its_step(tmp_path: Path) -> No
     assert "was trained to step 6: give a --step from 1 to 6" in output
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # default suite: test_a_wrong_gradient_of_one_rank_is_found_in_its_step
 def test_a_wrong_gradient_in_a_pipeline_is_found_by_its_largest_element(tmp_path: Path) -> None:
     run_with_wrong_gradient(tmp_path, "--parallelism.pp=2", "--training.norm_type=inf")
     code, output = replayed(tmp_path, "--step", "4", "--sequences", "0")
@@ -84,7 +84,7 @@ def test_without_checkpoints_the_replay_starts_from_the_initial_weights(tmp_path
         assert len(json.loads(record["about"].tobytes())["parameters"]) == record["gradient_norms"].shape[1]
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # default suite: test_without_checkpoints_the_replay_starts_from_the_initial_weights
 def test_a_run_that_continues_another_is_replayed_from_the_step_at_which_it_began(tmp_path: Path) -> None:
     saving = ("--training.steps", "2", "--checkpoint.enable", "true", "--job.dump_folder", str(tmp_path / "first"))
     run = start_program(tmp_path, *saving, ranks=1)

@@ -101,7 +101,7 @@ def check_numbers(folder: Path, rel: float) -> None:
     [
         pytest.param(ROUND, (), id="round", marks=pytest.mark.soak),
         pytest.param(INTERLEAVED, ("model.n_layers=4",), id="interleaved", marks=pytest.mark.soak),
-        pytest.param(TIED, ("model.tie_embeddings=true",), id="tied"),
+        pytest.param(TIED, ("model.tie_embeddings=true",), id="tied", marks=pytest.mark.soak),
         pytest.param(DEALT_OUT, (*BIASED, *ALL_OPTIMIZERS), id="experts and all optimizers"),
         pytest.param(MUON, (*BIASED, *ALL_OPTIMIZERS), id="muon", marks=pytest.mark.soak),
         pytest.param(FOUR, ("model.n_layers=4",), id="four", marks=pytest.mark.soak),

@@ -65,7 +65,7 @@ def test_one_process_logs_every_step(single: Program) -> None:
 
 LAYOUTS = [
     pytest.param({"dp_shard": 2}, id="sharded"),
-    pytest.param({"dp_replicate": 2}, id="replicated", marks=pytest.mark.slow),
+    pytest.param({"dp_replicate": 2}, id="replicated", marks=pytest.mark.soak),
     pytest.param({"tp": 2}, id="the same rows on both ranks", marks=pytest.mark.slow),
 ]
 
@@ -171,7 +171,7 @@ REPORTED = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_all_problems_of_a_config_are_reported_together(ranks: int, tmp_path: Path, start: Starter) -> None:
     program = start(tmp_path, *WRONG, ranks=ranks)
     if ranks:

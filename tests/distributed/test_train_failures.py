@@ -139,7 +139,7 @@ def test_a_token_file_that_shrinks_during_training_is_named_once(tmp_path: Path,
     assert "Traceback" not in program.output
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # default suite: test_user_error_on_one_rank_is_reported_once_at_the_same_step
 def test_every_mesh_reports_the_same_bad_row_of_a_step(tokenizer: Path, tmp_path: Path, start: Starter) -> None:
     """Lines 34 and 35 belong to streams 1 and 2, on ranks 1 and 0, which find them in either order."""
     write_rows(tmp_path / "rows.jsonl", {33: "[]", 34: "{}"})

@@ -197,10 +197,10 @@ FOUR = (Layout((1, 2, 2, 1), NEVER, accumulation=2),)
     "layouts",
     [
         pytest.param(LAYOUTS[:1], id="one rank"),
-        pytest.param(LAYOUTS[1:2], id="one rank, compiled", marks=pytest.mark.slow),
+        pytest.param(LAYOUTS[1:2], id="one rank, compiled", marks=pytest.mark.soak),
         pytest.param(TWO, id="two ranks", marks=pytest.mark.slow),
         pytest.param([layout for layout in LAYOUTS if layout.world_size == 2], id="all of two", marks=pytest.mark.soak),
-        pytest.param(FOUR, id="four ranks", marks=pytest.mark.slow),
+        pytest.param(FOUR, id="four ranks", marks=pytest.mark.soak),
         pytest.param(
             [layout for layout in LAYOUTS if layout.world_size == 4], id="all of four", marks=pytest.mark.soak
         ),

@@ -146,7 +146,7 @@ def test_runs_have_the_same_numbers_and_leave_the_process_as_it_was(
     assert (second.step, second.ended, second.loss) == (6, "finished", losses(second)[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.filterwarnings("default")  # Dynamo touches what is deprecated
 def test_any_number_of_models_is_compiled(train: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch) -> None:
     """torch compiles one piece of code for a limited number of models."""

@@ -61,7 +61,7 @@ def test_the_cells_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert " 2/2 " in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("library")
 def test_the_programs_of_the_documentation_run() -> None:
     programs = re.findall(r"^```python soak\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)

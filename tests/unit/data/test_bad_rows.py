@@ -171,13 +171,15 @@ def until_error(run: Ranks) -> tuple[int, str]:
 
 
 SLOW_KINDS = ("jsonl.gz", "jsonl.zst", "hf jsonl", "hf jsonl.gz", "hf jsonl.zst", "hf parquet")
-"""Kinds left out of the quick size, except for truncated data: other kinds cover the same readers."""
+"""Kinds left out of the quick size, except for truncated data: other kinds cover the same readers. The default size has
+one fault of each."""
 
 
 def marked_cases() -> Iterator[Any]:
     for case in cases():
         slow = case.kind in SLOW_KINDS and case.streaming and not case.fault.startswith("truncated")
-        yield pytest.param(case, marks=pytest.mark.slow if slow else (), id=str(case))
+        mark = pytest.mark.slow if case.fault in ("corrupt line", "null") else pytest.mark.soak
+        yield pytest.param(case, marks=mark if slow else (), id=str(case))
 
 
 @pytest.mark.parametrize("case", [*marked_cases()])

@@ -69,7 +69,7 @@ class Run:
 
 @pytest.mark.usefixtures("cached_hub_files")
 @pytest.mark.parametrize("packing", ["concatenate", "none"])
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2, 3))])
 def test_a_killed_run_has_the_ledger_of_an_uninterrupted_one(
     section: DataConfig, tokenizer: Tokenizer, tmp_path: Path, seed: int, packing: str
 ) -> None:

@@ -111,7 +111,7 @@ SOME = torch.cat((torch.arange(3, 10), torch.arange(120, 150)))
         (HEADS[1], "additive", None),
         (HEADS[1], "additive", SOME),
         pytest.param(HEADS[0], "blocks", None, marks=pytest.mark.soak),
-        pytest.param(HEADS[1], "blocks", None, marks=pytest.mark.slow),
+        pytest.param(HEADS[1], "blocks", None, marks=pytest.mark.soak),
         pytest.param(HEADS[1], "blocks", SOME, marks=pytest.mark.slow),
     ],
 )

@@ -136,7 +136,11 @@ def test_before_activation_signals_keep_their_effect(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_during_activation_ends_the_process_or_is_recorded() -> None:
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak), (signal.SIGTERM, -signal.SIGTERM)],
+)
+def test_a_signal_during_activation_ends_the_process_or_is_recorded(number: signal.Signals, code: int) -> None:
     """A tracer sends the signal before the n-th line of the activation, for each n."""
     program = f"""{BEGIN}
 import signal, sys
@@ -157,11 +161,10 @@ while request.signal is None and lines >= line and time.monotonic() < until:
     time.sleep(0.01)
 os._exit(9 if lines < line else 5 if request.signal is None else 7)
 """
-    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)):
-        codes = []
-        while 9 not in codes:
-            environment = {"NUMBER": str(number.value), "LINE": str(len(codes) + 1)}
-            codes.append(subprocess.run([sys.executable, "-c", program], env=environment, stderr=PIPE).returncode)
-        assert codes == sorted(codes, key=[code, 7, 9].index)
-        assert codes.count(7) >= 1
-        assert codes.count(code) >= 4
+    codes = []
+    while 9 not in codes:
+        environment = {"NUMBER": str(number.value), "LINE": str(len(codes) + 1)}
+        codes.append(subprocess.run([sys.executable, "-c", program], env=environment, stderr=PIPE).returncode)
+    assert codes == sorted(codes, key=[code, 7, 9].index)
+    assert codes.count(7) >= 1
+    assert codes.count(code) >= 4
