@@ -10,12 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.unit.data.conversations import TEMPLATE, write_conversations
+from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.config.check import resolve_config
 from titanlite.config.ineffective import ineffective
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.check import check_source
-from titanlite.data.config import DataConfig
+from titanlite.data.config import DataConfig, TokenizerConfig
 from titanlite.data.corpus import ConversationEncoder, Texts
 from titanlite.data.fingerprint import data_fingerprint, describe_difference
 from titanlite.data.kinds import open_source, source_from_path
@@ -23,6 +24,7 @@ from titanlite.data.sources.base import TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.tools.parity.shrink import comparable_config
 from titanlite.tools.tokenize import main as tokenize
 
 
@@ -124,6 +126,9 @@ def test_the_model_folder_of_the_start_has_the_tokenizer(folder: Path) -> None:
     problem = problem_of(folder, tokenizer__path="", checkpoint__initial_load_path=f"hf:{folder / 'tokenizer'}")
     assert problem.key == "checkpoint.initial_load_path"  # only: it has no config.json
     assert problem_of(folder, tokenizer__path="").key == "tokenizer.path"
+    start = CheckpointConfig(initial_load_path=f"hf:{folder / 'tokenizer'}")
+    compared = comparable_config(replace(load(folder), tokenizer=TokenizerConfig(), checkpoint=start), ranks=4)
+    assert compared.tokenizer.path == str(folder / "tokenizer")
 
 
 def test_separators_have_no_effect_on_conversations(folder: Path) -> None:

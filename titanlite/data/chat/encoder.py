@@ -282,8 +282,10 @@ def _divided(
     prompt: Encoded | BadRowError, continued: Encoded | BadRowError
 ) -> tuple[npt.NDArray[np.int64], int] | BadRowError:
     """The tokens of `continued`, and how many of them are those of the prompt."""
-    if isinstance(prompt, BadRowError) or isinstance(continued, BadRowError):
-        return prompt if isinstance(prompt, BadRowError) else continued
+    if isinstance(prompt, BadRowError):
+        return prompt
+    if isinstance(continued, BadRowError):
+        return continued
     if not np.array_equal(continued.ids[: len(prompt.ids)], prompt.ids):
         return BadRowError("the end of the chat template's prompt and the text after it are encoded to common tokens")
     return continued.ids, len(prompt.ids)

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from titanlite.checkpoint.config import CheckpointConfig
-from titanlite.config.check import resolve_config
+from titanlite.config.check import resolve_config, with_model_tokenizer
 from titanlite.config.schema import JobConfig, JobSection
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
@@ -23,12 +23,14 @@ TINY_HEAD_DIM = 8
 
 
 def comparable_config(config: JobConfig, ranks: int) -> JobConfig:
-    """The configuration without the parts that the comparison does not use: dump folder, checkpoints and metrics.
+    """The configuration without the parts that the comparison does not use: dump folder, checkpoints and metrics. Of a
+    model folder that the run starts from, it keeps the tokenizer.
 
     A local_batch_size of -1 becomes 1, since layouts are compared, not devices. A global_batch_size of -1 becomes
     local_batch_size x `ranks`, so that all layouts train on the same batch. ranks: a multiple of the number of ranks of
     each layout.
     """
+    config = with_model_tokenizer(config)
     training = config.training
     if training.local_batch_size == -1:
         training = replace(training, local_batch_size=1)
