@@ -267,12 +267,14 @@ class SourceStream:
         self._pieces_without_target += 1  # _part() resets it
         if self._pieces_without_target > self._pieces.patience:
             what, counts = "documents (or parts of long ones)", f"{self._bad_rows} bad rows were skipped"
+            remedy = "look at the source with titanlite inspect CONFIG --all, and fix or remove it"
             if self._too_long is not None:
                 what = "conversations"
                 counts += f", {self._num_too_long} conversations have more than training.seq_len + 1 tokens"
+                remedy = f"increase training.seq_len, or {remedy}" if self._num_too_long else remedy
             raise UserError(
                 f"{self._pieces.name}: {self._pieces.patience:,} consecutive {what} have no token to train on "
-                f"({counts}); look at the source with titanlite inspect CONFIG --all, and fix or remove it"
+                f"({counts}); {remedy}"
             )
         self._current, self._offset = None, 0
         self._place = self._pieces.after(self._place)

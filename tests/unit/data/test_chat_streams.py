@@ -126,6 +126,14 @@ def test_a_source_without_a_target_raises_instead_of_looking_forever() -> None:
         take(stream, 1)
 
 
+def test_conversations_that_are_all_too_long_ask_for_longer_sequences() -> None:
+    stream = make(FakeConversations([30] * 8), epochs=-1, seq_len=8, packing="concatenate", too_long="skip")
+    with pytest.raises(
+        UserError, match=r"4 conversations have more than .* tokens\); increase training\.seq_len, or look"
+    ):
+        take(stream, 1)
+
+
 def test_sequences_of_lengths() -> None:
     assert num_packed([3, 3, 0, 4, 9, 1], 8, "concatenate") == 4  # 3 + 3, 4, 9, 1 of at most 9
     assert num_packed([3, 3, 0, 4, 9, 1], 8, "none") == 5

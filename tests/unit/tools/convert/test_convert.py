@@ -13,8 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import titanlite
+from tests.distributed.program import REPOSITORY
 from tests.unit.hf.making import tiny, write_model
 from tests.unit.tools.convert.conftest import TEMPLATE, TEXT
+from titanlite.data.bpe import train_bpe
+from titanlite.data.chat.encoder import ChatEncoder, EncodedChat
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.family import HuggingFace
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
@@ -163,6 +167,41 @@ def test_generation_defaults_survive_import_training_resume_and_export(tmp_path:
     (step_0 / "generation_config.json").write_bytes(DEFAULTS.replace(b"0.6", b"0.9"))
     with pytest.raises(UserError, match=r"generation_config\.json .* has changed since it was written"):
         open_run(step_0)
+
+
+@pytest.mark.slow
+def test_a_chosen_chat_template_is_exported_and_gives_the_same_tokens_in_transformers(tmp_path: Path) -> None:
+    """After fine-tuning on conversations; the model also learns to end a turn."""
+    (tmp_path / "tokenizer").mkdir()
+    train_bpe(iter([TEXT] * 4), 290, tmp_path / "tokenizer", ["<|im_start|>", "<|im_end|>"])
+    original = source(tmp_path / "original", tmp_path / "tokenizer", dtype=torch.float32)
+    main(["import", str(original), "--out", str(tmp_path / "imported")])
+    messages = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "it says é"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    template = REPOSITORY / "examples" / "chatml.jinja"
+    settings = {
+        "data.sources": [{"kind": "chat", "path": tmp_path / "chat.jsonl"}],
+        "tokenizer.chat_template": template,
+        "training.seq_len": 64,
+        "training.global_batch_size": 1,
+        "training.steps": 1,
+        "checkpoint.enable": True,
+        "checkpoint.initial_load_path": f"hf:{original}",
+        "job.dump_folder": tmp_path / "run",
+    }
+    titanlite.run(tmp_path / "imported" / "config.toml", settings)
+    main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--no-verify"])
+    import transformers
+
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
+    own = Tokenizer(original / "tokenizer.json", chat_template=str(template))
+    (encoded,) = ChatEncoder(own).encode([messages], "assistant")
+    assert isinstance(encoded, EncodedChat)
+    expected = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    assert encoded.tokens.tolist() == expected["input_ids"]
+    assert encoded.trained.astype(int).tolist() == expected["assistant_masks"]
+    ends = generation_settings(tmp_path / "out")["eos_token_id"]
+    assert {theirs.decode([token]) for token in ends} == {"<|im_end|>", "<|endoftext|>"}
 
 
 def test_the_eos_of_the_run_is_added_to_the_generation_defaults(
