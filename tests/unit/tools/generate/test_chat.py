@@ -35,7 +35,7 @@ from titanlite.tools.convert.__main__ import main as convert
 from titanlite.tools.convert.export_run import generation_json
 from titanlite.tools.generate import __main__ as command
 from titanlite.tools.generate.__main__ import main
-from titanlite.tools.generate.chat import ChatModel
+from titanlite.tools.generate.chat import Answer, ChatModel, Dialog
 from titanlite.tools.saved_run import SavedRun, open_run
 
 pytestmark = pytest.mark.slow  # the shared training takes longer than the tests
@@ -167,6 +167,8 @@ def test_limits_of_an_answer_and_of_a_conversation(
     with pytest.raises(UserError, match=r"has \d+ tokens, which leaves no room for an answer: the model has 160 pos"):
         said("", "--prompt", long)
     frame = len(ChatEncoder(tokenizer).prompt(messages("", "~"))) - 1
+    with pytest.raises(UserError, match="has 160 tokens"):
+        said("", "--prompt", long[frame:])
     said("", "--prompt", long[frame + 1 :], remarks=["the answer was cut at the model's last position, 160"])
     monkeypatch.setattr("sys.stdin", OnTerminal(f"I am Ada\n{long}\n/exit\nWho am I?\n"))
     main([str(run), "--chat"])
@@ -192,6 +194,21 @@ def test_special_tokens_are_not_shown_and_the_text_is_that_of_all_tokens(run: Pa
         assert "".join(pieces) == answer.text == tokenizer.decode(ids) == text
         assert len(pieces) > 10
         assert answer.limit is None
+
+
+def test_what_a_stopped_answer_has_printed_belongs_to_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:
+    def stopped_after(*pieces: str) -> Iterator[str]:
+        yield from pieces
+        raise KeyboardInterrupt
+
+    model: Any = SimpleNamespace()
+    dialog = Dialog(model, "")
+    for pieces, kept in (((), ()), (("Hel", "lo"), ("I am Ada", "Hello"))):
+        model.answer = lambda _, pieces=pieces: Answer(stopped_after(*pieces))
+        with pytest.raises(KeyboardInterrupt):
+            dialog.ask("I am Ada")
+        assert dialog.messages == messages("", *kept)
+    assert capsys.readouterr().out == "\nHello\n"
 
 
 def test_from_python(run: Path) -> None:
