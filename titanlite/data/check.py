@@ -218,7 +218,7 @@ def check_tokenizer(
         remedy = f"write vocab_size = {tokenizer.vocab_size} in [model], or use another tokenizer.path"
         problems.append(Problem("model.vocab_size", vocab_size, rule, remedy))
     if not section.chat_template and tokenizer.chat_template is None:
-        problems += _require_chat_template(data, held_out, file)
+        problems += _require_chat_template(data, held_out, file, tokenizer)
     if problems or all(source.kind != Tokens.kind for source in (*data.sources, *held_out)):
         return problems  # loading a large tokenizer again takes a second
     configured = Tokenizer(file, bos=section.bos, eos=section.eos)
@@ -252,18 +252,24 @@ def _check_kept(
         return [Problem(f"data.sources.{n}.path", source.path, rule, f"{error}: copy {file.parent} again")]
     problems = _check_made_by(section, tokenizer, data, held_out) + _check_written_with(data)
     if not section.chat_template and tokenizer.chat_template is None:
-        problems += _require_chat_template(data, held_out, file)
+        problems += _require_chat_template(data, held_out, file, tokenizer)
     return problems
 
 
-def _require_chat_template(data: DataConfig, held_out: Sequence[SourceConfig], file: Path) -> list[Problem]:
-    """A problem if sources hold conversations. file: a tokenizer.json without a chat template."""
+def _require_chat_template(
+    data: DataConfig, held_out: Sequence[SourceConfig], file: Path, tokenizer: Tokenizer
+) -> list[Problem]:
+    """A problem if sources hold conversations. tokenizer: of `file`, without a chat template."""
     keys = [f"data.sources.{n}" for n, source in enumerate(data.sources) if source.is_chat]
     keys += [f"validation.sources.{n}" for n, source in enumerate(held_out) if source.is_chat]
     if not keys:
         return []
     rule = f"required for conversations ({keys[0]}): {file.parent} has no chat template"
     remedy = "write the path of a Jinja file that uses special tokens of this tokenizer, such as examples/chatml.jinja"
+    if tokenizer.unused_templates:
+        names = ", ".join(map(repr, tokenizer.unused_templates))
+        rule += f" named 'default', only {names}"
+        remedy = "copy one of them from tokenizer_config.json into a file, and write its path"
     return [Problem("tokenizer.chat_template", "", rule, remedy)]
 
 

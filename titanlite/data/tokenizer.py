@@ -27,7 +27,8 @@ class Tokenizer:
     The text of a special token inside a document is encoded as plain text, so no document contains BOS or EOS.
     vocab_size: the largest id + 1. bos_id, eos_id: None if the tokenizer has no such token. description: file, size,
     BOS and EOS with their origin, in one line. fingerprint: 64 hex digits, a hash of the file, bos_id and eos_id.
-    content: of the tokenizer.json. chat_template: its Jinja text, or None. special_tokens: name -> text
+    content: of the tokenizer.json. chat_template: its Jinja text, or None. unused_templates: names of those in the
+    tokenizer_config.json if none of them is "default", the one that is used. special_tokens: name -> text
     of BOS, EOS and the others of the tokenizer_config.json, such as pad_token. arguments: file, bos, eos and
     chat_template, to construct the same tokenizer again.
     """
@@ -61,6 +62,7 @@ class Tokenizer:
         self.chat_template = self._template_file_text
         if self.chat_template is None:
             self.chat_template = _chat_template_of(self._config_beside, file.with_name(TOKENIZER_CONFIG))
+        self.unused_templates = () if self.chat_template is not None else _template_names(self._config_beside)
         separators = _separators(self._config_beside, file.with_name(TOKENIZER_CONFIG))
         self.bos_id, bos_text = self._separator("bos", bos, separators)
         self.eos_id, eos_text = self._separator("eos", eos, separators)
@@ -250,6 +252,12 @@ def _chat_template_of(config: Mapping[str, Any], file: Path) -> str | None:
     except UnicodeEncodeError as error:
         raise UserError(f"{file} has a chat_template with an unpaired surrogate at character {error.start}") from None
     return found
+
+
+def _template_names(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of a list of chat templates in a tokenizer_config.json."""
+    found = config.get("chat_template")
+    return tuple(str(one.get("name")) for one in found if isinstance(one, dict)) if isinstance(found, list) else ()
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -4,9 +4,9 @@ A run keeps the file unchanged in each checkpoint, from the import to the export
 """
 
 import json
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
 from titanlite.runtime.json_files import parse_json
@@ -107,7 +107,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and isfinite(value)
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 _VALID: Mapping[str, Callable[[Any], bool]] = {

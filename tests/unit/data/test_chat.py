@@ -109,6 +109,15 @@ def test_a_tokenizer_without_a_chat_template_is_named(folder: Path, where: str) 
     assert "examples/chatml.jinja" in problem.remedy
 
 
+def test_templates_of_other_names_are_named(folder: Path) -> None:
+    (folder / "tokenizer/chat_template.jinja").unlink()
+    several = [{"name": name, "template": TEMPLATE} for name in ("rag", "tool_use")]
+    (folder / "tokenizer/tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    problem = problem_of(folder)
+    assert problem.rule.endswith("has no chat template named 'default', only 'rag', 'tool_use'")
+    assert problem.remedy.startswith("copy one of them")
+
+
 def test_the_document_mask_follows_from_the_sources_unless_it_is_given(folder: Path) -> None:
     assert load(folder).data.document_mask is True
     assert load(folder, data__document_mask=False).data.document_mask is False

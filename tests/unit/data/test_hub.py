@@ -411,7 +411,7 @@ def origins_of(section: DataConfig, tokenizer: Tokenizer, degree: int, state: to
 
 
 @pytest.mark.usefixtures("cached_hub_files")
-@pytest.mark.parametrize("num_streams", [4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_streams", [4, pytest.param(8, marks=pytest.mark.soak)])
 def test_a_killed_streamed_mixture_resumes_on_any_mesh(
     num_streams: int, dataset: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,6 +131,11 @@ def test_contexts_begin_as_the_tokenizer_or_the_run_defines(folder: Path, tmp_pa
         assert task.rows[0].tokens.tolist() == [first, *plain.tokens]
         assert task.rows[0].begin == plain.begin + 1
         assert tokenizer.prefix_ids == ((0,) if found != folder else ())
+    rows = [{"context": "", "answer": answer} for answer in ("the", ", the")]
+    tokenizer, task = encoded(folder, write(tmp_path / "empty.jsonl", *rows), bos=",")
+    assert tokenizer.bos_id != tokenizer.eos_id
+    expected = [[tokenizer.bos_id, *tokenizer.encode("the")], tokenizer.encode(", the")]
+    assert [(row.tokens.tolist(), row.begin) for row in task.rows] == [(tokens, 1) for tokens in expected]
 
 
 def test_long_contexts_lose_their_beginning(folder: Path, tmp_path: Path) -> None:
@@ -142,6 +147,7 @@ def test_long_contexts_lose_their_beginning(folder: Path, tmp_path: Path) -> Non
     assert cut.rows[1].tokens.tolist() == entire.rows[1].tokens.tolist()[-7:]
     assert cut.rows[1].tokens[cut.rows[1].begin :].tolist() == entire.rows[1].tokens[entire.rows[1].begin :].tolist()
     assert cut.describe() == "one, cloze: 2 questions, 2 rows, 1 with a truncated context"
+    assert [row.begin for row in encoded(folder, path, seq_len=2)[1].rows] == [1, 1]
     with pytest.raises(UserError, match=r"line 1: 2 tokens of a choice are more than training.seq_len = 1: shorten"):
         encoded(folder, path, seq_len=1)
     empty = write(tmp_path / "empty.jsonl", {"context": "", "answer": "a"})

@@ -68,12 +68,16 @@ def everything(world_size: int, on: Profile, memory_gib: float) -> dict[tuple[in
 
 
 @pytest.mark.parametrize(
-    "memory_gib", [pytest.param(80.0, marks=pytest.mark.soak), pytest.param(0.06, marks=pytest.mark.slow)]
+    ("ranks", "memory_gib"),
+    [
+        pytest.param(2, 0.08, marks=pytest.mark.slow),
+        *(pytest.param(4, memory_gib, marks=pytest.mark.soak) for memory_gib in (0.06, 80.0)),
+    ],
 )
-def test_the_search_finds_what_a_comparison_of_everything_finds(memory_gib: float) -> None:
+def test_the_search_finds_what_a_comparison_of_everything_finds(ranks: int, memory_gib: float) -> None:
     on = machine()
-    found = search(config_of(4, SETTINGS), 4, on, memory_gib=memory_gib, count=5)
-    times = everything(4, on, memory_gib)
+    found = search(config_of(ranks, SETTINGS), ranks, on, memory_gib=memory_gib, count=5)
+    times = everything(ranks, on, memory_gib)
     expected = sorted(times.values())[: len(found.fastest)]
     assert [choice.time.total for choice in found.fastest] == pytest.approx(expected)
     assert len(found.fastest) == min(5, len(times))
