@@ -17,6 +17,7 @@ from titanlite.data.tokenizer import TOKENIZER_FOLDER
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.meter import Record
 from titanlite.runtime.logging import log
+from titanlite.runtime.text import counted
 
 RUN_TRAIN = "TITANLITE_RUN_TRAIN"
 """Environment variable: how the user has called run_train.sh, which sets it."""
@@ -39,7 +40,7 @@ def summarize(config: JobConfig, record: Record, steps: int, train_s: float) -> 
             *(record.skipped_steps, record.step),
         )
     for (_, name), count in ((key.split("/", 1), count) for key, count in record.too_long.items() if count):
-        log.info("%s: %d conversations had more than training.seq_len + 1 tokens (too_long)", name, count)
+        log.info("%s: %s longer than training.seq_len + 1 tokens (too_long)", name, counted(count, "conversation"))
     if not config.checkpoint.enable:
         log.warning("The weights were not saved: checkpoint.enable = false")
     log.info("Outputs: %s (a row per logged step), %s (the configuration)", folder / METRICS_FILE, folder / CONFIG_COPY)
