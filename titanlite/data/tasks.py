@@ -157,12 +157,12 @@ def _after_texts(
     start = separators[:1]  # in place of an empty context
     contexts = list(dict.fromkeys(context.rstrip() for context, _ in pairs))
     lengths = {text: len(ids) for text, ids in zip(contexts, tokenizer.encode_batch(contexts), strict=True)}
-    wholes = tokenizer.encode_batch([context + choice for context, choice in pairs])
-    for (context, _), whole in zip(pairs, wholes, strict=True):
+    texts = tokenizer.encode_batch([context + choice for context, choice in pairs])
+    for (context, _), tokens in zip(pairs, texts, strict=True):
         if context:
-            yield [*prefix, *whole], len(prefix) + lengths[context.rstrip()]
+            yield [*prefix, *tokens], len(prefix) + lengths[context.rstrip()]
         else:
-            yield whole if whole[:1] == start else [*start, *whole], len(start)
+            yield tokens if tokens[:1] == start else [*start, *tokens], len(start)
 
 
 def _fault_of(tokens: Sized, begin: int, question: Question, choice: str, seq_len: int) -> str:
