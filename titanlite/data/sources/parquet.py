@@ -137,7 +137,7 @@ def _value_type(kind: Any) -> Any:
 def _is_list(kind: Any) -> bool:
     import pyarrow
 
-    return pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
+    return bool(pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind))
 
 
 def _texts(schema: Any) -> list[str]:
