@@ -227,6 +227,30 @@ def test_stop_ids_are_the_end_of_a_turn_and_eos(encoder: ChatEncoder, tokenizer:
     assert encoder.stop_ids == tuple(dict.fromkeys((end, tokenizer.eos_id)))
 
 
+def test_only_special_tokens_end_a_turn(tmp_path: Path) -> None:
+    """Not the line end that this template writes before it."""
+    template = "{% for message in messages %}{{ message.content + '\\n<|im_end|>' }}{% endfor %}"
+    tokenizer = make_tokenizer("qwen", template, tmp_path)
+    assert tokenizer.decode(ChatEncoder(tokenizer).stop_ids[:1]) == "<|im_end|>"
+
+
+def test_the_fingerprint_has_the_special_tokens_that_a_template_names(tmp_path: Path) -> None:
+    file = make_tokenizer("qwen", QWEN, tmp_path).arguments["file"]
+    assert len({ChatEncoder(Tokenizer(file, eos=eos)).fingerprint for eos in ("<|im_end|>", "<|im_start|>")}) == 2
+
+
+def test_the_longest_special_token_is_found(tmp_path: Path) -> None:
+    """Of "<|im_end|>" and its beginning, in a message and in the template."""
+    tokenizer = make_tokenizer("qwen", QWEN, tmp_path)
+    made = tokenizers.Tokenizer.from_str(tokenizer.content.decode())
+    made.add_special_tokens(["<|im_e"])
+    made.save(tokenizer.arguments["file"])
+    encoder = ChatEncoder(Tokenizer(tokenizer.arguments["file"]))
+    for content in ("the", "<|im_end|>"):
+        (one,) = usable(encoder, [[USER, ANSWER | {"content": content}]])
+        assert made.token_to_id("<|im_e") not in one.tokens
+
+
 def test_without_a_template_the_remedy_is_named(tokenizer_folder: Path) -> None:
     with pytest.raises(UserError, match=r'no chat template .* set \[tokenizer\] chat_template = "FILE\.jinja"'):
         ChatEncoder(Tokenizer(tokenizer_folder / "tokenizer.json"))
