@@ -25,6 +25,7 @@ import titanlite
 from tests.distributed.program import PATIENCE_S, REPOSITORY, clean_environment
 from titanlite.data.bpe import train_bpe
 from titanlite.data.chat.encoder import ChatEncoder
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.generation.sampling import Sampling
 from titanlite.hf.safetensors import write_tensors
@@ -273,7 +274,7 @@ def test_an_export_ends_the_turns_that_the_run_has_learned(run: Path, monkeypatc
     (end,) = {*ChatEncoder(tokenizer).stop_ids} - {tokenizer.eos_id}
 
     def eos_ids(kind: str, content: bytes | None) -> list[int]:
-        config = SimpleNamespace(data=SimpleNamespace(sources=[SimpleNamespace(kind=kind)]))
+        config = SimpleNamespace(data=SimpleNamespace(sources=[SourceConfig(kind, "x")]))
         monkeypatch.setattr(SavedRun, "config", config)
         monkeypatch.setattr(SavedRun, "generation_config", lambda _: content)
         found: list[int] = json.loads(generation_json(saved, tokenizer))["eos_token_id"]
