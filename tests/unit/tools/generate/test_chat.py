@@ -36,7 +36,7 @@ from titanlite.tools.convert.__main__ import main as convert
 from titanlite.tools.convert.export_run import generation_json
 from titanlite.tools.generate import __main__ as command
 from titanlite.tools.generate.__main__ import main
-from titanlite.tools.generate.chat import Answer, ChatModel, Dialog
+from titanlite.tools.generate.chat import Answer, ChatModel, Dialog, read_message
 from titanlite.tools.saved_run import SavedRun, open_run
 
 pytestmark = pytest.mark.slow  # the shared training takes longer than the tests
@@ -195,6 +195,26 @@ def test_special_tokens_are_not_shown_and_the_text_is_that_of_all_tokens(run: Pa
         assert "".join(pieces) == answer.text == tokenizer.decode(ids) == text
         assert len(pieces) > 10
         assert answer.limit is None
+
+
+def test_an_answer_that_is_cut_inside_a_character_and_the_seeds_of_answers(run: Path) -> None:
+    tokenizer, seeds = tokenizer_of(run), []
+    half = tokenizer.encode("Ada 🦊")[:-1]
+
+    def cut(_: Sequence[int], sampling: Sampling, **__: Any) -> Iterator[int]:
+        seeds.append(sampling.seed)
+        yield from half
+
+    transcript: Any = SimpleNamespace(answer=cut)
+    model = ChatModel(transcript, tokenizer, ChatEncoder(tokenizer), Sampling(seed=2**63 - 1), (), 99, 999, 999)
+    for texts in (("?",), ("?", "!", "?")):
+        assert "".join(model.answer(messages("", *texts))) == tokenizer.decode(half) != "Ada "
+    assert seeds == [2**63 - 1, 0]
+
+
+def test_a_message_of_several_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("two\\\nlines\nmore\\"))
+    assert [read_message() for _ in range(3)] == ["two\nlines", "more", None]
 
 
 def test_what_a_stopped_answer_has_printed_belongs_to_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:
