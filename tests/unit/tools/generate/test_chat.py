@@ -25,6 +25,7 @@ import titanlite
 from tests.distributed.program import PATIENCE_S, REPOSITORY, clean_environment
 from titanlite.data.bpe import train_bpe
 from titanlite.data.chat.encoder import ChatEncoder
+from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.generation.sampling import Sampling
 from titanlite.hf.safetensors import write_tensors
@@ -35,7 +36,7 @@ from titanlite.tools.convert.__main__ import main as convert
 from titanlite.tools.convert.export_run import generation_json
 from titanlite.tools.generate import __main__ as command
 from titanlite.tools.generate.__main__ import main
-from titanlite.tools.generate.chat import Answer, ChatModel, Dialog
+from titanlite.tools.generate.chat import Answer, ChatModel, Dialog, read_message
 from titanlite.tools.saved_run import SavedRun, open_run
 
 pytestmark = pytest.mark.slow  # the shared training takes longer than the tests
@@ -196,6 +197,26 @@ def test_special_tokens_are_not_shown_and_the_text_is_that_of_all_tokens(run: Pa
         assert answer.limit is None
 
 
+def test_an_answer_that_is_cut_inside_a_character_and_the_seeds_of_answers(run: Path) -> None:
+    tokenizer, seeds = tokenizer_of(run), []
+    half = tokenizer.encode("Ada 🦊")[:-1]
+
+    def cut(_: Sequence[int], sampling: Sampling, **__: Any) -> Iterator[int]:
+        seeds.append(sampling.seed)
+        yield from half
+
+    transcript: Any = SimpleNamespace(answer=cut)
+    model = ChatModel(transcript, tokenizer, ChatEncoder(tokenizer), Sampling(seed=2**63 - 1), (), 99, 999, 999)
+    for texts in (("?",), ("?", "!", "?")):
+        assert "".join(model.answer(messages("", *texts))) == tokenizer.decode(half) != "Ada "
+    assert seeds == [2**63 - 1, 0]
+
+
+def test_a_message_of_several_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("two\\\nlines\nmore\\"))
+    assert [read_message() for _ in range(3)] == ["two\nlines", "more", None]
+
+
 def test_what_a_stopped_answer_has_printed_belongs_to_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:
     def stopped_after(*pieces: str) -> Iterator[str]:
         yield from pieces
@@ -273,7 +294,7 @@ def test_an_export_ends_the_turns_that_the_run_has_learned(run: Path, monkeypatc
     (end,) = {*ChatEncoder(tokenizer).stop_ids} - {tokenizer.eos_id}
 
     def eos_ids(kind: str, content: bytes | None) -> list[int]:
-        config = SimpleNamespace(data=SimpleNamespace(sources=[SimpleNamespace(kind=kind)]))
+        config = SimpleNamespace(data=SimpleNamespace(sources=[SourceConfig(kind, "x")]))
         monkeypatch.setattr(SavedRun, "config", config)
         monkeypatch.setattr(SavedRun, "generation_config", lambda _: content)
         found: list[int] = json.loads(generation_json(saved, tokenizer))["eos_token_id"]
