@@ -92,11 +92,9 @@ def with_eos(content: bytes, eos_ids: Collection[int]) -> bytes:
 
 
 def defaults_of_config(fields: Mapping[str, Any]) -> bytes | None:
-    """A generation_config.json for a model folder without one, if its config.json has a list of EOS tokens.
-
-    transformers takes these ids from config.json in that case.
-    """
-    if not isinstance(fields.get("eos_token_id"), list):
+    """A generation_config.json for a model folder without one, if its config.json names EOS: the ids that transformers
+    takes from there in that case."""
+    if fields.get("eos_token_id") is None:
         return None
     ids = {key: fields.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return (json.dumps(ids, indent=2) + "\n").encode()

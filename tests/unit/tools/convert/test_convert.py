@@ -219,13 +219,13 @@ def test_the_eos_of_the_run_is_added_to_the_generation_defaults(
 
 
 def test_ids_of_a_config_json_without_generation_defaults(tmp_path: Path) -> None:
-    """transformers takes them from there. With one EOS, an export has that of the tokenizer."""
-    for eos, kept in (([7, 5], True), (7, False)):
-        folder = source(tmp_path / f"{kept}", None)
+    """transformers takes them from there."""
+    for eos, kept in (([7, 5], (7, 5)), (7, (7,)), (None, ())):
+        folder = source(tmp_path / f"{len(kept)}", None)
         fields = json.loads((folder / "config.json").read_text()) | {"eos_token_id": eos, "pad_token_id": 9}
         (folder / "config.json").write_text(json.dumps(fields))
         main(["import", str(folder), "--out", str(folder / "run")])
-        assert open_run(folder / "run").generation_defaults().eos_ids == ((7, 5) if kept else ())
+        assert open_run(folder / "run").generation_defaults().eos_ids == kept
     for text, problem in (("[]", "is not a JSON object"), ("{", "is not JSON")):
         (folder / "generation_config.json").write_text(text)
         with pytest.raises(UserError, match=rf"generation_config\.json {problem}"):
