@@ -40,8 +40,8 @@ def summarize(config: JobConfig, record: Record, steps: int, train_s: float) -> 
             *(record.skipped_steps, record.step),
         )
     for (_, name), count in ((key.split("/", 1), count) for key, count in record.too_long.items() if count):
-        had = f"{counted(int(count), 'conversation')} had more than training.seq_len + 1 tokens"
-        log.info("%s: %s (too_long)", name, had)
+        some = counted(int(count), "conversation")
+        log.info("%s: %s had more than training.seq_len + 1 tokens (too_long)", name, some)
     if not config.checkpoint.enable:
         log.warning("The weights were not saved: checkpoint.enable = false")
     log.info("Outputs: %s (a row per logged step), %s (the configuration)", folder / METRICS_FILE, folder / CONFIG_COPY)

@@ -151,23 +151,6 @@ def undisturbed(start: Starter, workplace: Path, *arguments: str) -> Path:
     return folder
 
 
-def test_a_node_joins(tmp_path: Path, start: Starter) -> None:
-    """From one node to two. Steps are slow until all has happened."""
-    arguments = (*SETTINGS, "--training.steps", "30")
-    expected = undisturbed(start, tmp_path, *arguments)
-    nodes = Nodes(start, tmp_path, *arguments, fewest=1, most=2, restarts=0)
-    nodes.join()
-    nodes.wait_for_steps(3)
-    nodes.join()
-    nodes.wait_for_steps(3, attempts=2)
-    (tmp_path / "go").touch()
-    assert [node.wait() for node in nodes.running] == [0, 0], nodes.output
-    assert len(starts(nodes.output)) == 2
-    assert [name for name, _ in stopped(nodes.output)] == ["SIGTERM"]
-    assert_same_run(tmp_path / "out", expected, 30)
-
-
-@pytest.mark.soak  # default suite: test_a_node_joins; test_restarts.py has lost ranks
 def test_a_node_joins_and_is_lost(tmp_path: Path, start: Starter) -> None:
     """From one node to two and back. The join is not counted as a failure. Steps are slow until all has happened."""
     arguments = (*SETTINGS, "--training.steps", "60")
