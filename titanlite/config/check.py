@@ -69,12 +69,7 @@ def _check_places(config: JobConfig) -> list[Problem]:
     imported = imported_from(config.checkpoint, config.job.dump_folder)
     return [
         *check_job(config.job),
-        *check_tokenizer(
-            config.tokenizer,
-            config.data,
-            config.validation.sources if config.validation.enable else (),
-            vocab_size=model.vocab_size,
-        ),
+        *check_tokenizer(config.tokenizer, config.data, config.validation, vocab_size=model.vocab_size),
         *check_start(config.checkpoint, config.job.dump_folder),
         *(
             check_source(imported, family, model, accepts_rope="rope" in config.checkpoint.accept_changes)

@@ -96,16 +96,28 @@ def test_conversations_in_other_files_name_the_command_that_writes_lines(tmp_pat
         assert problem.remedy.endswith(f'python -c \'{code}\', then kind = "chat" and path = "chat.jsonl"')
 
 
-@pytest.mark.parametrize("where", ["data", "validation"])
-def test_a_tokenizer_without_a_chat_template_is_named(folder: Path, where: str) -> None:
+@pytest.mark.parametrize("where", ["data.sources.0", "validation.sources.0", "validation.tasks: "])
+@pytest.mark.parametrize("kind", ["jsonl", "python-stdlib"])
+def test_a_tokenizer_without_a_chat_template_is_named(folder: Path, where: str, kind: str) -> None:
+    """Of the training, the validation and its tasks; also the tokenizer that the quick start trains."""
     (folder / "tokenizer/chat_template.jinja").unlink()
-    settings: dict[str, Any] = {"kind": "chat"}
-    if where == "validation":
-        source = [{"kind": "chat", "path": str(folder / "chat.jsonl")}]
-        settings = {"kind": "jsonl", "file": "text.jsonl", "validation__enable": True, "validation__sources": source}
+    task = folder / "task.jsonl"
+    question = {"messages": [{"role": "user", "content": "a"}], "answer": "b"}
+    task.write_text(json.dumps({"context": "a", "answer": "b"}) + "\n" + json.dumps(question) + "\n")
+    chat = {"kind": "chat", "path": str(folder / "chat.jsonl")}
+    text = {"kind": kind} | ({"path": str(folder / "text.jsonl")} if kind == "jsonl" else {})
+    settings = {"data__sources": [text], "tokenizer__path": str(folder / "tokenizer") if kind == "jsonl" else ""}
+    match where:
+        case "data.sources.0":
+            settings |= {"data__sources": [chat], "tokenizer__path": str(folder / "tokenizer")}
+        case "validation.sources.0":
+            settings |= {"validation__enable": True, "validation__sources": [chat]}
+        case _:
+            settings |= {"validation__enable": True, "validation__tasks": [str(task)]}
+            where += str(task)
     problem = problem_of(folder, **settings)
     assert problem.key == "tokenizer.chat_template"
-    assert f"required for conversations ({where}.sources.0)" in problem.rule
+    assert f"required for conversations ({where})" in problem.rule
     assert "examples/chatml.jinja" in problem.remedy
 
 
