@@ -15,6 +15,7 @@ from titanlite.config.check import resolve_config
 from titanlite.config.ineffective import ineffective
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
+from titanlite.data.chat.source import Chat, conversation
 from titanlite.data.check import check_source
 from titanlite.data.config import DataConfig, TokenizerConfig
 from titanlite.data.corpus import ConversationEncoder, Texts
@@ -69,6 +70,19 @@ def test_rows_of_the_other_kind_name_it(folder: Path) -> None:
     found = source_from_path(str(folder / "chat.jsonl"), "--data")
     assert isinstance(found, SourceConfig)
     assert found.kind == "jsonl"
+
+
+def test_a_row_may_have_a_text_beside_its_messages(folder: Path) -> None:
+    """As in published data: the text is ignored, and the row is never cut."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{}]}]
+    (folder / "chat.jsonl").write_text(json.dumps({"text": "a\n" * 1000, "messages": turns}))
+    source = open_source(SourceConfig("chat", str(folder / "chat.jsonl")))
+    assert isinstance(source, Chat)
+    (piece,) = source.scan(folder / "chat.jsonl", 0, 100)
+    text = source.read(folder / "chat.jsonl", piece)
+    assert conversation(text.encode()) == turns
+    assert source.plain_text(text) == "a"
+    load(folder)
 
 
 @pytest.mark.usefixtures("hugging_face_home")
