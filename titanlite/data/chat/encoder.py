@@ -152,7 +152,7 @@ class ChatEncoder:
         texts = [self._continued(messages, text) for messages, text in pairs]
         encoded = self._encode(part for both in texts if isinstance(both, tuple) for part in both)
         return [
-            both if isinstance(both, BadRowError) else _divided(*(encoded[part] for part in both), text)
+            both if isinstance(both, BadRowError) else _divided(encoded[both[0]], encoded[both[1]], text)
             for both, (_, text) in zip(texts, pairs, strict=True)
         ]
 
