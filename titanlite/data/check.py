@@ -184,11 +184,17 @@ def _check_weights(sources: Sequence[SourceConfig]) -> list[Problem]:
 
 
 def check_tokenizer(
-    section: TokenizerConfig, data: DataConfig, validation: ValidationConfig | None = None, *, vocab_size: int
+    section: TokenizerConfig,
+    data: DataConfig,
+    validation: ValidationConfig | None = None,
+    *,
+    vocab_size: int,
+    model: str = "",
 ) -> list[Problem]:
     """Load the tokenizer; problems of the [tokenizer] section, and of token files that another tokenizer has written.
 
-    validation: its sources and tasks need the tokenizer, too. vocab_size: the model's; 0 or less: unknown.
+    validation: its sources and tasks need the tokenizer, too. vocab_size: the model's; 0 or less: unknown. model: the
+    folder or the name on the hub of the model that the run starts from, or "".
     """
     if faults := _check_chat_template(section):
         return faults
@@ -197,7 +203,7 @@ def check_tokenizer(
         kept = kept_tokenizer(data.sources)
         if kept:
             return _check_kept(section, data, held_out, tasks, kept)
-        return _check_without_path(section, data, held_out, tasks, vocab_size)
+        return _check_without_path(section, data, held_out, tasks, vocab_size, model)
     file = tokenizer_file(section.path)
     if not file.is_file():
         rule = "a tokenizer.json, or a folder that holds one"
@@ -330,12 +336,19 @@ def _check_without_path(
     held_out: Sequence[SourceConfig],
     tasks: Sequence[str],
     vocab_size: int,
+    model: str,
 ) -> list[Problem]:
     kinds = {source.kind for source in data.sources}
     needing = sorted(kind for kind in kinds if KINDS[kind].holds == "text" and KINDS[kind] is not PythonStdlib)
     if needing:
         rule = f"required for {' and '.join(needing)} sources"
         remedy = f"write the path of a tokenizer.json, or train one: {TRAIN_TOKENIZER}"
+        if model:
+            rule += f": {model} is not a folder with a tokenizer.json"
+            remedy = (
+                "write the path of the model's tokenizer.json (a run has a copy in its dump folder); of a model on the "
+                'hub: hf download NAME --local-dir FOLDER, then initial_load_path = "hf:FOLDER"'
+            )
         return [Problem("tokenizer.path", section.path, rule, remedy)]
     problems = _check_no_separators(section)
     if PythonStdlib.kind in kinds:

@@ -161,6 +161,10 @@ def test_the_model_folder_of_the_start_has_the_tokenizer(folder: Path) -> None:
     problem = problem_of(folder, tokenizer__path="", checkpoint__initial_load_path=f"hf:{folder / 'tokenizer'}")
     assert problem.key == "checkpoint.initial_load_path"  # only: it has no config.json
     assert problem_of(folder, tokenizer__path="").key == "tokenizer.path"
+    with pytest.raises(
+        ConfigError, match=r"organization/model is not a folder with a tokenizer(.|\n)* hf download NAME"
+    ):
+        load(folder, tokenizer__path="", checkpoint__initial_load_path="hf:organization/model")
     start = CheckpointConfig(initial_load_path=f"hf:{folder / 'tokenizer'}")
     compared = comparable_config(replace(load(folder), tokenizer=TokenizerConfig(), checkpoint=start), ranks=4)
     assert compared.tokenizer.path == str(folder / "tokenizer")
