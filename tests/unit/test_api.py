@@ -343,6 +343,12 @@ def test_evaluate_run_on_conversations(spoken: TrainedRun, tmp_path: Path) -> No
     source = {"validation.sources": [{"kind": "chat", "path": tmp_path / "chat.jsonl", "name": "chat"}]}
     with pytest.raises(ConfigError, match=r"chat_template\n.* \(validation\.sources\.0\): .* has no chat template"):
         titanlite.evaluate_run(spoken, overrides=source)
+    task = tmp_path / "task.jsonl"
+    task.write_text(json.dumps({"messages": rows[0]["messages"][:1], "answer": "the model"}))
+    with pytest.raises(
+        ConfigError, match=r"chat_template\n.* \(validation\.tasks: .*task\.jsonl\): .* has no chat template"
+    ):
+        titanlite.evaluate_run(spoken, tasks=task)
     template = "{{ messages[0].content }}{% generation %}{{ messages[1].content }}{% endgeneration %}"
     (tmp_path / "chat.jinja").write_text(template)
     found = titanlite.evaluate_run(spoken, overrides=source, chat_template=tmp_path / "chat.jinja")

@@ -72,8 +72,9 @@ def _check_places(config: JobConfig) -> list[Problem]:
         *check_tokenizer(
             config.tokenizer,
             config.data,
-            config.validation.sources if config.validation.enable else (),
+            config.validation,
             vocab_size=model.vocab_size,
+            model=start_model(config),
         ),
         *check_start(config.checkpoint, config.job.dump_folder),
         *(
@@ -188,12 +189,17 @@ def one_rank(config: JobConfig) -> JobConfig:
     return replace(config, parallelism=alone)
 
 
+def start_model(config: JobConfig) -> str:
+    """The folder, or the name on the hub, of the model in Hugging Face's format that the run starts from; or ""."""
+    text = config.checkpoint.initial_load_path
+    return text.removeprefix(PREFIX) if text.startswith(PREFIX) else ""
+
+
 def with_model_tokenizer(config: JobConfig) -> JobConfig:
     """The configuration with the tokenizer of the model folder that the run starts from, if it needs one and names
     none: the weights know no other."""
-    text, sources = config.checkpoint.initial_load_path, config.data.sources
-    folder = text.removeprefix(PREFIX)
-    if config.tokenizer.path or folder in ("", text) or not tokenizer_file(folder).is_file():
+    folder, sources = start_model(config), config.data.sources
+    if config.tokenizer.path or not folder or not tokenizer_file(folder).is_file():
         return config
     if kept_tokenizer(sources) or all(open_source(source).holds == "tokens" for source in sources):
         return config

@@ -20,7 +20,7 @@ from titanlite.data.sources.python_stdlib import PythonStdlib
 from titanlite.data.sources.tables import Arrow, Csv
 from titanlite.data.sources.text import Text
 from titanlite.data.sources.tokens import Tokens, manifests_of
-from titanlite.data.tasks import check_tasks
+from titanlite.data.tasks import check_tasks, tasks_with_conversations
 from titanlite.data.tokenizer import Tokenizer, read_chat_template, tokenizer_file
 from titanlite.runtime.errors import Problem, UserError, check_ranges, require
 from titanlite.runtime.plugins import is_of_program
@@ -184,17 +184,26 @@ def _check_weights(sources: Sequence[SourceConfig]) -> list[Problem]:
 
 
 def check_tokenizer(
-    section: TokenizerConfig, data: DataConfig, held_out: Sequence[SourceConfig] = (), *, vocab_size: int
+    section: TokenizerConfig,
+    data: DataConfig,
+    validation: ValidationConfig | None = None,
+    *,
+    vocab_size: int,
+    model: str = "",
 ) -> list[Problem]:
     """Load the tokenizer; problems of the [tokenizer] section, and of token files that another tokenizer has written.
 
-    held_out: the sources of validation. vocab_size: the model's; 0 or less: unknown.
+    validation: its sources and tasks need the tokenizer, too. vocab_size: the model's; 0 or less: unknown. model: the
+    folder or the name on the hub of the model that the run starts from, or "".
     """
     if faults := _check_chat_template(section):
         return faults
+    held_out, tasks = (validation.sources, validation.tasks) if validation and validation.enable else ((), ())
     if not section.path:
         kept = kept_tokenizer(data.sources)
-        return _check_kept(section, data, held_out, kept) if kept else _check_without_path(section, data, vocab_size)
+        if kept:
+            return _check_kept(section, data, held_out, tasks, kept)
+        return _check_without_path(section, data, held_out, tasks, vocab_size, model)
     file = tokenizer_file(section.path)
     if not file.is_file():
         rule = "a tokenizer.json, or a folder that holds one"
@@ -218,7 +227,7 @@ def check_tokenizer(
         remedy = f"write vocab_size = {tokenizer.vocab_size} in [model], or use another tokenizer.path"
         problems.append(Problem("model.vocab_size", vocab_size, rule, remedy))
     if not section.chat_template and tokenizer.chat_template is None:
-        problems += _require_chat_template(data, held_out, file, tokenizer)
+        problems += _require_chat_template(data, held_out, tasks, str(file.parent), tokenizer.unused_templates)
     if problems or all(source.kind != Tokens.kind for source in (*data.sources, *held_out)):
         return problems  # loading a large tokenizer again takes a second
     configured = Tokenizer(file, bos=section.bos, eos=section.eos)
@@ -239,7 +248,7 @@ def _check_chat_template(section: TokenizerConfig) -> list[Problem]:
 
 
 def _check_kept(
-    section: TokenizerConfig, data: DataConfig, held_out: Sequence[SourceConfig], file: Path
+    section: TokenizerConfig, data: DataConfig, held_out: Sequence[SourceConfig], tasks: Sequence[str], file: Path
 ) -> list[Problem]:
     """Problems of `file`, the tokenizer in the folder of token files, which the run uses."""
     if problems := _check_no_separators(section):
@@ -252,22 +261,27 @@ def _check_kept(
         return [Problem(f"data.sources.{n}.path", source.path, rule, f"{error}: copy {file.parent} again")]
     problems = _check_made_by(section, tokenizer, data, held_out) + _check_written_with(data)
     if not section.chat_template and tokenizer.chat_template is None:
-        problems += _require_chat_template(data, held_out, file, tokenizer)
+        problems += _require_chat_template(data, held_out, tasks, str(file.parent), tokenizer.unused_templates)
     return problems
 
 
 def _require_chat_template(
-    data: DataConfig, held_out: Sequence[SourceConfig], file: Path, tokenizer: Tokenizer
+    data: DataConfig,
+    held_out: Sequence[SourceConfig],
+    tasks: Sequence[str],
+    tokenizer: str,
+    unused_templates: Sequence[str] = (),
 ) -> list[Problem]:
-    """A problem if sources hold conversations. tokenizer: of `file`, without a chat template."""
+    """A problem if sources or tasks hold conversations. tokenizer: the one without a chat template, in words."""
     keys = [f"data.sources.{n}" for n, source in enumerate(data.sources) if source.is_chat]
     keys += [f"validation.sources.{n}" for n, source in enumerate(held_out) if source.is_chat]
+    keys += [f"validation.tasks: {path}" for path in tasks_with_conversations(tasks)]
     if not keys:
         return []
-    rule = f"required for conversations ({keys[0]}): {file.parent} has no chat template"
+    rule = f"required for conversations ({keys[0]}): {tokenizer} has no chat template"
     remedy = "write the path of a Jinja file that uses special tokens of this tokenizer, such as examples/chatml.jinja"
-    if tokenizer.unused_templates:
-        names = ", ".join(map(repr, tokenizer.unused_templates))
+    if unused_templates:
+        names = ", ".join(map(repr, unused_templates))
         rule += f" named 'default', only {names}"
         remedy = "copy one of them from tokenizer_config.json into a file, and write its path"
     return [Problem("tokenizer.chat_template", "", rule, remedy)]
@@ -316,15 +330,30 @@ def _check_written_with(data: DataConfig) -> list[Problem]:
     return problems
 
 
-def _check_without_path(section: TokenizerConfig, data: DataConfig, vocab_size: int) -> list[Problem]:
+def _check_without_path(
+    section: TokenizerConfig,
+    data: DataConfig,
+    held_out: Sequence[SourceConfig],
+    tasks: Sequence[str],
+    vocab_size: int,
+    model: str,
+) -> list[Problem]:
     kinds = {source.kind for source in data.sources}
     needing = sorted(kind for kind in kinds if KINDS[kind].holds == "text" and KINDS[kind] is not PythonStdlib)
     if needing:
         rule = f"required for {' and '.join(needing)} sources"
         remedy = f"write the path of a tokenizer.json, or train one: {TRAIN_TOKENIZER}"
+        if model:
+            rule += f": {model} is not a folder with a tokenizer.json"
+            remedy = (
+                "write the path of the model's tokenizer.json (a run has a copy in its dump folder); of a model on the "
+                'hub: hf download NAME --local-dir FOLDER, then initial_load_path = "hf:FOLDER"'
+            )
         return [Problem("tokenizer.path", section.path, rule, remedy)]
     problems = _check_no_separators(section)
     if PythonStdlib.kind in kinds:
+        if not section.chat_template:
+            problems += _require_chat_template(data, held_out, tasks, "the tokenizer trained at the start")
         rule = "false: the tokenizer trained at the start has no BOS"
         problems += require(not data.add_bos, "data.add_bos", data.add_bos, rule, "write false")
         if 0 < vocab_size < MIN_VOCAB_SIZE:

@@ -3,21 +3,20 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from titanlite.data.sources.pieces import EMPTY_PIECE, TokenPiece
+from titanlite.data.sources.pieces import TokenPiece
 
 Packing = Literal["concatenate", "none"]
 TooLong = Literal["truncate", "skip"]
 
 
-def fitted(conversation: TokenPiece, seq_len: int, too_long: TooLong) -> TokenPiece:
-    """The part of a conversation that a sequence of seq_len + 1 tokens has; EMPTY_PIECE if it has no target."""
-    tokens, starts, trained = conversation
-    if len(tokens) > seq_len + 1:
-        if too_long == "skip":
-            return EMPTY_PIECE
-        tokens, trained = tokens[: seq_len + 1], trained if trained is None else trained[: seq_len + 1]
-    has_target = len(tokens) > 1 and (trained is None or trained[1:].any())
-    return TokenPiece(tokens, starts, trained) if has_target else EMPTY_PIECE
+def fitted_length(conversation: TokenPiece, seq_len: int, too_long: TooLong) -> int:
+    """How many first tokens of a conversation a sequence of seq_len + 1 tokens has; 0 if they have no target."""
+    tokens, _, trained = conversation
+    if len(tokens) > seq_len + 1 and too_long == "skip":
+        return 0
+    length = min(len(tokens), seq_len + 1)
+    has_target = length > 1 and (trained is None or trained[1:length].any())
+    return length if has_target else 0
 
 
 def num_sequences(pieces: Sequence[TokenPiece], seq_len: int, packing: Packing, too_long: TooLong | None) -> float:
@@ -30,7 +29,7 @@ def num_sequences(pieces: Sequence[TokenPiece], seq_len: int, packing: Packing, 
         return (
             sum(lengths) / seq_len if packing == "concatenate" else sum(-(-max(0, n - 1) // seq_len) for n in lengths)
         )
-    return num_packed([len(fitted(piece, seq_len, too_long).tokens) for piece in pieces], seq_len, packing)
+    return num_packed([fitted_length(piece, seq_len, too_long) for piece in pieces], seq_len, packing)
 
 
 def num_packed(lengths: Sequence[int], seq_len: int, packing: Packing) -> int:

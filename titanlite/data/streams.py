@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from titanlite.batch import IGNORE_INDEX
 from titanlite.data.order import Mixture
-from titanlite.data.packing import Packing, TooLong, fitted
+from titanlite.data.packing import Packing, TooLong, fitted_length
 from titanlite.data.sources.pieces import EMPTY, EMPTY_PIECE, BadRowError, Place, StreamPieces, TokenPiece
 from titanlite.runtime.errors import UserError
 
@@ -212,7 +212,7 @@ class SourceStream:
         while not self.ended and (self._packing == "concatenate" or not taken):
             length = self._rest(self._seq_len + 1)
             assert self._current is not None
-            count = len(fitted(self._current, self._seq_len, self._too_long).tokens)
+            count = fitted_length(self._current, self._seq_len, self._too_long)
             if count > room:
                 break
             if count:

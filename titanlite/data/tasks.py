@@ -1,7 +1,9 @@
 """Tasks: files of questions, as JSON lines, and their tokens."""
 
 import hashlib
+import re
 from collections.abc import Iterator, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,6 +50,11 @@ class Task:
     format: TaskFormat
     questions: tuple[Question, ...]
     digest: str
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether a question has messages, which need a chat template."""
+        return any(not isinstance(question.context, str) for question in self.questions)
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,15 @@ def read_task(path: str | Path) -> Task:
     return Task(path.stem, path, formats[0], tuple(questions), hashlib.sha256(content).hexdigest()[:16])
 
 
+def tasks_with_conversations(paths: Sequence[str]) -> list[str]:
+    """Those of the files that have questions with messages. Ignores files that `check_tasks` names."""
+    found = []
+    for path in paths:
+        with suppress(UserError):
+            found += [path] if read_task(path).has_conversations else []
+    return found
+
+
 def check_tasks(key: str, paths: Sequence[str]) -> list[Problem]:
     """Problems of the task files at `key`: each is read, and their names must differ."""
     problems = []
@@ -126,8 +142,12 @@ def encode_task(task: Task, tokenizer: Tokenizer, *, seq_len: int, add_bos: bool
     the file and the line.
     """
     pairs = [(question.context, choice) for question in task.questions for choice in question.choices]
-    texts = iter(_after_texts([(text, end) for text, end in pairs if isinstance(text, str)], tokenizer, add_bos))
+    plain = [(text, end) for text, end in pairs if isinstance(text, str)]
     chats = [(messages, end) for messages, end in pairs if not isinstance(messages, str)]
+    try:
+        texts = iter(list(_after_texts(plain, tokenizer, add_bos)))
+    except UserError as error:
+        raise UserError(f"{task.path}: {error}") from None
     try:
         encoded_chats = iter(ChatEncoder(tokenizer).continuations(chats) if chats else [])
     except UserError as error:
@@ -196,6 +216,9 @@ def _question(row: dict[str, Any], form: TaskFormat) -> Question:
             name = "a choice" if form == "multiple choice" else "an answer"
             remedy = "write a text" if form == "multiple choice" else 'write a text, or add "choices"'
             raise JsonError(f"has {name} that is {_kind(choice)}: {remedy}")
+    for text in (context, *choices):
+        if isinstance(text, str) and (found := re.search("[\ud800-\udfff]", text)):
+            raise JsonError(f"has a text with an unpaired surrogate, \\u{ord(found[0]):04x}: remove it")
     if form == "cloze":
         return Question(context, (answer,), 0)
     if type(answer) is not int:

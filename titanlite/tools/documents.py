@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from titanlite.config.check import with_model_tokenizer
+from titanlite.config.check import start_model, with_model_tokenizer
 from titanlite.config.load import parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.check import check_data, check_tokenizer
@@ -46,7 +46,7 @@ def config_of_data(
         if needs_tokenizer:
             # An existing tokenizer may be larger than this model's vocabulary; one that is trained here must fit it.
             room = vocab_size if reads_tokens or not config.tokenizer.path else 0
-            problems += check_tokenizer(config.tokenizer, data, vocab_size=room)
+            problems += check_tokenizer(config.tokenizer, data, vocab_size=room, model=start_model(config))
     problems += check_options(options)
     if problems:
         raise ConfigError(problems)

@@ -35,7 +35,7 @@ from titanlite.config.schema import JobConfig, JobSection
 from titanlite.data.check import check_validation
 from titanlite.data.kinds import open_source, source_from_path
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.tasks import check_tasks
+from titanlite.data.tasks import check_tasks, tasks_with_conversations
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.metrics.tasks import TaskScores
 from titanlite.metrics.validation import SetTotals, sum_of
@@ -103,7 +103,7 @@ class Options:
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """tokenizer.json or its folder, for a run on token files without a tokenizer; None: the run's own"""
     chat_template: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
-    """chat template in Jinja, for sources of conversations; empty: the tokenizer's own"""
+    """chat template in Jinja, for conversations in sources and tasks; empty: the tokenizer's own"""
     json: File = None
     """also write the results to this file"""
     allow_import: AllowImport = False
@@ -264,9 +264,10 @@ def evaluated_config(
 
 def require_chat_template(saved: SavedRun, config: JobConfig, tokenizer: Tokenizer | None) -> None:
     """Raise ConfigError if the configuration evaluates conversations, and the tokenizer has no chat template."""
-    sources = [f"validation.sources.{n}" for n, source in enumerate(config.validation.sources) if source.is_chat]
-    if sources and tokenizer is not None and tokenizer.chat_template is None:
-        rule = f"required for conversations ({sources[0]}): the tokenizer of {saved.path} has no chat template"
+    keys = [f"validation.sources.{n}" for n, source in enumerate(config.validation.sources) if source.is_chat]
+    keys += [f"validation.tasks: {path}" for path in tasks_with_conversations(config.validation.tasks)]
+    if keys and tokenizer is not None and tokenizer.chat_template is None:
+        rule = f"required for conversations ({keys[0]}): the tokenizer of {saved.path} has no chat template"
         raise ConfigError([Problem("--chat-template", None, rule, "write the path of a template in Jinja")])
 
 

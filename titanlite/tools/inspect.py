@@ -16,7 +16,7 @@ from titanlite.data.config import DataConfig
 from titanlite.data.corpus import open_index
 from titanlite.data.kinds import open_source
 from titanlite.data.order import Mixture, shuffled
-from titanlite.data.packing import TooLong, fitted, num_packed
+from titanlite.data.packing import TooLong, fitted_length, num_packed
 from titanlite.data.preparation import Assignment, Sources
 from titanlite.data.sources.arrays import ArrayFile
 from titanlite.data.sources.base import TextSource
@@ -211,7 +211,7 @@ def read_documents(
                 sizes.append(len(piece.tokens))
                 if too_long is not None:
                     found.trained += len(piece.tokens) if piece.trained is None else int(piece.trained.sum())
-                    found.fitting.append(len(fitted(piece, seq_len, too_long).tokens))
+                    found.fitting.append(fitted_length(piece, seq_len, too_long))
                     found.too_long += len(piece.tokens) > seq_len + 1
                 continue
             if not isinstance(piece, BadRowError):

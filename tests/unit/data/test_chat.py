@@ -15,6 +15,7 @@ from titanlite.config.check import resolve_config
 from titanlite.config.ineffective import ineffective
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
+from titanlite.data.chat.source import Chat, conversation
 from titanlite.data.check import check_source
 from titanlite.data.config import DataConfig, TokenizerConfig
 from titanlite.data.corpus import ConversationEncoder, Texts
@@ -71,6 +72,19 @@ def test_rows_of_the_other_kind_name_it(folder: Path) -> None:
     assert found.kind == "jsonl"
 
 
+def test_a_row_may_have_a_text_beside_its_messages(folder: Path) -> None:
+    """As in published data: the text is ignored, and the row is never cut."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{}]}]
+    (folder / "chat.jsonl").write_text(json.dumps({"text": "a\n" * 1000, "messages": turns}))
+    source = open_source(SourceConfig("chat", str(folder / "chat.jsonl")))
+    assert isinstance(source, Chat)
+    (piece,) = source.scan(folder / "chat.jsonl", 0, 100)
+    text = source.read(folder / "chat.jsonl", piece)
+    assert conversation(text.encode()) == turns
+    assert source.plain_text(text) == "a"
+    load(folder)
+
+
 @pytest.mark.usefixtures("hugging_face_home")
 def test_conversations_in_other_files_name_the_command_that_writes_lines(tmp_path: Path) -> None:
     """Also beside a column of text, which is no document."""
@@ -96,16 +110,28 @@ def test_conversations_in_other_files_name_the_command_that_writes_lines(tmp_pat
         assert problem.remedy.endswith(f'python -c \'{code}\', then kind = "chat" and path = "chat.jsonl"')
 
 
-@pytest.mark.parametrize("where", ["data", "validation"])
-def test_a_tokenizer_without_a_chat_template_is_named(folder: Path, where: str) -> None:
+@pytest.mark.parametrize("where", ["data.sources.0", "validation.sources.0", "validation.tasks: "])
+@pytest.mark.parametrize("kind", ["jsonl", "python-stdlib"])
+def test_a_tokenizer_without_a_chat_template_is_named(folder: Path, where: str, kind: str) -> None:
+    """Of the training, the validation and its tasks; also the tokenizer that the quick start trains."""
     (folder / "tokenizer/chat_template.jinja").unlink()
-    settings: dict[str, Any] = {"kind": "chat"}
-    if where == "validation":
-        source = [{"kind": "chat", "path": str(folder / "chat.jsonl")}]
-        settings = {"kind": "jsonl", "file": "text.jsonl", "validation__enable": True, "validation__sources": source}
+    task = folder / "task.jsonl"
+    question = {"messages": [{"role": "user", "content": "a"}], "answer": "b"}
+    task.write_text(json.dumps({"context": "a", "answer": "b"}) + "\n" + json.dumps(question) + "\n")
+    chat = {"kind": "chat", "path": str(folder / "chat.jsonl")}
+    text = {"kind": kind} | ({"path": str(folder / "text.jsonl")} if kind == "jsonl" else {})
+    settings = {"data__sources": [text], "tokenizer__path": str(folder / "tokenizer") if kind == "jsonl" else ""}
+    match where:
+        case "data.sources.0":
+            settings |= {"data__sources": [chat], "tokenizer__path": str(folder / "tokenizer")}
+        case "validation.sources.0":
+            settings |= {"validation__enable": True, "validation__sources": [chat]}
+        case _:
+            settings |= {"validation__enable": True, "validation__tasks": [str(task)]}
+            where += str(task)
     problem = problem_of(folder, **settings)
     assert problem.key == "tokenizer.chat_template"
-    assert f"required for conversations ({where}.sources.0)" in problem.rule
+    assert f"required for conversations ({where})" in problem.rule
     assert "examples/chatml.jinja" in problem.remedy
 
 
@@ -135,6 +161,10 @@ def test_the_model_folder_of_the_start_has_the_tokenizer(folder: Path) -> None:
     problem = problem_of(folder, tokenizer__path="", checkpoint__initial_load_path=f"hf:{folder / 'tokenizer'}")
     assert problem.key == "checkpoint.initial_load_path"  # only: it has no config.json
     assert problem_of(folder, tokenizer__path="").key == "tokenizer.path"
+    with pytest.raises(
+        ConfigError, match=r"organization/model is not a folder with a tokenizer(.|\n)* hf download NAME"
+    ):
+        load(folder, tokenizer__path="", checkpoint__initial_load_path="hf:organization/model")
     start = CheckpointConfig(initial_load_path=f"hf:{folder / 'tokenizer'}")
     compared = comparable_config(replace(load(folder), tokenizer=TokenizerConfig(), checkpoint=start), ranks=4)
     assert compared.tokenizer.path == str(folder / "tokenizer")

@@ -16,7 +16,6 @@ from tests.unit.data.ranks import build, build_ranks
 from titanlite.batch import IGNORE_INDEX
 from titanlite.data.config import DataConfig
 from titanlite.data.indexed import IndexedPieces
-from titanlite.data.packing import num_packed
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import AT_BEGIN, TokenPiece
 from titanlite.data.streams import BadRowPolicy, SourceState, SourceStream, with_all_fields
@@ -132,12 +131,6 @@ def test_conversations_that_are_all_too_long_ask_for_longer_sequences() -> None:
         UserError, match=r"4 conversations have more than .* tokens\); increase training\.seq_len, or look"
     ):
         take(stream, 1)
-
-
-def test_sequences_of_lengths() -> None:
-    assert num_packed([3, 3, 0, 4, 9, 1], 8, "concatenate") == 4  # 3 + 3, 4, 9, 1 of at most 9
-    assert num_packed([3, 3, 0, 4, 9, 1], 8, "none") == 5
-    assert num_packed([0, 0], 8, "concatenate") == 0
 
 
 def test_states_of_older_versions_lack_the_last_fields() -> None:

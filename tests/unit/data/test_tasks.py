@@ -58,6 +58,8 @@ CHAT = {"messages": [{"role": "user", "content": "a"}], "answer": "b"}
         (GOOD | {"choices": "ab"}, "has choices that are a text"),
         (GOOD | {"choices": ["a", ""]}, "has a choice that is an empty text"),
         (GOOD | {"choices": ["a", {}]}, "has a choice that is an object"),
+        (GOOD | {"context": "a\ud800"}, r"has a text with an unpaired surrogate, \ud800: remove it"),
+        (GOOD | {"choices": ["a", "\udfff"]}, r"has a text with an unpaired surrogate, \udfff: remove it"),
         (GOOD | CHAT, "has both 'context' and 'messages'"),
         (CHAT | {"messages": []}, "has messages that cannot be used: 'messages' is empty"),
         (CHAT | {"messages": [{"role": "user"}]}, "has messages that cannot be used: turn 1: its content is missing"),
@@ -189,7 +191,24 @@ def test_conversations_need_a_chat_template(folder: Path, tmp_path: Path) -> Non
     two = write(tmp_path / "two.jsonl", {"messages": CHAT["messages"] * 2, "answer": "b"})
     with pytest.raises(UserError, match=r"two\.jsonl, line 1: .*roles must alternate"):
         encode_task(read_task(two), tokenizer, seq_len=100, add_bos=False)
-    tokenizer = make_tokenizer("qwen", "{{ messages[0].content }} the mod", tmp_path)  # one token: model
+    tokenizer = make_tokenizer(
+        "qwen", "a{% if add_generation_prompt %} the mod{% endif %}", tmp_path
+    )  # one token: model
     three = write(tmp_path / "three.jsonl", CHAT | {"answer": "el reads"})
-    with pytest.raises(UserError, match=r"three\.jsonl, line 1: .*encoded to common tokens"):
+    with pytest.raises(UserError, match=r"three\.jsonl, line 1: .* and 'el reads' are encoded to common tokens: begin"):
         encode_task(read_task(three), tokenizer, seq_len=100, add_bos=False)
+
+
+def test_the_chat_template_writes_all_of_a_question_and_a_prompt(tmp_path: Path) -> None:
+    """Without a prompt, a choice would follow the user's turn, and calls that are not written would be lost."""
+    path = write(tmp_path / "one.jsonl", CHAT)
+    without = STYLES["qwen"][: STYLES["qwen"].rindex("{%- if add_generation_prompt")]
+    with pytest.raises(
+        UserError, match=r"one\.jsonl has .*: the chat template does not write what is before an answer"
+    ):
+        encode_task(read_task(path), make_tokenizer("qwen", without, tmp_path), seq_len=100, add_bos=False)
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    write(path, CHAT | {"messages": [*CHAT["messages"], called, {"role": "tool", "content": "1"}]})
+    tokenizer = make_tokenizer("qwen", STYLES["qwen"], tmp_path)
+    with pytest.raises(UserError, match=r"one\.jsonl, line 1: turn 2: it has tool_calls, which the chat template does"):
+        encode_task(read_task(path), tokenizer, seq_len=100, add_bos=False)

@@ -16,7 +16,7 @@ import xxhash
 
 from titanlite.data.bpe import prepare_tokenizer, train_bpe
 from titanlite.data.check import check_tokenizer
-from titanlite.data.config import DataConfig, TokenizerConfig
+from titanlite.data.config import DataConfig, TokenizerConfig, ValidationConfig
 from titanlite.data.fingerprint import data_fingerprint, describe_difference
 from titanlite.data.kinds import open_source
 from titanlite.data.sources.config import SourceConfig
@@ -399,7 +399,8 @@ def test_text_is_encoded_with_the_tokenizer_of_the_token_files(config: Path, tmp
 
 
 def only_problem(data: DataConfig, *held_out: SourceConfig, **section: str) -> Problem:
-    (problem,) = check_tokenizer(TokenizerConfig(**section), data, held_out, vocab_size=300)
+    validation = ValidationConfig(enable=True, sources=held_out)
+    (problem,) = check_tokenizer(TokenizerConfig(**section), data, validation, vocab_size=300)
     return problem
 
 

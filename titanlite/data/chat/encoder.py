@@ -142,17 +142,24 @@ class ChatEncoder:
         """Conversations, each with a text that the assistant may write next, encoded as one batch.
 
         Returns for each the tokens of the prompt for the assistant's turn with the text, and how many of them are the
-        prompt's; or why it cannot be encoded.
+        prompt's; or why it cannot be encoded. Raises UserError if the template has no such prompt.
         """
+        if not self._has_prompt():
+            raise UserError(
+                "the chat template does not write what is before an answer: end it with "
+                "{% if add_generation_prompt %}, this text and {% endif %}"
+            )
         texts = [self._continued(messages, text) for messages, text in pairs]
         encoded = self._encode(part for both in texts if isinstance(both, tuple) for part in both)
         return [
-            both if isinstance(both, BadRowError) else _divided(*(encoded[part] for part in both)) for both in texts
+            both if isinstance(both, BadRowError) else _divided(encoded[both[0]], encoded[both[1]], text)
+            for both, (_, text) in zip(texts, pairs, strict=True)
         ]
 
     def _continued(self, messages: Sequence[Message], text: str) -> tuple[_Text, _Text] | BadRowError:
         """The prompt for the assistant's turn, and the prompt with the text."""
         try:
+            self._require_tool_calls(messages)
             given, marked = self._special_tokens.mark([*messages, {"role": ASSISTANT, "content": text}])
             prompt, _ = self._render(given[:-1], marked, prompts=True)
             continued, _ = self._render(given[:-1], marked, prompts=True, then=given[-1]["content"])
@@ -224,6 +231,18 @@ class ChatEncoder:
                 found |= zip(chosen, self._special_tokens.encode([text.text for text in chosen], marked), strict=True)
         return found
 
+    def _has_prompt(self) -> bool:
+        """Whether an answer follows the prompt for the assistant's turn; True if the template refuses the probe."""
+        question, answer = PROBE
+        asked = [{"role": "user", "content": question}]
+        try:
+            prompt, plain = (self._render(asked, False, prompts=prompts).text.text for prompts in (True, False))
+            full = self._render([*asked, {"role": ASSISTANT, "content": answer}], False).text.text
+        except BadRowError:  # the template wants another conversation
+            return True
+        # Without add_generation_prompt, all that is before an answer may belong to the question, as "[/INST]".
+        return prompt != plain or full.removeprefix(prompt).lstrip().startswith(answer)
+
     def _ends_of_turn(self) -> Sequence[int]:
         """The special token with which the template ends a turn of the assistant, if any."""
         question, answer = PROBE
@@ -279,15 +298,18 @@ def _result(
 
 
 def _divided(
-    prompt: Encoded | BadRowError, continued: Encoded | BadRowError
+    prompt: Encoded | BadRowError, continued: Encoded | BadRowError, text: str
 ) -> tuple[npt.NDArray[np.int64], int] | BadRowError:
-    """The tokens of `continued`, and how many of them are those of the prompt."""
+    """The tokens of `continued`, the prompt with the text, and how many of them are those of the prompt."""
     if isinstance(prompt, BadRowError):
         return prompt
     if isinstance(continued, BadRowError):
         return continued
     if not np.array_equal(continued.ids[: len(prompt.ids)], prompt.ids):
-        return BadRowError("the end of the chat template's prompt and the text after it are encoded to common tokens")
+        return BadRowError(
+            f"the end of the chat template's prompt and {text!r} are encoded to common tokens: begin it with another "
+            "character"
+        )
     return continued.ids, len(prompt.ids)
 
 
