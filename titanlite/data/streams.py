@@ -17,6 +17,7 @@ from titanlite.data.order import Mixture
 from titanlite.data.packing import Packing, TooLong, fitted_length
 from titanlite.data.sources.pieces import EMPTY, EMPTY_PIECE, BadRowError, Place, StreamPieces, TokenPiece
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.text import counted
 
 logger = logging.getLogger("titanlite")
 
@@ -270,7 +271,8 @@ class SourceStream:
             remedy = "look at the source with titanlite inspect CONFIG --all, and fix or remove it"
             if self._too_long is not None:
                 what = "conversations"
-                counts += f", {self._num_too_long} conversations have more than training.seq_len + 1 tokens"
+                some = counted(self._num_too_long, "conversation")
+                counts += f", {some} had more than training.seq_len + 1 tokens"
                 remedy = f"increase training.seq_len, or {remedy}" if self._num_too_long else remedy
             raise UserError(
                 f"{self._pieces.name}: {self._pieces.patience:,} consecutive {what} have no token to train on "

@@ -55,6 +55,7 @@ from titanlite.runtime.errors import ConfigError, Problem, ranged, require
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.positions import Positions
 from titanlite.runtime.signals import StopRequest
+from titanlite.runtime.text import counted
 from titanlite.tools.command import (
     AllowImport,
     File,
@@ -395,8 +396,8 @@ def loss_lines(config: JobConfig, found: Found) -> list[str]:
         f"loss: the mean {meaning}",
         *([f"no bits per byte: {found.why_no_bytes}"] if found.why_no_bytes else []),
         *(
-            f"{name}: {totals.too_long:,} conversations have more than training.seq_len + 1 = {seq_len + 1:,} tokens "
-            f"(too_long = {source.too_long})"
+            f"{name}: {counted(totals.too_long, 'conversation')} had more than training.seq_len + 1 = {seq_len + 1:,} "
+            f"tokens (too_long = {source.too_long})"
             for source, (name, totals) in zip(config.validation.sources, found.totals.items(), strict=True)
             if totals.too_long
         ),
@@ -418,8 +419,8 @@ def task_lines(config: JobConfig, found: Found) -> list[str]:
         "",
         "acc: share of right answers; acc_norm: by log-likelihood per character; perplexity: of an entire answer",
         *(
-            f"{name}: {count:,} contexts were longer than training.seq_len = {config.training.seq_len:,}; their first "
-            "tokens were left out"
+            f"{name}: {counted(count, 'row')} with a context too long for training.seq_len = "
+            f"{config.training.seq_len:,}, whose first tokens were left out"
             for name, count in cut.items()
         ),
         *([] if config.loss.is_cross_entropy else ["tasks: by the cross-entropy"]),

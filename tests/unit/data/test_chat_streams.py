@@ -128,7 +128,7 @@ def test_a_source_without_a_target_raises_instead_of_looking_forever() -> None:
 def test_conversations_that_are_all_too_long_ask_for_longer_sequences() -> None:
     stream = make(FakeConversations([30] * 8), epochs=-1, seq_len=8, packing="concatenate", too_long="skip")
     with pytest.raises(
-        UserError, match=r"4 conversations have more than .* tokens\); increase training\.seq_len, or look"
+        UserError, match=r"4 conversations had more than .* tokens\); increase training\.seq_len, or look"
     ):
         take(stream, 1)
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -127,6 +128,7 @@ class ChatEncoder:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a conversation with the prompt for the assistant's next turn. Raises UserError."""
+        self._require_prompt()
         try:
             text, _ = self._render(*self._special_tokens.mark(messages), prompts=True)
             (encoded,) = self._encode([text]).values()
@@ -144,11 +146,7 @@ class ChatEncoder:
         Returns for each the tokens of the prompt for the assistant's turn with the text, and how many of them are the
         prompt's; or why it cannot be encoded. Raises UserError if the template has no such prompt.
         """
-        if not self._has_prompt():
-            raise UserError(
-                "the chat template does not write what is before an answer: end it with "
-                "{% if add_generation_prompt %}, this text and {% endif %}"
-            )
+        self._require_prompt()
         texts = [self._continued(messages, text) for messages, text in pairs]
         encoded = self._encode(part for both in texts if isinstance(both, tuple) for part in both)
         return [
@@ -231,6 +229,15 @@ class ChatEncoder:
                 found |= zip(chosen, self._special_tokens.encode([text.text for text in chosen], marked), strict=True)
         return found
 
+    def _require_prompt(self) -> None:
+        """Raise UserError if an answer does not follow the prompt for the assistant's turn."""
+        if not self._has_prompt:
+            raise UserError(
+                "the chat template does not write what is before an answer: end it with "
+                "{% if add_generation_prompt %}, this text and {% endif %}"
+            )
+
+    @cached_property
     def _has_prompt(self) -> bool:
         """Whether an answer follows the prompt for the assistant's turn; True if the template refuses the probe."""
         question, answer = PROBE

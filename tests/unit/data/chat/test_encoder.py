@@ -260,6 +260,10 @@ def test_a_prompt_that_the_template_refuses(tmp_path: Path) -> None:
     encoder = ChatEncoder(make_tokenizer("mistral", MISTRAL, tmp_path))
     with pytest.raises(UserError, match=r"the conversation cannot be encoded: turn 2: .* roles must alternate"):
         encoder.prompt([USER, USER])
+    silent = QWEN.partition("{%- if add_generation_prompt %}")[0]
+    encoder = ChatEncoder(make_tokenizer("qwen", silent, tmp_path))
+    with pytest.raises(UserError, match="does not write what is before an answer: end it with"):
+        encoder.prompt([USER])
 
 
 def test_special_text_in_tools_and_names_stays_text(tmp_path: Path) -> None:
