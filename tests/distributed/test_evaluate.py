@@ -198,7 +198,7 @@ def test_settings_of_the_run_must_fit_the_number_of_processes(trained: Path) -> 
 
 def test_requested_data_replace_the_validation_sources_of_the_run(trained: Path, tmp_path: Path) -> None:
     run = trained / "out"
-    named = configured(run, "--data", str(trained / "uneven*.jsonl"), "--data", str(trained / "text.txt"), "--steps", "3")
+    named = configured(run, "--data", str(trained / "unev*.jsonl"), "--data", str(trained / "text.txt"), "--steps", "3")
     assert [source.kind for source in named.validation.sources] == ["jsonl", "text"]
     assert named.validation.steps == 3
     by_key = configured(run, "--validation.sources.0.kind", "text", "--validation.sources.0.path", str(trained))
