@@ -81,8 +81,8 @@ def test_report_of_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("single", "pp")),
-        pytest.param("tp", marks=pytest.mark.soak),
+        pytest.param("single", marks=pytest.mark.slow),
+        *(pytest.param(layout, marks=pytest.mark.soak) for layout in ("pp", "tp")),
     ],
 )
 def test_kernels_are_all_products_of_a_step(layout: Any) -> None:

@@ -36,7 +36,7 @@ EACH_TWICE = [*FAULTS, *FAULTS]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # default suite: test_skipped_steps.py, test_replicas.py
 def test_run_with_wrong_numbers_matches_the_undisturbed_run_bit_for_bit(
     tmp_path: Path, start: Starter, undisturbed: Undisturbed
 ) -> None:

@@ -46,6 +46,7 @@ def seconds_for_a_lost_receive() -> float:
     return time.monotonic() - begin
 
 
+@pytest.mark.slow
 def test_a_receive_between_stages_has_the_time_limit_of_training() -> None:
     assert max(run_ranks(seconds_for_a_lost_receive, 4, timeout_s=30)) < 10
 

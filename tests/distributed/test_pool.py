@@ -78,6 +78,7 @@ def change_everything(folder: str) -> None:
     log.setLevel(logging.ERROR)
 
 
+@pytest.mark.slow
 def test_each_case_starts_with_the_initial_process_state(tmp_path: Path) -> None:
     processes, before = pids(), run_ranks(process_state, 2)
     run_ranks(change_everything, 2, str(tmp_path))

@@ -143,7 +143,7 @@ def settings(kills: int) -> list[str]:
 
 
 KILLS_OF_A_RANK = [
-    pytest.param(1, marks=pytest.mark.soak),  # also in tests/distributed/test_slurm_script.py
+    pytest.param(1, marks=pytest.mark.soak),  # default suite: tests/distributed/test_elastic.py
     pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
 ]
 KILLS_OF_TORCHRUN = [
@@ -213,7 +213,7 @@ def test_run_on_two_nodes_recovers_from_killed_ranks(
     assert_matches_undisturbed(tmp_path / "out", steps(len(ranks)), undisturbed(steps(len(ranks))))
 
 
-@pytest.mark.soak  # default suite, two nodes: tests/distributed/test_slurm_script.py
+@pytest.mark.soak  # default suite: tests/distributed/test_elastic.py
 def test_node_without_a_killed_rank_restarts_with_the_other_node(tmp_path: Path, start: Starter) -> None:
     """Its rank is in a long step meanwhile. torchrun counts the restart only on the node of the killed rank."""
     nodes = start_nodes(start, tmp_path, kills=1, program=LOOP, environment={"STEP_S": "4"})

@@ -92,6 +92,7 @@ def profile_file(folder: Path, bytes_per_s: float) -> str:
     return str(file)
 
 
+@pytest.mark.slow
 def test_chosen_layouts_match_one_process(single: Program, tmp_path: Path, start: Starter) -> None:
     """3 steps on 4 ranks, then 3 on 2 ranks, which choose again and resume; tp = 2 is kept."""
     hardware = profile_file(tmp_path, 1e9)

@@ -177,6 +177,7 @@ def stopped() -> str:
     return trained(max_bad_rows=11)[1][-1]
 
 
+@pytest.mark.slow
 def test_too_many_bad_rows_stop_all_ranks_at_the_next_log_line() -> None:
     for message in run_ranks(stopped, 2):
         assert message.startswith("data.max_bad_rows = 11: 12 rows were skipped as bad by step 4;")

@@ -244,6 +244,7 @@ def around_an_update(settings: tuple[str, ...], planted: bool) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_validation_uses_the_current_weights(tmp_path: Path) -> None:
     settings = write_sets(tmp_path)
     right, stale = run_ranks(around_updates, 2, settings)[0]

@@ -180,6 +180,7 @@ def test_ctrl_c_saves_the_run_which_then_resumes(
     assert (again.ended, again.step, again.loss) == ("finished", 6, losses(undisturbed)[-1])
 
 
+@pytest.mark.slow
 def test_ctrl_c_without_checkpoints_and_a_second_one_raise(
     train: Callable[..., TrainedRun], in_step_3: list[Callable[[], object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +196,7 @@ def test_ctrl_c_without_checkpoints_and_a_second_one_raise(
     assert settings_of_the_process() == before
 
 
+@pytest.mark.slow
 def test_own_handlers_of_the_program_are_kept(
     train: Callable[..., TrainedRun], in_step_3: list[Callable[[], object]]
 ) -> None:
@@ -208,6 +210,7 @@ def test_own_handlers_of_the_program_are_kept(
     assert received == [signal.SIGTERM]
 
 
+@pytest.mark.slow
 def test_a_thread_trains_and_another_run_is_refused_meanwhile(
     train: Callable[..., TrainedRun], in_step_3: list[Callable[[], object]]
 ) -> None:
@@ -229,6 +232,7 @@ def test_a_thread_trains_and_another_run_is_refused_meanwhile(
         titanlite.generate_text(found[0], "a")
 
 
+@pytest.mark.slow
 def test_what_cannot_run_is_refused(train: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"training.stesp(.|\n)*did you mean training.steps"):
         train("out", {"training.stesp": 3})
@@ -280,6 +284,7 @@ def test_load_config_reads_python_values(tmp_path: Path) -> None:
     assert {problem.key for problem in error.value.problems} == wrong.keys()
 
 
+@pytest.mark.slow
 def test_generate_text_is_the_command(spoken: TrainedRun, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = ["the model", "says"] * 4
     found = titanlite.generate_text(spoken, prompts, max_new_tokens=100, seed=3)
@@ -308,6 +313,7 @@ def test_generate_text_is_the_command(spoken: TrainedRun, capsys: pytest.Capture
         titanlite.generate_text(spoken, ["a", ""])
 
 
+@pytest.mark.slow
 def test_evaluate_run_has_the_loss_of_validation(spoken: TrainedRun, capsys: pytest.CaptureFixture[str]) -> None:
     before = settings_of_the_process()
     text = spoken.config.data.sources[0].path
@@ -336,6 +342,7 @@ def test_evaluate_run_has_the_loss_of_validation(spoken: TrainedRun, capsys: pyt
         titanlite.evaluate_run(spoken, text, weights="avg")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_evaluate_run_on_conversations(spoken: TrainedRun, tmp_path: Path) -> None:
     answers = ("the model", "says it again " * 40)
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": one}]} for one in answers]

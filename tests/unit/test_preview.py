@@ -153,7 +153,7 @@ def test_the_launcher_answers_for_all_its_ranks(capsys: pytest.CaptureFixture[st
         torchrun.check(parse_args(["--nnodes=2", *ranks, "--parallelism.tp=3"]))
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # default suite: tests/unit/test_commands.py, tests/unit/test_scripts.py
 def test_run_train_answers_for_several_processes(folder: Path) -> None:
     environment = {**clean_environment(), "NGPU": "2", "PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY)}
     command = [REPOSITORY / "run_train.sh", "my.toml", "--check"]

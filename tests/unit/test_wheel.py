@@ -78,6 +78,7 @@ def test_the_wheel_contains_the_package_and_nothing_else(wheel: Path) -> None:
     assert "titanlite/configs/quickstart.toml" in names
 
 
+@pytest.mark.soak  # default suite: the contents of the wheel
 def test_the_quick_start_trains_from_the_wheel_in_an_empty_folder(environment: Environment) -> None:
     options = ("--training.steps", "1", "--training.seq_len", "32", "--validation.enable", "false")
     assert " 1/1 " in environment.run("titanlite", "train", "quickstart", *options)

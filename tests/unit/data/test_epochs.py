@@ -34,7 +34,7 @@ def of_run(ranks: Ranks) -> list[float]:
     return [sum(parts) for parts in zip(*(loader.epochs() for loader in ranks.loaders), strict=True)]
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("degree", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_windows_are_counted_exactly_on_every_mesh(
     degree: int, num_workers: int, tokens: SourceConfig, tokenizer: Tokenizer

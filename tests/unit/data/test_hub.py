@@ -410,6 +410,7 @@ def origins_of(section: DataConfig, tokenizer: Tokenizer, degree: int, state: to
     return found, after
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cached_hub_files")
 @pytest.mark.parametrize("num_streams", [4, pytest.param(8, marks=pytest.mark.soak)])
 def test_a_killed_streamed_mixture_resumes_on_any_mesh(

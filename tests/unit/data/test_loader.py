@@ -95,7 +95,7 @@ def test_steps_are_the_same_on_every_mesh(make: Any, global_batch_size: int) -> 
         assert torch.equal(Ranks(loaders).state(), reference.state())
 
 
-@pytest.mark.parametrize("global_batch_size", [4, 12, 16])
+@pytest.mark.parametrize("global_batch_size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (12, 16))])
 def test_a_degree_need_not_divide_the_streams(make: Any, global_batch_size: int) -> None:
     facts = {"local_batch_size": 2, "global_batch_size": global_batch_size}
     reference = make(**facts)

@@ -69,7 +69,10 @@ def same_steps(one: Loader, other: Loader, steps: int) -> bool:
     return one.bad_rows == other.bad_rows and one.ended == other.ended
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, *(pytest.param(count, marks=pytest.mark.soak) for count in (4, 9))])
+@pytest.mark.parametrize(
+    "num_workers",
+    [1, pytest.param(2, marks=pytest.mark.slow), *(pytest.param(count, marks=pytest.mark.soak) for count in (4, 9))],
+)
 def test_steps_do_not_depend_on_the_number_of_workers(make: Callable[..., Loader], num_workers: int) -> None:
     thread, workers = make(0), make(num_workers)
     assert same_steps(thread, workers, 30)

@@ -84,6 +84,7 @@ def _compute_s_of_a_step(alone_s: float, busy_s: float) -> list[float]:
     return [value.item() for value in both]
 
 
+@pytest.mark.slow
 def test_a_wait_for_other_ranks_is_no_compute_time() -> None:
     """A thread that waits in gloo uses no CPU time."""
     (waits, slow), _ = run_ranks(_compute_s_of_a_step, 2, 0.5, 0.5)

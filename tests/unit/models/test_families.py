@@ -69,6 +69,7 @@ def test_every_flavor_is_valid_and_built_without_memory(name: str, flavor: str) 
     assert family.check(config, 1024, 2, 1) == []
 
 
+@pytest.mark.slow
 @tied_or_not
 @every_family
 def test_flops_match_the_counter_of_torch(family: Family, tied: bool) -> None:

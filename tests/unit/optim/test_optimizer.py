@@ -213,6 +213,7 @@ def test_an_optimizer_without_the_compiler_is_torchs(kind: type[torch.optim.Opti
     assert torch.equal(*weights)
 
 
+@pytest.mark.slow
 def test_an_update_does_not_import_the_compiler() -> None:
     """In a process of its own. Importing it takes 0.6 seconds of CPU time."""
     program = """

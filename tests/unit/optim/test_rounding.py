@@ -63,6 +63,7 @@ def test_tensors_are_rounded_independently() -> None:
     assert torch.equal(found[0], rounded(values).view(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rounding_of", "falls"), [("stochastic", True), ("nearest", False)])
 def test_a_second_moment_falls_only_with_stochastic_rounding(rounding_of: str, falls: bool) -> None:
     """With beta2 = 0.999 and gradients of 0, it must fall to 0.999^1000 = 0.37 of itself."""

@@ -37,6 +37,7 @@ def chosen(config: JobConfig, *kept: str) -> JobConfig:
     return first
 
 
+@pytest.mark.slow
 def test_all_ranks_take_the_choice_of_rank_0(tmp_path: Path) -> None:
     """As a given layout that fits all ranks, with the numerics of the configuration."""
     config = auto(f"parallelism.hardware={profile_file(tmp_path)}")
@@ -48,6 +49,7 @@ def test_all_ranks_take_the_choice_of_rank_0(tmp_path: Path) -> None:
     assert found.training.global_batch_size == 8
 
 
+@pytest.mark.slow
 def test_given_keys_are_kept(tmp_path: Path) -> None:
     hardware = f"parallelism.hardware={profile_file(tmp_path)}"
     found = chosen(auto(hardware, "parallelism.cp=2", "parallelism.pp=2"), "parallelism.cp", "parallelism.pp")
@@ -60,6 +62,7 @@ def test_a_given_layout_stays() -> None:
     assert agree_on_layout(config, (), World(0, 0, 1, "cpu"), dist.HashStore()) is config
 
 
+@pytest.mark.slow
 def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On all ranks, since they measure the network together; another number of ranks is another machine."""
     monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path))

@@ -101,12 +101,14 @@ def test_the_search_is_deterministic_and_keeps_what_is_given() -> None:
     assert only.mesh == "dp_shard 8"
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_stays_inside_a_node() -> None:
     on = machine(ranks_per_node=2)
     found = search(config_of(8, SETTINGS), 8, on, memory_gib=80, count=100)
     assert {choice.config.parallelism.tp for choice in found.fastest} == {1, 2}
 
 
+@pytest.mark.slow
 def test_every_number_of_ranks_and_experts() -> None:
     assert {choice.mesh for choice in found_for(3).fastest} >= {"dp_shard 3"}
     experts = search(config_of(4, (*SETTINGS, "model.family=qwen3_moe")), 4, machine(), memory_gib=80, count=100)
@@ -143,6 +145,7 @@ def test_thousands_of_ranks_take_seconds() -> None:
     assert best.time.total == predict(best.config, plan, on).total
 
 
+@pytest.mark.slow
 def test_a_profile_of_another_machine_gives_another_choice() -> None:
     """With slow links between nodes, parameters are not gathered over them."""
     slow = machine(ranks_per_node=2)

@@ -94,6 +94,7 @@ def test_equal_facts_are_accepted() -> None:
     assert compare([{"a": "1", "b": "2"}, {"b": "2", "a": "1"}, {"a": "1", "b": "2"}]) == [None] * 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_on_all_others() -> None:
     store = dist.HashStore()
 

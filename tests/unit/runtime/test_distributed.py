@@ -66,6 +66,7 @@ def test_invalid_environments_are_reported(
         world(monkeypatch, COMPLETE | change)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["127.0.0.1", "no.such.host.invalid"])
 def test_an_address_where_rank_0_does_not_listen(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     with socket.socket() as bound:  # but not listening
@@ -102,6 +103,7 @@ def test_ranks_of_an_attempt_share_a_unique_name(first: int) -> None:
     assert len(set(names)) == 4
 
 
+@pytest.mark.slow
 def test_rank_0_waits_for_the_ranks_of_its_attempt() -> None:
     """Even if all ranks of the previous attempt have joined on the same store."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)

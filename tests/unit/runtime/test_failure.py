@@ -288,6 +288,7 @@ def fails_with_a_full_pipe() -> None:
         raise ERRORS["bug"]
 
 
+@pytest.mark.slow
 def test_a_failed_process_exits_even_if_printing_blocks(start: Start) -> None:
     program = start(fails_with_a_full_pipe, LAST_RESORT_S=1)
     begin = time.monotonic()
@@ -409,6 +410,7 @@ def test_a_signal_to_all_ranks_ends_them_with_one_line(number: signal.Signals, s
     assert sorted(texts, key=len) == ["", f"titanlite: rank {int(texts[1] != '')} was ended by {number.name}\n"]
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_is_named_and_ends_the_others(start: Start) -> None:
     """Also if the main threads of the others are blocked."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
@@ -425,6 +427,7 @@ def test_a_signal_to_one_rank_is_named_and_ends_the_others(start: Start) -> None
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", ["steps", "steps of a slow store"])
 def test_no_step_follows_the_message_of_a_signal(work: str, start: Start) -> None:
     """Rank 0 hosts the store, and waits for the other rank before it ends. With a slow store, the signal arrives while
@@ -446,6 +449,7 @@ def is_ended_with_a_full_pipe() -> None:
         report.end_by_signal(signal.SIGTERM, "second SIGTERM: exiting at once")
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_process_even_if_printing_blocks(start: Start) -> None:
     program = start(is_ended_with_a_full_pipe)
     begin = time.monotonic()
@@ -453,6 +457,7 @@ def test_a_signal_ends_the_process_even_if_printing_blocks(start: Start) -> None
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocked", [False, True])
 def test_a_failed_rank_keeps_its_store_until_the_others_end(blocked: bool, start: Start) -> None:
     """Rank 0 hosts the store and fails; rank 1 fails as a consequence, or is blocked. It prints nothing."""
@@ -508,6 +513,7 @@ def test_a_killed_rank_is_explained_by_one_that_the_launcher_ends(start: Start) 
         assert "Traceback" not in program.text
 
 
+@pytest.mark.slow
 def test_ctrl_c_exits_at_once_whatever_the_main_thread_does(start: Start) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
     places = [(function, rank) for function in (waits_in_a_library, computes) for rank in range(2)]

@@ -163,6 +163,7 @@ def test_a_killed_owner_is_taken_over(tmp_path: Path, caplog: pytest.LogCaptureF
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_job_waits_for_an_owner_that_ends_shortly_after(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Such as the ranks of a killed launcher: they end shortly after it."""
     with job(tmp_path) as first:

@@ -133,7 +133,7 @@ def never_ends_on_rank_1(folder: str) -> None:
 def test_ranks_are_killed_after_the_timeout(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"ranks \[1\] are still running"):
-        run_ranks(never_ends_on_rank_1, 2, str(tmp_path), timeout_s=8.0)
+        run_ranks(never_ends_on_rank_1, 2, str(tmp_path), timeout_s=4.0)
     assert time.monotonic() - start < 30
     assert_nothing_left(tmp_path)
 

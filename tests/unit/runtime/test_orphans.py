@@ -78,6 +78,7 @@ def test_a_rank_whose_torchrun_ended_before_prctl_is_killed(tmp_path: Path) -> N
     assert not outlives_its_launcher(tmp_path, WITHOUT_LAUNCHER, UNDER_TORCHRUN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["", NO_PRCTL])
 def test_a_process_without_torchrun_outlives_its_shell(before: str, tmp_path: Path) -> None:
     assert outlives_its_launcher(tmp_path, before, {}, within_s=1.0)

@@ -50,6 +50,7 @@ def test_the_store_may_be_lost() -> None:
     assert unseen == text.partition("; rank 0 was")[0]
 
 
+@pytest.mark.slow
 def test_ranks_see_each_other_and_write_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks in one process, of which only rank 1 enters the second phase."""
     monkeypatch.setattr(positions, "INTERVAL_S", 0.05)
@@ -88,6 +89,7 @@ def test_ranks_see_each_other_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_silent_rank_is_noticed_once_in_any_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 has no thread of its own: the test gives its signs of life, and then stops."""
     monkeypatch.setattr(positions, "INTERVAL_S", 0.02)
@@ -156,6 +158,7 @@ def test_a_store_that_does_not_answer_is_noticed_and_explained(monkeypatch: pyte
     assert "test_a_store_that_does_not_answer" in next((tmp_path / "faults").glob("*/rank-1.txt")).read_text()
 
 
+@pytest.mark.slow
 def test_ranks_finish_together_or_name_the_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 has failed, and printed its error: the others do not wait for it."""
     monkeypatch.setattr(positions, "SETTLE_S", 0.2)

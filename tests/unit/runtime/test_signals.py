@@ -68,6 +68,7 @@ def read_line(process: Popen[str]) -> str:
     return process.stdout.readline()
 
 
+@pytest.mark.slow
 def test_the_first_signal_is_recorded_while_the_main_thread_is_in_a_library(start: Start) -> None:
     processes = {signal.Signals[name]: start(ACTIVE) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")}
     for number, process in processes.items():
@@ -95,6 +96,7 @@ def test_a_second_signal_ends_the_process_at_once(start: Start) -> None:
     assert time.monotonic() - begin < 5
 
 
+@pytest.mark.slow
 def test_the_same_signal_received_twice_counts_once(start: Start) -> None:
     process = start(ACTIVE)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM):

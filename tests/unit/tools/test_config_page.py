@@ -43,6 +43,7 @@ def test_help_exits_with_code_0(flag: str, capsys: pytest.CaptureFixture[str]) -
     assert "Total optimizer steps of the run. (default: 1000)" in shown
 
 
+@pytest.mark.slow
 def test_help_names_a_configuration_that_cannot_be_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         print_help(["missing.toml", "--help"])

@@ -191,6 +191,7 @@ def test_the_options_of_a_search_give_its_prediction(capsys: pytest.CaptureFixtu
     assert rates == sorted(rates, reverse=True)
 
 
+@pytest.mark.slow
 def test_a_search_needs_no_valid_layout_and_keeps_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     """The degrees of the shipped configuration do not divide 12 ranks."""
     run = ["llama3_70b", "--world-size", "12", "--device-memory-gib", "1000", "--training.global_batch_size", "96"]
@@ -210,6 +211,7 @@ def test_a_search_without_a_fitting_layout_says_what_needs_the_least(capsys: pyt
     assert "No layout passes the checks of the configuration: give fewer keys" in found
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_chosen_layout_needs_a_profile(capsys: pytest.CaptureFixture[str]) -> None:
     run = ["llama3_8b", "--world-size", "8", "--parallelism.layout", "auto", "--training.global_batch_size", "64"]
     with pytest.raises(UsageError, match='"auto" depends on the machine: add --hardware'):

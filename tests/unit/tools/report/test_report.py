@@ -118,6 +118,7 @@ class Checker(HTMLParser):
             self.drawn.append(data)
 
 
+@pytest.mark.slow
 def test_a_report_of_two_runs(tmp_path: Path) -> None:
     rows = [row(step, skipped_steps=int(step >= 20), **{"loss/web": 2.0, "loss/<code>": 1.0}) for step in range(1, 41)]
     rows.insert(30, {"step": 30, "validation/loss": 3.25, "validation/time_s": 4.0})
