@@ -324,6 +324,7 @@ def test_peak_of_a_step_is_close_to_the_plan(layout: str) -> None:
         assert all(-0.25 < error < 0.5 for error in errors), (mode, errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "settings"),
     [*UPDATES[::2], *(pytest.param(*case, marks=pytest.mark.soak) for case in UPDATES[1::2])],

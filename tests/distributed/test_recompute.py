@@ -101,6 +101,7 @@ def forwards_of_blocks() -> dict[str, int]:
     return {name: number // 16 for name, number in count.items()}
 
 
+@pytest.mark.slow
 def test_recomputed_layers_are_chosen_by_their_index_in_the_model() -> None:
     assert run_ranks(forwards_of_blocks, 2) == [{"0": 2}, {"1": 1, "2": 2, "3": 1, "4": 2}]
 

@@ -23,12 +23,13 @@ NODES = 2
 SRUN = f"""#!{sys.executable}
 import os, signal, subprocess, sys
 start = sys.argv.index(os.environ["PYTHON"])
-tasks = [subprocess.Popen(sys.argv[start:], start_new_session=True) for _ in range({NODES})]
+tasks = []
 def forward(number):
     for task in tasks:
         task.send_signal(number)
 signal.signal(signal.SIGUSR1, lambda number, frame: forward(number))
 signal.signal(signal.SIGTERM, lambda number, frame: forward(signal.SIGKILL))
+tasks += [subprocess.Popen(sys.argv[start:], start_new_session=True) for _ in range({NODES})]
 sys.exit(max(abs(task.wait()) for task in tasks))
 """
 # Instead of titanlite.torchrun: runs until the file "end" exists or a signal comes, then takes its time, as for a save.

@@ -224,6 +224,7 @@ def placements_of_the_parameters(settings: list[str]) -> list[str]:
     return sorted({f"{tensor.device_mesh.mesh_dim_names} {tensor.placements}" for tensor in tensors})
 
 
+@pytest.mark.slow
 def test_replicated_parameters_have_a_mesh_of_one_axis() -> None:
     assert run_ranks(placements_of_the_parameters, 2, REPLICATE) == [["('dp_replicate',) (Replicate(),)"]] * 2
 

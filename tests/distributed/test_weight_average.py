@@ -76,6 +76,7 @@ def average_after_steps(settings: tuple[str, ...]) -> dict[str, Any]:
     return {name: tensor.tolist() for name, tensor in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [

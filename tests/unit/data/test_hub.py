@@ -249,6 +249,7 @@ def test_streams_cover_each_row_once(num_streams: int, description: str, seed: i
             assert sum(map(len, owned)) == len(set.union(*owned)) == 6
 
 
+@pytest.mark.slow
 def test_streams_advance_evenly_over_the_epochs(dataset: Path) -> None:
     """6 row groups for 5 streams, 20 rows for 8: shares differ within an epoch and even out over the epochs."""
     for num_streams, epochs in ((5, 5), (8, 4)):

@@ -174,6 +174,7 @@ def build_in_child(folder: Path) -> None:
     assert (built_once(folder, "a thing", slow_build) / "finished").exists()
 
 
+@pytest.mark.slow
 def test_concurrent_processes_build_once(tmp_path: Path) -> None:
     context = fork_context()
     children = [context.Process(target=build_in_child, args=(tmp_path / "new" / "thing",)) for _ in range(4)]

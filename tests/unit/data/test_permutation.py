@@ -60,6 +60,7 @@ def test_without_shuffle_the_order_is_that_of_the_source() -> None:
     assert order(Permutation(8, ()), 4) == list(range(8))
 
 
+@pytest.mark.slow
 def test_first_positions_are_uniform() -> None:
     firsts = [Permutation(4, (seed,)).piece(0, 0) for seed in range(4000)]
     assert np.abs(np.bincount(firsts, minlength=4) - 1000).max() < 150

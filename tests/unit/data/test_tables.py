@@ -79,6 +79,7 @@ def test_bad_csv_rows(row: bytes, reason: str, file: Path) -> None:
         ]
 
 
+@pytest.mark.slow
 def test_damaged_csv(file: Path) -> None:
     file.write_text('text\ngood\n"no end\n')
     assert texts(csv(), file) == ["good", "BAD invalid CSV at line 3: unexpected end of data"]

@@ -233,6 +233,7 @@ def test_arguments_of_a_forward_pass() -> None:
     assert arguments["document_ids"].dtype == torch.int64
 
 
+@pytest.mark.slow
 def test_a_compiled_block_traces_flex_attention_without_warnings() -> None:
     """As on a GPU, where each compiled block gets a BlockMask. Warnings are errors here."""
     torch._dynamo.reset()

@@ -209,7 +209,8 @@ def test_valid_losses_have_no_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 'term "a/b"' in problem.key
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_planned_memory_of_a_chunk_is_that_of_a_real_one(dtype: torch.dtype) -> None:
     """Beyond that of the cross-entropy."""
     ids, dim, chunk, tp = 16_384, 8, 32, 2

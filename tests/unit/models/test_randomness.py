@@ -129,6 +129,7 @@ def test_dropout_keeps_the_mean_and_its_gradient() -> None:
     assert dropout(x.to(torch.bfloat16), 0.25, keys, "site").dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_compiled_dropout_is_the_same() -> None:
     def draw(x: Tensor, keys: Tensor) -> Tensor:
         return dropout(x, 0.3, keys, "layers.3.dropout")

@@ -90,6 +90,7 @@ def found_for(world_size: int, *settings: str, kept: Sequence[str] = (), on: Pro
     return search(config, world_size, on or machine(), memory_gib=80, kept=kept)
 
 
+@pytest.mark.slow
 def test_the_search_is_deterministic_and_keeps_what_is_given() -> None:
     kept = ("parallelism.tp", "activation_checkpoint.mode", "parallelism.dp_shard")
     found = found_for(8, "parallelism.tp=2", kept=kept)
@@ -115,6 +116,7 @@ def test_every_number_of_ranks_and_experts() -> None:
     assert {choice.config.parallelism.ep for choice in experts.fastest} == {1, 2, 4}
 
 
+@pytest.mark.slow
 def test_what_is_too_large_is_named_with_its_least_memory() -> None:
     on = load_profile("h100")
     config = load_config(["--job.config_file", "llama3_70b"], world_size=64, device_type="cuda", checks_files=False)

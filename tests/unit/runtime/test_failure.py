@@ -178,6 +178,7 @@ def test_once_connected_only_the_first_failed_rank_prints(start: Start) -> None:
         assert [other.exit_code for other in others[error]] == [codes[error], 1]
 
 
+@pytest.mark.slow
 def test_rank_0_prints_an_error_that_all_ranks_raise(start: Start) -> None:
     """On its node the user looks first. If it does not come, another rank prints."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
@@ -190,6 +191,7 @@ def test_rank_0_prints_an_error_that_all_ranks_raise(start: Start) -> None:
     assert printed(others[0]) == ""
 
 
+@pytest.mark.slow
 def test_silent_ranks_exit_after_the_rank_that_prints(start: Start) -> None:
     """The launcher terminates all ranks once one exits: a silent rank must not exit before the message is printed."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
@@ -240,6 +242,7 @@ def test_before_ranks_are_connected_rank_0_prints_at_once_and_others_after_a_wai
     assert [program.exit_code for program in programs] == [2, 2, 2]
 
 
+@pytest.mark.slow
 def test_a_rank_terminated_while_it_waits_prints_nothing(start: Start) -> None:
     programs = [start_unconnected(start, *place) for place in STILL_WAITS]
     for program in programs:
@@ -393,7 +396,13 @@ def is_one_of_two_ranks(port: int, prefix: str, settle_s: float, work: str) -> N
             raise ERRORS[work]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)),
+    ],
+)
 def test_a_signal_to_all_ranks_ends_them_with_one_line(number: signal.Signals, start: Start) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
     programs = [

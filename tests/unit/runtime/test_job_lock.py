@@ -450,6 +450,7 @@ def test_two_jobs_are_never_inside_at_once(seconds: float, tmp_path: Path) -> No
     assert sum(map(int, outputs)) > 6, outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_without_system_locks_the_owner_is_still_checked(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

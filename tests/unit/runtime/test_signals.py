@@ -79,6 +79,7 @@ def test_the_first_signal_is_recorded_while_the_main_thread_is_in_a_library(star
     assert [process.poll() for process in processes.values()] == [None] * 4
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_process_at_once(start: Start) -> None:
     codes = {signal.SIGINT: 130, signal.SIGTERM: 143}
     processes = {second: start(QUICK) for second in codes}

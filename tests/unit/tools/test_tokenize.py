@@ -66,6 +66,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
 def test_the_files_do_not_depend_on_the_number_of_workers(config: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     out = run(config, tmp_path / "0")
@@ -153,6 +154,7 @@ def test_a_worker_that_is_killed_ends_the_command(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_an_error_in_a_worker_is_raised_in_the_parent(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
     source = SourceConfig(kind="jsonl", path=str(write_jsonl(ROWS)))
     job = Job((source,), 60, tokenizer.arguments, add_bos=False, add_eos=True)

@@ -169,6 +169,7 @@ def search_output(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[s
     return {lines[0].partition(",")[0]: lines[1:] for lines in paragraphs}
 
 
+@pytest.mark.slow
 def test_the_options_of_a_search_give_its_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     """Of each line: time, memory, cost."""
     run = ["qwen3_0_6b", "--world-size", "8", "--training.global_batch_size", "32", "--training.steps", "1000"]
@@ -203,6 +204,7 @@ def test_a_search_needs_no_valid_layout_and_keeps_the_options(capsys: pytest.Cap
     assert not any("tp" in line for line in found["Options"])
 
 
+@pytest.mark.slow
 def test_a_search_without_a_fitting_layout_says_what_needs_the_least(capsys: pytest.CaptureFixture[str]) -> None:
     found = search_output(capsys, "llama3_70b", "--world-size", "8", "--training.global_batch_size", "8")
     (meshes,) = (lines for name, lines in found.items() if name.startswith("No layout fits into the usable 71.6 GiB"))

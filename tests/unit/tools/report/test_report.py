@@ -215,6 +215,7 @@ def test_only_a_report_is_replaced(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "cache") == ["run", "train.py"]
 
 
+@pytest.mark.slow
 def test_loads_of_experts(tmp_path: Path) -> None:
     """The last complete line of experts.jsonl is drawn; max_load and min_load are the extremes over the blocks."""
     of_blocks = {"max_load/0": 1.5, "max_load/1": 1.2, "min_load/0": 0.5, "min_load/1": 0.25, "balance_loss": 1.1}
@@ -294,6 +295,7 @@ def test_differing_keys() -> None:
     assert differing_keys([configs[0]] * 2) == []
 
 
+@pytest.mark.slow
 def test_many_events_are_counted(tmp_path: Path) -> None:
     rows = [row(step, skipped_steps=step) for step in range(1, MAX_EVENTS + 6)]
     page = Checker(report(write_run(tmp_path / "run", rows), out=tmp_path / "r.html"))
