@@ -167,7 +167,8 @@ def traffic(layouts: list[str]) -> list[dict[str, Any]]:
     return [optimizers.measure(optimizers.settings_of(layout, TINY)[1], 1, 1) for layout in layouts]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_all_bytes_of_an_update_are_counted(ranks: int) -> None:
     """Muon sends each matrix to its owner and back, or from its owner to all replicas; the reference sends it to all
     other ranks of the shards."""

@@ -85,8 +85,8 @@ def flip_last_bit(local: Tensor) -> None:
     ("ranks", "layouts"),
     [
         (2, ["dp_replicate=2"]),
-        pytest.param(4, ["dp_replicate=2 tp=2", "dp_replicate=2 cp=2"], marks=pytest.mark.slow),
-        pytest.param(4, ["dp_shard=2 tp=2", "dp_replicate=4"], marks=pytest.mark.soak),
+        pytest.param(4, ["dp_replicate=2 tp=2"], marks=pytest.mark.slow),
+        pytest.param(4, ["dp_replicate=2 cp=2", "dp_shard=2 tp=2", "dp_replicate=4"], marks=pytest.mark.soak),
     ],
 )
 def test_a_flipped_bit_is_found_on_all_ranks(ranks: int, layouts: list[str]) -> None:

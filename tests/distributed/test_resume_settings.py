@@ -137,12 +137,6 @@ def test_other_changes_are_logged_accepted_or_ignored(tmp_path: Path) -> None:
         ),
         (
             "base",
-            ("data.seed=3", 'checkpoint.accept_changes=["data"]'),
-            1,
-            ("accepted change since the checkpoint: data: ",),
-        ),
-        (
-            "base",
             ("optimizer.name=Muon", 'checkpoint.accept_changes=["optimizer"]'),
             2,
             ("accepted change since the checkpoint: optimizer.layers.*.attention.wk.weight: AdamW in",) * 7,

@@ -172,7 +172,8 @@ def all_skipped_updates(layout: list[str], optimizers: list[str]) -> dict[str, l
     return found
 
 
-FUSED, *OTHERS = OPTIMIZERS
+REPEATED = ("for-loop AdamW", "foreach SGD", "for-loop SGD", "SGD with momentum")
+FUSED, *OTHERS = (name for name in OPTIMIZERS if name not in REPEATED)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +181,7 @@ FUSED, *OTHERS = OPTIMIZERS
     [
         ([], [FUSED]),
         pytest.param([], OTHERS, marks=pytest.mark.slow),
+        pytest.param([], REPEATED, marks=pytest.mark.soak),
         pytest.param(REPLICATE, ["fused AdamW", "foreach AdamW", "for-loop SGD"], marks=pytest.mark.soak),
     ],
 )

@@ -329,7 +329,7 @@ def test_a_rank_0_that_is_stopped_with_the_store_is_named(tmp_path: Path, start:
     programs[0].process.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # default suite: tests/unit/metrics/test_slow_ranks.py
 def test_a_slow_rank_is_named_once_and_equal_ranks_are_not(tmp_path: Path, start: Starter) -> None:
     """Two runs at the same time, on a machine that has too few cores for both."""
     arguments = ["--training.steps", "30", "--metrics.log_freq", "5", "--training.local_batch_size", "8"]
