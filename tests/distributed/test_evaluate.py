@@ -265,6 +265,7 @@ evaluate.main(sys.argv[1:])
 """
 
 
+@pytest.mark.soak  # default suite: of a training, in test_train_failures.py
 def test_a_rank_that_is_killed_is_named(trained: Path, tmp_path: Path) -> None:
     """The other rank computes when the launcher ends it."""
     (tmp_path / "killed.py").write_text(KILLED)

@@ -230,7 +230,7 @@ def test_loads_even_out_alike_on_every_mesh(sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", ["not reduced", "counted in forward passes"])
+@pytest.mark.parametrize("mistake", ["not reduced", pytest.param("counted in forward passes", marks=pytest.mark.soak)])
 def test_planted_mistakes_change_the_biases(mistake: str) -> None:
     """Counts that are doubled by recomputation change the loads; the signs of the biases' changes only if microbatches
     are recomputed unequally."""

@@ -176,6 +176,7 @@ def test_run_starts_from_imported_weights_and_resumes_from_its_checkpoints(tmp_p
     assert single.logged("21 tensors, converted from float64 to float32")
 
 
+@pytest.mark.soak  # default suite: exports of one process, and checkpoints on every mesh
 def test_export_from_four_ranks_equals_that_from_one_process(tmp_path: Path) -> None:
     """The same state is saved by one process and by tp 2 x pp 2."""
     four = ("parallelism.tp=2", "parallelism.pp=2", "training.global_batch_size=16")

@@ -42,7 +42,7 @@ def clipped(cases: list[tuple[Layout, str]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layouts", [TWO, FOUR, pytest.param(SOAK, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("layouts", [TWO, *(pytest.param(more, marks=pytest.mark.soak) for more in (FOUR, SOAK))])
 def test_clipped_gradients_match_one_process(layouts: list[Layout]) -> None:
     cases = [(layout, norm_type) for layout in layouts for norm_type in ("2", "inf")]
     for ranks in run_ranks(clipped, layouts[0].world_size, cases):

@@ -240,11 +240,8 @@ def evaluated(folder: Path, run: str, *arguments: str, ranks: int = 0) -> Any:
     return json.loads((folder / "result.json").read_text())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "settings"),
-    [(2, ("--parallelism.tp", "2")), *(pytest.param(n, (), marks=pytest.mark.soak) for n in (0, 2))],
-)
+@pytest.mark.soak  # default suite: test_generate_reads_the_average
+@pytest.mark.parametrize(("ranks", "settings"), [(2, ("--parallelism.tp", "2")), (0, ()), (2, ())])
 def test_evaluate_reads_the_average(trained: Path, ranks: int, settings: tuple[str, ...]) -> None:
     found = evaluated(trained, "out", "--weights", "ema", *settings, ranks=ranks)
     expected, last = evaluated(trained, "by_hand"), evaluated(trained, "out")

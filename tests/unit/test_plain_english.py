@@ -1,6 +1,7 @@
 """Test that phrases which readers stumbled over do not return to code, tests, scripts and documents."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,11 @@ FOLDERS = ("titanlite", "tests", "scripts", "benchmarks", "docs")
 SUFFIXES = {".py", ".md", ".toml", ".sh", ".sbatch"}
 
 
-def texts() -> list[Path]:
+@cache
+def texts() -> dict[Path, str]:
     found = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.suffix in SUFFIXES]
-    return [path for path in [*found, *ROOT.glob("*.md"), *ROOT.glob("*.sh")] if path != Path(__file__)]
+    paths = [path for path in [*found, *ROOT.glob("*.md"), *ROOT.glob("*.sh")] if path != Path(__file__)]
+    return {path: path.read_text(encoding="utf-8") for path in paths}
 
 
 @pytest.mark.parametrize("pattern", BANNED)
@@ -42,8 +45,7 @@ def test_a_phrase_does_not_return(pattern: str) -> None:
     # A phrase may be broken over two lines, in a comment or in a docstring.
     expression = re.compile(pattern.replace(" ", r"[\s#\"]+"), re.IGNORECASE)
     found = []
-    for path in texts():
-        text = path.read_text(encoding="utf-8")
+    for path, text in texts().items():
         for match in expression.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
             found.append(f"{path.relative_to(ROOT)}:{line}: {' '.join(match[0].split())}")
