@@ -33,16 +33,19 @@ tasks += [subprocess.Popen(sys.argv[start:], start_new_session=True) for _ in ra
 sys.exit(max(abs(task.wait()) for task in tasks))
 """
 # Instead of titanlite.torchrun: runs until the file "end" exists or a signal comes, then takes its time, as for a save.
-NODE = """#!/usr/bin/env bash
-code=3
-trap 'signal=USR1' USR1
-trap 'signal=TERM' TERM
-echo "node started: $*"
-while [[ -z ${signal-} && ! -e end ]]; do sleep 0.02; done
-sleep 0.3
-[[ ! -e end ]] || code=$(<end)
-echo "node ended: ${signal-by itself} $code"
-exit "$code"
+NODE = f"""#!{sys.executable}
+import signal, sys, time
+from pathlib import Path
+signals, end = [], Path("end")
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: signals.append(signal.Signals(number).name))
+print("node started:", *sys.argv[1:], flush=True)
+while not signals and not end.exists():
+    time.sleep(0.02)
+time.sleep(0.3)
+code = int(end.read_text()) if end.exists() else 3
+print("node ended:", *signals, code, flush=True)
+sys.exit(code)
 """
 SCONTROL = """#!/usr/bin/env bash
 echo "scontrol $*" >>"$SCONTROL_LOG"
@@ -154,7 +157,7 @@ def test_a_failed_job_ends_with_its_exit_code_and_is_not_requeued(running: Progr
 def test_a_warned_job_is_requeued_after_its_nodes_have_ended(running: Program) -> None:
     running.process.send_signal(signal.SIGUSR1)
     assert running.wait() == 3
-    assert nodes(running, "ended") == ["USR1 3"] * NODES
+    assert nodes(running, "ended") == ["SIGUSR1 3"] * NODES
     assert running.output.endswith(f"requeueing job {requeues(running)[0].removeprefix('scontrol requeue ')}\n")
     assert len(requeues(running)) == 1
 
@@ -171,7 +174,7 @@ def test_a_preempted_job_waits_for_its_nodes_and_is_not_requeued(running: Progra
     running.process.send_signal(signal.SIGTERM)
     terminate_nodes(running)
     assert running.wait() == 3
-    assert nodes(running, "ended") == ["TERM 3"] * NODES
+    assert nodes(running, "ended") == ["SIGTERM 3"] * NODES
     assert requeues(running) == []
 
 
