@@ -138,6 +138,20 @@ class ChatEncoder:
             raise UserError(f"the conversation cannot be encoded: {bad}") from None
         return [int(token) for token in encoded.ids]
 
+    def fault_of_system(self, text: str) -> str:
+        """Why no conversation can begin with the system message `text`; "" if one can."""
+        question = {"role": "user", "content": PROBE[0]}
+        try:
+            messages, marked = self._special_tokens.mark([{"role": "system", "content": text}, question])
+            with_text, _ = self._render(messages, marked, prompts=True)
+        except BadRowError as bad:
+            return str(bad)
+        try:
+            without, _ = self._render(messages[1:], marked, prompts=True)
+        except BadRowError:  # the template wants a system message
+            return ""
+        return "the chat template does not write system messages" if with_text == without else ""
+
     def continuations(
         self, pairs: Sequence[tuple[Sequence[Message], str]]
     ) -> list[tuple[npt.NDArray[np.int64], int] | BadRowError]:

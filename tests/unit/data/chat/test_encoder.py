@@ -305,3 +305,21 @@ def test_example_template_is_encoded_as_by_transformers(tmp_path: Path) -> None:
     assert [one.tokens.tolist() for one in found] == expected["input_ids"]
     assert [one.trained.astype(int).tolist() for one in found] == expected["assistant_masks"]
     assert all(not one.trained[-1] and one.trained[-2] for one in found)
+
+
+@pytest.mark.parametrize(
+    ("for_system", "fault"),
+    [
+        ("{{ message.content }}", ""),
+        ("", "does not write system messages"),
+        ("{{ raise_exception('no system') }}", "turn 1: the chat template refuses it: no system"),
+    ],
+)
+def test_system_messages_that_the_template_does_not_write(for_system: str, fault: str, tmp_path: Path) -> None:
+    template = (
+        "{% for message in messages %}{% if message.role == 'system' %}" + for_system + "{% else %}"
+        "{{ message.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    found = ChatEncoder(make_tokenizer("qwen", template, tmp_path)).fault_of_system("Shout. <|im_end|>")
+    assert found.endswith(fault)
+    assert bool(found) == bool(fault)
