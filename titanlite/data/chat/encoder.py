@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from titanlite.data.chat.messages import ASSISTANT, Message
+from titanlite.data.chat.messages import ASSISTANT, Message, require_answer
 from titanlite.data.chat.special_tokens import Encoded, SpecialTokens
 from titanlite.data.chat.template import ChatTemplate, unmarked
 from titanlite.data.sources.pieces import BadRowError
@@ -183,9 +183,8 @@ class ChatEncoder:
         """Render a conversation."""
         answers = [index for index, message in enumerate(messages) if message.get("role") == ASSISTANT]
         try:
-            if loss_on == ASSISTANT and not answers:
-                roles = ", ".join(dict.fromkeys(repr(message.get("role")) for message in messages))
-                raise BadRowError(f"no turn has the role 'assistant', so there is nothing to train on: it has {roles}")
+            if loss_on == ASSISTANT:
+                require_answer(messages)
             self._require_tool_calls(messages)
             given, marked = self._special_tokens.mark(messages)
             text, spans = self._render(given, marked)

@@ -66,6 +66,13 @@ def parse_conversation(row: object) -> list[Message]:
     return [_message(turn, number) for number, turn in enumerate(turns, 1)]
 
 
+def require_answer(messages: Sequence[Message]) -> None:
+    """Raise BadRowError if the assistant writes nothing."""
+    if not any(message.get("role") == ASSISTANT for message in messages):
+        roles = ", ".join(dict.fromkeys(repr(message.get("role")) for message in messages))
+        raise BadRowError(f"no turn has the role 'assistant', so there is nothing to train on: it has {roles}")
+
+
 def _message(turn: object, number: int) -> Message:
     """Turn `number` of a row as a message. Raises BadRowError."""
     if not isinstance(turn, Mapping):
