@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
@@ -218,11 +219,12 @@ class ChatEncoder:
             if not full.text.startswith(until):
                 # The turn is written otherwise if others follow, for example without reasoning: it ends where the text
                 # begins that the later turns add to the turns before it.
-                shorter = text(messages[:index])
-                others = text([*messages[:index], *messages[index + 1 :]])
-                added = others.removeprefix(shorter)
-                if others.startswith(shorter) and full.text.endswith(added):
-                    until = full.text[: len(full.text) - len(added)]
+                with suppress(BadRowError):  # a template may refuse the later turns without this one
+                    shorter = text(messages[:index])
+                    others = text([*messages[:index], *messages[index + 1 :]])
+                    added = others.removeprefix(shorter)
+                    if others.startswith(shorter) and full.text.endswith(added):
+                        until = full.text[: len(full.text) - len(added)]
         except BadRowError as bad:
             raise BadRowError(f"turn {index + 1}: a part of the conversation cannot be rendered: {bad}") from None
         if until.startswith(before) and full.text.startswith(until):
