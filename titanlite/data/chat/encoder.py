@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from titanlite.data.chat.messages import ASSISTANT, Message, require_answer
+from titanlite.data.chat.messages import ASSISTANT, KNOWN_ROLES, Message, require_answer
 from titanlite.data.chat.special_tokens import Encoded, SpecialTokens
 from titanlite.data.chat.template import ChatTemplate, unmarked
 from titanlite.data.sources.pieces import BadRowError
@@ -189,6 +189,7 @@ class ChatEncoder:
             self._require_tool_calls(messages)
             given, marked = self._special_tokens.mark(messages)
             text, spans = self._render(given, marked)
+            self._require_roles(given, text)
             finds_turns = loss_on == ASSISTANT and not self._template.marks_generation
             return _Draft(text, spans, [self._turn(given, index, text) for index in answers if finds_turns])
         except BadRowError as bad:
@@ -200,6 +201,19 @@ class ChatEncoder:
             for number, message in enumerate(messages, 1):
                 if message.get("tool_calls"):
                     raise BadRowError(f"turn {number}: it has tool_calls, which the chat template does not write")
+
+    def _require_roles(self, messages: Sequence[Message], full: _Text) -> None:
+        """Raise BadRowError if the template leaves out a turn of a role that is not known, such as a typing error."""
+        for index, message in enumerate(messages):
+            role = message.get("role")
+            if role in KNOWN_ROLES or not message.get("content"):
+                continue
+            try:
+                others, _ = self._render([*messages[:index], *messages[index + 1 :]], full.marked)
+            except BadRowError:  # so it depends on the turn
+                continue
+            if others == full:
+                raise BadRowError(f"turn {index + 1}: the chat template writes nothing for the role {role!r}")
 
     def _render(self, messages: Sequence[Message], marked: bool, *, prompts: bool = False, then: str = "") -> _Rendered:
         """Render the messages of SpecialTokens.mark, followed by the text `then`. Raises BadRowError."""

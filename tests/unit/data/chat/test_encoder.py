@@ -157,6 +157,7 @@ NEW_LINE = {"role": "assistant", "content": "\nthe"}
 PLAIN = without_generation(QWEN)
 OTHER_PROMPT = PLAIN.replace("{{- '<|im_start|>assistant\\n' }}{%- endif", "{{- '<think>' }}{%- endif")
 OTHER_LAST = without_generation(MISTRAL).replace("{{- ' '", "{{- ('<think>' if loop.last else ' ')")
+KNOWN_ONLY = QWEN.replace("message in messages", "message in messages if message.role in ['user', 'assistant']")
 EMPTY_BLOCK = "{% generation %}{% endgeneration %}<|im_end|>"
 SURROGATE = QWEN + "{{ '\\ud800' if messages[1].name }}"
 UNKNOWN = "it is not known which tokens the assistant writes: mark its text in the chat template with {% generation %}"
@@ -174,6 +175,7 @@ UNKNOWN = "it is not known which tokens the assistant writes: mark its text in t
         (PLAIN, [USER, ANSWER, USER, NEW_LINE], f"turn 4: its text and .* to common tokens, so {UNKNOWN}"),
         (OTHER_PROMPT, [USER, ANSWER], f"turn 2: .* writes other text for the part .* up to it .*, so {UNKNOWN}"),
         (OTHER_LAST, [USER, ANSWER, USER, ANSWER], f"turn 2: .* writes other text .*, so {UNKNOWN}"),
+        (KNOWN_ONLY, [USER, ANSWER, USER | {"role": "usr"}], "turn 3: .* writes nothing for the role 'usr'$"),
         (MISTRAL, [USER, ANSWER, ANSWER], "turn 3: the chat template refuses it: roles must alternate user/assistant"),
         (MISTRAL, [ANSWER], "turn 1: the chat template refuses it: roles must alternate user/assistant"),
         (QWEN, [USER, {"role": "assistant"}], "turn 2: the chat template refuses it: 'dict object' has no attribute"),
