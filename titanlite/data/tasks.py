@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass
@@ -89,10 +90,11 @@ def read_task(path: str | Path) -> Task:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     except JsonError as error:
         raise UserError(f"{path} {error}") from None
-    if not content.strip():
+    text = content.removeprefix(BOM_UTF8)  # written by some programs; not part of the JSON
+    if not text.strip():
         raise UserError(f"{path} has no questions: {FORMATS}, one question per line")
     questions, formats = [], []
-    for number, line in enumerate(content.rstrip().split(b"\n"), start=1):
+    for number, line in enumerate(text.rstrip().split(b"\n"), start=1):
         try:
             if not line.strip():
                 raise JsonError("is blank: remove the line")

@@ -72,6 +72,35 @@ def test_rows_of_the_other_kind_name_it(folder: Path) -> None:
     assert found.kind == "jsonl"
 
 
+@pytest.mark.parametrize(
+    ("role", "loss_on", "fault"),
+    [
+        ("", "assistant", "turn 1: its role is empty"),
+        (
+            "asistant",
+            "assistant",
+            "no turn has the role 'assistant', so there is nothing to train on: it has 'asistant'",
+        ),
+        ("asistant", "all", ""),
+    ],
+)
+def test_a_file_without_conversations_is_refused_before_the_start(
+    folder: Path, role: str, loss_on: str, fault: str
+) -> None:
+    bad = json.dumps({"messages": [{"role": role, "content": "a"}]}) + "\n"
+    source = [{"kind": "chat", "path": str(folder / "chat.jsonl"), "loss_on": loss_on}]
+    good = (folder / "chat.jsonl").read_text()
+    (folder / "chat.jsonl").write_text(bad * 3)
+    if fault:
+        problem = problem_of(folder, data__sources=source)
+        assert problem.key == "data.sources.0.path"
+        assert problem.remedy.endswith(f"the first of them: {fault}")
+    else:
+        load(folder, data__sources=source)
+    (folder / "chat.jsonl").write_text(bad * 3 + good)
+    load(folder, data__sources=source)
+
+
 def test_a_row_may_have_a_text_beside_its_messages(folder: Path) -> None:
     """As in published data: the text is ignored, and the row is never cut."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{}]}]

@@ -1,6 +1,7 @@
 """Task files: rows that are refused, and the tokens of contexts and choices."""
 
 import json
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,8 @@ def test_files_without_questions_and_equal_names_are_problems(tmp_path: Path) ->
     good, same, empty = (tmp_path / name for name in ("one.jsonl", "other/one.json", "empty.jsonl"))
     write(good, GOOD, "", " \r")  # blank lines at the end
     write(same, {"context": "", "answer": "é"})
-    empty.write_text("")
+    good.write_bytes(BOM_UTF8 + good.read_bytes())
+    empty.write_bytes(BOM_UTF8)
     assert (read_task(good).name, len(read_task(good).questions)) == ("one", 1)
     problems = check_tasks("validation.tasks", [*map(str, (good, same, empty)), str(tmp_path / "none")])
     assert [problem.value for problem in problems] == [str(same), str(empty), str(tmp_path / "none")]

@@ -3,13 +3,14 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from titanlite.data.chat.messages import ASSISTANT, Message
+from titanlite.data.chat.messages import ASSISTANT, KNOWN_ROLES, Message, require_answer
 from titanlite.data.chat.special_tokens import Encoded, SpecialTokens
 from titanlite.data.chat.template import ChatTemplate, unmarked
 from titanlite.data.sources.pieces import BadRowError
@@ -138,6 +139,20 @@ class ChatEncoder:
             raise UserError(f"the conversation cannot be encoded: {bad}") from None
         return [int(token) for token in encoded.ids]
 
+    def fault_of_system(self, text: str) -> str:
+        """Why no conversation can begin with the system message `text`; "" if one can."""
+        question = {"role": "user", "content": PROBE[0]}
+        try:
+            messages, marked = self._special_tokens.mark([{"role": "system", "content": text}, question])
+            with_text, _ = self._render(messages, marked, prompts=True)
+        except BadRowError as bad:
+            return str(bad)
+        try:
+            without, _ = self._render(messages[1:], marked, prompts=True)
+        except BadRowError:  # the template wants a system message
+            return ""
+        return "the chat template does not write system messages" if with_text == without else ""
+
     def continuations(
         self, pairs: Sequence[tuple[Sequence[Message], str]]
     ) -> list[tuple[npt.NDArray[np.int64], int] | BadRowError]:
@@ -169,12 +184,12 @@ class ChatEncoder:
         """Render a conversation."""
         answers = [index for index, message in enumerate(messages) if message.get("role") == ASSISTANT]
         try:
-            if loss_on == ASSISTANT and not answers:
-                roles = ", ".join(dict.fromkeys(repr(message.get("role")) for message in messages))
-                raise BadRowError(f"no turn has the role 'assistant', so there is nothing to train on: it has {roles}")
+            if loss_on == ASSISTANT:
+                require_answer(messages)
             self._require_tool_calls(messages)
             given, marked = self._special_tokens.mark(messages)
             text, spans = self._render(given, marked)
+            self._require_roles(given, text)
             finds_turns = loss_on == ASSISTANT and not self._template.marks_generation
             return _Draft(text, spans, [self._turn(given, index, text) for index in answers if finds_turns])
         except BadRowError as bad:
@@ -186,6 +201,19 @@ class ChatEncoder:
             for number, message in enumerate(messages, 1):
                 if message.get("tool_calls"):
                     raise BadRowError(f"turn {number}: it has tool_calls, which the chat template does not write")
+
+    def _require_roles(self, messages: Sequence[Message], full: _Text) -> None:
+        """Raise BadRowError if the template leaves out a turn of a role that is not known, such as a typing error."""
+        for index, message in enumerate(messages):
+            role = message.get("role")
+            if role in KNOWN_ROLES or not message.get("content"):
+                continue
+            try:
+                others, _ = self._render([*messages[:index], *messages[index + 1 :]], full.marked)
+            except BadRowError:  # so it depends on the turn
+                continue
+            if others == full:
+                raise BadRowError(f"turn {index + 1}: the chat template writes nothing for the role {role!r}")
 
     def _render(self, messages: Sequence[Message], marked: bool, *, prompts: bool = False, then: str = "") -> _Rendered:
         """Render the messages of SpecialTokens.mark, followed by the text `then`. Raises BadRowError."""
@@ -205,11 +233,12 @@ class ChatEncoder:
             if not full.text.startswith(until):
                 # The turn is written otherwise if others follow, for example without reasoning: it ends where the text
                 # begins that the later turns add to the turns before it.
-                shorter = text(messages[:index])
-                others = text([*messages[:index], *messages[index + 1 :]])
-                added = others.removeprefix(shorter)
-                if others.startswith(shorter) and full.text.endswith(added):
-                    until = full.text[: len(full.text) - len(added)]
+                with suppress(BadRowError):  # a template may refuse the later turns without this one
+                    shorter = text(messages[:index])
+                    others = text([*messages[:index], *messages[index + 1 :]])
+                    added = others.removeprefix(shorter)
+                    if others.startswith(shorter) and full.text.endswith(added):
+                        until = full.text[: len(full.text) - len(added)]
         except BadRowError as bad:
             raise BadRowError(f"turn {index + 1}: a part of the conversation cannot be rendered: {bad}") from None
         if until.startswith(before) and full.text.startswith(until):

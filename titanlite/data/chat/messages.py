@@ -23,6 +23,9 @@ ROLES = {
 ASSISTANT = "assistant"
 """The role whose turns are trained on."""
 
+KNOWN_ROLES = frozenset({"system", "developer", "user", ASSISTANT, "tool", "function", "ipython"})
+"""Roles of published templates. A template that does not write one of them does so on purpose."""
+
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning. The first two are those that templates read."""
 
@@ -64,6 +67,13 @@ def parse_conversation(row: object) -> list[Message]:
     if not turns:
         raise BadRowError(f"{fields[0]!r} is empty")
     return [_message(turn, number) for number, turn in enumerate(turns, 1)]
+
+
+def require_answer(messages: Sequence[Message]) -> None:
+    """Raise BadRowError if the assistant writes nothing."""
+    if not any(message.get("role") == ASSISTANT for message in messages):
+        roles = ", ".join(dict.fromkeys(repr(message.get("role")) for message in messages))
+        raise BadRowError(f"no turn has the role 'assistant', so there is nothing to train on: it has {roles}")
 
 
 def _message(turn: object, number: int) -> Message:

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from titanlite.data.chat.messages import Message, parse_conversation
+from titanlite.data.chat.messages import ASSISTANT, Message, parse_conversation, require_answer
 from titanlite.data.sources.config import CHAT, CONVERSATION_FIELDS
 from titanlite.data.sources.jsonl import Jsonl, json_value, rows_fault
-from titanlite.data.sources.pieces import BadRowError, KindError, Piece
+from titanlite.data.sources.pieces import BadRowError, ConversationError, KindError, Piece
 
 
 class Chat(Jsonl):
@@ -32,7 +32,13 @@ class Chat(Jsonl):
         return line
 
     def _fault_of_first_file(self, opened: IO[bytes]) -> BadRowError | None:
-        return rows_fault(opened, self.files()[0].name, conversation)
+        fault = rows_fault(opened, self.files()[0].name, self._require_conversation)
+        return ConversationError(str(fault)) if type(fault) is BadRowError else fault
+
+    def _require_conversation(self, line: bytes) -> None:
+        messages = conversation(line)
+        if self.config.loss_on == ASSISTANT:
+            require_answer(messages)
 
 
 def conversation(line: bytes) -> list[Message]:

@@ -19,7 +19,7 @@ from typing import IO, Any, ClassVar, Literal, NamedTuple
 import xxhash
 
 from titanlite.data.sources.config import CHAT, SourceConfig
-from titanlite.data.sources.pieces import ArrayError, BadRowError, FieldError, KindError, Piece
+from titanlite.data.sources.pieces import ArrayError, BadRowError, ConversationError, FieldError, KindError, Piece
 from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.files import open_regular
@@ -278,6 +278,9 @@ def check_first_file(
         return [Problem(f"{key}.path", source.config.path, "files with one JSON object per line", remedy)]
     if isinstance(fault, KindError):
         return [kind_problem(source.config, key, str(file), fault)]
+    if isinstance(fault, ConversationError):
+        remedy = f"none of the first lines of {file} is one; the first of them: {fault}"
+        return [Problem(f"{key}.path", source.config.path, "files with a conversation in each line", remedy)]
     return [field_problem(key, field, str(file), fault)] if isinstance(fault, FieldError) else []
 
 

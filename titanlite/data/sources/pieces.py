@@ -61,6 +61,10 @@ class KindError(BadRowError):
         self.kind = kind
 
 
+class ConversationError(BadRowError):
+    """The row is not a conversation, or has no turn that can be trained on."""
+
+
 class ArrayError(BadRowError):
     """The file holds one JSON array, not JSON lines."""
 

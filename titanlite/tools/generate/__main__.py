@@ -196,6 +196,9 @@ def open_chat(run: SavedRun, options: Options) -> Iterator[ChatModel]:
         remedy = "write the path of a template, or leave out --chat to continue texts"
         raise ConfigError([Problem("--chat-template", None, rule, remedy)])
     encoder = ChatEncoder(tokenizer)
+    if options.system and (fault := encoder.fault_of_system(options.system)):
+        remedy = "leave it out, and begin the first message with these instructions"
+        raise ConfigError([Problem("--system", options.system, fault, remedy)])
     defaults = run.generation_defaults()
     sampling = sampling_of(options, defaults)
     with remembering(load_model(run, options), [0], 0) as cache:

@@ -124,7 +124,7 @@ class Dialog:
         """Write the answer to `text`, and a newline. Message and answer become part of the conversation.
 
         Also after an interrupt, with the part of the answer that was written, unless it is empty. Raises
-        ConversationTooLongError, with an unchanged conversation.
+        ConversationTooLongError, or UserError if the template refuses the message, with an unchanged conversation.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
         answer = self._model.answer(asked)
@@ -178,6 +178,10 @@ def converse(dialog: Dialog) -> None:
                 if not on_terminal:
                     raise
                 note(f"{error.fact}; type /reset to begin a new one, or write a shorter message")
+            except UserError as error:
+                if not on_terminal:
+                    raise
+                note(str(error))
     if on_terminal:
         print(file=sys.stderr)
 

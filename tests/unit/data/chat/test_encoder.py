@@ -157,6 +157,7 @@ NEW_LINE = {"role": "assistant", "content": "\nthe"}
 PLAIN = without_generation(QWEN)
 OTHER_PROMPT = PLAIN.replace("{{- '<|im_start|>assistant\\n' }}{%- endif", "{{- '<think>' }}{%- endif")
 OTHER_LAST = without_generation(MISTRAL).replace("{{- ' '", "{{- ('<think>' if loop.last else ' ')")
+KNOWN_ONLY = QWEN.replace("message in messages", "message in messages if message.role in ['user', 'assistant']")
 EMPTY_BLOCK = "{% generation %}{% endgeneration %}<|im_end|>"
 SURROGATE = QWEN + "{{ '\\ud800' if messages[1].name }}"
 UNKNOWN = "it is not known which tokens the assistant writes: mark its text in the chat template with {% generation %}"
@@ -173,7 +174,8 @@ UNKNOWN = "it is not known which tokens the assistant writes: mark its text in t
         (PLAIN, [ANSWER], "turn 1: a part of the conversation cannot be rendered: the chat template refuses it:"),
         (PLAIN, [USER, ANSWER, USER, NEW_LINE], f"turn 4: its text and .* to common tokens, so {UNKNOWN}"),
         (OTHER_PROMPT, [USER, ANSWER], f"turn 2: .* writes other text for the part .* up to it .*, so {UNKNOWN}"),
-        (OTHER_LAST, [USER, ANSWER, USER, ANSWER], "turn 2: a part .* cannot be rendered: turn 2: .*: roles must"),
+        (OTHER_LAST, [USER, ANSWER, USER, ANSWER], f"turn 2: .* writes other text .*, so {UNKNOWN}"),
+        (KNOWN_ONLY, [USER, ANSWER, USER | {"role": "usr"}], "turn 3: .* writes nothing for the role 'usr'$"),
         (MISTRAL, [USER, ANSWER, ANSWER], "turn 3: the chat template refuses it: roles must alternate user/assistant"),
         (MISTRAL, [ANSWER], "turn 1: the chat template refuses it: roles must alternate user/assistant"),
         (QWEN, [USER, {"role": "assistant"}], "turn 2: the chat template refuses it: 'dict object' has no attribute"),
@@ -305,3 +307,21 @@ def test_example_template_is_encoded_as_by_transformers(tmp_path: Path) -> None:
     assert [one.tokens.tolist() for one in found] == expected["input_ids"]
     assert [one.trained.astype(int).tolist() for one in found] == expected["assistant_masks"]
     assert all(not one.trained[-1] and one.trained[-2] for one in found)
+
+
+@pytest.mark.parametrize(
+    ("for_system", "fault"),
+    [
+        ("{{ message.content }}", ""),
+        ("", "does not write system messages"),
+        ("{{ raise_exception('no system') }}", "turn 1: the chat template refuses it: no system"),
+    ],
+)
+def test_system_messages_that_the_template_does_not_write(for_system: str, fault: str, tmp_path: Path) -> None:
+    template = (
+        "{% for message in messages %}{% if message.role == 'system' %}" + for_system + "{% else %}"
+        "{{ message.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    found = ChatEncoder(make_tokenizer("qwen", template, tmp_path)).fault_of_system("Shout. <|im_end|>")
+    assert found.endswith(fault)
+    assert bool(found) == bool(fault)

@@ -171,10 +171,11 @@ def test_limits_of_an_answer_and_of_a_conversation(
     with pytest.raises(UserError, match="has 160 tokens"):
         said("", "--prompt", long[frame:])
     said("", "--prompt", long[frame + 1 :], remarks=["the answer was cut at the model's last position, 160"])
-    monkeypatch.setattr("sys.stdin", OnTerminal(f"I am Ada\n{long}\n/exit\nWho am I?\n"))
+    monkeypatch.setattr("sys.stdin", OnTerminal(f"I am Ada\n{long}\n\ufdd2\n/exit\nWho am I?\n"))
     main([str(run), "--chat"])
     out, errors = capsys.readouterr()
-    assert out == "Hello Ada\nYou are Ada 🦊\n", "a message that does not fit leaves the conversation as it was"
+    assert out == "Hello Ada\nYou are Ada 🦊\n", "a message that is refused leaves the conversation as it was"
+    assert "[the conversation cannot be encoded: turn 3: it has one of the characters U+FDD2" in errors
     assert "[/exit is no command; /help lists them]" in errors
     assert "type /reset to begin a new one, or write a shorter message]" in errors
 
@@ -253,6 +254,13 @@ def test_a_run_without_a_template_needs_the_option(run: Path, tmp_path: Path) ->
     template = tmp_path / "template.jinja"
     found = titanlite.generate_text(tmp_path / "run", messages=messages("", "I am Bob"), chat_template=template)
     assert found == ["Hello Bob"]
+
+
+def test_a_system_message_that_the_template_does_not_write(run: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE.replace("messages %}", "messages if message.role != 'system' %}"))
+    with pytest.raises(ConfigError, match=r"--system = 'Shout.'(.|\n)*does not write system messages"):
+        main([str(run), "--chat", "--chat-template", str(template), "--prompt", "I am Ada", "--system", SHOUT])
 
 
 def test_the_models_own_sampling_defaults(
