@@ -261,6 +261,8 @@ def test_a_system_message_that_the_template_does_not_write(run: Path, tmp_path: 
     template.write_text(TEMPLATE.replace("messages %}", "messages if message.role != 'system' %}"))
     with pytest.raises(ConfigError, match=r"--system = 'Shout.'(.|\n)*does not write system messages"):
         main([str(run), "--chat", "--chat-template", str(template), "--prompt", "I am Ada", "--system", SHOUT])
+    with pytest.raises(UserError, match="turn 1: the chat template does not write system messages"):
+        titanlite.generate_text(run, messages=messages(SHOUT, "I am Ada"), chat_template=template)
 
 
 def test_the_models_own_sampling_defaults(
