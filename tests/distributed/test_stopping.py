@@ -58,7 +58,7 @@ def test_signal_to_torchrun_stops_all_after_the_same_step(name: str, tmp_path: P
     assert program.processes() == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # default suite: a second signal to one process, in tests/unit/runtime/test_signals.py
 def test_second_signal_to_torchrun_stops_without_waiting_for_the_save(tmp_path: Path, start: Starter) -> None:
     program = start_loop(start, tmp_path, SAVE_S="100")
     program.process.send_signal(signal.SIGINT)
