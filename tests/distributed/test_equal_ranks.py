@@ -26,6 +26,7 @@ CONFIGURED = {
 """Key: its values on ranks 1 and 0."""
 
 
+@pytest.mark.slow
 def test_another_configuration_on_one_rank_is_refused(tmp_path: Path, start: Starter) -> None:
     program = start_unequal(start, tmp_path, " ".join(f"--{key} {here}" for key, (here, _) in CONFIGURED.items()))
     assert program.wait() == 1, program.output  # as torchrun; the ranks exit with 2

@@ -131,6 +131,7 @@ def leave_threads() -> None:
         threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [replace_code, leave_threads])
 def test_case_that_leaves_replaced_code_or_threads_ends_the_pool(case: Callable[[], None]) -> None:
     before = pids()

@@ -84,7 +84,7 @@ def flip_last_bit(local: Tensor) -> None:
 @pytest.mark.parametrize(
     ("ranks", "layouts"),
     [
-        (2, ["dp_replicate=2"]),
+        pytest.param(2, ["dp_replicate=2"], marks=pytest.mark.slow),
         pytest.param(4, ["dp_replicate=2 tp=2"], marks=pytest.mark.slow),
         pytest.param(4, ["dp_replicate=2 cp=2", "dp_shard=2 tp=2", "dp_replicate=4"], marks=pytest.mark.soak),
     ],

@@ -43,6 +43,7 @@ def test_it_resumes_with_the_recorded_losses(ranks: int, workplace: Path) -> Non
         assert step == pytest.approx(expected, rel=1e-12, abs=0)
 
 
+@pytest.mark.slow
 def test_it_is_exported_to_the_same_tensors(workplace: Path) -> None:
     convert(["export", str(workplace / "run"), "--out", str(workplace / "out")])
     written = {

@@ -35,7 +35,7 @@ def of_run(ranks: Ranks) -> list[float]:
 
 
 @pytest.mark.parametrize("degree", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_windows_are_counted_exactly_on_every_mesh(
     degree: int, num_workers: int, tokens: SourceConfig, tokenizer: Tokenizer
 ) -> None:

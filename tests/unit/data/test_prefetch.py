@@ -85,7 +85,10 @@ def test_close_returns_after_its_timeout() -> None:
     assert data_threads() == []
 
 
-@pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "raise KeyboardInterrupt"])
+@pytest.mark.parametrize(
+    "end",
+    ["", *(pytest.param(end, marks=pytest.mark.slow) for end in ("raise SystemExit(3)", "raise KeyboardInterrupt"))],
+)
 def test_the_interpreter_exits_while_the_thread_works(end: str) -> None:
     program = (
         "import tokenizers, time\n"

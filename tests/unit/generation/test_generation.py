@@ -47,7 +47,7 @@ def texts_without_cache(sampling: Sampling) -> list[list[int]]:
     return [without_cache(tiny(), prompt, sampling, row) for row, prompt in enumerate(PROMPTS)]
 
 
-@pytest.mark.parametrize("at_once", [512, pytest.param(4, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("at_once", [1, *(pytest.param(columns, marks=pytest.mark.slow) for columns in (4, 512))])
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
 def test_a_text_is_the_same_without_cache_and_without_other_prompts(
     sampling: Sampling, at_once: int, monkeypatch: pytest.MonkeyPatch

@@ -88,7 +88,7 @@ def client(port: int) -> dist.Store:
     return dist.PrefixStore("titanlite", dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60)))
 
 
-@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("first", [1, *(pytest.param(first, marks=pytest.mark.slow) for first in (0, 2))])
 def test_ranks_of_an_attempt_share_a_unique_name(first: int) -> None:
     """All attempts use one store, as with torchrun; it has a request of a killed rank of an earlier attempt."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)

@@ -40,7 +40,7 @@ def agree(slow_rank: int) -> list[Any]:
     return [*found, agreement.finish(), agreement.finish()]
 
 
-@pytest.mark.parametrize("slow_rank", [0, 1])
+@pytest.mark.parametrize("slow_rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_all_ranks_get_the_maximum_of_the_previous_step(slow_rank: int) -> None:
     assert run_ranks(agree, 2, slow_rank) == [[[0, 0], *AGREED, AGREED[-1]]] * 2
 

@@ -170,7 +170,7 @@ def test_an_error_in_a_worker_is_raised_in_the_parent(write_jsonl: Callable[...,
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_bad_rows_are_named_and_counted_in_their_shards(
     workers: int, config: Path, tmp_path: Path, write_jsonl: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -172,6 +172,7 @@ def test_goodput_is_the_share_of_steps_that_count(tmp_path: Path) -> None:
     assert run.goodput is None
 
 
+@pytest.mark.slow
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [], starts=[(0, 0, 1)])
     assert "No logged step yet: run" in Checker(report(folder, out=tmp_path / "r.html")).text
