@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
@@ -131,7 +131,7 @@ class ChatEncoder:
         """The tokens of a conversation with the prompt for the assistant's next turn. Raises UserError."""
         self._require_prompt()
         try:
-            text, _ = self._render(*self._special_tokens.mark(messages), prompts=True)
+            text = self._prompted(messages)
             (encoded,) = self._encode([text]).values()
             if isinstance(encoded, BadRowError):
                 raise encoded
@@ -141,17 +141,18 @@ class ChatEncoder:
 
     def fault_of_system(self, text: str) -> str:
         """Why no conversation can begin with the system message `text`; "" if one can."""
-        question = {"role": "user", "content": PROBE[0]}
         try:
-            messages, marked = self._special_tokens.mark([{"role": "system", "content": text}, question])
-            with_text, _ = self._render(messages, marked, prompts=True)
+            self._prompted([{"role": "system", "content": text}, {"role": "user", "content": PROBE[0]}])
         except BadRowError as bad:
             return str(bad)
-        try:
-            without, _ = self._render(messages[1:], marked, prompts=True)
-        except BadRowError:  # the template wants a system message
-            return ""
-        return "the chat template does not write system messages" if with_text == without else ""
+        return ""
+
+    def _prompted(self, messages: Sequence[Message]) -> _Text:
+        """The text of a conversation with the prompt for the assistant's next turn. Raises BadRowError."""
+        given, marked = self._special_tokens.mark(messages)
+        text, _ = self._render(given, marked, prompts=True)
+        self._require_roles(given, text, KNOWN_ROLES - {"system", "developer"}, prompts=True)
+        return text
 
     def continuations(
         self, pairs: Sequence[tuple[Sequence[Message], str]]
@@ -175,6 +176,7 @@ class ChatEncoder:
             self._require_tool_calls(messages)
             given, marked = self._special_tokens.mark([*messages, {"role": ASSISTANT, "content": text}])
             prompt, _ = self._render(given[:-1], marked, prompts=True)
+            self._require_roles(given[:-1], prompt, KNOWN_ROLES, prompts=True)
             continued, _ = self._render(given[:-1], marked, prompts=True, then=given[-1]["content"])
         except BadRowError as bad:
             return bad
@@ -189,7 +191,7 @@ class ChatEncoder:
             self._require_tool_calls(messages)
             given, marked = self._special_tokens.mark(messages)
             text, spans = self._render(given, marked)
-            self._require_roles(given, text)
+            self._require_roles(given, text, KNOWN_ROLES)
             finds_turns = loss_on == ASSISTANT and not self._template.marks_generation
             return _Draft(text, spans, [self._turn(given, index, text) for index in answers if finds_turns])
         except BadRowError as bad:
@@ -202,17 +204,19 @@ class ChatEncoder:
                 if message.get("tool_calls"):
                     raise BadRowError(f"turn {number}: it has tool_calls, which the chat template does not write")
 
-    def _require_roles(self, messages: Sequence[Message], full: _Text) -> None:
-        """Raise BadRowError if the template leaves out a turn of a role that is not known, such as a typing error."""
+    def _require_roles(
+        self, messages: Sequence[Message], full: _Text, known: Collection[str], *, prompts: bool = False
+    ) -> None:
+        """Raise BadRowError if the text does not have the content of a turn whose role is not one of `known`.
+
+        Such as a typing error, or instructions that a template ignores: with another content, the text is the same.
+        """
         for index, message in enumerate(messages):
-            role = message.get("role")
-            if role in KNOWN_ROLES or not message.get("content"):
+            role, content = message.get("role"), message.get("content")
+            if role in known or not content:
                 continue
-            try:
-                others, _ = self._render([*messages[:index], *messages[index + 1 :]], full.marked)
-            except BadRowError:  # so it depends on the turn
-                continue
-            if others == full:
+            other = [*messages[:index], {**message, "content": content + PROBE[1]}, *messages[index + 1 :]]
+            if self._render(other, full.marked, prompts=prompts).text == full:
                 raise BadRowError(f"turn {index + 1}: the chat template writes nothing for the role {role!r}")
 
     def _render(self, messages: Sequence[Message], marked: bool, *, prompts: bool = False, then: str = "") -> _Rendered:

@@ -24,7 +24,7 @@ ASSISTANT = "assistant"
 """The role whose turns are trained on."""
 
 KNOWN_ROLES = frozenset({"system", "developer", "user", ASSISTANT, "tool", "function", "ipython"})
-"""Roles of published templates. A template that does not write one of them does so on purpose."""
+"""Roles of published templates. A template that ignores one of them in a row of data does so on purpose."""
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning. The first two are those that templates read."""

@@ -221,9 +221,6 @@ def answer_to(run: SavedRun, messages: Sequence[Message], options: Options) -> s
     except BadRowError as error:
         raise UserError(f"messages: {error}") from None
     with open_chat(run, options) as model:
-        first = conversation[0]
-        if first["role"] == "system" and (fault := model.encoder.fault_of_system(first["content"])):
-            raise UserError(f"messages: turn 1: {fault}")
         return "".join(model.answer(conversation))
 
 

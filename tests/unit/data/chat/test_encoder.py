@@ -313,15 +313,26 @@ def test_example_template_is_encoded_as_by_transformers(tmp_path: Path) -> None:
     ("for_system", "fault"),
     [
         ("{{ message.content }}", ""),
-        ("", "does not write system messages"),
+        ("", "turn 1: the chat template writes nothing for the role 'system'"),
         ("{{ raise_exception('no system') }}", "turn 1: the chat template refuses it: no system"),
     ],
 )
 def test_system_messages_that_the_template_does_not_write(for_system: str, fault: str, tmp_path: Path) -> None:
-    template = (
+    template = (  # writes a text of its own without a system message
+        "{% if messages[0].role != 'system' %}Shout. <|im_end|>{% endif %}"
         "{% for message in messages %}{% if message.role == 'system' %}" + for_system + "{% else %}"
         "{{ message.content }}<|im_end|>{% endif %}{% endfor %}"
     )
     found = ChatEncoder(make_tokenizer("qwen", template, tmp_path)).fault_of_system("Shout. <|im_end|>")
     assert found.endswith(fault)
     assert bool(found) == bool(fault)
+
+
+def test_a_mistyped_role_is_refused_in_prompts_and_tasks(tmp_path: Path) -> None:
+    encoder = ChatEncoder(make_tokenizer("qwen", KNOWN_ONLY, tmp_path))
+    mistyped, right = [USER, ANSWER, USER | {"role": "usr"}], [USER, ANSWER, USER]
+    bad, (_, begin) = encoder.continuations([(mistyped, "the"), (right, "the")])  # type: ignore[misc]
+    assert str(bad) == "turn 3: the chat template writes nothing for the role 'usr'"
+    assert begin == len(encoder.prompt(right))
+    with pytest.raises(UserError, match="turn 3: the chat template writes nothing for the role 'usr'"):
+        encoder.prompt(mistyped)

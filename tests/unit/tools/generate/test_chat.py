@@ -259,9 +259,9 @@ def test_a_run_without_a_template_needs_the_option(run: Path, tmp_path: Path) ->
 def test_a_system_message_that_the_template_does_not_write(run: Path, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE.replace("messages %}", "messages if message.role != 'system' %}"))
-    with pytest.raises(ConfigError, match=r"--system = 'Shout.'(.|\n)*does not write system messages"):
+    with pytest.raises(ConfigError, match=r"--system = 'Shout.'(.|\n)*writes nothing for the role 'system'"):
         main([str(run), "--chat", "--chat-template", str(template), "--prompt", "I am Ada", "--system", SHOUT])
-    with pytest.raises(UserError, match="turn 1: the chat template does not write system messages"):
+    with pytest.raises(UserError, match="turn 1: the chat template writes nothing for the role 'system'"):
         titanlite.generate_text(run, messages=messages(SHOUT, "I am Ada"), chat_template=template)
 
 
