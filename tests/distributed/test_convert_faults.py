@@ -158,7 +158,6 @@ def peaks(folder: Path) -> list[int]:
     return found
 
 
-@pytest.mark.soak
 def test_memory_is_that_of_a_shard_instead_of_the_model(tmp_path: Path, parent: Parent) -> None:
     """The model takes 125 MiB, its largest tensor 8 MiB, a shard 16 MB at most.
 
