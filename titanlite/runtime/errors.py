@@ -73,6 +73,30 @@ def require(ok: bool, key: str, value: Any, rule: str, remedy: str) -> list[Prob
     return [] if ok else [Problem(key, value, rule, remedy)]
 
 
+@dataclass
+class Rules:
+    """Collect the problems of one section: of rules that its fields alone cannot express.
+
+    name: of the section or table, as in full keys ("training", "data.sources.0"). section: its dataclass, from which
+    `require` takes the value of a key.
+    """
+
+    name: str
+    section: Any
+    problems: list[Problem] = field(default_factory=list)
+
+    def require(self, key: str, ok: object, rule: str, remedy: str) -> bool:
+        """Add a problem of the key unless `ok`; returns whether it is. rule, remedy: see Problem."""
+        if not ok:
+            self.problems.append(Problem(f"{self.name}.{key}", getattr(self.section, key), rule, remedy))
+        return bool(ok)
+
+    def divides(self, key: str, divisor_key: str, divisor: int) -> bool:
+        """Require that the value of the key is divisible by that of another one."""
+        rest = getattr(self.section, key) % divisor
+        return self.require(key, not rest, f"divisible by {divisor_key} = {divisor}", "change one of them")
+
+
 @dataclass(frozen=True)
 class Range:
     """The range of a numeric key. unset: an additional valid value that stands for an automatic choice."""
