@@ -11,12 +11,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch.distributed as dist
 
 from titanlite.assembly.facts import config_values
-from titanlite.config import load
-from titanlite.config.fields import read_value
 from titanlite.config.files import CONFIG_FILE
 from titanlite.config.ineffective import describe
-from titanlite.config.load import check_and_resolve, settings_without_effect, text_of
+from titanlite.config.load import check_and_resolve, parse, resolve, text_of, without_effect
 from titanlite.config.schema import JobConfig
+from titanlite.config.values import not_a_choice
 from titanlite.generation.prompts import Prompt
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.history import last_row, read_rows
@@ -25,7 +24,7 @@ from titanlite.metrics.validation import SetTotals, sum_of
 from titanlite.planning.layout import agree_on_layout
 from titanlite.runtime.distributed import ELASTIC, CommConfig, World, connect, world_from_environment
 from titanlite.runtime.environment import raise_open_file_limit
-from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError
+from titanlite.runtime.errors import ConfigError, UsageError, UserError
 from titanlite.runtime.failure import EmbeddedReport
 from titanlite.runtime.logging import keep_for_log_file, log, setup_logging
 from titanlite.runtime.process_state import restored_process
@@ -142,13 +141,14 @@ def run(config: JobConfig | str | Path, overrides: Mapping[str, Any] | None = No
         if isinstance(config, JobConfig):
             if overrides:
                 raise UsageError("overrides are for a path or a name: give them to load_config, or replace the values")
-            argv, config = None, check_and_resolve(config, world_size=world.size, device_type=world.device_type)
+            parsed, config = None, check_and_resolve(config, world_size=world.size, device_type=world.device_type)
         else:
-            argv, config = _argv(config), _loaded(config, overrides, world)
+            parsed = parse(_argv(config), overrides)
+            config = resolve(parsed, world_size=world.size, device_type=world.device_type)
         store = connect(world, config.comm)
         config = agree_on_layout(config, _changed_keys(config), world, store)
-        if argv is not None and world.rank == 0:
-            for problem in settings_without_effect(argv, config, world.size, overrides):
+        if parsed is not None and world.rank == 0:
+            for problem in without_effect(parsed, config, world.size):
                 log.warning("Without effect: %s", describe(problem))
         end = run_locked(config, world, store, EmbeddedReport(cleanup), environment, cleanup)
         trained = TrainedRun(end.config, end.step, None, end.how)
@@ -324,7 +324,7 @@ def _argv(config: str | Path) -> list[str]:
 
 
 def _loaded(config: str | Path, overrides: Mapping[str, Any] | None, world: World) -> JobConfig:
-    return load.load_config(_argv(config), world_size=world.size, device_type=world.device_type, values=overrides)
+    return resolve(parse(_argv(config), overrides), world_size=world.size, device_type=world.device_type)
 
 
 def _changed_keys(config: JobConfig) -> set[str]:
@@ -362,9 +362,9 @@ def _require_words(function: Callable[..., Any], **values: Any) -> None:
     kinds = {name: (hints[name], *get_args(hints[name])) for name in values}
     words = {name: next(kind for kind in kinds[name] if get_origin(kind) is Literal) for name in values}
     given = {name: value for name, value in values.items() if value is not None or type(None) not in kinds[name]}
-    found = [read_value(name, value, words[name], None) for name, value in given.items()]
-    if problems := [each for each in found if isinstance(each, Problem)]:
-        raise ConfigError(problems)
+    wrong = {name: value for name, value in given.items() if value not in get_args(words[name])}
+    if wrong:
+        raise ConfigError(not_a_choice(name, value, get_args(words[name])) for name, value in wrong.items())
 
 
 @contextmanager

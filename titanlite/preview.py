@@ -1,17 +1,15 @@
 """What `titanlite train` prints in place of training: --print-config, --check, --dry-run."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import torch
 
-from titanlite.config.arguments import Options, split_arguments
-from titanlite.config.command_line import read_command_line
 from titanlite.config.ineffective import describe
-from titanlite.config.load import given_keys, keep_earlier, origins_of, parse_config, settings_without_effect
+from titanlite.config.load import Parsed, keep_earlier, resolve, without_effect
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import print_config
 from titanlite.data.bpe import prepare_tokenizer
@@ -31,36 +29,33 @@ SHOWN_SEQUENCES = 8
 """Sequences of the first step that --dry-run shows at most."""
 
 
-def preview(argv: Sequence[str], world_sizes: Sequence[int], local_size: int) -> None:
-    """Print what an option of argv asks for, on rank 0, and exit with 0; return if there is no such option.
+def preview(parsed: Parsed, world_sizes: Sequence[int], local_size: int) -> None:
+    """Print what an option of the command line asks for, on rank 0, and exit with 0; return if there is none.
 
     world_sizes: numbers of processes that the launcher may start; local_size: those on this machine. --world-size
     replaces both. Starts nothing, and writes nothing into the dump folder. Raises ConfigError, UsageError.
     """
-    arguments = split_arguments(argv)
-    options = arguments.options
-    if arguments.wants_help or not options.preview:
+    options = parsed.options
+    if not options.preview:
         return
     device_type = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.world_size:
         world_sizes, local_size = [options.world_size], options.world_size
     for world_size in world_sizes:
-        config = read_command_line(argv, world_size=world_size, device_type=device_type)
+        config = resolve(parsed, world_size=world_size, device_type=device_type)
         if os.environ.get("RANK", "0") == "0":
-            _print(_text(argv, options, config, world_size, min(local_size, world_size), device_type))
+            _print(_text(parsed, config, world_size, min(local_size, world_size), device_type))
     raise SystemExit(0)
 
 
-def _text(
-    argv: Sequence[str], options: Options, config: JobConfig, world_size: int, local_size: int, device_type: str
-) -> str:
-    if options.print_config:
-        given, _ = parse_config(argv)
-        return print_config(given, keep_earlier(given), config, origins_of(argv), SEARCHED if _is_auto(config) else ())
-    lines = [_summary(config, world_size, device_type)] if options.check else []
-    unused = [f"Without effect: {describe(problem)}" for problem in settings_without_effect(argv, config, world_size)]
-    if options.dry_run:
-        lines += _dry_run(argv, config, world_size, local_size, device_type)
+def _text(parsed: Parsed, config: JobConfig, world_size: int, local_size: int, device_type: str) -> str:
+    if parsed.options.print_config:
+        chosen_later = SEARCHED if _is_auto(config) else ()
+        return print_config(parsed.config, keep_earlier(parsed.config), config, parsed.origins, chosen_later)
+    lines = [_summary(config, world_size, device_type)] if parsed.options.check else []
+    unused = [f"Without effect: {describe(problem)}" for problem in without_effect(parsed, config, world_size)]
+    if parsed.options.dry_run:
+        lines += _dry_run(parsed.origins.keys(), config, world_size, local_size, device_type)
     return "\n".join([*lines, *unused]) + "\n"
 
 
@@ -88,8 +83,10 @@ def _summary(config: JobConfig, world_size: int, device_type: str) -> str:
     )
 
 
-def _dry_run(argv: Sequence[str], config: JobConfig, world_size: int, local_size: int, device_type: str) -> list[str]:
-    """The plan for this machine, and the first sequences as text. argv: of config."""
+def _dry_run(
+    given: Collection[str], config: JobConfig, world_size: int, local_size: int, device_type: str
+) -> list[str]:
+    """The plan for this machine, and the first sequences as text. given: full keys."""
     memory_gib = DEFAULT_GIB
     if device_type == "cpu":  # the processes of a node share its memory
         memory_gib = device_memory_bytes(torch.device("cpu")) / GIB / local_size
@@ -97,7 +94,7 @@ def _dry_run(argv: Sequence[str], config: JobConfig, world_size: int, local_size
         memory_gib = device_memory_bytes(torch.device("cuda", 0)) / GIB
     memory_gib = round(memory_gib, 1)
     if _is_auto(config):
-        config = _with_fastest_layout(argv, config, world_size, memory_gib)
+        config = _with_fastest_layout(given, config, world_size, memory_gib)
     lines = [f"The memory of the family {config.model.family} cannot be planned", ""]
     if has_estimate(config):
         if config.training.local_batch_size == -1:
@@ -117,7 +114,7 @@ def _dry_run(argv: Sequence[str], config: JobConfig, world_size: int, local_size
     return [*lines, ""]
 
 
-def _with_fastest_layout(argv: Sequence[str], config: JobConfig, world_size: int, memory_gib: float) -> JobConfig:
+def _with_fastest_layout(given: Collection[str], config: JobConfig, world_size: int, memory_gib: float) -> JobConfig:
     """The configuration with the layout that the start of the run would choose. Raises UsageError."""
     if not config.parallelism.hardware:
         raise UsageError(
@@ -125,7 +122,7 @@ def _with_fastest_layout(argv: Sequence[str], config: JobConfig, world_size: int
             "--parallelism.hardware, the name of a profile or a file of titanlite calibrate"
         )
     profile = load_profile(config.parallelism.hardware)
-    found = search(config, world_size, profile, memory_gib=memory_gib, kept=given_keys(argv))
+    found = search(config, world_size, profile, memory_gib=memory_gib, kept=given)
     if not found.fastest:
         raise UsageError(
             f'parallelism.layout = "auto": no layout of {counted(world_size, "rank")} fits: see titanlite plan --search'

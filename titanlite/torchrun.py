@@ -42,7 +42,7 @@ from torch.distributed.run import determine_local_world_size, get_rdzv_endpoint,
 
 from titanlite.assembly.facts import program_facts
 from titanlite.config.command_line import read_command_line
-from titanlite.config.load import most_ranks
+from titanlite.config.load import most_ranks, resolve
 from titanlite.preview import preview
 from titanlite.runtime.agreement import describe_differences
 from titanlite.runtime.distributed import ELASTIC, World
@@ -150,13 +150,16 @@ def check(arguments: Namespace) -> dict[str, str]:
     facts: dict[str, str] = {}
     os.environ.pop(ELASTIC, None)
     if arguments.module and arguments.training_script == TRAIN:
-        argv, device_type = arguments.training_script_args, "cuda" if torch.cuda.is_available() else "cpu"
+        parsed, device_type = (
+            read_command_line(arguments.training_script_args),
+            "cuda" if torch.cuda.is_available() else "cpu",
+        )
         sizes = [number * processes for number in ((fewest, nodes) if fewest < nodes else (nodes,))]
         if fewest < nodes:
-            sizes = [most_ranks(argv, ranks, device_type=device_type) for ranks in sizes]
-        preview(argv, sizes, processes)
+            sizes = [most_ranks(parsed, ranks, device_type=device_type) for ranks in sizes]
+        preview(parsed, sizes, processes)
         for used in sizes:
-            config = read_command_line(argv, world_size=used, device_type=device_type)
+            config = resolve(parsed, world_size=used, device_type=device_type)
             if fewest < nodes:
                 facts = program_facts(config, World(0, 0, used, device_type), os.environ)
     if fewest < nodes:

@@ -25,7 +25,7 @@ from titanlite.assembly.run import Run, build_run
 from titanlite.batch import Batch
 from titanlite.config.command_line import read_command_line
 from titanlite.config.ineffective import describe
-from titanlite.config.load import given_keys, most_ranks, settings_without_effect
+from titanlite.config.load import most_ranks, resolve, without_effect
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.metrics.meter import Record, is_log_step
@@ -83,10 +83,11 @@ def main() -> None:
         setup_logging(launched.rank)
         if launched.rank == 0:
             keep_for_log_file()
-        preview(sys.argv[1:], [launched.size], launched.local_size)
+        parsed = read_command_line(sys.argv[1:])
+        preview(parsed, [launched.size], launched.local_size)
         is_elastic, device_type = ELASTIC in environment, launched.device_type
-        used = most_ranks(sys.argv[1:], launched.size, device_type=device_type) if is_elastic else launched.size
-        config = read_command_line(sys.argv[1:], world_size=used, device_type=device_type)
+        used = most_ranks(parsed, launched.size, device_type=device_type) if is_elastic else launched.size
+        config = resolve(parsed, world_size=used, device_type=device_type)
         store = connect(launched, config.comm)
         if is_elastic:
             require_equal_number(store, launched.rank, used, config.comm.init_timeout_s)
@@ -103,9 +104,9 @@ def main() -> None:
             on_silence=failure.end_from_thread,
         )
         failure.connected(positions)
-        config = agree_on_layout(config, given_keys(sys.argv[1:]), world, store)
+        config = agree_on_layout(config, parsed.origins.keys(), world, store)
         if world.rank == 0:
-            for problem in settings_without_effect(sys.argv[1:], config, world.size):
+            for problem in without_effect(parsed, config, world.size):
                 log.warning("Without effect: %s", describe(problem))
         cleanup = ExitStack()  # not entered: an error ends the process, which must not wait for other ranks before
         end = run_locked(config, world, store, failure, environment, cleanup)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from titanlite.config.load import load_config, parse_config
+from tests.configuration import parse_config
+from titanlite.config.load import load_config
 from titanlite.data.config import DataConfig
 from titanlite.data.kinds import KINDS, open_source
 from titanlite.data.sources.config import SourceConfig

@@ -11,7 +11,7 @@ from torch.distributed.run import parse_args
 
 from tests.distributed.program import REPOSITORY, clean_environment
 from titanlite import torchrun
-from titanlite.config.command_line import read_command_line
+from titanlite.config.load import load_config, parse
 from titanlite.preview import preview
 from titanlite.runtime.errors import ConfigError, UsageError
 
@@ -37,14 +37,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str, world_size: int = 1) -> str:
     with pytest.raises(SystemExit) as caught:
-        preview(["my.toml", *argv], [world_size], 1)
+        preview(parse(["my.toml", *argv]), [world_size], 1)
     assert caught.value.code == 0
     return capsys.readouterr().out
 
 
 def test_without_such_an_option_nothing_happens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    preview(["my.toml", "--strict"], [1], 1)
-    preview(["my.toml", "--check", "--help"], [1], 1)
+    preview(parse(["my.toml", "--strict"]), [1], 1)
     assert capsys.readouterr().out == ""
     assert os.listdir(folder) == ["my.toml"]
 
@@ -71,7 +70,7 @@ def test_check_refuses_what_training_refuses() -> None:
         (["--strict"], "parallelism.pp_schedule"),
     ):
         with pytest.raises(ConfigError) as caught:
-            preview(["my.toml", "--check", *argv], [1], 1)
+            preview(parse(["my.toml", "--check", *argv]), [1], 1)
         assert [problem.key for problem in caught.value.problems] == [key]
 
 
@@ -104,7 +103,7 @@ def test_dry_run_shows_plan_and_first_sequences(folder: Path, capsys: pytest.Cap
     assert "\nAll of them: titanlite inspect my.toml --sequences 9\n" in text
     assert 'Without effect: parallelism.pp_schedule = "GPipe"' in text
     with pytest.raises(UsageError, match=r"add --parallelism\.hardware"):
-        preview(["my.toml", "--dry-run", "--parallelism.layout", "auto"], [1], 1)
+        preview(parse(["my.toml", "--dry-run", "--parallelism.layout", "auto"]), [1], 1)
     layout = ["--parallelism.layout", "auto", "--parallelism.hardware", "h100"]
     assert "x dp_shard 2 x" in printed(capsys, "--dry-run", *layout, "--parallelism.dp_shard", "2", "--world-size", "2")
     assert {*os.listdir(folder)} <= {"my.toml", "cache"}
@@ -123,7 +122,7 @@ def test_options_that_make_no_sense_are_refused() -> None:
         (["--check", "--check"], ["--check"]),
     ):
         with pytest.raises(ConfigError) as caught:
-            read_command_line(["quickstart", *argv], world_size=1, device_type="cpu")
+            load_config(["quickstart", *argv], world_size=1, device_type="cpu")
         assert [problem.key for problem in caught.value.problems] == keys
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import titanlite
+from tests.configuration import parse_config
 from titanlite.config.check import resolve_config
-from titanlite.config.load import parse_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.check import check_data
 from titanlite.data.config import DataConfig

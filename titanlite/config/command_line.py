@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from titanlite.config.arguments import split_arguments
 from titanlite.config.files import shipped_names
-from titanlite.config.load import load_config
-from titanlite.config.schema import JobConfig
+from titanlite.config.load import Parsed, parse
 from titanlite.runtime.errors import UsageError
 
 GETTING_STARTED = """\
@@ -21,8 +20,8 @@ a configuration is missing. To start:
 Shipped configurations: """
 
 
-def read_command_line(argv: Sequence[str], *, world_size: int, device_type: str) -> JobConfig:
-    """The configuration of a run: read, checked and resolved, the same on every rank. Raises UsageError.
+def read_command_line(argv: Sequence[str]) -> Parsed:
+    """The configuration of a run as given. Raises UsageError.
 
     If argv asks for help, prints it, on rank 0, and exits with 0.
     """
@@ -34,4 +33,4 @@ def read_command_line(argv: Sequence[str], *, world_size: int, device_type: str)
         raise SystemExit(0)
     if not arguments.has_config:
         raise UsageError(GETTING_STARTED + ", ".join(shipped_names()))
-    return load_config(argv, world_size=world_size, device_type=device_type)
+    return parse(argv)

@@ -1,15 +1,14 @@
-"""Types of keys, strict reading of values from TOML and command line, and their TOML form."""
+"""Types of keys, values as TOML, and values from the text of a command line."""
 
 import dataclasses
 import json
-import math
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from functools import cache
 from itertools import chain
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import tomli
 
 from titanlite.config.schema import JobConfig
 from titanlite.data.kinds import KINDS
@@ -23,10 +22,7 @@ from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import GroupConfig, OptimizerConfig
 from titanlite.optim.registry import OPTIMIZERS
 from titanlite.optim.schedule import DECAY_SHAPES, ScheduleConfig
-from titanlite.runtime.errors import Problem
 from titanlite.runtime.json_files import check_depth
-
-INT64 = range(-(2**63), 2**63)
 
 TABLES: Mapping[type, Mapping[str, Sequence[Iterable[str]]]] = {
     SourceConfig: {"kind": [KINDS]},
@@ -110,55 +106,17 @@ def alternatives(value_type: Any) -> tuple[Any, tuple[str, ...]]:
 def value_from_text(text: str, value_type: Any) -> Any:
     """A value from the command line: a string unchanged, any other type parsed as TOML.
 
-    Text that is not valid TOML, or nested too deeply, is returned as a string, which `read_value` then refuses.
+    Text that is not valid TOML, or nested too deeply, is returned as a string, which is then refused.
     """
     number_type, words = alternatives(value_type)
     if is_text(number_type) or text in words:
         return text
     try:
-        table = tomllib.loads(f"table = {{value = {text}}}")  # inline, so that a comment or a second line is an error
+        table = tomli.loads(f"table = {{value = {text}}}")  # inline, so that a comment or a second line is an error
         check_depth(table)
     except (ValueError, RecursionError):
         return text
     return table["table"]["value"] if list(table) == ["table"] and list(table["table"]) == ["value"] else text
-
-
-def read_value(key: str, value: Any, value_type: Any, default: Any) -> Any | Problem:
-    """Convert `value` to a field of type `value_type`, or return its Problem, with `default` as an example."""
-    other_type, words = alternatives(value_type)
-    if words:
-        if value in words:
-            return value
-        found = read_value(key, value, other_type, default)
-        if isinstance(found, Problem):
-            return Problem(key, value, describe_type(value_type), f"write {literal(default)}, or {found.rule}")
-        return found
-    if get_origin(value_type) is Literal:
-        return _read_choice(key, value, get_args(value_type))
-    if get_origin(value_type) is tuple:
-        return _read_array(key, value, get_args(value_type)[0], default)
-    if value_type is bool and isinstance(value, bool):
-        return value
-    if value_type is str and isinstance(value, str):
-        return value if _is_clean(value) else _unclean(key, value)
-    if value_type in (int, float) and isinstance(value, int) and not isinstance(value, bool):
-        return (
-            value_type(value)
-            if value in INT64
-            else Problem(key, value, "from -2^63 to 2^63 - 1", "write a number in this range")
-        )
-    if value_type is float and isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        return Problem(key, value, "a finite number", f"write a finite number, for example {literal(default)}")
-    if value_type not in (bool, int, float, str):
-        raise TypeError(f"{key}: the configuration has no values of type {value_type}")
-    return Problem(
-        key,
-        value,
-        describe_type(value_type),
-        _guess(value, value_type) or f"write {describe_type(value_type)}, for example {literal(default)}",
-    )
 
 
 def describe_type(value_type: Any) -> str:
@@ -175,56 +133,3 @@ def describe_type(value_type: Any) -> str:
         )
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     return names[value_type]
-
-
-def _read_choice(key: str, value: Any, choices: tuple[str, ...]) -> Any | Problem:
-    if isinstance(value, str) and value in choices:
-        return value
-    folded = {choice.lower(): choice for choice in choices if choice}
-    close = get_close_matches(str(value).lower(), folded, 1)
-    remedy = f"did you mean {literal(folded[close[0]])}?" if close else "use one of these values"
-    return Problem(key, value, describe_type(Literal[choices]), remedy)
-
-
-def _read_array(key: str, value: Any, value_type: Any, default: Any) -> Any | Problem:
-    if not isinstance(value, list):
-        example = literal([value]) if isinstance(value, str) else literal(default)
-        return Problem(key, value, f"an array, each item {describe_type(value_type)}", f"write {example}")
-    items = [read_value(key, item, value_type, "text" if is_text(value_type) else 1.0) for item in value]
-    bad = [item for item in items if isinstance(item, Problem)]
-    return bad[0] if bad else tuple(items)
-
-
-def _is_clean(text: str) -> bool:
-    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _unclean(key: str, value: str) -> Problem:
-    return Problem(key, value, "valid Unicode text without NUL characters", "remove these characters")
-
-
-def _guess(value: Any, value_type: type) -> str:
-    """The remedy if the intended value can be guessed, else ""."""
-    if value_type is str:
-        return f"write {literal(str(value))}" if isinstance(value, int | float) else ""
-    meant: Any = value.strip() if isinstance(value, str) else value
-    if value_type is bool:
-        words = {
-            "true": True,
-            "yes": True,
-            "on": True,
-            "1": True,
-            "false": False,
-            "no": False,
-            "off": False,
-            "0": False,
-        }
-        return f"write {literal(words[str(meant).lower()])}" if str(meant).lower() in words else ""
-    if isinstance(meant, str | float):
-        try:
-            number = float(meant)
-        except ValueError:
-            return ""
-        if math.isfinite(number) and (value_type is float or number.is_integer()):
-            return f"write {literal(value_type(number))}" + (" without quotes" if isinstance(value, str) else "")
-    return ""

@@ -1,12 +1,13 @@
 """Read a TOML file together with the files that it extends; remember which file sets each key."""
 
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+import tomli
 
 from titanlite.config.lengths import LENGTHS, UNSET, override_lengths
 from titanlite.runtime.errors import Problem
@@ -146,7 +147,7 @@ def _parse_file(name: str, path: str, chain: tuple[str, ...], problems: list[Pro
         refuse("the path of a TOML file", f"fix the path: {error}")
         return None
     try:
-        content = tomllib.loads(text.decode("utf-8-sig"))
+        content = tomli.loads(text.decode("utf-8-sig"))
         check_depth(content)
     except UnicodeDecodeError as error:
         refuse("a file in UTF-8", f"save it as UTF-8: byte {error.start} is not")

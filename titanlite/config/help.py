@@ -8,10 +8,10 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-from titanlite.config.arguments import Options, split_arguments
+from titanlite.config.arguments import Options
 from titanlite.config.describe import Key, describe_config, field_texts
 from titanlite.config.files import CONFIG_FILE
-from titanlite.config.load import parse_config
+from titanlite.config.load import parse
 from titanlite.config.schema import JobConfig
 
 HELP = """\
@@ -28,10 +28,10 @@ METAVARS = {"world_size": "N", "device": "cuda|cpu"}
 
 def print_help(argv: Sequence[str]) -> None:
     """Print all keys with their values."""
-    config, problems = parse_config(argv)
-    path = split_arguments(argv).texts.get(CONFIG_FILE)
-    if any(problem.key == CONFIG_FILE and problem.value == path for problem in problems):
-        message = f"titanlite: {path} cannot be read: the defaults below are the built-in ones\n"
+    parsed = parse(argv)
+    config = parsed.config
+    if not parsed.file_is_read and any(problem.key == CONFIG_FILE for problem in parsed.problems):
+        message = f"titanlite: {parsed.path} cannot be read: the defaults below are the built-in ones\n"
         print(message, file=sys.stderr, flush=True)
     options = options_type(config)
     try:

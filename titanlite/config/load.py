@@ -2,33 +2,24 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 
 from titanlite.checkpoint.preflight import earlier_config
-from titanlite.config.arguments import Arguments, missing_value, split_arguments
+from titanlite.config.arguments import Arguments, Options, missing_value, split_arguments
 from titanlite.config.check import check_config, check_path_lengths, one_rank, resolve_config, with_model_tokenizer
-from titanlite.config.fields import (
-    SECTIONS,
-    alternatives,
-    fields_of,
-    literal,
-    read_value,
-    row_type,
-    section_types,
-    types_of,
-    value_from_text,
-)
+from titanlite.config.fields import SECTIONS, alternatives, fields_of, literal, row_type, types_of, value_from_text
 from titanlite.config.files import CONFIG_FILE, Content, read_file
 from titanlite.config.ineffective import ineffective
-from titanlite.config.keys import close_names, unknown_column, unknown_key
+from titanlite.config.keys import unknown_column, unknown_key
 from titanlite.config.lengths import check_lengths, override_lengths
 from titanlite.config.plugins import PLUGINS, import_plugins
 from titanlite.config.schema import JobConfig
-from titanlite.config.toml import COMMAND_LINE
+from titanlite.config.toml import COMMAND_LINE, tables_of
+from titanlite.config.values import kinds_of, read_values
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import ConfigError, Problem
@@ -37,55 +28,108 @@ from titanlite.runtime.text import counted
 CONFIG_COPY = "config.toml"
 """The resolved configuration of a run, in its dump folder."""
 
-Tables = dict[str, dict[str, Any]]
-"""Section -> key -> value as written. Sections exist and are tables; keys and values are not checked yet."""
+Tables = dict[str, Any]
+"""Section -> table of keys, as written and not checked yet. An entry may be no section, and its value no table."""
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """config: keys with a problem have their default. file_is_read: False if a TOML file could not be read.
+    """A configuration as given, read once.
 
-    origins: full key that is given -> the file that sets it, or COMMAND_LINE; also of keys inside arrays of tables.
+    config: keys with a problem have their default. origins: full key that is given -> the file that sets it, or
+    COMMAND_LINE; also of keys inside arrays of tables. options: of the command line. file_is_read: False if a TOML
+    file could not be read. path: of the TOML file on the command line, as written.
     """
 
     config: JobConfig
-    problems: list[Problem]
-    file_is_read: bool
-    origins: Mapping[str, str]
-    is_strict: bool
+    problems: list[Problem] = field(default_factory=list)
+    origins: Mapping[str, str] = field(default_factory=dict)
+    options: Options = field(default_factory=Options)
+    file_is_read: bool = True
+
+    @property
+    def path(self) -> str:
+        return self.config.job.config_file
 
 
-def load_config(
-    argv: Sequence[str],
-    *,
-    world_size: int,
-    device_type: str,
-    checks_files: bool = True,
-    any_layout: bool = False,
-    values: Mapping[str, Any] | None = None,
+def load_config(argv: Sequence[str], *, world_size: int, device_type: str, **settings: Any) -> JobConfig:
+    """Read, check and resolve a configuration. settings: of `resolve`. Raises ConfigError with all problems."""
+    return resolve(parse(argv), world_size=world_size, device_type=device_type, **settings)
+
+
+def parse(argv: Sequence[str], values: Mapping[str, Any] | None = None, *, imports: bool = True) -> Parsed:
+    """Read the TOML file, the files that it extends, and the command line, after the plugins that they name.
+
+    values: full key -> Python value, after argv; a list of tables replaces all tables of the key. imports: whether to
+    import plugins.
+    """
+    values = dict(values or {})
+    arguments = split_arguments(argv)
+    problems = list(arguments.problems)
+    path = arguments.texts.get(CONFIG_FILE)
+    content = Content() if path is None else read_file(path, problems)
+    tables: Tables = {
+        name: dict(table) if isinstance(table, dict) else table
+        for name, table in (content.tables if content else {}).items()
+    }
+    if PLUGINS in values:
+        put_value(tables, PLUGINS, values.pop(PLUGINS), None)  # the imported entries have digests
+    if imports and (problem := import_plugins(tables, arguments.texts)):
+        return Parsed(JobConfig(), [problem], file_is_read=False)
+    given = {key for key, text in arguments.texts.items() if text not in ("-1", "-1.0")}
+    override_lengths(_sections(tables), given | {key for key, value in values.items() if value != -1})
+    origins = _origins(tables, content.files if content else {}, arguments, values)
+    family = values.get("model.family", arguments.texts.get("model.family"))
+    config = read_tables(tables, arguments.texts, values, problems, family)
+    problems = [_with_file(problem, origins, path) for problem in problems]
+    return Parsed(config, problems, origins, arguments.options, content is not None)
+
+
+def read_tables(
+    tables: Tables,
+    texts: Mapping[str, str | None],
+    values: Mapping[str, Any],
+    problems: list[Problem],
+    family: Any = None,
 ) -> JobConfig:
-    """The configuration of a run: read, checked and resolved, the same on every rank.
+    """The configuration of tables with the texts of a command line and Python values put into them; adds problems.
+
+    family: of the model, if it is not that of the tables.
+    """
+    family = family or _sections(tables).get("model", {}).get("family", ModelConfig.family)
+    family = family if isinstance(family, str) and family in FAMILIES else None
+    found = [put_argument(tables, key, text, family) for key, text in texts.items()]
+    found += [put_value(tables, key, value, family) for key, value in values.items()]
+    problems += [problem for problem in found if problem]
+    problems += check_lengths(_sections(tables))
+    if family is not None and "model" in _sections(tables):
+        tables["model"].setdefault("flavor", ModelConfig.flavor)  # a family may lack the default flavor
+    read, of_values = read_values(tables, family)
+    problems += of_values
+    sections = {name: kind(**read.get(name, {})) for name, kind in SECTIONS.items() if name != "model"}
+    return JobConfig(model=_model(read.get("model", {}), family), **sections)
+
+
+def _model(values: Mapping[str, Any], family: str | None) -> ModelConfig:
+    if family is None:
+        return ModelConfig()
+    overrides = {key: value for key, value in values.items() if key not in ("family", "flavor")}
+    return ModelConfig(family, values.get("flavor", next(iter(FAMILIES[family].flavors))), overrides)
+
+
+def _sections(tables: Tables) -> dict[str, dict[str, Any]]:
+    """The entries that are sections, and tables."""
+    return {name: table for name, table in tables.items() if name in SECTIONS and isinstance(table, dict)}
+
+
+def resolve(
+    parsed: Parsed, *, world_size: int, device_type: str, checks_files: bool = True, any_layout: bool = False
+) -> JobConfig:
+    """The configuration of a run: checked and resolved, the same on every rank. Raises ConfigError with all problems.
 
     checks_files: as for check_config. any_layout: check it for one rank, as with parallelism.layout = "auto"; a search
-    chooses the layout later. With --strict, settings without effect are problems. values: full key -> Python value,
-    after argv; a list of tables replaces all tables of the key. Raises ConfigError with all problems.
+    chooses the layout later. With --strict, settings without effect are problems.
     """
-    return _checked(
-        _parse(argv, values),
-        world_size=world_size,
-        device_type=device_type,
-        checks_files=checks_files,
-        any_layout=any_layout,
-    )
-
-
-def check_and_resolve(config: JobConfig, *, world_size: int, device_type: str) -> JobConfig:
-    """A configuration that was built or changed in Python, as load_config returns it. Raises ConfigError."""
-    parsed = Parsed(config, [], True, {}, False)
-    return _checked(parsed, world_size=world_size, device_type=device_type, checks_files=True, any_layout=False)
-
-
-def _checked(parsed: Parsed, *, world_size: int, device_type: str, checks_files: bool, any_layout: bool) -> JobConfig:
     any_layout |= parsed.config.parallelism.layout == "auto"
     world_size = 1 if any_layout else world_size
     too_long = check_path_lengths(parsed.config) if checks_files else []
@@ -98,20 +142,25 @@ def _checked(parsed: Parsed, *, world_size: int, device_type: str, checks_files:
         placed = one_rank(config) if any_layout else config
         found = check_config(placed, world_size=world_size, device_type=device_type, checks_files=readable)
         found = [_with_origin(problem, parsed.config, config) for problem in found]
-        found = [_with_file(problem, parsed.origins, config.job.config_file) for problem in found]
+        found = [_with_file(problem, parsed.origins, parsed.path) for problem in found]
         problems += [problem for problem in found if not _follows_from(problem, parsed.problems)]
     if problems:
         raise ConfigError(problems)
     config = resolve_config(config, world_size=world_size, device_type=device_type)
-    if parsed.is_strict and (problems := _without_effect(parsed, config, world_size)):
+    if parsed.options.strict and (problems := without_effect(parsed, config, world_size)):
         raise ConfigError(problems)
     return config
 
 
-def most_ranks(argv: Sequence[str], world_size: int, *, device_type: str) -> int:
+def check_and_resolve(config: JobConfig, *, world_size: int, device_type: str) -> JobConfig:
+    """A configuration that was built or changed in Python, as `resolve` returns it. Raises ConfigError."""
+    _, problems = read_values(tables_of(config), config.model.family)
+    return resolve(Parsed(config, problems), world_size=world_size, device_type=device_type)
+
+
+def most_ranks(parsed: Parsed, world_size: int, *, device_type: str) -> int:
     """The largest number of ranks, up to world_size, that the configuration fits; world_size if it fits none, so that
-    load_config raises its problems."""
-    parsed = _parse(argv)
+    `resolve` raises its problems."""
     if check_path_lengths(parsed.config) or parsed.config.parallelism.layout == "auto":
         return world_size
     config = keep_earlier(parsed.config)
@@ -120,24 +169,8 @@ def most_ranks(argv: Sequence[str], world_size: int, *, device_type: str) -> int
     return next(fitting, world_size)
 
 
-def given_keys(argv: Sequence[str]) -> set[str]:
-    """Full keys that the TOML file, its bases or the command line set. argv: valid for load_config."""
-    return set(origins_of(argv))
-
-
-def origins_of(argv: Sequence[str]) -> Mapping[str, str]:
-    """Full key that is given -> the file that sets it, or COMMAND_LINE."""
-    return _parse(argv).origins
-
-
-def settings_without_effect(
-    argv: Sequence[str], config: JobConfig, world_size: int, values: Mapping[str, Any] | None = None
-) -> list[Problem]:
-    """A Problem for each given setting that has no effect. config: of argv and values, by load_config."""
-    return _without_effect(_parse(argv, values), config, world_size)
-
-
-def _without_effect(parsed: Parsed, config: JobConfig, world_size: int) -> list[Problem]:
+def without_effect(parsed: Parsed, config: JobConfig, world_size: int) -> list[Problem]:
+    """A Problem for each given setting that has no effect. config: resolved from `parsed`."""
     found = ineffective(parsed.config, config, parsed.origins, world_size)
     named = [_with_file(problem, parsed.origins, config.job.config_file) for problem in found]
     other = "leave it out of {}, or extend another file"
@@ -170,16 +203,10 @@ def keep_earlier(config: JobConfig) -> JobConfig:
     return replace(config, training=training, data=data)
 
 
-def parse_config(argv: Sequence[str]) -> tuple[JobConfig, list[Problem]]:
-    """The configuration as given, and its problems with names and types; keys with a problem have their default."""
-    parsed = _parse(argv)
-    return parsed.config, parsed.problems
-
-
 def read_copy(dump_folder: Path) -> JobConfig:
     """The configuration that the last start of a run wrote; keys with a problem have their default, and so does the
     model of a plugin: none is imported."""
-    return _parse([f"--{CONFIG_FILE}", str(dump_folder / CONFIG_COPY)], imports=False).config
+    return parse([f"--{CONFIG_FILE}", str(dump_folder / CONFIG_COPY)], imports=False).config
 
 
 def config_from_values(values: Mapping[str, Mapping[str, Any]], argv: Sequence[str] = ()) -> JobConfig:
@@ -190,19 +217,12 @@ def config_from_values(values: Mapping[str, Mapping[str, Any]], argv: Sequence[s
     arguments = split_arguments(argv)
     tables = {name: dict(table) for name, table in values.items()}
     tables["job"].pop("config_file", None)
-    tables.get("metrics", {}).pop("enable_tensorboard", None)  # of version 0.1
-    model = tables["model"]
-    tables["model"] = model | model.pop("overrides", {})
+    tables["model"] |= tables["model"].pop("overrides", {})
     problems = list(arguments.problems)
-    family = model.get("family", ModelConfig.family)
-    family = family if family in FAMILIES else None
-    known = sections_of(tables, problems)
-    found = [put_argument(known, key, text, family) for key, text in arguments.texts.items()]
-    problems += [problem for problem in found if problem]
-    sections = {name: build_section(name, table, family, problems) for name, table in known.items()}
+    config = read_tables(tables, arguments.texts, {}, problems)
     if problems:
         raise ConfigError(problems)
-    return JobConfig(**sections)
+    return config
 
 
 def _with_origin(problem: Problem, given: JobConfig, kept: JobConfig) -> Problem:
@@ -225,40 +245,14 @@ def _follows_from(problem: Problem, earlier: list[Problem]) -> bool:
     return False
 
 
-def _parse(argv: Sequence[str], values: Mapping[str, Any] | None = None, *, imports: bool = True) -> Parsed:
-    values = dict(values or {})
-    arguments = split_arguments(argv)
-    problems = list(arguments.problems)
-    path = arguments.texts.get(CONFIG_FILE)
-    content = Content() if path is None else read_file(path, problems)
-    tables = sections_of(content.tables if content else {}, problems)
-    if PLUGINS in values:
-        put_value(tables, PLUGINS, values.pop(PLUGINS), None)  # the imported entries have digests
-    if imports and (problem := import_plugins(tables, arguments.texts)):
-        return Parsed(JobConfig(), [problem], False, {}, False)
-    family = arguments.texts.get("model.family") or tables.get("model", {}).get("family", ModelConfig.family)
-    family = values.get("model.family", family)
-    family = family if isinstance(family, str) and family in FAMILIES else None
-    given = {key for key, text in arguments.texts.items() if text not in ("-1", "-1.0")}
-    override_lengths(tables, given | {key for key, value in values.items() if value != -1})
-    origins = _origins(tables, content.files if content else {}, arguments, values)
-    found = [put_argument(tables, key, text, family) for key, text in arguments.texts.items()]
-    found += [put_value(tables, key, value, family) for key, value in values.items()]
-    problems += [problem for problem in found if problem]
-    problems += check_lengths(tables)
-    sections = {name: build_section(name, tables.get(name, {}), family, problems) for name in SECTIONS}
-    problems = [_with_file(problem, origins, path) for problem in problems]
-    return Parsed(JobConfig(**sections), problems, content is not None, origins, arguments.options.strict)
-
-
 def _origins(
     tables: Tables, files: Mapping[str, str], arguments: Arguments, values: Mapping[str, Any]
 ) -> dict[str, str]:
     """The field `origins` of Parsed. The origin of `values` is COMMAND_LINE. tables: of the files, without the lengths
     that the command line replaces."""
     # of entries that are no sections
-    origins = {name: file for key, file in files.items() if (name := key.partition(".")[0]) not in tables}
-    for section, table in tables.items():
+    origins = {name: file for key, file in files.items() if (name := key.partition(".")[0]) not in _sections(tables)}
+    for section, table in _sections(tables).items():
         for name, value in table.items():
             key = f"{section}.{name}"
             origins[key] = files.get(key, COMMAND_LINE)  # of job.plugins
@@ -279,23 +273,6 @@ def _with_file(problem: Problem, origins: Mapping[str, str], path: str | None) -
     return problem if problem.file or file in (COMMAND_LINE, path) else replace(problem, file=file)
 
 
-def sections_of(tables: Mapping[str, Any], problems: list[Problem]) -> Tables:
-    """The sections among a file's top-level entries; adds a problem for every other entry."""
-    sections: Tables = {}
-    for name, value in tables.items():
-        if name in SECTIONS and isinstance(value, dict):
-            sections[name] = dict(value)
-        elif name in SECTIONS:
-            problems.append(Problem(name, value, "a table of keys", f"write [{name}] and its keys below it"))
-        elif isinstance(value, dict):
-            close = close_names(name, SECTIONS)
-            remedy = f"did you mean [{close[0]}]?" if close else "the sections: " + ", ".join(SECTIONS)
-            problems.append(Problem(name, value, "a section of the configuration", remedy))
-        else:
-            problems.append(unknown_key(name, value, ModelConfig.family))
-    return sections
-
-
 def put_argument(tables: Tables, key: str, text: str | None, family: str | None) -> Problem | None:
     """Put the value of one command-line key into `tables`, or return its Problem.
 
@@ -303,34 +280,43 @@ def put_argument(tables: Tables, key: str, text: str | None, family: str | None)
     """
     section, _, name = key.partition(".")
     if section in SECTIONS and not name:
-        example = next(key for key, kind in section_types(section, family).items() if not row_type(kind))
-        remedy = missing_value(f"{section}.{example}", _default(section, example, family)).remedy
+        kinds = kinds_of(section, family)
+        example = next(key for key, kind in kinds.items() if not row_type(kind.type))
+        remedy = missing_value(f"{section}.{example}", kinds[example].default).remedy
         remedy = remedy.removeprefix("write ").partition(";")[0]
         rule = "a section: give one of its keys at a time"
         return Problem(key, text, rule, f"write --{section}.KEY VALUE, for example {remedy}")
     name, *row_path = name.split(".")
-    value_type = section_types(section, family).get(name) if section in SECTIONS else None
-    row = row_type(value_type)
+    kinds = kinds_of(section, family) if section in SECTIONS else {}
+    if name not in kinds and family is None and section == "model":
+        return None
+    if name not in kinds:
+        return unknown_key(key, text or "", family)
+    kind = kinds[name]
+    row = row_type(kind.type)
     if row and row_path:
         return _put_in_row(tables, key, text, row)
-    if value_type is None and family is None and section == "model":
-        return None
-    if value_type is None or row_path:
+    if row_path:
         return unknown_key(key, text or "", family)
     if row:
         return Problem(key, text or "", "one key of one table at a time", f"write --{key}.0.KEY VALUE")
-    if text is None and alternatives(value_type)[0] is not bool:
-        return missing_value(key, _default(section, name, family))
-    text = "true" if text is None else text
-    tables.setdefault(section, {})[name] = value_from_text(text, value_type)
+    if text is None and alternatives(kind.type)[0] is not bool:
+        return missing_value(key, kind.default)
+    _table(tables, section)[name] = value_from_text("true" if text is None else text, kind.type)
     return None
+
+
+def _table(tables: Tables, section: str) -> dict[str, Any]:
+    """The table of a section; an empty one that is dropped if the entry is no table, which has its own problem."""
+    table = tables.setdefault(section, {})
+    return table if isinstance(table, dict) else {}
 
 
 def put_value(tables: Tables, key: str, value: Any, family: str | None) -> Problem | None:
     """Put the Python value of one full key into `tables`, or return its Problem; other parameters: put_argument."""
     section, _, name = key.partition(".")
-    if section in SECTIONS and name in section_types(section, family):
-        tables.setdefault(section, {})[name] = _plain(value)
+    if section in SECTIONS and name in kinds_of(section, family):
+        _table(tables, section)[name] = _plain(value)
         return None
     return put_argument(tables, key, text_of(value), family)  # a key of one table, or unknown
 
@@ -355,38 +341,6 @@ def _plain(value: Any) -> Any:
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
-def build_section(section: str, table: Mapping[str, Any], family: str | None, problems: list[Problem]) -> Any:
-    """Build the section's dataclass; a key with a problem keeps its default."""
-    types = section_types(section, family)
-    if section == "model":
-        table = {"flavor": ModelConfig.flavor, **table}  # a family may lack the default flavor
-    values: dict[str, Any] = {}
-    for name, value in table.items():
-        key = f"{section}.{name}"
-        if name not in types:
-            if section != "model" or family is not None:
-                problems.append(unknown_key(key, value, family))
-            continue
-        row = row_type(types[name])
-        found: Any
-        if row:
-            found = _build_rows(key, value, row, problems)
-        else:
-            found = read_value(key, value, types[name], _default(section, name, family))
-        if isinstance(found, Problem):
-            problems.append(found)
-        else:
-            values[name] = found
-    return _build_model(values, family) if section == "model" else SECTIONS[section](**values)
-
-
-def _build_model(values: dict[str, Any], family: str | None) -> ModelConfig:
-    if family is None:
-        return ModelConfig()
-    flavor = values.pop("flavor", next(iter(FAMILIES[family].flavors)))
-    return ModelConfig(values.pop("family", family), flavor, values)
-
-
 def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Problem | None:
     """Put one value into an array of tables: key is SECTION.NAME.INDEX.COLUMN; INDEX = length appends a table."""
     section, name, index, *columns = key.split(".")
@@ -400,7 +354,8 @@ def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Proble
     if text is None and types_of(row)[columns[0]] is not bool:
         return missing_value(key, getattr(row, columns[0]))
     text = "true" if text is None else text
-    rows = tables.setdefault(section, {}).setdefault(name, [fields_of(row) for row in _default(section, name, None)])
+    default = kinds_of(section, None)[name].default
+    rows = _table(tables, section).setdefault(name, [fields_of(row) for row in default])
     if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows):
         return None  # the file's value has its own problem
     if not (index.isdecimal() and index.isascii() and str(int(index)) == index and int(index) <= len(rows)):
@@ -415,30 +370,3 @@ def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Proble
         rows.append({})
     rows[int(index)][columns[0]] = value_from_text(text, types_of(row)[columns[0]])
     return None
-
-
-def _build_rows(key: str, value: Any, row: type, problems: list[Problem]) -> tuple[Any, ...] | Problem:
-    if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
-        return Problem(key, value, "an array of tables", f"write [[{key}]] and its keys below it")
-    built = []
-    for index, table in enumerate(value):
-        values = {}
-        for name, given in table.items():
-            path = f"{key}.{index}.{name}"
-            if name not in types_of(row):
-                problems.append(unknown_column(path, given, row))
-                continue
-            found = read_value(path, given, types_of(row)[name], getattr(row, name))
-            if isinstance(found, Problem):
-                problems.append(found)
-            else:
-                values[name] = found
-        built.append(row(**values))
-    return tuple(built)
-
-
-def _default(section: str, name: str, family: str | None) -> Any:
-    """The default of a key. For a hyper-parameter: its value in the family's first flavor."""
-    if section == "model" and name not in types_of(ModelConfig) and family is not None:
-        return getattr(next(iter(FAMILIES[family].flavors.values())), name)
-    return getattr(SECTIONS[section](), name)

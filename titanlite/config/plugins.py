@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.fields import read_value, value_from_text
+from titanlite.config.fields import value_from_text
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.plugins import PluginError, load_plugins, missing_plugins
 
@@ -18,11 +18,10 @@ def import_plugins(tables: dict[str, dict[str, Any]], texts: dict[str, str | Non
     """
     text = texts.get(PLUGINS)
     value = tables.get("job", {}).get("plugins", []) if text is None else value_from_text(text, tuple[str, ...])
-    entries = read_value(PLUGINS, value, tuple[str, ...], ("my_package.model",))
-    if isinstance(entries, Problem):
-        return entries
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        return None  # has its own problem
     try:
-        entries = load_plugins(entries)
+        entries = load_plugins(value)
     except PluginError as error:
         return Problem(PLUGINS, error.entry, error.rule, error.remedy)
     texts.pop(PLUGINS, None)

@@ -2,8 +2,11 @@
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from titanlite.config.fields import SECTIONS, fields_of, literal, row_type, types_of
 from titanlite.config.lengths import LENGTHS, UNSET
@@ -20,7 +23,24 @@ Comment = Callable[[str, Any], str]
 
 def dump_config(config: JobConfig) -> str:
     """TOML that reads back as `config`, without job.config_file. Tables in arrays are without defaults."""
-    return "\n".join(_lines(config, lambda _key, _value: "", all_keys=False)) + "\n"
+    return tomli_w.dumps(tables_of(config))
+
+
+def tables_of(config: JobConfig) -> dict[str, dict[str, Any]]:
+    """The configuration as the tables of TOML, without job.config_file. Tables in arrays are without defaults."""
+    tables = {section: fields_of(getattr(config, section)) for section in SECTIONS}
+    del tables["job"]["config_file"]
+    tables["model"] |= tables["model"].pop("overrides")
+    return {section: {key: _plain(value) for key, value in table.items()} for section, table in tables.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        defaults = fields_of(type(value)())
+        return {key: _plain(item) for key, item in fields_of(value).items() if key == "kind" or item != defaults[key]}
+    return value
 
 
 def print_config(
@@ -50,7 +70,7 @@ def print_config(
         return f"{automatic}{': ' if automatic else ''}{_RESOLVED.get(key, literal(value).strip(chr(34)))}"
 
     open_keys = {key for key in chosen_later if key not in origins}
-    return "\n".join(_lines(config, comment, all_keys=True, as_comments=open_keys)) + "\n"
+    return "\n".join(_lines(config, comment, open_keys)) + "\n"
 
 
 _RESOLVED = {
@@ -64,8 +84,8 @@ _RESOLVED = {
 """What an automatic value is resolved from; that of any other key is its result."""
 
 
-def _lines(config: JobConfig, comment: Comment, *, all_keys: bool, as_comments: Collection[str] = ()) -> Iterator[str]:
-    """The lines of a TOML file. all_keys: also defaults in arrays of tables. as_comments: keys that are left out."""
+def _lines(config: JobConfig, comment: Comment, as_comments: Collection[str]) -> Iterator[str]:
+    """The lines of a TOML file with all keys. as_comments: keys that are left out."""
 
     def line(path: str, name: str, value: Any) -> str:
         text, note = f"{name} = {literal(value)}", comment(path, value)
@@ -76,8 +96,8 @@ def _lines(config: JobConfig, comment: Comment, *, all_keys: bool, as_comments: 
         values = getattr(config, section)
         table = fields_of(values)
         if isinstance(values, ModelConfig):
-            overrides = table.pop("overrides")
-            table |= fields_of(resolve_model(values)[1]) if all_keys else overrides
+            del table["overrides"]
+            table |= fields_of(resolve_model(values)[1])
         if section == "job":
             del table["config_file"]
         yield from ["", f"[{section}]"] if number else [f"[{section}]"]
@@ -86,10 +106,9 @@ def _lines(config: JobConfig, comment: Comment, *, all_keys: bool, as_comments: 
         for key, tables in rows.items():
             for index, row in enumerate(tables):
                 yield from ["", f"[[{section}.{key}]]"]
-                defaults = fields_of(type(row)())
-                for name, value in fields_of(row).items():
-                    if all_keys or name == "kind" or value != defaults[name]:
-                        yield line(f"{section}.{key}.{index}.{name}", name, value)
+                yield from (
+                    line(f"{section}.{key}.{index}.{name}", name, value) for name, value in fields_of(row).items()
+                )
 
 
 def _default(key: str, config: JobConfig) -> str:

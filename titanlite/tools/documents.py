@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from titanlite.config.check import start_model, with_model_tokenizer
-from titanlite.config.load import parse_config
+from titanlite.config.load import parse
 from titanlite.config.schema import JobConfig
 from titanlite.data.check import check_data, check_tokenizer
 from titanlite.data.config import PIECE_BYTES_PER_POSITION, DataConfig
@@ -36,7 +36,8 @@ def config_of_data(
     Checks both and the options. Raises ConfigError. reads_tokens: the command reads data as training does: any kind of
     source is valid, and the vocabulary must fit the model. reads_chat: sources of conversations are valid.
     """
-    config, problems = parse_config(["--job.config_file", options.config, *overrides])
+    parsed = parse(["--job.config_file", options.config, *overrides])
+    config, problems = parsed.config, parsed.problems
     if not problems:  # else these checks would also report problems of the defaults that replace invalid values
         config = with_model_tokenizer(config)
         data, vocab_size = config.data, resolve_model(config.model)[1].vocab_size

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from titanlite.config.files import CONFIG_FILE
 from titanlite.config.json_schema import json_schema
-from titanlite.config.load import parse_config
+from titanlite.config.load import parse
 from titanlite.config.plugins import PLUGINS
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.command import ConfigFile, File, check_output_file, read_options, run_command, write_json
@@ -31,8 +31,8 @@ def main(argv: Sequence[str]) -> None:
     options = read_options(Options, argv, "schema")
     problems = check_output_file("--out", options.out)
     if options.config:
-        _, found = parse_config([f"--{CONFIG_FILE}", options.config])
-        problems += [problem for problem in found if problem.key in (CONFIG_FILE, PLUGINS)]
+        found = parse([f"--{CONFIG_FILE}", options.config])
+        problems += [problem for problem in found.problems if problem.key in (CONFIG_FILE, PLUGINS)]
     if problems:
         raise ConfigError(problems)
     if options.out is not None:

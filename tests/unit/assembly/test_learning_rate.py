@@ -5,9 +5,9 @@ from dataclasses import asdict
 
 import pytest
 
+from tests.configuration import parse_config
 from titanlite.assembly.learning_rate import describe_jump, describe_moved_decay
 from titanlite.checkpoint.start import Start
-from titanlite.config.load import parse_config
 from titanlite.config.schema import JobConfig
 
 TRUNK = ("training.steps=100", "optimizer.lr=1e-3", "lr_schedule.warmup_steps=10", "lr_schedule.decay=none")

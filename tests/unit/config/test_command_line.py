@@ -16,7 +16,7 @@ def test_help_comes_from_the_first_rank_only(
     monkeypatch.setattr(sys, "argv", ["titanlite"])
     monkeypatch.delitem(sys.modules, "titanlite.config.help", raising=False)
     with pytest.raises(SystemExit) as caught:
-        read_command_line(["quickstart", "--help"], world_size=1, device_type="cpu")
+        read_command_line(["quickstart", "--help"])
     assert not caught.value.code
     shown = capsys.readouterr()
     assert ("usage: titanlite train" in shown.out, shown.err) == (printed, "")
@@ -24,4 +24,4 @@ def test_help_comes_from_the_first_rank_only(
 
 def test_a_command_line_without_a_configuration_is_refused() -> None:
     with pytest.raises(UsageError, match="a configuration is missing"):
-        read_command_line(["--training.steps", "5"], world_size=1, device_type="cpu")
+        read_command_line(["--training.steps", "5"])

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.configuration import parse_config
 from titanlite.config.files import SHIPPED, read_file
-from titanlite.config.load import given_keys, load_config, origins_of, parse_config
+from titanlite.config.load import load_config, parse
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import dump_config
 from titanlite.runtime.errors import ConfigError, Problem
@@ -56,14 +57,19 @@ def test_later_bases_override_earlier_ones_and_are_relative_to_their_file() -> N
     write(parts__both='extends = ["a.toml", "b.toml"]', child='extends = "parts/both.toml"\nmodel.n_layers = 3')
     config = config_of("child.toml")
     assert (config.training.steps, config.training.seq_len, config.model.overrides) == (2, 1, {"n_layers": 3})
-    assert origins_of(["child.toml", "--debug.seed", "1"]) == {
+    assert parse(["child.toml", "--debug.seed", "1"]).origins == {
         "training.steps": "parts/b.toml",
         "training.seq_len": "parts/a.toml",
         "model.n_layers": "child.toml",
         "debug.seed": "command line",
         "job.config_file": "command line",
     }
-    assert given_keys(["child.toml"]) == {"training.steps", "training.seq_len", "model.n_layers", "job.config_file"}
+    assert set(parse(["child.toml"]).origins) == {
+        "training.steps",
+        "training.seq_len",
+        "model.n_layers",
+        "job.config_file",
+    }
 
 
 def test_a_file_may_extend_a_shipped_configuration() -> None:
@@ -71,9 +77,9 @@ def test_a_file_may_extend_a_shipped_configuration() -> None:
     assert config_of("child.toml").training == config_of("quickstart").training
     Path("quickstart").write_text("training.steps = 3")  # as on the command line, a file of this name is meant
     assert config_of("child.toml").training.steps == 3
-    assert origins_of(["quickstart.toml"]) == {"job.config_file": "command line"}
+    assert parse(["quickstart.toml"]).origins == {"job.config_file": "command line"}
     Path("quickstart").unlink()
-    assert origins_of(["child.toml"])["training.steps"] == str(SHIPPED / "quickstart.toml")
+    assert parse(["child.toml"]).origins["training.steps"] == str(SHIPPED / "quickstart.toml")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from titanlite.config.files import shipped_names
 from titanlite.config.ineffective import conditional_keys, describe
 from titanlite.config.keys import full_keys
-from titanlite.config.load import load_config, settings_without_effect
+from titanlite.config.load import load_config, parse, without_effect
 from titanlite.config.toml import dump_config
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import ConfigError
@@ -64,9 +64,9 @@ def test_every_key_has_a_rule_or_always_an_effect() -> None:
     assert (ALWAYS | conditional) - keys == {"validation.sources"}  # an array, with its tables
 
 
-def without_effect(*argv: str, world_size: int = 1) -> set[str]:
+def keys_without_effect(*argv: str, world_size: int = 1) -> set[str]:
     config = load_config(argv, world_size=world_size, device_type="cpu", checks_files=False)
-    return {problem.key for problem in settings_without_effect(argv, config, world_size)}
+    return {problem.key for problem in without_effect(parse(argv), config, world_size)}
 
 
 PP = "--parallelism.pp 2 --training.local_batch_size 2 --training.global_batch_size 8"
@@ -158,8 +158,8 @@ CASES = [
 def test_a_setting_is_named_only_if_it_has_no_effect(setting: str, used: str, unused: str, world_size: int) -> None:
     key, value = setting.split(" ")
     named = "validation.sources" if key.startswith("validation.sources") else key
-    assert named not in without_effect(*used.split(), f"--{key}", value, world_size=world_size)
-    found = without_effect(*unused.split(), f"--{key}", value, world_size=world_size)
+    assert named not in keys_without_effect(*used.split(), f"--{key}", value, world_size=world_size)
+    found = keys_without_effect(*unused.split(), f"--{key}", value, world_size=world_size)
     if named == key:
         assert named in found
     assert not {other for other in found if f"--{other}" not in f"--{key} {unused}"}
@@ -170,7 +170,7 @@ def test_tables_of_validation_that_is_not_enabled_are_one_setting(tmp_path: Path
     file.write_text("[[validation.sources]]\nkind = 'text'\npath = 'x'\n")
     argv = [str(file)]
     config = load_config(argv, world_size=1, device_type="cpu", checks_files=False)
-    (problem,) = settings_without_effect(argv, config, 1)
+    (problem,) = without_effect(parse(argv), config, 1)
     assert describe(problem) == "validation.sources has an effect only with validation.enable = true"
     assert str(problem).splitlines()[0] == "validation.sources"
 
@@ -178,7 +178,7 @@ def test_tables_of_validation_that_is_not_enabled_are_one_setting(tmp_path: Path
 def test_a_search_of_layouts_may_use_any_setting() -> None:
     argv = "--parallelism.pp_schedule GPipe --activation_checkpoint.selective_policy layer"
     argv += f" --faults.check_replicas_every 5 --parallelism.layout auto {BATCH}"
-    assert without_effect(*argv.split(), world_size=4) == set()
+    assert keys_without_effect(*argv.split(), world_size=4) == set()
     load_config([*argv.split(), "--strict"], world_size=4, device_type="cpu", checks_files=False)
 
 
@@ -186,25 +186,25 @@ def test_a_search_of_layouts_may_use_any_setting() -> None:
 def test_optimizers_and_loggers_of_plugins_may_use_any_setting() -> None:
     optimizer = "--optimizer.eps 1e-6 --optimizer.beta1 0.8 --optimizer.implementation foreach"
     logger = '--metrics.folder csv --metrics.project p --metrics.tags ["t"]'
-    assert without_effect(str(PLUGINS), *optimizer.split(), *logger.split()) == set()
+    assert keys_without_effect(str(PLUGINS), *optimizer.split(), *logger.split()) == set()
     own = ["--optimizer.name", "SGD", "--metrics.loggers", '["jsonl"]']
-    assert len(without_effect(str(PLUGINS), *optimizer.split(), *logger.split(), *own)) == 5
+    assert len(keys_without_effect(str(PLUGINS), *optimizer.split(), *logger.split(), *own)) == 5
 
 
 def test_defaults_automatic_values_and_written_files_are_not_named(tmp_path: Path) -> None:
-    assert without_effect() == set()
-    assert without_effect("--lr_schedule.decay", "none", "--lr_schedule.decay_steps=-1") == set()
+    assert keys_without_effect() == set()
+    assert keys_without_effect("--lr_schedule.decay", "none", "--lr_schedule.decay_steps=-1") == set()
     file = tmp_path / "config.toml"
     file.write_text(dump_config(load_config([], world_size=1, device_type="cpu")))
-    assert without_effect(str(file)) == set()
-    assert without_effect(str(file), "--parallelism.pp_schedule", "GPipe") == {"parallelism.pp_schedule"}
+    assert keys_without_effect(str(file)) == set()
+    assert keys_without_effect(str(file), "--parallelism.pp_schedule", "GPipe") == {"parallelism.pp_schedule"}
 
 
 @pytest.mark.parametrize("name", shipped_names())
 def test_all_settings_of_shipped_configurations_have_an_effect(name: str) -> None:
     world_size = {"quickstart": 1, "llama3_8b_one_gpu": 1, "qwen3_0_6b": 1}.get(name, 128)
     config = load_config([name], world_size=world_size, device_type="cuda", checks_files=False)
-    assert settings_without_effect([name], config, world_size) == []
+    assert without_effect(parse([name]), config, world_size) == []
 
 
 def test_strict_refuses_settings_without_effect(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_strict_refuses_settings_without_effect(tmp_path: Path) -> None:
     (tmp_path / "my.toml").write_text("extends = 'base.toml'")
     argv = [str(tmp_path / "my.toml"), "--optimizer.nesterov", "false"]
     config = load_config(argv, world_size=1, device_type="cpu")
-    assert describe(settings_without_effect(argv, config, 1)[0]) == (
+    assert describe(without_effect(parse(argv), config, 1)[0]) == (
         f'parallelism.pp_schedule = "GPipe" in {tmp_path / "base.toml"} has an effect only with parallelism.pp above 1'
     )
     with pytest.raises(ConfigError) as caught:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.load import load_config, parse_config
+from tests.configuration import parse_config
+from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import dump_config
 from titanlite.runtime.errors import ConfigError

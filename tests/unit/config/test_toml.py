@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.configuration import parse_config
 from titanlite.config.check import resolve_config
 from titanlite.config.fields import SECTIONS, section_types
-from titanlite.config.load import keep_earlier, load_config, origins_of, parse_config
+from titanlite.config.load import keep_earlier, load_config, parse
 from titanlite.config.toml import print_config
 from titanlite.models.registry import FAMILIES
 
@@ -17,7 +18,7 @@ def printed(*argv: str, world_size: int = 1, device_type: str = "cpu", chosen_la
     assert problems == []
     kept = keep_earlier(given)
     config = resolve_config(kept, world_size=world_size, device_type=device_type)
-    return print_config(given, kept, config, origins_of(argv), chosen_later)
+    return print_config(given, kept, config, parse(argv).origins, chosen_later)
 
 
 def comments(text: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from titanlite.config.load import parse_config
+from titanlite.config.load import parse
 from titanlite.config.schema import JobConfig
 from titanlite.planning.estimate import require_estimate
 from titanlite.runtime.errors import ConfigError, Problem, ranged
@@ -87,9 +87,9 @@ class Options:
 def main(argv: Sequence[str]) -> None:
     """Print the comparison; exit with 1 if a layout differs. Raises UserError."""
     options, overrides = read_options_and_overrides(Options, argv, "parity")
-    given, problems = parse_config(["--job.config_file", options.config, *overrides])
-    raise_problems([*problems, *check_options(options), *check_output_file("--json", options.json)])
-    config, layouts, refused = prepare(options, given)
+    parsed = parse(["--job.config_file", options.config, *overrides])
+    raise_problems([*parsed.problems, *check_options(options), *check_output_file("--json", options.json)])
+    config, layouts, refused = prepare(options, parsed.config)
     named = [ONE_PROCESS, *(layout for layout in layouts if layout != ONE_PROCESS)]
     for line in refusal_lines(refused):
         print(line)

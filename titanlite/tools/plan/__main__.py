@@ -9,8 +9,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from titanlite.config.load import given_keys, load_config
+from titanlite.config.load import parse, resolve
 from titanlite.config.schema import JobConfig
+from titanlite.config.toml import COMMAND_LINE
 from titanlite.hardware.profile import Profile, load_profile, profile_names
 from titanlite.planning.batch import fit_local_batch_size
 from titanlite.planning.estimate import estimate, require_estimate
@@ -72,14 +73,14 @@ def main(argv: Sequence[str]) -> None:
         )
     device = options.device or (profile.device if profile else "cuda")
     memory_gib = options.device_memory_gib or (profile.memory_gib if profile else DEFAULT_GIB)
-    arguments = ["--job.config_file", options.config, *overrides]
-    config = load_config(
-        arguments, world_size=options.world_size, device_type=device, checks_files=False, any_layout=options.search
+    parsed = parse(["--job.config_file", options.config, *overrides])
+    config = resolve(
+        parsed, world_size=options.world_size, device_type=device, checks_files=False, any_layout=options.search
     )
     require_estimate(config, "model.family", config.model.family, "choose a family of decoders")
     is_auto = config.parallelism.layout == "auto"
     if profile is not None and (options.search or is_auto):
-        kept = given_keys(arguments if is_auto else overrides)
+        kept = {key for key, origin in parsed.origins.items() if is_auto or origin == COMMAND_LINE}
         print_search(config, options.world_size, profile, memory_gib, kept, options.price_per_hour)
         return
     if is_auto:

@@ -16,7 +16,7 @@ from titanlite.checkpoint.compatibility import changed_settings
 from titanlite.checkpoint.start import StartFinder
 from titanlite.checkpoint.state import RunState
 from titanlite.config.check import check_config, resolve_config
-from titanlite.config.load import CONFIG_COPY, config_from_values, parse_config, read_copy
+from titanlite.config.load import CONFIG_COPY, config_from_values, parse, read_copy
 from titanlite.config.plugins import import_plugins_of
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader
@@ -79,10 +79,10 @@ def launch_config(folder: Path, records: Sequence[Record], saved: SavedRun | Non
         return saved.config
     copy = read_copy(folder)
     import_plugins_of({"job": {"plugins": copy.job.plugins}}, folder, allowed=allow_import)
-    config, problems = parse_config(["--job.config_file", str(folder / CONFIG_COPY)])
-    if problems:
-        raise ConfigError(problems)
-    return config
+    parsed = parse(["--job.config_file", str(folder / CONFIG_COPY)])
+    if parsed.problems:
+        raise ConfigError(parsed.problems)
+    return parsed.config
 
 
 def start_of_run(config: JobConfig, step: int, *, allow_import: bool) -> SavedRun | None:

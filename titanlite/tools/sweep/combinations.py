@@ -13,7 +13,7 @@ from typing import Any
 from titanlite.config.arguments import split_arguments
 from titanlite.config.fields import fields_of, is_text, literal, row_type, section_types, types_of
 from titanlite.config.files import CONFIG_FILE
-from titanlite.config.load import load_config, parse_config, read_copy
+from titanlite.config.load import parse, read_copy, resolve
 from titanlite.config.plugins import PLUGINS
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
@@ -75,7 +75,7 @@ def combinations(config: str, overrides: Sequence[str], *, world_size: int, devi
     arguments = split_arguments([f"--{CONFIG_FILE}={config}", *overrides])
     problems = list(arguments.problems)
     given = {key: text for key, text in arguments.texts.items() if key != CONFIG_FILE}
-    common, _ = parse_config([f"--{CONFIG_FILE}={config}"])
+    common = parse([f"--{CONFIG_FILE}={config}"]).config
     values = {key: _values(key, text, common) for key, text in given.items()}
     swept = {key: found for key, found in values.items() if len(found) > 1}
     remedy = 'leave the last comma out, or write the value; an empty text is "" in quotes: \'""\''
@@ -158,16 +158,16 @@ def _run(
 ) -> Run:
     """The run of a combination, checked. Raises ConfigError."""
     plain = [f"--{key}={text}" for key, text in texts.items() if key != DUMP_FOLDER]
-    parsed, problems = parse_config(
+    parsed = parse(
         [f"--{CONFIG_FILE}={config}", *plain, *(f"--{key}={texts[key]}" for key in texts.keys() & {DUMP_FOLDER})]
     )
-    if problems:
-        raise ConfigError(problems)
-    values = {key: _shown(value_at(parsed, key)) for key in names}
+    if parsed.problems:
+        raise ConfigError(parsed.problems)
+    values = {key: _shown(value_at(parsed.config, key)) for key in names}
     name = "_".join(f"{names[key]}-{in_path(value)}" for key, value in values.items())
-    arguments = [f"--{CONFIG_FILE}={config}", *plain, f"--{DUMP_FOLDER}={Path(parsed.job.dump_folder, name)}"]
+    arguments = [f"--{CONFIG_FILE}={config}", *plain, f"--{DUMP_FOLDER}={Path(parsed.config.job.dump_folder, name)}"]
     arguments += switches
-    checked = load_config(arguments, world_size=world_size, device_type=device_type)
+    checked = resolve(parse(arguments), world_size=world_size, device_type=device_type)
     return Run(name, values, arguments, checked)
 
 

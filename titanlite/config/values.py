@@ -1,0 +1,239 @@
+"""Strict reading of all values by pydantic, which also makes the JSON schema from the same types and ranges."""
+
+import math
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+
+from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError, with_config
+from pydantic_core import ErrorDetails
+from typing_extensions import TypedDict
+
+from titanlite.config.fields import (
+    SECTIONS,
+    TABLES,
+    alternatives,
+    describe_type,
+    is_text,
+    literal,
+    row_type,
+    section_types,
+    types_of,
+)
+from titanlite.config.keys import close_names, unknown_column, unknown_key
+from titanlite.models.family import ModelConfig
+from titanlite.models.registry import FAMILIES
+from titanlite.runtime.errors import Problem, Range
+
+INT64 = range(-(2**63), 2**63)
+_TypedDict: Any = TypedDict
+
+WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+"""Texts that people write for a boolean."""
+
+
+class Kind(NamedTuple):
+    """The values of a key. default: as an example in remedies."""
+
+    type: Any
+    range: Range | None
+    default: Any
+
+
+def kinds_of(section: str, family: str | None) -> dict[str, Kind]:
+    """The kinds of the keys of a section. [model] has the hyper-parameters of `family`, unless it is None."""
+    kinds = columns_of(SECTIONS[section])
+    if section == "model" and family is not None:
+        first = next(iter(FAMILIES[family].flavors.values()))
+        kinds |= {name: kind._replace(default=getattr(first, name)) for name, kind in columns_of(type(first)).items()}
+    types = section_types(section, family)
+    return {name: kinds[name]._replace(type=kind) for name, kind in types.items()}
+
+
+def columns_of(section_type: type) -> dict[str, Kind]:
+    """The kinds of the fields of a dataclass."""
+    ranges = {field.name: field.metadata.get("range") for field in fields(section_type)}
+    return {
+        name: Kind(kind, ranges[name], getattr(section_type, name, None))
+        for name, kind in types_of(section_type).items()
+    }
+
+
+def read_values(tables: Mapping[str, Any], family: str | None) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
+    """Read the tables of a configuration: (section -> key -> value of the field's type, all problems).
+
+    A key with a problem is left out. tables: by section, as parsed from TOML; not changed. family: of the model; None
+    if it is unknown, then the keys of [model] are not read.
+    """
+    given = deepcopy(dict(tables))
+    if family is None and isinstance(given.get("model"), dict):
+        given["model"] = {key: value for key, value in given["model"].items() if key == "family"}
+    adapter = adapter_of(family)
+    try:
+        return adapter.validate_python(given), []
+    except ValidationError as error:
+        found: dict[str, Problem] = {}
+        for details in error.errors(include_url=False):
+            problem = _problem(details, tables, family)
+            found.setdefault(problem.key, problem)
+            _remove(given, details["loc"])
+    return adapter.validate_python(given), list(found.values())
+
+
+def adapter_of(family: str | None) -> TypeAdapter[dict[str, dict[str, Any]]]:
+    """What reads all sections, with the choices that are registered now."""
+    flavors = (FAMILIES[family].config_type, *FAMILIES[family].flavors) if family else ()
+    choices = tuple(tuple(table) for keys in TABLES.values() for tables in keys.values() for table in tables)
+    return _adapter(family, (tuple(FAMILIES), flavors, choices))
+
+
+@cache
+def _adapter(family: str | None, _registered: Any) -> TypeAdapter[dict[str, dict[str, Any]]]:
+    sections = {name: table_type(name, kinds_of(name, family)) for name in SECTIONS}
+    return TypeAdapter(table_type("job", sections))
+
+
+def table_type(name: str, keys: Mapping[str, Any]) -> Any:
+    """The type of a table of TOML, for pydantic. keys: name -> Kind, or a type."""
+    columns = {key: annotated(kind) if isinstance(kind, Kind) else kind for key, kind in keys.items()}
+    return with_config(ConfigDict(extra="forbid"))(_TypedDict(name, columns, total=False))
+
+
+def annotated(kind: Kind) -> Any:
+    """The type of a key's values, for pydantic: strict, in its range."""
+    other, words = alternatives(kind.type)
+    if words:
+        return annotated(kind._replace(type=other)) | Literal[words]
+    if get_origin(kind.type) is Literal:
+        return kind.type
+    if row := row_type(kind.type):
+        table = table_type(row.__name__, columns_of(row))
+        return tuple[Annotated[table, AfterValidator(lambda values: row(**values))], ...]  # type: ignore[valid-type]
+    if get_origin(kind.type) is tuple:
+        return tuple[annotated(Kind(get_args(kind.type)[0], None, None)), ...]  # type: ignore[misc]
+    if kind.type is bool:
+        return Annotated[bool, Strict()]
+    if kind.type is str:
+        return Annotated[str, Strict(), AfterValidator(_clean)]
+    assert kind.type in (int, float), f"the configuration has no values of type {kind.type}"
+    return _number(kind.type, kind.range or Range(""))
+
+
+def _number(kind: type, rule: Range) -> Any:
+    bounds: dict[str, Any] = {"ge": rule.least, "gt": rule.above, "le": rule.most}
+    bounds |= {"allow_inf_nan": False} if kind is float else {}
+    if kind is int:
+        bounds |= {"ge": INT64.start if rule.least is None else rule.least, "le": rule.most or INT64.stop - 1}
+    bounds["lt"] = None if rule.below == math.inf else rule.below
+    number: Any = Annotated[kind, Strict(), Field(**bounds)]
+    if not isinstance(rule.unset, int | float) or replace(rule, unset=None).has(rule.unset):
+        return number
+    return Literal[kind(rule.unset)] | number  # type: ignore[valid-type]
+
+
+def _clean(text: str) -> str:
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError
+    return text
+
+
+def _remove(tables: dict[str, Any], location: Sequence[str | int]) -> None:
+    """Remove a value with a problem: a key, a key of a table in an array, or an entry that is no section."""
+    section, *path = location
+    *above, last = [section, *path[: 3 if isinstance(_at(tables, location[:3]), dict) else 1]]
+    table = _at(tables, above)
+    if isinstance(table, dict):
+        table.pop(last, None)
+
+
+def _at(tables: Any, location: Sequence[str | int]) -> Any:
+    """The value at a location; None if there is none."""
+    for name in location:
+        try:
+            tables = tables[name]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return tables
+
+
+def _problem(error: ErrorDetails, tables: Mapping[str, Any], family: str | None) -> Problem:
+    """The problem that an error of pydantic describes."""
+    location, value, is_unknown = error["loc"], error["input"], error["type"] == "extra_forbidden"
+    section, *path = (str(part) for part in location)
+    if not path and is_unknown:
+        return _unknown_entry(section, value)
+    if not path:
+        return Problem(section, value, "a table of keys", f"write [{section}] and its keys below it")
+    key = f"{section}.{path[0]}"
+    if len(path) == 1 and is_unknown:
+        return unknown_key(key, value, family)
+    kind = kinds_of(section, family)[path[0]]
+    if row := row_type(kind.type):
+        if len(path) < 3:
+            given = _at(tables, location[:2])
+            return Problem(key, given, "an array of tables", f"write [[{key}]] and its keys below it")
+        key = ".".join([section, *path[:3]])
+        if is_unknown:
+            return unknown_column(key, value, row)
+        kind = columns_of(row)[path[2]]
+    return explain(key, value, kind, error["type"])
+
+
+def _unknown_entry(name: str, value: Any) -> Problem:
+    if not isinstance(value, dict):
+        return unknown_key(name, value, ModelConfig.family)
+    close = close_names(name, SECTIONS)
+    remedy = f"did you mean [{close[0]}]?" if close else "the sections: " + ", ".join(SECTIONS)
+    return Problem(name, value, "a section of the configuration", remedy)
+
+
+def explain(key: str, value: Any, kind: Kind, fault: str) -> Problem:
+    """The problem of a value that is not of a kind. fault: the type of pydantic's error."""
+    number, words = alternatives(kind.type)
+    if get_origin(kind.type) is tuple and fault == "tuple_type":
+        item, example = get_args(kind.type)[0], [value] if isinstance(value, str) else kind.default
+        return Problem(key, value, f"an array, each item {describe_type(item)}", f"write {literal(example)}")
+    if get_origin(kind.type) is tuple:
+        item = get_args(kind.type)[0]
+        return explain(key, value, Kind(item, None, "text" if is_text(item) else 1.0), fault)
+    if get_origin(kind.type) is Literal:
+        return not_a_choice(key, value, get_args(kind.type))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and isinstance(value, float) and not math.isfinite(value):
+        return Problem(key, value, "a finite number", f"write a finite number, for example {literal(kind.default)}")
+    if is_number and isinstance(value, int) and value not in INT64:
+        return Problem(key, value, "from -2^63 to 2^63 - 1", "write a number in this range")
+    if is_number and kind.range and (isinstance(value, int) or number is float):
+        return Problem(key, value, str(kind.range), kind.range.remedy)
+    rule, example = describe_type(kind.type), f"for example {literal(kind.default)}"
+    if fault == "value_error":
+        return Problem(key, value, "valid Unicode text without NUL characters", "remove these characters")
+    if words:
+        return Problem(key, value, rule, f"write {literal(kind.default)}, or {describe_type(number)}")
+    return Problem(key, value, rule, _guess(value, kind.type) or f"write {rule}, {example}")
+
+
+def not_a_choice(key: str, value: Any, choices: tuple[str, ...]) -> Problem:
+    folded = {choice.lower(): choice for choice in choices if choice}
+    close = get_close_matches(str(value).lower(), folded, 1)
+    remedy = f"did you mean {literal(folded[close[0]])}?" if close else "use one of these values"
+    return Problem(key, value, describe_type(Literal[choices]), remedy)
+
+
+def _guess(value: Any, value_type: type) -> str:
+    """The remedy if the intended value can be guessed, else ""."""
+    if value_type is str:
+        return f"write {literal(str(value))}" if isinstance(value, int | float) else ""
+    text = str(value).strip()
+    if value_type is bool:
+        return f"write {literal(WORDS[text.lower()])}" if text.lower() in WORDS else ""
+    try:
+        number = float(text) if isinstance(value, str | float) else math.nan
+    except ValueError:
+        return ""
+    if not math.isfinite(number) or (value_type is int and not number.is_integer()):
+        return ""
+    return f"write {literal(value_type(number))}" + (" without quotes" if isinstance(value, str) else "")
