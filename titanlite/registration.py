@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from titanlite.config.describe import type_label
-from titanlite.config.fields import fields_of, types_of
+from titanlite.config.fields import columns_of, fields_of
 from titanlite.data.kinds import KINDS
 from titanlite.data.sources.base import Source, StreamedSource, TextSource
 from titanlite.data.sources.config import SourceConfig
@@ -157,11 +157,11 @@ def _check_hyper_parameters(check: _Check, family: Family) -> None:
     check.require(is_frozen, "config_type must be a frozen dataclass")
     taken = sorted({field.name for field in dataclasses.fields(kind)} & {*fields_of(ModelConfig())})
     check.require(not taken, f"{', '.join(taken)} cannot be hyper-parameters: [model] has them")
-    for name, value_type in types_of(kind).items():
+    for name, key in columns_of(kind).items():
         try:
-            type_label(value_type)
+            type_label(key.type)
         except (KeyError, TypeError):
-            check.require(False, f"{name}: {value_type} is no type of TOML keys: bool, int, float, str, or a Literal")
+            check.require(False, f"{name}: {key.type} is no type of TOML keys: bool, int, float, str, or a Literal")
     check.require(bool(family.flavors), "flavors is empty")
 
 

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from titanlite.config.fields import SECTIONS, alternatives, fields_of, literal, row_type, section_types, types_of
+from titanlite.config.fields import SECTIONS, Key, alternatives, columns_of, fields_of, keys_of, literal, row_type
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import resolve_model
 
 
 @dataclass(frozen=True)
-class Key:
-    """One key. name: without its section. label: of the type of its values. value: as TOML. text: its meaning."""
+class Line:
+    """A key. name: without its section. label: of the type of its values. value: as TOML. text: its meaning."""
 
     name: str
     label: str
@@ -29,7 +29,7 @@ class Section:
 
     name: str
     text: str
-    keys: tuple[Key, ...]
+    keys: tuple[Line, ...]
 
 
 def describe_config(config: JobConfig) -> list[Section]:
@@ -41,16 +41,15 @@ def describe_config(config: JobConfig) -> list[Section]:
             family, hyper_parameters = resolve_model(config.model)
             values |= fields_of(hyper_parameters)
             texts |= field_texts(family.config_type)
-        types = section_types(name, config.model.family)
-        arrays = [key for key, value_type in types.items() if row_type(value_type)]
-        plain = {key: value_type for key, value_type in types.items() if key not in arrays}
-        sections.append(Section(name, _text(section_type), _keys(values, plain, texts)))
-        for key in arrays:
-            row_class = row_type(types[key])
-            assert row_class is not None
+        keys = keys_of(name, config.model.family)
+        arrays = {key: row for key in keys if (row := row_type(keys[key].type))}
+        plain = {key: keys[key] for key in keys if key not in arrays}
+        sections.append(Section(name, _text(section_type), _described(values, plain, texts)))
+        for key, row_class in arrays.items():
+            texts = field_texts(row_class)
             for index, row in enumerate(values[key] or (row_class(),)):  # an empty array: show defaults
-                keys = _keys(fields_of(row), types_of(type(row)), field_texts(type(row)))
-                sections.append(Section(f"{name}.{key}.{index}", _text(type(row)), keys))
+                columns = _described(fields_of(row), columns_of(row_class), texts)
+                sections.append(Section(f"{name}.{key}.{index}", _text(row_class), columns))
     return sections
 
 
@@ -81,10 +80,9 @@ def type_label(value_type: Any) -> str:
     return {bool: "{true,false}", int: "INT", float: "FLOAT", str: "STR"}[value_type]
 
 
-def _keys(values: Mapping[str, Any], types: Mapping[str, Any], texts: Mapping[str, str]) -> tuple[Key, ...]:
+def _described(values: Mapping[str, Any], keys: Mapping[str, Key], texts: Mapping[str, str]) -> tuple[Line, ...]:
     return tuple(
-        Key(name, type_label(value_type), literal(values[name]), texts.get(name, ""))
-        for name, value_type in types.items()
+        Line(name, type_label(key.type), literal(values[name]), texts.get(name, "")) for name, key in keys.items()
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import tomli
 
@@ -15,13 +15,13 @@ from titanlite.data.kinds import KINDS
 from titanlite.data.sources.config import SourceConfig
 from titanlite.metrics.config import MetricsConfig
 from titanlite.metrics.sinks import OWN_LOGGERS, SERVICES
-from titanlite.models.family import ModelConfig
 from titanlite.models.head import LossConfig
 from titanlite.models.losses import LOSSES
 from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import GroupConfig, OptimizerConfig
 from titanlite.optim.registry import OPTIMIZERS
 from titanlite.optim.schedule import DECAY_SHAPES, ScheduleConfig
+from titanlite.runtime.errors import Range
 from titanlite.runtime.json_files import check_depth
 
 TABLES: Mapping[type, Mapping[str, Sequence[Iterable[str]]]] = {
@@ -35,33 +35,51 @@ TABLES: Mapping[type, Mapping[str, Sequence[Iterable[str]]]] = {
 """Keys whose choices are the entries of registries, to which plugins may add."""
 
 
+class Key(NamedTuple):
+    """What a key takes. type: of its values. range: of numbers. default: also the example in remedies; of a
+    hyper-parameter, that of the family's first flavor."""
+
+    type: Any
+    range: Range | None
+    default: Any
+
+
 @cache
-def _type_hints(section_type: Any) -> Mapping[str, Any]:
+def _type_hints(section_type: type) -> Mapping[str, Any]:
     return get_type_hints(section_type)
 
 
-def types_of(section_type: Any) -> dict[str, Any]:
-    """Field -> type of its values, of a dataclass."""
+def columns_of(section_type: type) -> dict[str, Key]:
+    """Field -> what it takes, of the dataclass of a section, of a table or of hyper-parameters."""
     hints = dict(_type_hints(section_type))
     for name, tables in TABLES.get(section_type, {}).items():
         choice: Any = Literal[tuple(chain(*tables))]
         hints[name] = tuple[choice, ...] if get_origin(hints[name]) is tuple else choice
-    return {field.name: hints[field.name] for field in dataclasses.fields(section_type)}
+    return {
+        field.name: Key(
+            hints[field.name],
+            field.metadata.get("range"),
+            None if field.default is dataclasses.MISSING else field.default,
+        )
+        for field in dataclasses.fields(section_type)
+    }
 
 
-SECTIONS: Mapping[str, type] = types_of(JobConfig)
+SECTIONS: Mapping[str, type] = {field.name: field.type for field in dataclasses.fields(JobConfig)}  # type: ignore[misc]
 
 
-def section_types(section: str, family: str | None) -> dict[str, Any]:
-    """Key -> type of its values, for one section. [model] has the hyper-parameters of `family`, unless it is None."""
-    types = types_of(SECTIONS[section])
-    if SECTIONS[section] is ModelConfig:
-        del types["overrides"]
-        types["family"] = Literal[tuple(FAMILIES)]
+def keys_of(section: str, family: str | None) -> dict[str, Key]:
+    """Key -> what it takes, of one section. [model] has the hyper-parameters of `family`, unless it is None."""
+    keys = columns_of(SECTIONS[section])
+    if section == "model":
+        del keys["overrides"]
+        keys["family"] = keys["family"]._replace(type=Literal[tuple(FAMILIES)])
         if family is not None:
-            types["flavor"] = Literal[tuple(FAMILIES[family].flavors)]
-            types |= types_of(FAMILIES[family].config_type)
-    return types
+            flavors = FAMILIES[family].flavors
+            keys["flavor"] = keys["flavor"]._replace(type=Literal[tuple(flavors)])
+            first = next(iter(flavors.values()))
+            keys |= {name: key._replace(default=getattr(first, name)) for name, key in columns_of(type(first)).items()}
+    return keys
 
 
 def row_type(value_type: Any) -> type | None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 import tyro
 
 from titanlite.config.arguments import Options
-from titanlite.config.describe import Key, describe_config, field_texts
+from titanlite.config.describe import Line, describe_config, field_texts
 from titanlite.config.files import CONFIG_FILE
 from titanlite.config.load import parse
 from titanlite.config.schema import JobConfig
@@ -72,7 +72,7 @@ def _option(name: str, text: str) -> Any:
     return tyro.conf.arg(help=text, metavar=METAVARS.get(name), help_behavior_hint="")
 
 
-def _argument(key: Key) -> Any:
+def _argument(key: Line) -> Any:
     return tyro.conf.arg(help=key.text, metavar=key.label, help_behavior_hint=f"(default: {key.value})")
 
 

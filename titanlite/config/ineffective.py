@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from titanlite.checkpoint import config as checkpoint
-from titanlite.config.fields import SECTIONS, literal, section_types, types_of
+from titanlite.config.fields import SECTIONS, columns_of, keys_of, literal
 from titanlite.config.schema import JobConfig
 from titanlite.data import config as data
 from titanlite.data.bpe import kept_tokenizer
@@ -132,7 +132,7 @@ SEVERAL = Needs("several data.sources", lambda facts: len(facts.config.data.sour
 def conditional_keys(family: str) -> set[str]:
     """The full keys that have no effect under some other settings, without the index of arrays of tables."""
     keys = {f"{section}.{key}" for section, needs in OF_SECTIONS.items() for key in needs}
-    kinds = {key for key in types_of(SourceConfig) if _kinds_with(key)}
+    kinds = {key for key in columns_of(SourceConfig) if _kinds_with(key)}
     keys |= {f"{section}.sources.{key}" for section in ("data", "validation") for key in kinds}
     return keys | {*ACROSS, "data.sources.weight"} | {f"model.{key}" for key in FAMILIES[family].needs}
 
@@ -145,7 +145,7 @@ def ineffective(given: JobConfig, config: JobConfig, origins: Mapping[str, str],
     stands for an automatic choice.
     """
     counts = Counter(origin for key, origin in origins.items() if key.count(".") == 1)
-    most = sum(len(section_types(section, None)) for section in SECTIONS) / 2
+    most = sum(len(keys_of(section, None)) for section in SECTIONS) / 2
     facts = Facts(config, origins.keys(), world_size)
     problems: list[Problem] = []
     for key, origin in origins.items():

@@ -8,9 +8,9 @@ from pydantic import Field, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from titanlite.config.describe import field_texts
-from titanlite.config.fields import SECTIONS, row_type
+from titanlite.config.fields import SECTIONS, Key, columns_of, keys_of, row_type
 from titanlite.config.files import EXTENDS
-from titanlite.config.values import Kind, annotated, columns_of, kinds_of, table_type
+from titanlite.config.values import annotated, table_type
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
 
@@ -49,7 +49,7 @@ def json_schema() -> Schema:
 def _section(name: str) -> Any:
     if name == "model":
         return _described(table_type(name, _model()), _text(ModelConfig))
-    kinds = {key: kind for key, kind in kinds_of(name, None).items() if f"{name}.{key}" not in ON_THE_COMMAND_LINE}
+    kinds = {key: kind for key, kind in keys_of(name, None).items() if f"{name}.{key}" not in ON_THE_COMMAND_LINE}
     return _described(table_type(name, _keys(SECTIONS[name], kinds)), _text(SECTIONS[name]))
 
 
@@ -61,7 +61,7 @@ def _text(section_type: type) -> str:
     return " ".join((section_type.__doc__ or "").split())
 
 
-def _keys(section_type: type, kinds: Mapping[str, Kind]) -> dict[str, Any]:
+def _keys(section_type: type, kinds: Mapping[str, Key]) -> dict[str, Any]:
     """Key -> its type, with its text and its default."""
     texts, keys = field_texts(section_type), {}
     for key, kind in kinds.items():
@@ -78,7 +78,7 @@ def _row(row: type) -> Any:
 
 def _model() -> dict[str, Any]:
     """The keys of [model] with the hyper-parameters of all families, whose texts may differ."""
-    own = kinds_of("model", None)
+    own = keys_of("model", None)
     keys = _keys(ModelConfig, own | {"flavor": own["flavor"]._replace(type=str)})
     texts: dict[str, str] = {}
     for family in FAMILIES.values():
@@ -101,7 +101,7 @@ def _rules_of_families() -> list[Schema]:
     """
     rules = []
     for family in FAMILIES.values():
-        names = {"enum": list(kinds_of("model", family.name))}
+        names = {"enum": list(keys_of("model", family.name))}
         then = {"properties": {"flavor": {"enum": list(family.flavors)}}, "propertyNames": names}
         rules.append({"if": {"properties": {"family": {"const": family.name}}, "required": ["family"]}, "then": then})
     return rules

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Any
 
-from titanlite.config.fields import SECTIONS, row_type, section_types, types_of
+from titanlite.config.fields import SECTIONS, columns_of, keys_of, row_type
 from titanlite.config.files import EXTENDS
 from titanlite.config.other_names import KEYS, NAMES
 from titanlite.models.registry import FAMILIES
@@ -18,9 +18,9 @@ def full_keys(family: str | None) -> list[str]:
     """
     keys = []
     for section in SECTIONS:
-        for name, value_type in section_types(section, family).items():
-            row = row_type(value_type)
-            keys += [f"{section}.{name}.0.{column}" for column in types_of(row)] if row else [f"{section}.{name}"]
+        for name, key in keys_of(section, family).items():
+            row = row_type(key.type)
+            keys += [f"{section}.{name}.0.{column}" for column in columns_of(row)] if row else [f"{section}.{name}"]
     return keys
 
 
@@ -30,14 +30,14 @@ def unknown_key(key: str, value: Any, family: str | None) -> Problem:
     if EXTENDS in (key, name):
         remedy = f'write {EXTENDS} = "base.toml" above the first [section] of the TOML file'
         return Problem(key, value, "a key at the top of a TOML file", remedy)
-    others = [other for other in FAMILIES if name in section_types("model", other)]
+    others = [other for other in FAMILIES if name in keys_of("model", other)]
     if section == "model" and others:
         rule = f"a key of [model] with family = {family!r}; {name} is a hyper-parameter of {', '.join(others)}"
         return Problem(key, value, rule, "leave it out, or choose another model.family")
     meant = suggest(key, full_keys(family))
     if name and section in SECTIONS:
         rule = f"a key of [{section}]"
-        valid = "use one of its keys: " + ", ".join(section_types(section, family))
+        valid = "use one of its keys: " + ", ".join(keys_of(section, family))
     else:
         rule, valid = "a key of a section", "use a key of one of the sections: " + ", ".join(SECTIONS)
     return Problem(key, value, rule, f"did you mean {' or '.join(meant)}?" if meant else valid)
@@ -46,8 +46,8 @@ def unknown_key(key: str, value: Any, family: str | None) -> Problem:
 def unknown_column(key: str, value: Any, row: type) -> Problem:
     """The Problem of a key that no table of the array has."""
     table, _, name = key.rpartition(".")
-    close = close_names(name, types_of(row))
-    remedy = f"did you mean {table}.{close[0]}?" if close else "its keys: " + ", ".join(types_of(row))
+    close = close_names(name, columns_of(row))
+    remedy = f"did you mean {table}.{close[0]}?" if close else "its keys: " + ", ".join(columns_of(row))
     array = table.rpartition(".")[0]
     return Problem(key, value, f"a key of one [[{array}]] table", remedy)
 

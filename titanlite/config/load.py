@@ -11,7 +11,16 @@ import numpy as np
 from titanlite.checkpoint.preflight import earlier_config
 from titanlite.config.arguments import Arguments, Options, missing_value, split_arguments
 from titanlite.config.check import check_config, check_path_lengths, one_rank, resolve_config, with_model_tokenizer
-from titanlite.config.fields import SECTIONS, alternatives, fields_of, literal, row_type, types_of, value_from_text
+from titanlite.config.fields import (
+    SECTIONS,
+    alternatives,
+    columns_of,
+    fields_of,
+    keys_of,
+    literal,
+    row_type,
+    value_from_text,
+)
 from titanlite.config.files import CONFIG_FILE, Content, read_file
 from titanlite.config.ineffective import ineffective
 from titanlite.config.keys import unknown_column, unknown_key
@@ -19,7 +28,7 @@ from titanlite.config.lengths import check_lengths, override_lengths
 from titanlite.config.plugins import PLUGINS, import_plugins
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import COMMAND_LINE, tables_of
-from titanlite.config.values import kinds_of, read_values
+from titanlite.config.values import read_values
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import ConfigError, Problem
@@ -280,14 +289,14 @@ def put_argument(tables: Tables, key: str, text: str | None, family: str | None)
     """
     section, _, name = key.partition(".")
     if section in SECTIONS and not name:
-        kinds = kinds_of(section, family)
+        kinds = keys_of(section, family)
         example = next(key for key, kind in kinds.items() if not row_type(kind.type))
         remedy = missing_value(f"{section}.{example}", kinds[example].default).remedy
         remedy = remedy.removeprefix("write ").partition(";")[0]
         rule = "a section: give one of its keys at a time"
         return Problem(key, text, rule, f"write --{section}.KEY VALUE, for example {remedy}")
     name, *row_path = name.split(".")
-    kinds = kinds_of(section, family) if section in SECTIONS else {}
+    kinds = keys_of(section, family) if section in SECTIONS else {}
     if name not in kinds and family is None and section == "model":
         return None
     if name not in kinds:
@@ -315,7 +324,7 @@ def _table(tables: Tables, section: str) -> dict[str, Any]:
 def put_value(tables: Tables, key: str, value: Any, family: str | None) -> Problem | None:
     """Put the Python value of one full key into `tables`, or return its Problem; other parameters: put_argument."""
     section, _, name = key.partition(".")
-    if section in SECTIONS and name in kinds_of(section, family):
+    if section in SECTIONS and name in keys_of(section, family):
         _table(tables, section)[name] = _plain(value)
         return None
     return put_argument(tables, key, text_of(value), family)  # a key of one table, or unknown
@@ -345,16 +354,16 @@ def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Proble
     """Put one value into an array of tables: key is SECTION.NAME.INDEX.COLUMN; INDEX = length appends a table."""
     section, name, index, *columns = key.split(".")
     if not columns:  # the index or the column is missing
-        column = index if index in types_of(row) else "KEY"
+        column = index if index in columns_of(row) else "KEY"
         number = index if index.isdecimal() else "0"
         remedy = f"write --{section}.{name}.{number}.{column} VALUE"
         return Problem(key, text or "", "one key of one table at a time", remedy)
-    if len(columns) != 1 or columns[0] not in types_of(row):
+    if len(columns) != 1 or columns[0] not in columns_of(row):
         return unknown_column(key, text or "", row)
-    if text is None and types_of(row)[columns[0]] is not bool:
+    if text is None and columns_of(row)[columns[0]].type is not bool:
         return missing_value(key, getattr(row, columns[0]))
     text = "true" if text is None else text
-    default = kinds_of(section, None)[name].default
+    default = keys_of(section, None)[name].default
     rows = _table(tables, section).setdefault(name, [fields_of(row) for row in default])
     if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows):
         return None  # the file's value has its own problem
@@ -368,5 +377,5 @@ def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Proble
         )
     if int(index) == len(rows):
         rows.append({})
-    rows[int(index)][columns[0]] = value_from_text(text, types_of(row)[columns[0]])
+    rows[int(index)][columns[0]] = value_from_text(text, columns_of(row)[columns[0]].type)
     return None

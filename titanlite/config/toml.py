@@ -8,7 +8,7 @@ from typing import Any
 
 import tomli_w
 
-from titanlite.config.fields import SECTIONS, fields_of, literal, row_type, types_of
+from titanlite.config.fields import SECTIONS, fields_of, literal
 from titanlite.config.lengths import LENGTHS, UNSET
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
@@ -101,7 +101,9 @@ def _lines(config: JobConfig, comment: Comment, as_comments: Collection[str]) ->
         if section == "job":
             del table["config_file"]
         yield from ["", f"[{section}]"] if number else [f"[{section}]"]
-        rows = {key: value for key, value in table.items() if value and row_type(types_of(type(values)).get(key))}
+        rows = {
+            key: value for key, value in table.items() if value and isinstance(value, tuple) and is_dataclass(value[0])
+        }
         yield from (line(f"{section}.{key}", key, value) for key, value in table.items() if key not in rows)
         for key, tables in rows.items():
             for index, row in enumerate(tables):
@@ -113,7 +115,7 @@ def _lines(config: JobConfig, comment: Comment, as_comments: Collection[str]) ->
 
 def _default(key: str, config: JobConfig) -> str:
     """The origin of a value that is not given."""
-    is_own = key.partition(".")[2] in types_of(ModelConfig)
+    is_own = key.partition(".")[2] in ("family", "flavor")
     return "default" if is_own or not key.startswith("model.") else f"flavor {config.model.flavor}"
 
 
@@ -123,7 +125,7 @@ def _value(config: JobConfig, key: str) -> Any:
     values = getattr(config, section)
     if row:
         return getattr(getattr(values, name)[int(row[0])], row[1])
-    if section == "model" and name not in types_of(ModelConfig):
+    if section == "model" and name not in ("family", "flavor"):
         return getattr(resolve_model(values)[1], name)
     return getattr(values, name)
 

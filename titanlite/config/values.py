@@ -3,10 +3,10 @@
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError, with_config
 from pydantic_core import ErrorDetails
@@ -15,13 +15,14 @@ from typing_extensions import TypedDict
 from titanlite.config.fields import (
     SECTIONS,
     TABLES,
+    Key,
     alternatives,
+    columns_of,
     describe_type,
     is_text,
+    keys_of,
     literal,
     row_type,
-    section_types,
-    types_of,
 )
 from titanlite.config.keys import close_names, unknown_column, unknown_key
 from titanlite.models.family import ModelConfig
@@ -33,33 +34,6 @@ _TypedDict: Any = TypedDict
 
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 """Texts that people write for a boolean."""
-
-
-class Kind(NamedTuple):
-    """The values of a key. default: as an example in remedies."""
-
-    type: Any
-    range: Range | None
-    default: Any
-
-
-def kinds_of(section: str, family: str | None) -> dict[str, Kind]:
-    """The kinds of the keys of a section. [model] has the hyper-parameters of `family`, unless it is None."""
-    kinds = columns_of(SECTIONS[section])
-    if section == "model" and family is not None:
-        first = next(iter(FAMILIES[family].flavors.values()))
-        kinds |= {name: kind._replace(default=getattr(first, name)) for name, kind in columns_of(type(first)).items()}
-    types = section_types(section, family)
-    return {name: kinds[name]._replace(type=kind) for name, kind in types.items()}
-
-
-def columns_of(section_type: type) -> dict[str, Kind]:
-    """The kinds of the fields of a dataclass."""
-    ranges = {field.name: field.metadata.get("range") for field in fields(section_type)}
-    return {
-        name: Kind(kind, ranges[name], getattr(section_type, name, None))
-        for name, kind in types_of(section_type).items()
-    }
 
 
 def read_values(tables: Mapping[str, Any], family: str | None) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
@@ -92,17 +66,17 @@ def adapter_of(family: str | None) -> TypeAdapter[dict[str, dict[str, Any]]]:
 
 @cache
 def _adapter(family: str | None, _registered: Any) -> TypeAdapter[dict[str, dict[str, Any]]]:
-    sections = {name: table_type(name, kinds_of(name, family)) for name in SECTIONS}
+    sections = {name: table_type(name, keys_of(name, family)) for name in SECTIONS}
     return TypeAdapter(table_type("job", sections))
 
 
 def table_type(name: str, keys: Mapping[str, Any]) -> Any:
-    """The type of a table of TOML, for pydantic. keys: name -> Kind, or a type."""
-    columns = {key: annotated(kind) if isinstance(kind, Kind) else kind for key, kind in keys.items()}
+    """The type of a table of TOML, for pydantic. keys: name -> Key, or a type."""
+    columns = {key: annotated(kind) if isinstance(kind, Key) else kind for key, kind in keys.items()}
     return with_config(ConfigDict(extra="forbid"))(_TypedDict(name, columns, total=False))
 
 
-def annotated(kind: Kind) -> Any:
+def annotated(kind: Key) -> Any:
     """The type of a key's values, for pydantic: strict, in its range."""
     other, words = alternatives(kind.type)
     if words:
@@ -111,9 +85,9 @@ def annotated(kind: Kind) -> Any:
         return kind.type
     if row := row_type(kind.type):
         table = table_type(row.__name__, columns_of(row))
-        return tuple[Annotated[table, AfterValidator(lambda values: row(**values))], ...]  # type: ignore[valid-type]
+        return tuple[Annotated[table, AfterValidator(lambda values: row(**values))], ...]
     if get_origin(kind.type) is tuple:
-        return tuple[annotated(Kind(get_args(kind.type)[0], None, None)), ...]  # type: ignore[misc]
+        return tuple[annotated(Key(get_args(kind.type)[0], None, None)), ...]  # type: ignore[misc]
     if kind.type is bool:
         return Annotated[bool, Strict()]
     if kind.type is str:
@@ -131,7 +105,7 @@ def _number(kind: type, rule: Range) -> Any:
     number: Any = Annotated[kind, Strict(), Field(**bounds)]
     if not isinstance(rule.unset, int | float) or replace(rule, unset=None).has(rule.unset):
         return number
-    return Literal[kind(rule.unset)] | number  # type: ignore[valid-type]
+    return Literal[kind(rule.unset)] | number
 
 
 def _clean(text: str) -> str:
@@ -170,7 +144,7 @@ def _problem(error: ErrorDetails, tables: Mapping[str, Any], family: str | None)
     key = f"{section}.{path[0]}"
     if len(path) == 1 and is_unknown:
         return unknown_key(key, value, family)
-    kind = kinds_of(section, family)[path[0]]
+    kind = keys_of(section, family)[path[0]]
     if row := row_type(kind.type):
         if len(path) < 3:
             given = _at(tables, location[:2])
@@ -190,7 +164,7 @@ def _unknown_entry(name: str, value: Any) -> Problem:
     return Problem(name, value, "a section of the configuration", remedy)
 
 
-def explain(key: str, value: Any, kind: Kind, fault: str) -> Problem:
+def explain(key: str, value: Any, kind: Key, fault: str) -> Problem:
     """The problem of a value that is not of a kind. fault: the type of pydantic's error."""
     number, words = alternatives(kind.type)
     if get_origin(kind.type) is tuple and fault == "tuple_type":
@@ -198,7 +172,7 @@ def explain(key: str, value: Any, kind: Kind, fault: str) -> Problem:
         return Problem(key, value, f"an array, each item {describe_type(item)}", f"write {literal(example)}")
     if get_origin(kind.type) is tuple:
         item = get_args(kind.type)[0]
-        return explain(key, value, Kind(item, None, "text" if is_text(item) else 1.0), fault)
+        return explain(key, value, Key(item, None, "text" if is_text(item) else 1.0), fault)
     if get_origin(kind.type) is Literal:
         return not_a_choice(key, value, get_args(kind.type))
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from titanlite.config.describe import Key, describe_config, field_texts, type_label
-from titanlite.config.fields import literal, types_of
+from titanlite.config.describe import Line, describe_config, field_texts, type_label
+from titanlite.config.fields import columns_of, literal
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import Family
 from titanlite.models.registry import FAMILIES
@@ -97,11 +97,11 @@ def document() -> str:
 
 def _family(family: Family) -> list[str]:
     """The hyper-parameters of a family, and the table of its flavors."""
-    names = list(types_of(family.config_type))
+    names = list(columns_of(family.config_type))
     texts = field_texts(family.config_type)
     meanings = [
-        (f"`{name}`", _choices(type_label(value_type)), _cell(texts.get(name, "")))
-        for name, value_type in types_of(family.config_type).items()
+        (f"`{name}`", _choices(type_label(key.type)), _cell(texts.get(name, "")))
+        for name, key in columns_of(family.config_type).items()
     ]
     values = [
         (f"`{name}`", *(f"`{literal(getattr(flavor, name))}`" for flavor in family.flavors.values())) for name in names
@@ -118,7 +118,7 @@ def _family(family: Family) -> list[str]:
     ]
 
 
-def _table(keys: Iterable[Key]) -> list[str]:
+def _table(keys: Iterable[Line]) -> list[str]:
     cells = [(f"`{key.name}`", _choices(key.label), f"`{key.value}`", _cell(key.text)) for key in keys]
     return _rows(("key", "values", "default", "meaning"), cells)
 

@@ -12,12 +12,11 @@ import tomli
 from tests.configuration import parse_config
 from tests.seeds import seeds
 from titanlite.config.check import resolve_config
-from titanlite.config.fields import SECTIONS, alternatives, literal, row_type
+from titanlite.config.fields import SECTIONS, Key, alternatives, columns_of, keys_of, literal, row_type
 from titanlite.config.lengths import LENGTHS, UNSET
 from titanlite.config.load import CONFIG_COPY, load_config, most_ranks, parse
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import dump_config
-from titanlite.config.values import Kind, columns_of, kinds_of
 from titanlite.data.config import DataConfig
 from titanlite.data.sources.config import SourceConfig
 from titanlite.models.family import ModelConfig
@@ -213,7 +212,7 @@ FLOATS = [0.0, -0.0, 1.0, 1e-300, 5e-324, 1.7976931348623157e308, 1e16, 1e22, 0.
 INTS = [0, -1, 2**63 - 1, -(2**63), 1000]
 
 
-def any_value(kind: Kind, choose: random.Random) -> Any:
+def any_value(kind: Key, choose: random.Random) -> Any:
     """A random value of a kind; the rows of tables are made of such values, too."""
     if row := row_type(kind.type):
         return tuple(row(**any_values(columns_of(row), choose)) for _ in range(choose.randrange(4)))
@@ -222,7 +221,7 @@ def any_value(kind: Kind, choose: random.Random) -> Any:
     if get_origin(kind.type) is Literal:
         return choose.choice(get_args(kind.type))
     if get_origin(kind.type) is tuple:
-        item = Kind(get_args(kind.type)[0], None, None)
+        item = Key(get_args(kind.type)[0], None, None)
         return tuple(any_value(item, choose) for _ in range(choose.randrange(4)))
     noise = "".join(choose.choices(string.printable + "\u00e4\u4e2d", k=5))
     values: list[Any] = {bool: [True, False], int: INTS, float: FLOATS, str: [*STRINGS, noise]}[kind.type]
@@ -230,7 +229,7 @@ def any_value(kind: Kind, choose: random.Random) -> Any:
     return choose.choice(inside or [kind.default])
 
 
-def any_values(kinds: dict[str, Kind], choose: random.Random) -> dict[str, Any]:
+def any_values(kinds: dict[str, Key], choose: random.Random) -> dict[str, Any]:
     return {name: any_value(kind, choose) for name, kind in kinds.items()}
 
 
@@ -239,8 +238,8 @@ def any_config(choose: random.Random) -> JobConfig:
     for name, section_type in SECTIONS.items():
         if section_type is ModelConfig:
             family = choose.choice(list(FAMILIES))
-            family_only = Kind(Literal[family], None, None)
-            values = any_values(kinds_of(name, family) | {"family": family_only}, choose)
+            family_only = Key(Literal[family], None, None)
+            values = any_values(keys_of(name, family) | {"family": family_only}, choose)
             names = ("family", "flavor")
             overrides = {key: value for key, value in values.items() if key not in names and choose.random() < 0.5}
             sections[name] = ModelConfig(values["family"], values["flavor"], overrides)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.configuration import parse_config
 from titanlite.config.check import resolve_config
-from titanlite.config.fields import SECTIONS, section_types
+from titanlite.config.fields import SECTIONS, keys_of
 from titanlite.config.load import keep_earlier, load_config, parse
 from titanlite.config.toml import print_config
 from titanlite.models.registry import FAMILIES
@@ -69,7 +69,7 @@ def test_every_value_has_its_origin(child: str) -> None:
         "data.sources.field": "default",
     }
     assert {key: found[key] for key in expected} == expected
-    keys = {f"{section}.{key}" for section in SECTIONS for key in section_types(section, "llama3")}
+    keys = {f"{section}.{key}" for section in SECTIONS for key in keys_of(section, "llama3")}
     assert keys - found.keys() == {"job.config_file", "data.sources"}
 
 

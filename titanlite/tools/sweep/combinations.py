@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.arguments import split_arguments
-from titanlite.config.fields import fields_of, is_text, literal, row_type, section_types, types_of
+from titanlite.config.fields import columns_of, fields_of, is_text, keys_of, literal, row_type
 from titanlite.config.files import CONFIG_FILE
 from titanlite.config.load import parse, read_copy, resolve
 from titanlite.config.plugins import PLUGINS
@@ -124,11 +124,12 @@ def _is_text(key: str, config: JobConfig) -> bool:
     section, _, name = key.partition(".")
     name, *row = name.split(".")
     try:
-        kind = section_types(section, config.model.family).get(name)
-        kind = types_of(row_type(kind)).get(row[-1]) if row and row_type(kind) else kind
+        keys = keys_of(section, config.model.family)
+        if row and name in keys and (table := row_type(keys[name].type)):
+            keys, name = columns_of(table), row[-1]
     except KeyError:
         return False
-    return kind is not None and is_text(kind)
+    return name in keys and is_text(keys[name].type)
 
 
 def _unquoted(text: str) -> str:
