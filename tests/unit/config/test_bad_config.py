@@ -133,7 +133,7 @@ BAD = [
         argv=f"--data.sources.0.kind text --data.sources.0.path {LONG}/a.txt --tokenizer.path /"),
     # training.local_batch_size = -1
     Bad("training.local_batch_size", "-1 or at least 1", "-1: as many as fit", argv="--training.local_batch_size -2"),
-    Bad("training.global_batch_size", "must not depend on the memory", "set training.global_batch_size",
+    Bad("training.global_batch_size", "must not depend on a device", "set training.global_batch_size",
         argv="--training.local_batch_size -1"),
     Bad("training.local_batch_size", "parallelism.pp_microbatch_size", "set training.local_batch_size",
         argv="--training.local_batch_size -1 --training.global_batch_size 8 --parallelism.pp 2", world_size=2),
