@@ -78,7 +78,7 @@ def plan(config: PrimerConfig) -> Plan:
 
 
 def check(config: PrimerConfig, seq_len: int, tp: int, pp: int) -> list[Problem]:
-    return [*check_decoder(config, seq_len, tp, pp, published="Primer"), *check_width(config)]
+    return [*check_decoder(config, seq_len, tp, pp), *check_width(config)]
 
 
 def flops_per_token(config: PrimerConfig, seq_len: int) -> int:

@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from titanlite.runtime.errors import Problem, require
+from titanlite.runtime.errors import Problem
 
 DtypeName = Literal["float32", "float64", "bfloat16"]
 DTYPES: dict[str, torch.dtype] = {
@@ -22,21 +22,16 @@ def check_precision(values: Mapping[str, float], below_one: Mapping[str, float],
     """
     used = torch.promote_types(DTYPES[dtype], torch.float32)
     name, info = str(used).removeprefix("torch."), torch.finfo(used)
-    problems: list[Problem] = []
-    for key, value in values.items():
-        problems += require(
-            value == 0 or info.tiny <= abs(value) <= info.max,
-            key,
-            value,
-            f"from {info.tiny:.1e} to {info.max:.1e}, the range of {name}, in which it is used",
-            "write a value inside this range",
-        )
-    for key, value in below_one.items():
-        problems += require(
-            value >= 1 or torch.tensor(value, dtype=used).item() < 1,
-            key,
-            value,
-            f"below 1 also in {name}, in which it is used; it is rounded to 1",
-            f"write at most {1 - info.eps:.8g}",
-        )
-    return problems
+    in_range, is_one = f"from {info.tiny:.1e} to {info.max:.1e}, the range of {name}", f"below 1 also in {name}"
+    return [
+        *(
+            Problem(key, value, f"{in_range}, in which it is used", "write a value inside this range")
+            for key, value in values.items()
+            if value != 0 and not info.tiny <= abs(value) <= info.max
+        ),
+        *(
+            Problem(key, value, f"{is_one}, in which it is used", f"write at most {1 - info.eps:.8g}")
+            for key, value in below_one.items()
+            if value < 1 and torch.tensor(value, dtype=used).item() == 1
+        ),
+    ]

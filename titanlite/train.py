@@ -40,7 +40,6 @@ from titanlite.runtime.distributed import (
     World,
     connect,
     note_finished,
-    require_equal_number,
     wait_until_finished,
     world_from_environment,
 )
@@ -90,7 +89,8 @@ def main() -> None:
         config = resolve(parsed, world_size=used, device_type=device_type)
         store = connect(launched, config.comm)
         if is_elastic:
-            require_equal_number(store, launched.rank, used, config.comm.init_timeout_s)
+            facts = {"ranks that the configuration uses": str(used)}
+            require_equal("used ranks", facts, launched, store, config.comm.init_timeout_s)
             Path(environment[ELASTIC]).touch()
         if launched.rank >= used:
             wait_until_finished(store)

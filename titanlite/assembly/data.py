@@ -1,6 +1,5 @@
 """Tokenizer and data loaders of a run."""
 
-import json
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import Mesh
 from titanlite.planning.microbatches import divide_step
+from titanlite.runtime.agreement import share_from_rank_0
 from titanlite.runtime.distributed import World
 from titanlite.runtime.logging import log
 
@@ -29,9 +29,11 @@ def pin_revisions(config: JobConfig, world: World, store: dist.Store) -> JobConf
     keyed = [(f"{name}.sources.{n}", source) for name, sources in sections.items() for n, source in enumerate(sources)]
     if not any(KINDS[source.kind].has_revision for _, source in keyed):
         return config
-    if world.rank == 0:
-        store.set("hub_commits", json.dumps([open_source(source).pinned_revision(key) for key, source in keyed]))
-    commits = json.loads(store.get("hub_commits"))
+    commits = share_from_rank_0(
+        "hub_commits",
+        lambda: [open_source(source).pinned_revision(key) for key, source in keyed],
+        *(world, store, config.comm.init_timeout_s),
+    )
     pinned = [
         replace(source, revision=commit) if commit else source
         for (_, source), commit in zip(keyed, commits, strict=True)

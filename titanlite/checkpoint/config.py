@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
 
-from titanlite.runtime.errors import Needs, Problem, check_ranges, ranged, require
+from titanlite.runtime.errors import Needs, Problem, Rules, check_ranges, ranged
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 Changeable = Literal["data", "tokenizer", "init_version", "rope", "optimizer"]
@@ -73,36 +73,13 @@ NEEDS = {
 
 def check_checkpoint(section: CheckpointConfig, device_type: str, taken: Collection[str] = ()) -> list[Problem]:
     """Return the problems of [checkpoint]. taken: other names that the run writes into job.dump_folder."""
-    key = "checkpoint"
-    folder = PurePath(section.folder)
-    return [
-        *check_ranges(section, key),
-        *require(
-            section.load_step == -1 or section.enable,
-            f"{key}.load_step",
-            section.load_step,
-            "only with checkpoint.enable = true",
-            "write checkpoint.enable = true, or leave load_step out",
-        ),
-        *require(
-            bool(folder.parts) and not folder.is_absolute() and ".." not in folder.parts,
-            f"{key}.folder",
-            section.folder,
-            "a folder inside job.dump_folder: not empty, relative, without '..'",
-            'a plain name such as "checkpoint"',
-        ),
-        *require(
-            folder.parts[:1] == () or folder.parts[0] not in taken,
-            f"{key}.folder",
-            section.folder,
-            f"must not be another name that the run writes ({', '.join(taken)})",
-            'a plain name such as "checkpoint"',
-        ),
-        *require(
-            section.async_mode != "async_with_pinned_mem" or device_type != "cpu",
-            f"{key}.async_mode",
-            section.async_mode,
-            "needs an accelerator: page-locked memory only speeds up copies from a device",
-            f'{key}.async_mode = "async"',
-        ),
-    ]
+    rules = Rules("checkpoint", section, check_ranges(section, "checkpoint"))
+    rules.needs("load_step", section.load_step == -1 or section.enable, "checkpoint.enable = true")
+    folder, remedy = PurePath(section.folder), 'a plain name such as "checkpoint"'
+    inside = folder.parts and not folder.is_absolute() and ".." not in folder.parts
+    if rules.require("folder", inside, "a folder inside job.dump_folder, without '..'", remedy):
+        free = folder.parts[0] not in taken
+        rules.require("folder", free, f"not a name that the run writes ({', '.join(taken)})", remedy)
+    pinned = section.async_mode != "async_with_pinned_mem" or device_type != "cpu"
+    rules.require("async_mode", pinned, "needs an accelerator", 'checkpoint.async_mode = "async"')
+    return rules.problems

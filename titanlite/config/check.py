@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path, PurePath
+from typing import Any
 
 from titanlite.checkpoint.config import check_checkpoint
 from titanlite.checkpoint.preflight import check_start, imported_from
@@ -27,7 +28,7 @@ from titanlite.parallel.pipeline import check_pipeline, splits_backward
 from titanlite.parallel.recompute import check_activation_checkpoint
 from titanlite.precision import DTYPES, check_precision
 from titanlite.profiling.config import check_profiling
-from titanlite.runtime.errors import Problem, check_ranges, require
+from titanlite.runtime.errors import Problem, Rules, check_ranges
 from titanlite.runtime.plugins import is_of_program
 
 BELOW_ONE = ("beta1", "beta2", "momentum")
@@ -66,23 +67,14 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, checks
 def _check_places(config: JobConfig) -> list[Problem]:
     """Problems of the output folder, the tokenizer, and the checkpoint or model folder that the run starts from."""
     family, model = resolve_model(config.model)
-    imported = imported_from(config.checkpoint, config.job.dump_folder)
-    return [
-        *check_job(config.job),
-        *check_tokenizer(
-            config.tokenizer,
-            config.data,
-            config.validation,
-            vocab_size=model.vocab_size,
-            model=start_model(config),
-        ),
-        *check_start(config.checkpoint, config.job.dump_folder),
-        *(
-            check_source(imported, family, model, accepts_rope="rope" in config.checkpoint.accept_changes)
-            if imported
-            else ()
-        ),
-    ]
+    folder, sections = config.job.dump_folder, (config.tokenizer, config.data, config.validation)
+    problems = check_job(config.job)
+    problems += check_tokenizer(*sections, vocab_size=model.vocab_size, model=start_model(config))
+    problems += check_start(config.checkpoint, folder)
+    if imported := imported_from(config.checkpoint, folder):
+        accepts_rope = "rope" in config.checkpoint.accept_changes
+        problems += check_source(imported, family, model, accepts_rope=accepts_rope)
+    return problems
 
 
 def _check_sources(config: JobConfig, global_batch_size: int, degree: int, *, checks_files: bool) -> list[Problem]:
@@ -92,21 +84,10 @@ def _check_sources(config: JobConfig, global_batch_size: int, degree: int, *, ch
     # Without files, token files may have a tokenizer.
     has_kept = not checks_files or kept_tokenizer(config.data.sources) is not None
     has_tokenizer = bool(config.tokenizer.path) or has_text or has_kept
+    facts: dict[str, Any] = {"vocab_size": model.vocab_size, "checks_files": checks_files}
     return [
-        *check_data(
-            config.data,
-            global_batch_size=global_batch_size,
-            data_degree=degree,
-            vocab_size=model.vocab_size,
-            checks_files=checks_files,
-        ),
-        *check_validation(
-            config.validation,
-            config.data,
-            vocab_size=model.vocab_size,
-            has_tokenizer=has_tokenizer,
-            checks_files=checks_files,
-        ),
+        *check_data(config.data, global_batch_size=global_batch_size, data_degree=degree, **facts),
+        *check_validation(config.validation, config.data, has_tokenizer=has_tokenizer, **facts),
         *check_samples(config.samples, has_tokenizer=has_tokenizer),
     ]
 
@@ -148,38 +129,27 @@ def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
     section, training = config.parallelism, config.training
     family, model = resolve_model(config.model)
     problems = check_model(config.model, seq_len=training.seq_len, tp=section.tp, pp=section.pp)
-    model_is_valid = not problems
     of_mesh = check_parallelism(section, world_size)
-    problems += [*check_training(training, section), *of_mesh]
-    if model_is_valid:
-        problems += require(
-            section.tp == 1 or bool(family.plan(model).tensor_styles),
-            "parallelism.tp",
-            section.tp,
-            f"1 with the family {family.name!r}, whose plan has no tensor_styles",
-            "use dp_shard or pp, or add tensor_styles to its plan",
-        )
+    if not problems:
+        rules = Rules("parallelism", section, problems)
+        rule = f"1 with the family {family.name!r}, whose plan has no tensor_styles"
+        styles = section.tp == 1 or family.plan(model).tensor_styles
+        rules.require("tp", styles, rule, "use dp_shard or pp, or add tensor_styles to its plan")
         problems += check_context(section, model, training.seq_len)
         problems += [] if of_mesh else check_experts(section, getattr(model, "n_experts", 1), world_size)
         layout = replace(section, dp_shard=resolve_degrees(section, world_size)["dp_shard"])
         problems += check_pipeline(layout, family.plan(model), document_mask=config.data.masks_documents)
-    splits = splits_backward(section)
+    schedule: dict[str, Any] = {"pp_schedule": section.pp_schedule, "splits_backward": splits_backward(section)}
+    compiled, backend = compiles_blocks(config.compile), config.compile.backend
+    has_experts = getattr(model, "n_experts", 1) > 1
     return [
         *problems,
+        *check_training(training, section),
+        *of_mesh,
         *check_activation_checkpoint(
-            config.activation_checkpoint,
-            compiled=compiles_blocks(config.compile),
-            backend=config.compile.backend,
-            tp=section.tp,
-            pp_schedule=section.pp_schedule,
-            splits_backward=splits,
+            config.activation_checkpoint, compiled=compiled, backend=backend, tp=section.tp, **schedule
         ),
-        *check_compile(
-            config.compile,
-            pp_schedule=section.pp_schedule,
-            splits_backward=splits,
-            has_experts=getattr(model, "n_experts", 1) > 1,
-        ),
+        *check_compile(config.compile, has_experts=has_experts, **schedule),
     ]
 
 
@@ -247,75 +217,41 @@ def check_path_lengths(config: JobConfig) -> list[Problem]:
     for section, sources in (("data", config.data.sources), ("validation", config.validation.sources)):
         paths |= {f"{section}.sources.{n}.path": source.path for n, source in enumerate(sources)}
     paths |= {f"validation.tasks.{n}": path for n, path in enumerate(config.validation.tasks)}
-    problems: list[Problem] = []
-    for key, path in paths.items():
-        longest = max(len(os.fsencode(part)) for part in path.split("/"))
-        problems += require(
-            longest <= MAX_NAME_BYTES and len(os.fsencode(os.path.abspath(path))) <= MAX_PATH_BYTES,
-            key,
-            path,
-            f"names of at most {MAX_NAME_BYTES} bytes, and an absolute path of at most {MAX_PATH_BYTES:,}",
-            "choose a shorter path",
-        )
-    return problems
+    rule = f"names of at most {MAX_NAME_BYTES} bytes, and an absolute path of at most {MAX_PATH_BYTES:,}"
+    return [
+        Problem(key, path, rule, "choose a shorter path")
+        for key, path in paths.items()
+        if max(len(os.fsencode(part)) for part in path.split("/")) > MAX_NAME_BYTES
+        or len(os.fsencode(os.path.abspath(path))) > MAX_PATH_BYTES
+    ]
 
 
 def check_job(section: JobSection) -> list[Problem]:
     """Problems of job.dump_folder: it, or its nearest existing parent, must be a writable folder."""
-    key, folder = "job.dump_folder", section.dump_folder
-    if not folder.strip():
-        return require(False, key, folder, "the path of a folder", 'write for example "outputs"')
-    if folder.startswith("~"):
-        expanded = os.path.expanduser(folder)
-        return require(False, key, folder, 'a path without "~", which is not expanded', f'write "{expanded}"')
+    rules, folder, remedy = Rules("job", section), section.dump_folder, "choose another job.dump_folder"
     existing = Path(folder).absolute()
     while not os.path.lexists(existing):
         existing = existing.parent
-    return [
-        *require(existing.is_dir(), key, folder, f"a folder; {existing} is a file", "choose another job.dump_folder"),
-        *require(
-            not existing.is_dir() or os.access(existing, os.W_OK | os.X_OK),
-            key,
-            folder,
-            f"a writable folder; {existing} is not writable",
-            "choose another job.dump_folder, or change the permissions",
-        ),
-    ]
+    expanded = f'write "{os.path.expanduser(folder)}"'
+    if (
+        rules.require("dump_folder", folder.strip(), "the path of a folder", 'write for example "outputs"')
+        and rules.require("dump_folder", folder[0] != "~", 'a path without "~", which is not expanded', expanded)
+        and rules.require("dump_folder", existing.is_dir(), f"a folder; {existing} is a file", remedy)
+    ):
+        is_writable = os.access(existing, os.W_OK | os.X_OK)
+        rules.require("dump_folder", is_writable, f"a writable folder; {existing} is not writable", remedy)
+    return rules.problems
 
 
 def check_training(section: TrainingConfig, layout: ParallelismConfig) -> list[Problem]:
     """Problems of [training]."""
-    key, tp = "training", layout.tp
-    problems = check_ranges(section, key)
-    if layout.layout == "auto":
-        problems += require(
-            section.global_batch_size != -1,
-            f"{key}.global_batch_size",
-            -1,
-            "given if the layout is chosen: the sequences of a step must not depend on it",
-            f"set {key}.global_batch_size",
-        )
-    if section.local_batch_size == -1:
-        problems += require(
-            section.global_batch_size != -1,
-            f"{key}.global_batch_size",
-            -1,
-            "given if local_batch_size is -1: the sequences of a step must not depend on the memory of a device",
-            f"set {key}.global_batch_size, or {key}.local_batch_size",
-        )
-        problems += require(
-            layout.pp == 1,
-            f"{key}.local_batch_size",
-            -1,
-            "at least 1 with a pipeline, whose microbatches have parallelism.pp_microbatch_size sequences",
-            f"set {key}.local_batch_size",
-        )
-    if tp > 1:
-        problems += require(
-            section.seq_len % tp == 0,
-            f"{key}.seq_len",
-            section.seq_len,
-            f"divisible by parallelism.tp = {tp}: each tensor-parallel rank holds an equal part of the sequence",
-            f"set {key}.seq_len = {max(section.seq_len // tp, 1) * tp}",
-        )
-    return problems
+    rules = Rules("training", section, check_ranges(section, "training"))
+    given = section.global_batch_size != -1 or (layout.layout != "auto" and section.local_batch_size != -1)
+    rule = 'given with layout = "auto" or local_batch_size = -1: the sequences of a step must not depend on a device'
+    rules.require("global_batch_size", given, rule, "set training.global_batch_size")
+    rule = "at least 1 with a pipeline, whose microbatches have parallelism.pp_microbatch_size sequences"
+    given = section.local_batch_size != -1 or layout.pp == 1
+    rules.require("local_batch_size", given, rule, "set training.local_batch_size")
+    if layout.tp > 1:
+        rules.divides("seq_len", "parallelism.tp", layout.tp)
+    return rules.problems

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from titanlite.runtime.errors import Needs, Problem, check_ranges, ranged, require
+from titanlite.runtime.errors import Needs, Problem, Rules, check_ranges, ranged
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,7 @@ NEEDS = {
 
 def check_samples(section: SamplesConfig, *, has_tokenizer: bool) -> list[Problem]:
     """Check [samples]. has_tokenizer: whether the run will have a tokenizer."""
-    return [
-        *check_ranges(section, "samples"),
-        *require(
-            has_tokenizer or not section.prompts,
-            "samples.prompts",
-            section.prompts,
-            "empty without a tokenizer: the data are tokens",
-            "set tokenizer.path, or remove the prompts",
-        ),
-    ]
+    rules = Rules("samples", section, check_ranges(section, "samples"))
+    rule, remedy = "empty without a tokenizer: the data are tokens", "set tokenizer.path, or remove the prompts"
+    rules.require("prompts", has_tokenizer or not section.prompts, rule, remedy)
+    return rules.problems

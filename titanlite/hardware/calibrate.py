@@ -21,6 +21,7 @@ from titanlite.hardware.measure import (
 from titanlite.hardware.profile import Link, Profile
 from titanlite.models.attention import attention_dtype
 from titanlite.precision import DTYPES
+from titanlite.runtime.agreement import share_from_rank_0
 from titanlite.runtime.distributed import CommConfig, World, init_process_group
 from titanlite.runtime.logging import log
 from titanlite.runtime.memory import GIB, device_memory_bytes
@@ -36,10 +37,8 @@ def calibrate(world: World, store: dist.Store, dtypes: Sequence[str]) -> Profile
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     store = dist.PrefixStore("calibrate", store)
-    if world.rank == 0:
-        computing = world.local_size if world.device_type == "cuda" else min(cores(), world.local_size)
-        store.set("node", f"{world.local_size} {computing}")
-    per_node, computing = map(int, store.get("node").split())
+    own = world.local_size, world.local_size if world.device_type == "cuda" else min(cores(), world.local_size)
+    per_node, computing = share_from_rank_0("node", lambda: own, world, store, CommConfig.init_timeout_s)
     node: dict[str, Link] = {}
     cluster: dict[str, Link] = {}
     clock = Clock(world.device, None)

@@ -4,7 +4,7 @@ the same on all ranks."""
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from os.path import expanduser  # unlike Path.expanduser, no error for an unknown user
@@ -100,20 +100,15 @@ def fetch_source(
     downloads. Raises UserError on all ranks, and LateRanksError if no rank makes progress for `timeout_s`.
     """
     store = dist.PrefixStore("import", store)
-    if world.rank == 0:
-        with _progress(store):
-            store.set("source/0", json.dumps(_resolve(text)))
-    source = _read(store, "source", 0, timeout_s)
-    if not source:
+    source = _share(0, "source", lambda: _resolve(text), world, store, timeout_s)
+    if source is None:
         return None
-    if "folder" in source:
-        folder = open_folder(text or PREFIX + source["folder"], Path(source["folder"]))
+    if isinstance(source, str):
+        folder = open_folder(text or PREFIX + source, Path(source))
     else:
-        model, first = HubModel(*source["model"]), world.local_ranks.start
-        if world.rank == first:
-            with _progress(store):
-                store.set(f"download/{first}", json.dumps(_downloaded(model)))
-        folder = open_snapshot(model, Path(_read(store, "download", first, timeout_s)["path"]))
+        model = HubModel(*source)
+        path = _share(world.local_ranks.start, "download", lambda: str(download(model)), world, store, timeout_s)
+        folder = open_snapshot(model, Path(path))
         # Wait for the other nodes: a long download must not exceed the time limit of the next exchange.
         store.set(f"ready/{world.rank}", "")
         _wait(store, "ready", range(world.size), timeout_s)
@@ -123,35 +118,32 @@ def fetch_source(
     return folder
 
 
-def _resolve(text: str) -> dict[str, Any]:
-    """Resolve initial_load_path to {folder}, {model}, {error}, or {} if empty, to be sent to all ranks."""
+def _resolve(text: str) -> str | tuple[str, str] | None:
+    """Resolve initial_load_path to a folder, to (repository, revision), or to None if empty. Raises UserError."""
     where = text.removeprefix(PREFIX)
     if not text or Path(where).is_dir():
-        return {"folder": where} if text else {}
+        return where if text else None
     model = parse_hub_name(where)
     if model is None:
-        return {"error": f"{KEY} = {text!r} is neither an existing folder nor a valid name of a model on the hub"}
-    try:
-        resolved = pinned(model)
-    except UserError as error:
-        return {"error": f"{KEY}: {error}"}
-    return {"model": [resolved.repository, resolved.revision]}
+        raise UserError(f"{text!r} is neither an existing folder nor a valid name of a model on the hub")
+    resolved = pinned(model)
+    return resolved.repository, resolved.revision
 
 
-def _downloaded(model: HubModel) -> dict[str, str]:
-    try:
-        return {"path": str(download(model))}
-    except UserError as error:
-        return {"error": f"{KEY}: {error}"}
-
-
-def _read(store: dist.Store, name: str, rank: int, timeout_s: int) -> dict[str, Any]:
-    """Wait for the result of `rank`; see _wait. Raises UserError if the result is an error."""
+def _share(rank: int, name: str, work: Callable[[], Any], world: World, store: dist.Store, timeout_s: int) -> Any:
+    """As share_from_rank_0, from one rank, and without a limit while its work makes progress; see _wait."""
+    if world.rank == rank:
+        with _progress(store):
+            try:
+                sent = {"result": work()}
+            except UserError as error:
+                sent = {"error": f"{KEY}: {error}"}
+            store.set(f"{name}/{rank}", json.dumps(sent))
     _wait(store, name, [rank], timeout_s)
-    answer: dict[str, Any] = json.loads(store.get(f"{name}/{rank}"))
-    if "error" in answer:
-        raise UserError(answer["error"])
-    return answer
+    sent = json.loads(store.get(f"{name}/{rank}"))
+    if "error" in sent:
+        raise UserError(sent["error"])
+    return sent["result"]
 
 
 def _wait(store: dist.Store, name: str, ranks: Sequence[int], timeout_s: int) -> None:

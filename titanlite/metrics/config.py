@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import PurePath
 
-from titanlite.runtime.errors import Needs, Problem, check_ranges, ranged, require
+from titanlite.runtime.errors import Needs, Problem, Rules, check_ranges, ranged
 from titanlite.runtime.job_lock import JOB_LOCK_FILE
 
 METRICS_FILE = "metrics.jsonl"
@@ -66,38 +66,16 @@ NEEDS = {
 
 def check_metrics(section: MetricsConfig) -> list[Problem]:
     """Check [metrics]."""
-    folder = PurePath(section.folder)
-    inside = bool(folder.parts) and not folder.is_absolute() and ".." not in folder.parts
-    own = ("checkpoint", *OWN_FILES)
+    rules = Rules("metrics", section, check_ranges(section, "metrics"))
+    rule = f'with "jsonl": a resumed run and `titanlite report` read {METRICS_FILE}'
+    remedy = f"add it: {[*section.loggers, 'jsonl']}".replace("'", '"')
+    rules.require("loggers", "jsonl" in section.loggers, rule, remedy)
     missing = [name for name in PACKAGES if name in section.loggers and find_spec(PACKAGES[name][0]) is None]
-    return [
-        *check_ranges(section, "metrics"),
-        *require(
-            "jsonl" in section.loggers,
-            "metrics.loggers",
-            section.loggers,
-            f'with "jsonl": a resumed run and `titanlite report` read {METRICS_FILE}',
-            f"add it: {[*section.loggers, 'jsonl']}".replace("'", '"'),
-        ),
-        *require(
-            not missing,
-            "metrics.loggers",
-            section.loggers,
-            f"loggers whose packages are installed: {', '.join(missing)} is missing",
-            " and ".join(PACKAGES[name][1] for name in missing),
-        ),
-        *require(
-            inside,
-            "metrics.folder",
-            section.folder,
-            "a folder inside job.dump_folder: not empty, relative, without '..'",
-            'a plain name such as "tb"',
-        ),
-        *require(
-            not inside or folder.parts[0] not in own,
-            "metrics.folder",
-            section.folder,
-            f"not a name that the run itself uses ({', '.join(own)})",
-            'another name, such as "tb"',
-        ),
-    ]
+    rule = f"loggers whose packages are installed: {', '.join(missing)} is missing"
+    rules.require("loggers", not missing, rule, " and ".join(PACKAGES[name][1] for name in missing))
+    folder, own = PurePath(section.folder), ("checkpoint", *OWN_FILES)
+    inside = folder.parts and not folder.is_absolute() and ".." not in folder.parts
+    if rules.require("folder", inside, "a folder inside job.dump_folder, without '..'", 'a plain name such as "tb"'):
+        rule = f"not a name that the run itself uses ({', '.join(own)})"
+        rules.require("folder", folder.parts[0] not in own, rule, 'another name, such as "tb"')
+    return rules.problems

@@ -2,7 +2,8 @@
 SwiGLU. The file of a family adds its specifics."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from titanlite.models.family import DecoderConfig, LanguageModel, Plan, TensorSt
 from titanlite.models.head import OutputLayer
 from titanlite.models.init import Init
 from titanlite.models.layers import Attention, FeedForward, RMSNorm, RopeScaling, RotaryEmbedding, RotaryTables
-from titanlite.runtime.errors import Problem, require
+from titanlite.runtime.errors import Problem, Range, Rules
 
 
 class Block(nn.Module):
@@ -203,164 +204,60 @@ def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
     return 6 * num_matmul_parameters(config) + 12 * config.n_layers * seq_len * heads
 
 
-MAX_LAYERS = 10_000
-_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "max_seq_len")
+_SIZE = Range("a positive number in this range", least=1, most=2**31 - 1)
+_FACTOR = Range("leave it out for the default", above=0, below=math.inf)
+_COEFFICIENT = Range("0.0 for none; 0.001 is usual", least=0, below=math.inf)
+RANGES = {
+    **dict.fromkeys(("dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len"), _SIZE),
+    **dict.fromkeys(("n_active_experts", "rope_original_seq_len"), _SIZE),
+    "n_layers": replace(_SIZE, most=10_000),
+    "n_experts": Range("another family, such as qwen3, has one feed-forward layer per block", least=2, most=2**31 - 1),
+    **dict.fromkeys(("norm_eps", "rope_low_freq_factor", "rope_high_freq_factor"), _FACTOR),
+    **dict.fromkeys(("rope_beta_fast", "rope_beta_slow"), _FACTOR),
+    "rope_theta": replace(_FACTOR, above=1),
+    "rope_scaling_factor": Range("1.0 for no scaling", least=1, below=math.inf),
+    **dict.fromkeys(("balance_loss", "z_loss"), _COEFFICIENT),
+    "bias_rate": replace(_COEFFICIENT, below=1),
+}
+"""Valid values of the hyper-parameters, of those that a family has. At most 10,000 layers: a check must end."""
 
 
-def check_decoder(config: DecoderConfig, seq_len: int, tp: int, pp: int, *, published: str) -> list[Problem]:
-    """Check the hyper-parameters of a decoder except head_dim, for sequences of `seq_len` tokens and degrees tp and pp.
+def check_decoder(config: Any, seq_len: int, tp: int, pp: int) -> list[Problem]:
+    """Problems of the hyper-parameters, for sequences of `seq_len` tokens and degrees tp and pp.
 
-    published: name of the model that the config type's defaults come from, for the remedies.
+    config: a DecoderConfig that is a dataclass. A family adds the rules for its own hyper-parameters.
     """
-    return [
-        *check_sizes(config, _SIZES),
-        *check_positive(config, ["norm_eps"], published),
-        *_check_sharing(config),
-        *require(
-            1.0 < config.rope_theta < math.inf,
-            "model.rope_theta",
-            config.rope_theta,
-            "above 1 and finite",
-            default_remedy(config, "rope_theta", published),
-        ),
-        *require(
-            seq_len <= config.max_seq_len,
-            "training.seq_len",
-            seq_len,
-            f"at most model.max_seq_len = {config.max_seq_len}",
-            "shorten the sequences or increase model.max_seq_len",
-        ),
-        *_check_layout(config, tp, pp),
-    ]
+    rules = Rules("model", config)
+    for name in (field.name for field in fields(config) if field.name in RANGES):
+        rules.require(name, RANGES[name].has(getattr(config, name)), str(RANGES[name]), RANGES[name].remedy)
+    if not rules.problems and tp >= 1:
+        heads, rows = config.n_heads, math.ceil(config.vocab_size / tp)
+        shared = heads % config.n_kv_heads == 0
+        rules.require("n_kv_heads", shared, f"divides model.n_heads = {heads}", "change one of them")
+        for name in ("n_heads", "n_kv_heads", "ffn_dim"):
+            rules.divides(name, "parallelism.tp", tp)
+        rule = f"a part for each of parallelism.tp = {tp} ranks, in parts of {rows}"
+        rules.require("vocab_size", rows * (tp - 1) < config.vocab_size, rule, "a larger vocabulary, or a smaller tp")
+    rule = f"false with parallelism.pp = {pp}: the embedding is on the first stage, the output on the last"
+    remedy = "parallelism.pp = 1 with dp_shard or tp instead, or model.tie_embeddings = false"
+    rules.require("tie_embeddings", pp <= 1 or not config.tie_embeddings, rule, remedy)
+    if seq_len > config.max_seq_len:
+        rule, remedy = f"at most model.max_seq_len = {config.max_seq_len}", "shorten the sequences, or raise this key"
+        rules.problems.append(Problem("training.seq_len", seq_len, rule, remedy))
+    return rules.problems
 
 
 def check_width(config: DecoderConfig) -> list[Problem]:
-    """Check that n_heads divides dim into heads of even width, for families in which head_dim is dim / n_heads."""
-    if min(config.dim, config.n_heads) < 1:
-        return []  # reported by check_sizes
-    if config.dim % config.n_heads:
-        pairs = 2 * config.n_heads
-        return require(
-            False,
-            "model.dim",
-            config.dim,
-            f"a multiple of model.n_heads = {config.n_heads}",
-            f"{math.ceil(config.dim / pairs) * pairs} is the next value with an even head width",
-        )
-    return require(
-        config.head_dim % 2 == 0,
-        "model.dim",
-        config.dim,
-        f"dim / n_heads must be even, since rotary embeddings rotate pairs (it is {config.head_dim})",
-        f"{config.dim + config.n_heads}, or another number of heads",
-    )
+    """Check that heads have an even width, for families in which head_dim is dim / n_heads: embeddings rotate pairs."""
+    rules = Rules("model", config)
+    if min(config.dim, config.n_heads) >= 1:  # else it is a problem already
+        rules.divides("dim", "2 x model.n_heads", 2 * config.n_heads)
+    return rules.problems
 
 
-def check_experts(config: DecoderConfig, published: str) -> list[Problem]:
-    """Check the hyper-parameters of experts. published: as for check_decoder."""
-    return [
-        *check_sizes(config, ["n_active_experts"]),
-        *require(
-            config.n_experts >= 2,
-            "model.n_experts",
-            config.n_experts,
-            "at least 2",
-            "another family, such as qwen3, has one feed-forward layer per block",
-        ),
-        *require(
-            config.n_active_experts <= config.n_experts,
-            "model.n_active_experts",
-            config.n_active_experts,
-            f"at most model.n_experts = {config.n_experts}",
-            f"{min(config.n_experts, 8)}, or more experts",
-        ),
-        *require(
-            0.0 <= config.balance_loss < math.inf,
-            "model.balance_loss",
-            config.balance_loss,
-            "at least 0 and finite",
-            f"{default_remedy(config, 'balance_loss', published)}; 0.0: no balance loss",
-        ),
-        *require(
-            0.0 <= config.z_loss < math.inf,
-            "model.z_loss",
-            config.z_loss,
-            "at least 0 and finite",
-            "0.0: no z-loss; 0.001 is usual",
-        ),
-        *require(
-            0.0 <= config.bias_rate < 1.0,
-            "model.bias_rate",
-            config.bias_rate,
-            "at least 0 and below 1, as it changes probabilities",
-            "0.0: no biases; 0.001 is usual",
-        ),
-    ]
-
-
-def check_sizes(config: DecoderConfig, names: Iterable[str]) -> list[Problem]:
-    """Check that the hyper-parameters `names` are at least 1, and not so large that a check would never end."""
-    problems: list[Problem] = []
-    for name in names:
-        value, most = getattr(config, name), MAX_LAYERS if name == "n_layers" else 2**31 - 1
-        rule = "at least 1" if value < 1 else f"at most {most:,}"
-        problems += require(1 <= value <= most, f"model.{name}", value, rule, "a positive number in this range")
-    return problems
-
-
-def check_positive(config: DecoderConfig, names: Iterable[str], published: str) -> list[Problem]:
-    """Check that the hyper-parameters `names`, which have defaults, are above 0 and finite."""
-    problems: list[Problem] = []
-    for name in names:
-        value = getattr(config, name)
-        remedy = default_remedy(config, name, published)
-        problems += require(0.0 < value < math.inf, f"model.{name}", value, "above 0 and finite", remedy)
-    return problems
-
-
-def default_remedy(config: DecoderConfig, name: str, published: str) -> str:
-    return f"{getattr(type(config), name)} is what {published} uses"
-
-
-def _check_sharing(config: DecoderConfig) -> list[Problem]:
-    heads = config.n_heads
-    if check_sizes(config, ["n_heads", "n_kv_heads"]):
-        return []  # reported already
-    lower = [number for number in range(1, math.isqrt(heads) + 1) if heads % number == 0]
-    divisors = sorted({*lower, *(heads // number for number in lower)})
-    return require(
-        config.n_kv_heads in divisors,
-        "model.n_kv_heads",
-        config.n_kv_heads,
-        f"divides model.n_heads = {heads}",
-        f"one of {', '.join(map(str, divisors))}",
-    )
-
-
-def _check_layout(config: DecoderConfig, tp: int, pp: int) -> list[Problem]:
-    """Check that tp divides the sharded sizes, and that a pipeline does not put tied weights on different stages."""
-    problems: list[Problem] = []
-    for name in ("n_heads", "n_kv_heads", "ffn_dim"):
-        value = getattr(config, name)
-        problems += require(
-            tp < 1 or value < 1 or value % tp == 0,
-            f"model.{name}",
-            value,
-            f"a multiple of parallelism.tp = {tp}",
-            f"parallelism.tp = {math.gcd(value, tp)}, or model.{name} = {math.ceil(value / max(tp, 1)) * tp}",
-        )
-    rows = math.ceil(config.vocab_size / max(tp, 1))
-    problems += require(
-        config.vocab_size < 1 or rows * (tp - 1) < config.vocab_size,
-        "model.vocab_size",
-        config.vocab_size,
-        f"each of parallelism.tp = {tp} ranks has a part of the vocabulary, in parts of {rows}",
-        "a larger vocabulary, or a smaller parallelism.tp",
-    )
-    return problems + require(
-        pp <= 1 or not config.tie_embeddings,
-        "model.tie_embeddings",
-        config.tie_embeddings,
-        f"false with parallelism.pp = {pp}: the embedding is on the first stage, the output on the last",
-        "parallelism.pp = 1 with dp_shard or tp instead, or model.tie_embeddings = false",
-    )
+def check_experts(config: DecoderConfig) -> list[Problem]:
+    """Check the number of experts that process a position."""
+    rules = Rules("model", config)
+    few = config.n_active_experts <= config.n_experts
+    rules.require("n_active_experts", few, f"at most model.n_experts = {config.n_experts}", "fewer, or more experts")
+    return rules.problems

@@ -1,6 +1,5 @@
 """Llama 3 (Grattafiori et al., "The Llama 3 Herd of Models", 2024): the decoder with Llama 3.1's rotary scaling."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,8 +9,6 @@ from titanlite.models.decoder import (
     TENSOR_STYLES,
     Decoder,
     check_decoder,
-    check_positive,
-    check_sizes,
     check_width,
     decoder_plan,
     flops_per_token,
@@ -30,7 +27,7 @@ from titanlite.models.hugging_face import (
     rope_fields,
 )
 from titanlite.models.layers import Attention, Llama3Scaling
-from titanlite.runtime.errors import Needs, Problem, require
+from titanlite.runtime.errors import Needs, Problem, Rules
 
 
 @dataclass(frozen=True)
@@ -128,33 +125,11 @@ def plan(config: Llama3Config) -> Plan:
 
 
 def check(config: Llama3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
-    return [
-        *check_decoder(config, seq_len, tp, pp, published="Llama 3"),
-        *check_width(config),
-        *_check_scaling(config),
-    ]
-
-
-def _check_scaling(config: Llama3Config) -> list[Problem]:
+    rules = Rules("model", config, [*check_decoder(config, seq_len, tp, pp), *check_width(config)])
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-    return [
-        *check_sizes(config, ["rope_original_seq_len"]),
-        *check_positive(config, ["rope_low_freq_factor", "rope_high_freq_factor"], "Llama 3"),
-        *require(
-            1.0 <= config.rope_scaling_factor < math.inf,
-            "model.rope_scaling_factor",
-            config.rope_scaling_factor,
-            "at least 1 and finite",
-            "1.0 for no scaling, 8.0 as in Llama 3.1",
-        ),
-        *require(
-            low < high,
-            "model.rope_low_freq_factor",
-            low,
-            f"below model.rope_high_freq_factor = {high}",
-            "1.0 and 4.0 are what Llama 3.1 uses",
-        ),
-    ]
+    rule = f"below model.rope_high_freq_factor = {high}"
+    rules.require("rope_low_freq_factor", low < high, rule, "1.0 and 4.0 are what Llama 3.1 uses")
+    return rules.problems
 
 
 SCALING_FIELDS = {

@@ -123,11 +123,7 @@ def plan(config: OlmoeConfig) -> Plan:
 
 
 def check(config: OlmoeConfig, seq_len: int, tp: int, pp: int) -> list[Problem]:
-    return [
-        *check_decoder(config, seq_len, tp, pp, published="OLMoE"),
-        *check_width(config),
-        *check_experts(config, "OLMoE"),
-    ]
+    return [*check_decoder(config, seq_len, tp, pp), *check_width(config), *check_experts(config)]
 
 
 BLOCK_NAMES = {

@@ -1,7 +1,6 @@
 """Qwen3, dense (Qwen Team, "Qwen3 Technical Report", 2025): the decoder with an independent head width, and with
 RMSNorm on each head of queries and keys before the rotation."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,15 +9,7 @@ from typing import Any, get_type_hints
 from torch import nn
 
 from titanlite.models.decoder import TENSOR_STYLES as DECODER_STYLES
-from titanlite.models.decoder import (
-    Decoder,
-    check_decoder,
-    check_positive,
-    check_sizes,
-    decoder_plan,
-    flops_per_token,
-    init,
-)
+from titanlite.models.decoder import Decoder, check_decoder, decoder_plan, flops_per_token, init
 from titanlite.models.family import DecoderConfig, Family, HuggingFace, Plan, TensorStyle
 from titanlite.models.hugging_face import BLOCK_NAMES as DECODER_BLOCK_NAMES
 from titanlite.models.hugging_face import (
@@ -32,7 +23,7 @@ from titanlite.models.hugging_face import (
     rope_fields,
 )
 from titanlite.models.layers import Attention, RMSNorm, YarnScaling
-from titanlite.runtime.errors import Needs, Problem, require
+from titanlite.runtime.errors import Needs, Problem, Rules
 
 
 @dataclass(frozen=True)
@@ -126,40 +117,12 @@ def plan(config: Qwen3Config) -> Plan:
 
 
 def check(config: Qwen3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
-    return [
-        *check_decoder(config, seq_len, tp, pp, published="Qwen3"),
-        *check_sizes(config, ["head_dim"]),
-        *require(
-            config.head_dim < 1 or config.head_dim % 2 == 0,
-            "model.head_dim",
-            config.head_dim,
-            "even, since rotary embeddings rotate pairs",
-            f"{config.head_dim + 1}, or 128 as in all Qwen3 models",
-        ),
-        *_check_scaling(config),
-    ]
-
-
-def _check_scaling(config: Qwen3Config) -> list[Problem]:
+    rules = Rules("model", config, check_decoder(config, seq_len, tp, pp))
+    rules.require("head_dim", config.head_dim % 2 == 0, "even, since rotary embeddings rotate pairs", "128 is usual")
     slow, fast = config.rope_beta_slow, config.rope_beta_fast
-    return [
-        *check_sizes(config, ["rope_original_seq_len"]),
-        *check_positive(config, ["rope_beta_fast", "rope_beta_slow"], "Qwen3"),
-        *require(
-            1.0 <= config.rope_scaling_factor < math.inf,
-            "model.rope_scaling_factor",
-            config.rope_scaling_factor,
-            "at least 1 and finite",
-            "1.0 for no scaling, 4.0 for contexts of 131,072 tokens",
-        ),
-        *require(
-            slow < fast,
-            "model.rope_beta_slow",
-            slow,
-            f"below model.rope_beta_fast = {fast}",
-            "1.0 and 32.0 are what Qwen3 uses",
-        ),
-    ]
+    rule = f"below model.rope_beta_fast = {fast}"
+    rules.require("rope_beta_slow", slow < fast, rule, "1.0 and 32.0 are what Qwen3 uses")
+    return rules.problems
 
 
 SCALING_FIELDS = {

@@ -81,7 +81,7 @@ def plan(config: Qwen3MoeConfig) -> Plan:
 
 
 def check(config: Qwen3MoeConfig, seq_len: int, tp: int, pp: int) -> list[Problem]:
-    return [*qwen3.check(config, seq_len, tp, pp), *check_experts(config, "Qwen3")]
+    return [*qwen3.check(config, seq_len, tp, pp), *check_experts(config)]
 
 
 MOE_FIELDS = FIELDS | EXPERT_FIELDS | {"ffn_dim": "moe_intermediate_size"}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titanlite.models.family import Plan
 from titanlite.optim.optimizer import GroupConfig, OptimizerConfig, OptimizerKind
-from titanlite.runtime.errors import Problem, check_ranges, require
+from titanlite.runtime.errors import Problem, Rules, check_ranges
 
 DEFAULT = GroupConfig()
 """Of the parameters that no group has."""
@@ -96,30 +96,24 @@ def check_groups(
     """Problems of [[optimizer.groups]]. named: the parameters of the full model. plan: of the full model."""
     problems: list[Problem] = []
     for index, group in enumerate(section.groups):
-        key = f"optimizer.groups.{index}"
-        problems += check_ranges(group, key)
-        problems += _check_names(f"{key}.parameters", group, list(named))
+        name = f"optimizer.groups.{index}"
+        problems += _check_names(Rules(name, group, check_ranges(group, name)), list(named))
     problems += _check_conflicts(section.groups, list(named))
-    if not problems:
-        problems += _check_options(section, kinds, named, plan)
-    return problems
+    return problems or _check_options(section, kinds, named, plan)
 
 
-def _check_names(key: str, group: GroupConfig, names: Sequence[str]) -> list[Problem]:
-    """Problems of names and patterns without a parameter."""
-    problems = require(
-        bool(group.parameters), key, (), "names or patterns of parameters", f'for example ["{names[0]}"]'
-    )
-    for text in group.parameters:
+def _check_names(rules: Rules, names: Sequence[str]) -> list[Problem]:
+    """Problems of a group, with those of names and patterns without a parameter."""
+    texts = rules.section.parameters
+    rules.require("parameters", texts, "names or patterns of parameters", f'for example ["{names[0]}"]')
+    for text in (text for text in texts if not any(fnmatchcase(name, text) for name in names)):
         close = get_close_matches(text, names, 1)
         words = re.findall(r"\w+", text)
         similar = [name for name in names if words and words[-1] in name] or list(names[::-1])
         remedy = f'did you mean "{close[0]}"?' if close else f'parameters have names such as "{similar[0]}"'
-        found = any(fnmatchcase(name, text) for name in names)
-        problems += require(
-            found, key, text, "the name of a parameter (of tied ones, the first), or a pattern of some", remedy
-        )
-    return problems
+        rule = "the name of a parameter (of tied ones, the first), or a pattern of some"
+        rules.problems.append(Problem(f"{rules.name}.parameters", text, rule, remedy))
+    return rules.problems
 
 
 def _check_conflicts(groups: Sequence[GroupConfig], names: Sequence[str]) -> list[Problem]:
@@ -155,23 +149,14 @@ def _check_options(
             remedy = 'write "AdamW", or leave this parameter out of the group'
             problems.append(Problem(f"optimizer.{group.label}.optimizer", group.optimizer, rule, remedy))
     for index, each in enumerate(section.groups):
+        rules = Rules(f"optimizer.groups.{index}", each, problems)
         optimizers = of_group.get(f"groups.{index}", set())
-        problems += require(
-            bool(optimizers),
-            f"optimizer.groups.{index}.parameters",
-            each.parameters,
-            "at least one parameter that no other group names",
-            "remove this group, or a name from the others",
-        )
+        remedy = "remove this group, or a name from the others"
+        rules.require("parameters", optimizers, "at least one parameter that no other group names", remedy)
         used = {option for name in optimizers for option in kinds[name].options}
         for key in ("beta1", "beta2", "momentum"):
-            problems += require(
-                not optimizers or key in used or getattr(each, key) == -1,
-                f"optimizer.groups.{index}.{key}",
-                getattr(each, key),
-                f"an option of the group's optimizer, {' and '.join(sorted(optimizers))}",
-                "leave it out",
-            )
+            has_option = not optimizers or key in used or getattr(each, key) == -1
+            rules.needs(key, has_option, f"an optimizer that has it, not with {' and '.join(sorted(optimizers))}")
     return problems
 
 

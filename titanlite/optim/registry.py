@@ -24,7 +24,7 @@ from titanlite.optim.rounding import rounding_bytes
 from titanlite.optim.sgd import SGD
 from titanlite.optim.weight_average import average_bytes
 from titanlite.parallel.mesh import Sharing
-from titanlite.runtime.errors import Needs, Problem, check_ranges, require
+from titanlite.runtime.errors import Needs, Problem, Rules, check_ranges
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
     "AdamW": ADAMW,
@@ -83,72 +83,42 @@ NEEDS = {
 
 def check_optimizer(section: OptimizerConfig) -> list[Problem]:
     """Problems of [optimizer] that do not depend on the parameters."""
-    key, names = "optimizer", {section.name, *(group.optimizer for group in section.groups)} - {"auto"}
-    slower = [name for name in sorted(names - {"Muon"}) if not OPTIMIZERS[name].has_fused]
-    return [
-        *check_ranges(section, key),
-        *require(
-            section.implementation != "fused" or not slower,
-            f"{key}.implementation",
-            section.implementation,
-            f'not "fused": torch has no fused {" and ".join(slower)} for sharded parameters',
-            f'use "auto" or "foreach", or {key}.name = "AdamW"',
-        ),
-        *require(
-            section.momentum == -1 or any("momentum" in OPTIMIZERS[name].options for name in names),
-            f"{key}.momentum",
-            section.momentum,
-            f"an option of Muon and SGD, not of {' and '.join(sorted(names))}",
-            "leave it out",
-        ),
-        *require(
-            len(section.newton_schulz_coefficients) == 3,
-            f"{key}.newton_schulz_coefficients",
-            section.newton_schulz_coefficients,
-            "three numbers",
-            "leave it out for the default",
-        ),
-        *require(
-            section.state_dtype == "auto" or section.implementation in ("auto", "for-loop"),
-            f"{key}.implementation",
-            section.implementation,
-            '"auto" with moments in bfloat16: torch\'s AdamW needs moments in the dtype of the weights',
-            "leave it out",
-        ),
-    ]
+    rules = Rules("optimizer", section, check_ranges(section, "optimizer"))
+    names = sorted({section.name, *(group.optimizer for group in section.groups)} - {"auto"})
+    slower = [name for name in names if name != "Muon" and not OPTIMIZERS[name].has_fused]
+    rule = f'not "fused": torch has no fused {" and ".join(slower)} for sharded parameters'
+    remedy = 'use "auto" or "foreach", or optimizer.name = "AdamW"'
+    rules.require("implementation", section.implementation != "fused" or not slower, rule, remedy)
+    has_momentum = section.momentum == -1 or any("momentum" in OPTIMIZERS[name].options for name in names)
+    rules.needs("momentum", has_momentum, f"Muon or SGD, not with {' and '.join(names)}")
+    three = len(section.newton_schulz_coefficients) == 3
+    rules.require("newton_schulz_coefficients", three, "three numbers", "leave it out for the default")
+    rule = '"auto" with moments in bfloat16: torch\'s AdamW needs moments in the dtype of the weights'
+    is_own = section.state_dtype == "auto" or section.implementation in ("auto", "for-loop")
+    rules.require("implementation", is_own, rule, "leave it out")
+    return rules.problems
 
 
 def check_parameters(
     section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan, dtype: torch.dtype
 ) -> list[Problem]:
     """Problems of groups, and of moments in bfloat16. named, plan: of the full model. dtype: of the parameters."""
-    problems = check_groups(section, OPTIMIZERS, named, plan)
+    rules = Rules("optimizer", section, check_groups(section, OPTIMIZERS, named, plan))
     small = section.state_dtype == "bfloat16"
-    if problems or not (small or dtype == torch.bfloat16):
-        return problems
+    if rules.problems or not (small or dtype == torch.bfloat16):
+        return rules.problems
     adamw = [group for group in divide(section, OPTIMIZERS, named, plan) if group.optimizer == "AdamW"]
+    rules.needs("state_dtype", adamw or not small, "AdamW, whose moments it is about")
     largest = max((group.options["betas"][1] for group in adamw), default=0.0)
-    if small:
-        problems += require(
-            bool(adamw),
-            "optimizer.state_dtype",
-            section.state_dtype,
-            '"auto" without AdamW, whose moments it is about',
-            "leave it out",
-        )
-    if largest <= MAX_BETA2_NEAREST or (small and section.state_rounding == "stochastic"):
-        return problems
-    why = (
-        "bfloat16 has 8 bits, so that a second moment that falls by less than 1/256 of itself in a step is rounded "
-        "back, and never falls"
-    )
-    if small:
-        rule = f"stochastic with beta2 = {largest:g}, above {MAX_BETA2_NEAREST}: {why}"
-        remedy = f'leave it out, or set beta2 to at most {MAX_BETA2_NEAREST}, or optimizer.state_dtype = "auto"'
-        return [*problems, Problem("optimizer.state_rounding", section.state_rounding, rule, remedy)]
-    rule = f'at most {MAX_BETA2_NEAREST} with training.dtype = "bfloat16", in which AdamW has its moments, too: {why}'
-    remedy = 'set optimizer.state_dtype = "bfloat16", which rounds them stochastically, or a smaller beta2'
-    return [*problems, Problem("optimizer.beta2", largest, rule, remedy)]
+    limit = f"{MAX_BETA2_NEAREST}: a second moment that falls by less than 1/256 in a step is rounded back, never falls"
+    if largest > MAX_BETA2_NEAREST and not small:
+        rule = f'with training.dtype = "bfloat16", in which AdamW has its moments, too, at most {limit}'
+        remedy = 'set optimizer.state_dtype = "bfloat16", which rounds them stochastically, or a smaller beta2'
+        rules.problems.append(Problem("optimizer.beta2", largest, rule, remedy))
+    nearest = small and section.state_rounding != "stochastic" and largest > MAX_BETA2_NEAREST
+    rule, remedy = f"stochastic with beta2 = {largest:g}, above {limit}", "leave it out, or set a smaller beta2"
+    rules.require("state_rounding", not nearest, rule, remedy)
+    return rules.problems
 
 
 def resolve_implementation(section: OptimizerConfig, name: str) -> Literal["fused", "foreach", "for-loop"]:

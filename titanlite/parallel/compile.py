@@ -9,7 +9,7 @@ from torch import nn
 from titanlite.models.family import Plan
 from titanlite.models.head import exponentials_, output_layers_of
 from titanlite.models.losses import CROSS_ENTROPY
-from titanlite.runtime.errors import Needs, Problem, require
+from titanlite.runtime.errors import Needs, Problem, Rules
 
 
 @dataclass(frozen=True)
@@ -40,33 +40,20 @@ def check_compile(
     splits_backward: whether that schedule computes gradients of weights separately from those of inputs. has_experts:
     whether blocks have experts, whose sizes depend on the data.
     """
+    rules = Rules("compile", section)
     if not section.enable:
         return []
     backends = torch.compiler.list_backends(exclude_tags=())
-    return [
-        *require(
-            section.backend in backends,
-            "compile.backend",
-            section.backend,
-            f"one of {', '.join(backends)}",
-            'compile.backend = "inductor"',
-        ),
-        *require(
-            not (has_experts and compiles_blocks(section)),
-            "compile.components",
-            list(section.components),
-            "without model for a mixture of experts, whose blocks are not compiled yet",
-            'compile.components = ["loss"], or compile.enable = false',
-        ),
-        *require(
-            not (splits_backward and compiles_blocks(section)) or can_split_compiled_backward(),
-            "compile.enable",
-            section.enable,
-            f"with parallelism.pp_schedule = {pp_schedule} it needs torch 2.13 or newer, and torch is "
-            f"{torch.__version__}: older versions cannot split the backward pass of a compiled block",
-            "another schedule, such as Interleaved1F1B, compile.enable = false, or a newer torch",
-        ),
-    ]
+    remedy = 'compile.backend = "inductor"'
+    rules.require("backend", section.backend in backends, f"one of {', '.join(backends)}", remedy)
+    compiles = compiles_blocks(section)
+    rule = "without model for a mixture of experts, whose blocks are not compiled yet"
+    remedy = 'compile.components = ["loss"], or compile.enable = false'
+    rules.require("components", not (has_experts and compiles), rule, remedy)
+    splits = compiles and splits_backward and not can_split_compiled_backward()
+    rule = f"false with parallelism.pp_schedule = {pp_schedule} and torch {torch.__version__}, which is older than 2.13"
+    rules.require("enable", not splits, rule, "another schedule, such as Interleaved1F1B, or a newer torch")
+    return rules.problems
 
 
 def can_split_compiled_backward() -> bool:

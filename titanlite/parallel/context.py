@@ -20,7 +20,7 @@ from titanlite.models.attention import AttentionMask, attend, attention_mask
 from titanlite.models.family import DecoderConfig, LanguageModel, Plan
 from titanlite.models.layers import Attention
 from titanlite.parallel.mesh import ContextParallel, ParallelismConfig, part_of_rows
-from titanlite.runtime.errors import ConfigError, Problem, require
+from titanlite.runtime.errors import ConfigError, Problem, Rules
 
 
 def apply_context_parallel(
@@ -142,31 +142,21 @@ def check_context(section: ParallelismConfig, model: Any, seq_len: int) -> list[
     model: the hyper-parameters, of any family.
     """
     cp, tp = section.cp, section.tp
+    rules = Rules("parallelism", section)
     if cp <= 1 or tp < 1:
         return []
     if not isinstance(model, DecoderConfig):
         rule = "1 with a family whose hyper-parameters are no DecoderConfig: its attention may not know cp"
-        return require(False, "parallelism.cp", cp, rule, "use dp_shard, tp or pp")
+        return [Problem("parallelism.cp", cp, rule, "use dp_shard, tp or pp")]
     gathers = section.context_parallel == "gather"
     parts = math.lcm(2 * cp, cp * tp) if gathers else cp * tp
-    what = "2 x parallelism.cp, and by cp x tp:" if gathers else "parallelism.cp x tp ="
-    n_heads, n_kv_heads = model.n_heads // tp, model.n_kv_heads // tp
-    fits = [size for size in range(1, cp) if n_heads % size == 0 and (n_kv_heads % size == 0 or size % n_kv_heads == 0)]
-    return [
-        *require(
-            seq_len % parts == 0,
-            "training.seq_len",
-            seq_len,
-            f"divisible by {what} {parts}: each rank holds an equal part of the positions",
-            f"set training.seq_len = {max(seq_len // parts, 1) * parts}",
-        ),
-        *require(
-            gathers or (n_heads % cp == 0 and (n_kv_heads % cp == 0 or cp % max(n_kv_heads, 1) == 0)),
-            "parallelism.cp",
-            cp,
-            f"divides n_heads / tp = {n_heads}, and divides n_kv_heads / tp = {n_kv_heads} or is a multiple of it: "
-            "ranks share the heads during attention",
-            f'parallelism.context_parallel = "gather", which does not; or parallelism.cp = {max(fits, default=1)}, and '
-            "the other ranks for dp_shard, tp or pp",
-        ),
-    ]
+    if seq_len % parts:
+        divisor = "2 x parallelism.cp, and by cp x tp:" if gathers else "parallelism.cp x tp ="
+        remedy = f"set training.seq_len = {max(seq_len // parts, 1) * parts}"
+        rules.problems.append(Problem("training.seq_len", seq_len, f"divisible by {divisor} {parts}", remedy))
+    n_heads, n_kv_heads = model.n_heads // tp, max(model.n_kv_heads // tp, 1)
+    fits = [size for size in range(1, cp + 1) if n_heads % size == 0 and 0 in (n_kv_heads % size, size % n_kv_heads)]
+    rule = f"divides n_heads / tp = {n_heads}, and divides n_kv_heads / tp = {n_kv_heads} or is a multiple of it"
+    remedy = f'parallelism.context_parallel = "gather", or parallelism.cp = {max(fits)}'
+    rules.require("cp", gathers or cp in fits, rule, remedy)
+    return rules.problems

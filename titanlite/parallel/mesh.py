@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.runtime.distributed import CommConfig, World, set_timeout
-from titanlite.runtime.errors import Needs, Problem, check_ranges, ranged, require
+from titanlite.runtime.errors import Needs, Problem, Rules, check_ranges, ranged
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from the outermost to the innermost, whose ranks are adjacent; ParallelismConfig has their degrees."""
@@ -257,28 +257,22 @@ def shard_logits(section: ParallelismConfig, *, is_cross_entropy: bool = True) -
 
 def check_parallelism(section: ParallelismConfig, world_size: int) -> list[Problem]:
     """Check that degrees are positive and that their product is the world size."""
-    key = "parallelism"
-    problems = check_ranges(section, key)
-    if problems:
-        return problems
+    rules = Rules("parallelism", section, check_ranges(section, "parallelism"))
     sizes = resolve_degrees(section, world_size)
-    if math.prod(sizes.values()) != world_size:
-        given = [axis for axis in AXES if getattr(section, axis) != -1]
-        degrees = [getattr(section, axis) for axis in given]
-        product = f"{' x '.join(given)} = {' x '.join(map(str, degrees))} = {math.prod(degrees)}"
-        relation = "divisible by" if section.dp_shard == -1 else "equal to"
-        largest = max((axis for axis in AXES if axis != "dp_shard"), key=lambda axis: sizes[axis])
-        at_fault = "dp_shard" if section.dp_shard != -1 else largest
-        problems += require(
-            False,
-            f"{key}.{at_fault}",
-            getattr(section, at_fault),
-            f"world size {world_size} must be {relation} {product}",
-            f"use {math.prod(degrees)} processes{' or a multiple of it' if section.dp_shard == -1 else ''} "
-            "(NGPU=..., torchrun --nproc-per-node ...; in titanlite plan: --world-size ...), "
-            + (f"or change {key}.{at_fault}" if section.dp_shard == -1 else f"or set {key}.dp_shard = -1 (automatic)"),
-        )
-    return problems
+    if rules.problems or math.prod(sizes.values()) == world_size:
+        return rules.problems
+    given = [axis for axis in AXES if getattr(section, axis) != -1]
+    degrees = [getattr(section, axis) for axis in given]
+    ranks, fills = math.prod(degrees), section.dp_shard == -1
+    product = f"{' x '.join(given)} = {' x '.join(map(str, degrees))} = {ranks}"
+    rule = f"world size {world_size} must be {'divisible by' if fills else 'equal to'} {product}"
+    largest = max((axis for axis in AXES if axis != "dp_shard"), key=lambda axis: sizes[axis])
+    key = largest if fills else "dp_shard"
+    change = f"change parallelism.{key}" if fills else "set parallelism.dp_shard = -1 (automatic)"
+    count = f"{ranks} processes{' or a multiple of it' if fills else ''}"
+    where = "NGPU=..., torchrun --nproc-per-node ...; in titanlite plan: --world-size ..."
+    rules.require(key, False, rule, f"use {count} ({where}), or {change}")
+    return rules.problems
 
 
 def check_experts(section: ParallelismConfig, n_experts: int, world_size: int) -> list[Problem]:
@@ -288,8 +282,9 @@ def check_experts(section: ParallelismConfig, n_experts: int, world_size: int) -
     """
     sizes = resolve_degrees(section, world_size)
     ranks = sizes["dp_shard"] * sizes["cp"]
-    rules = [f"divides dp_shard x cp = {ranks}: experts are dealt out over these ranks"] if ranks % section.ep else []
-    if n_experts % section.ep:
-        rules += [f"divides model.n_experts = {n_experts}" if n_experts > 1 else "1 for a model without experts"]
     fits = math.gcd(ranks, section.ep, n_experts)
-    return require(not rules, "parallelism.ep", section.ep, "; ".join(rules), f"set parallelism.ep = {fits}")
+    both = f"divides dp_shard x cp = {ranks} and model.n_experts = {n_experts}"
+    rules = Rules("parallelism", section)
+    rule = both if n_experts > 1 else "1 for a model without experts"
+    rules.require("ep", fits == section.ep, rule, f"set parallelism.ep = {fits}")
+    return rules.problems

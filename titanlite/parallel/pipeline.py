@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.models.family import Plan
-from titanlite.parallel.compile import can_split_compiled_backward
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule, ReshardAfterForward
 from titanlite.profiling.regions import Region, in_region
-from titanlite.runtime.errors import Problem, require
+from titanlite.runtime.errors import Problem, Rules
 
 
 @dataclass(frozen=True)
@@ -119,61 +118,32 @@ def check_pipeline(section: ParallelismConfig, plan: Plan, *, document_mask: boo
 
     document_mask: whether every stage gets the positions of its rows.
     """
-    key = "parallelism"
+    rules = Rules("parallelism", section)
     if section.pp <= 1:
         return []
-    stages = num_stages(section)
-    cuts = [unit[0] for unit in plan.units[1:]]
-    problems = require(
-        stages <= len(plan.units),
-        f"{key}.pp",
-        section.pp,
-        f"{section.pp_schedule} needs {stages} stages; the model can be split into at most {len(plan.units)}",
-        "fewer stages (a smaller pp, or a schedule with one stage per rank: 1F1B, GPipe), or more model.n_layers",
-    )
-    problems += require(
-        SCHEDULES[section.pp_schedule].placement != "v" or torch.__version__ >= "2.12",
-        f"{key}.pp_schedule",
-        section.pp_schedule,
-        f"needs torch 2.12 or newer, and torch is {torch.__version__}: older versions connect a rank to itself",
-        "another schedule, such as Interleaved1F1B, or a newer torch",
-    )
-    problems += require(
-        not ((document_mask or section.cp > 1) and splits_backward(section)) or can_split_compiled_backward(),
-        f"{key}.pp_schedule",
-        section.pp_schedule,
-        f"with data.document_mask or cp it needs torch 2.13 or newer, and torch is {torch.__version__}: older versions "
-        "cannot split the backward pass of FlexAttention, which is compiled, or request gradients of positions",
-        "another schedule, such as Interleaved1F1B, or a newer torch",
-    )
-    is_sharded = section.dp_shard * section.cp != 1
-    problems += require(
-        not (is_sharded and splits_backward(section) and section.fsdp_reshard_after_forward == "always"),
-        f"{key}.fsdp_reshard_after_forward",
-        section.fsdp_reshard_after_forward,
-        f"not with {section.pp_schedule}, which computes weight gradients later: torch drops those of freed parameters",
-        '"default" or "never", which keep the parameters of a stage gathered, or another pp_schedule',
-    )
-    given = list(section.pp_split)
+    stages, schedule, splits = num_stages(section), section.pp_schedule, splits_backward(section)
+    rule = f"{schedule} needs {stages} stages; the model can be split into at most {len(plan.units)}"
+    remedy = "fewer stages (a smaller pp, or a schedule with one stage per rank: 1F1B, GPipe), or more model.n_layers"
+    rules.require("pp", stages <= len(plan.units), rule, remedy)
+    # Older versions cannot split the backward pass of FlexAttention, which is compiled, nor request gradients of
+    # positions; and before 2.12 they connect the rank of a V to itself.
+    masked = splits and (document_mask or section.cp > 1)
+    needed = "2.13" if masked else "2.12" if SCHEDULES[schedule].placement == "v" else "2"
+    rule = f"needs torch {needed}{' with data.document_mask or cp' if masked else ''}, and torch is {torch.__version__}"
+    remedy = "another schedule, such as Interleaved1F1B, or a newer torch"
+    rules.require("pp_schedule", torch.__version__ >= needed, rule, remedy)
+    drops = section.dp_shard * section.cp != 1 and splits and section.fsdp_reshard_after_forward == "always"
+    rule = f"not with {schedule}, which computes weight gradients later: torch drops those of freed parameters"
+    rules.require("fsdp_reshard_after_forward", not drops, rule, '"default" or "never", or another pp_schedule')
+    cuts, given = [unit[0] for unit in plan.units[1:]], list(section.pp_split)
     unknown = [name for name in given if name not in cuts]
-    problems += require(
-        not unknown,
-        f"{key}.pp_split",
-        given,
-        f"modules at which a stage can begin; {', '.join(unknown)} cannot",
-        f"choose from {_shortened(cuts)}",
-    )
-    if given and not unknown:
-        problems += require(
-            len(given) == stages - 1 and given == [name for name in cuts if name in given],
-            f"{key}.pp_split",
-            given,
-            f"{stages - 1} different names in the model's order, for the {stages} stages of "
-            f"{section.pp_schedule} on pp = {section.pp}",
-            f"list the first module of each stage except the first stage, or leave {key}.pp_split out",
-        )
-    size = section.pp_microbatch_size
-    return problems + require(size >= 1, f"{key}.pp_microbatch_size", size, "at least 1", "1 is the usual value")
+    rule = f"modules at which a stage can begin; {', '.join(unknown)} cannot"
+    if rules.require("pp_split", not unknown, rule, f"choose from {_shortened(cuts)}") and given:
+        in_order = len(given) == stages - 1 and given == [name for name in cuts if name in given]
+        rule = f"{stages - 1} different names in the model's order, one for each of the {stages} stages but the first"
+        rules.require("pp_split", in_order, rule, "list the first module of each of them, or leave it out")
+    rules.require("pp_microbatch_size", section.pp_microbatch_size >= 1, "at least 1", "1 is the usual value")
+    return rules.problems
 
 
 def _shortened(names: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from titanlite.models.family import Plan
 from titanlite.parallel.compile import can_split_compiled_backward
-from titanlite.runtime.errors import Needs, Problem, check_ranges, ranged, require
+from titanlite.runtime.errors import Needs, Problem, Rules, check_ranges, ranged
 
 SAVED_OPS: tuple[Any, ...] = (
     torch.ops.aten.mm.default,
@@ -87,35 +87,18 @@ def check_activation_checkpoint(
     weights separately from those of inputs. Each of the two passes recomputes, but torch's saved results of operations
     can be read only once, unless compilation merges the two.
     """
-    key = "activation_checkpoint"
-    by_budget = section.mode == "memory_budget"
-    return [
-        *check_ranges(section, key),
-        *require(
-            not by_budget or (compiled and backend in PARTITIONING_BACKENDS),
-            f"{key}.mode",
-            section.mode,
-            "only for compiled blocks, with a backend that chooses what to recompute: "
-            + ", ".join(PARTITIONING_BACKENDS),
-            'compile.enable = true with compile.backend = "inductor", or mode = "selective"',
-        ),
-        *require(
-            not by_budget or tp == 1,
-            f"{key}.mode",
-            section.mode,
-            f"only with parallelism.tp = 1, and it is {tp}: the compiler does not know the cost of communication",
-            'mode = "selective"',
-        ),
-        *require(
-            compiled or not splits_backward or not inside_compilation(section),
-            f"{key}.selective_policy",
-            section.selective_policy,
-            f'"layer" with parallelism.pp_schedule = {pp_schedule} if blocks are not compiled: the schedule splits the '
-            'backward pass in two, and the results that "op" saves can be read only once',
-            ("compile.enable = true, " if can_split_compiled_backward() else "")
-            + 'selective_policy = "layer", mode = "full", or pp_schedule = "1F1B"',
-        ),
-    ]
+    rules = Rules("activation_checkpoint", section, check_ranges(section, "activation_checkpoint"))
+    if section.mode == "memory_budget":
+        rule = f"only for compiled blocks, with a backend of {', '.join(PARTITIONING_BACKENDS)}"
+        remedy = 'compile.enable = true with compile.backend = "inductor", or mode = "selective"'
+        rules.require("mode", compiled and backend in PARTITIONING_BACKENDS, rule, remedy)
+        rule = f"only with parallelism.tp = 1, and it is {tp}: the compiler does not know the cost of communication"
+        rules.require("mode", tp == 1, rule, 'mode = "selective"')
+    twice = splits_backward and not compiled and inside_compilation(section)
+    rule = f'"layer" with parallelism.pp_schedule = {pp_schedule}, which reads the results that "op" saves twice'
+    remedy = "compile.enable = true, " if can_split_compiled_backward() else ""
+    rules.require("selective_policy", not twice, rule, f'{remedy}"layer", mode = "full", or pp_schedule = "1F1B"')
+    return rules.problems
 
 
 def inside_compilation(section: ActivationCheckpointConfig) -> bool:

@@ -1,9 +1,7 @@
 """The choice of training.local_batch_size = -1: as many sequences per microbatch as fit, by the plan."""
 
-import json
 from bisect import bisect_right
 from dataclasses import replace
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -13,6 +11,7 @@ from titanlite.parallel.mesh import data_degree, resolve_degrees
 from titanlite.planning.estimate import estimate_memory, require_estimate
 from titanlite.planning.microbatches import divide_step
 from titanlite.planning.stages import plan_stages
+from titanlite.runtime.agreement import share_from_rank_0
 from titanlite.runtime.distributed import World
 from titanlite.runtime.logging import log
 from titanlite.runtime.memory import GIB, USABLE, device_memory_bytes
@@ -29,14 +28,13 @@ def agree_on_local_batch_size(config: JobConfig, world: World, store: dist.Store
     """
     if config.training.local_batch_size != -1:
         return config
-    store = dist.PrefixStore("local_batch_size", store)
-    if world.rank == 0:
+
+    def choose() -> int:
         sharing = world.local_size if world.device_type == "cpu" else 1
         memory = device_memory_bytes(world.device) // sharing
-        chosen = fit_local_batch_size(config, world.size, device_type=world.device_type, memory_bytes=memory)
-        store.set("rows", json.dumps(chosen))
-    store.wait(["rows"], timedelta(seconds=config.comm.init_timeout_s))
-    rows = json.loads(store.get("rows"))
+        return fit_local_batch_size(config, world.size, device_type=world.device_type, memory_bytes=memory)
+
+    rows = share_from_rank_0("local_batch_size", choose, world, store, config.comm.init_timeout_s)
     return replace(config, training=replace(config.training, local_batch_size=rows))
 
 

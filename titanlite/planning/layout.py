@@ -1,10 +1,9 @@
 """The choice of parallelism.layout = "auto": the fastest layout that fits the machine, the same on all ranks."""
 
-import json
 import platform
 from collections.abc import Collection
-from datetime import timedelta
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,18 +13,13 @@ from titanlite.hardware.calibrate import calibrate, device_name
 from titanlite.hardware.profile import Profile, dump_profile, load_profile
 from titanlite.planning.estimate import require_estimate
 from titanlite.planning.search import Found, search, with_settings
+from titanlite.runtime.agreement import share_from_rank_0
 from titanlite.runtime.cache import cache_folder, content_key
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import UsageError
 from titanlite.runtime.logging import log
 from titanlite.runtime.memory import GIB, USABLE, device_memory_bytes
 from titanlite.runtime.text import counted
-
-
-class NoLayoutError(UsageError):
-    """No layout fits. Raised on all ranks with the same text."""
-
-    is_shared = True
 
 
 def agree_on_layout(config: JobConfig, kept: Collection[str], world: World, store: dist.Store) -> JobConfig:
@@ -38,25 +32,23 @@ def agree_on_layout(config: JobConfig, kept: Collection[str], world: World, stor
     require_estimate(config, "parallelism.layout", "auto", 'write "given", and the degrees of the mesh')
     store = dist.PrefixStore("layout", store)
     profile = _profile(config, world, store)
-    if world.rank == 0:
+
+    def choose() -> dict[str, Any]:
         assert profile is not None
         sharing = world.local_size if world.device_type == "cpu" else 1
         memory_gib = device_memory_bytes(world.device) / GIB / sharing
         start = perf_counter()
         found = search(config, world.size, profile, memory_gib=memory_gib, kept=kept)
-        if found.fastest:
-            _log_choice(found, profile, perf_counter() - start)
-        settings = found.fastest[0].settings if found.fastest else {}
-        store.set("settings", json.dumps(settings))
-        store.set("memory", f"{USABLE * memory_gib:.1f} GiB")
-    store.wait(["settings", "memory"], timedelta(seconds=config.comm.init_timeout_s))
-    settings = json.loads(store.get("settings"))
-    if not settings:
-        raise NoLayoutError(
-            f'parallelism.layout = "auto": no layout of {counted(world.size, "rank")} fits the checks of the '
-            f"configuration and {store.get('memory').decode()} of memory per rank: start more ranks, set fewer keys of "
-            "[parallelism], or see titanlite plan --search"
-        )
+        if not found.fastest:
+            raise UsageError(
+                f'parallelism.layout = "auto": no layout of {counted(world.size, "rank")} fits the checks of the '
+                f"configuration and {USABLE * memory_gib:.1f} GiB of memory per rank: start more ranks, set fewer keys "
+                "of [parallelism], or see titanlite plan --search"
+            )
+        _log_choice(found, profile, perf_counter() - start)
+        return dict(found.fastest[0].settings)
+
+    settings = share_from_rank_0("settings", choose, world, store, config.comm.init_timeout_s)
     return with_settings(config, settings)
 
 
@@ -69,9 +61,7 @@ def _profile(config: JobConfig, world: World, store: dist.Store) -> Profile | No
     nodes = -(-world.size // world.local_size)
     facts = [platform.node(), device_name(world), world.local_size, min(nodes, 2), dtype, torch.__version__]
     file = cache_folder() / "hardware" / f"{content_key(facts)}.toml"
-    if world.rank == 0:
-        store.set("measured", str(int(file.is_file())))
-    if int(store.get("measured")):
+    if share_from_rank_0("measured", file.is_file, world, store, config.comm.init_timeout_s):
         return load_profile(str(file)) if world.rank == 0 else None
     if world.rank == 0:
         log.info("Layout: measuring this machine, about a minute; the profile is kept in %s", file)

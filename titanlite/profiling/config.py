@@ -1,9 +1,8 @@
 """The [profiling] section."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titanlite.runtime.errors import Needs, Problem, check_ranges, ranged, require
+from titanlite.runtime.errors import Needs, Problem, Rules, check_ranges, ranged
 
 TRACES_FOLDER = "traces"
 SNAPSHOTS_FOLDER = "memory_snapshots"
@@ -50,41 +49,17 @@ NEEDS = dict.fromkeys(("interval", "wait", "warmup", "active", "ranks"), _TRACES
 
 def check_profiling(section: ProfilingConfig, *, world_size: int, device_type: str, steps: int) -> list[Problem]:
     """Check [profiling]. steps: training.steps."""
-    key = "profiling"
-    problems = check_ranges(section, key)
-    if problems or not (section.enable_trace or section.enable_memory_snapshot):
-        return problems
-    return [
-        *require(
-            not section.enable_memory_snapshot or device_type == "cuda",
-            f"{key}.enable_memory_snapshot",
-            section.enable_memory_snapshot,
-            "only on CUDA: torch records no allocations of host memory",
-            f"leave it out; `titanlite plan` estimates the memory, {key}.enable_trace works on a CPU",
-        ),
-        *require(
-            section.last <= section.interval,
-            f"{key}.interval",
-            section.interval,
-            f"at least wait + warmup + active = {section.last}",
-            f"set {key}.interval = {section.last}, or fewer steps of wait, warmup or active",
-        ),
-        *require(
-            section.last <= steps,
-            f"{key}.wait",
-            section.wait,
-            f"wait + warmup + active = {section.last} at most training.steps = {steps}: else no trace is written",
-            f"set fewer steps of {key}.wait, warmup or active, or more training.steps",
-        ),
-        *_check_ranks(section.ranks, world_size),
-    ]
-
-
-def _check_ranks(ranks: Sequence[int], world_size: int) -> list[Problem]:
-    return require(
-        len(ranks) == len(set(ranks)) > 0 and all(0 <= rank < world_size for rank in ranks),
-        "profiling.ranks",
-        list(ranks),
-        f"one or more ranks of this run, each once, from 0 to {world_size - 1}",
-        "profiling.ranks = [0]",
-    )
+    rules = Rules("profiling", section, check_ranges(section, "profiling"))
+    if rules.problems or not (section.enable_trace or section.enable_memory_snapshot):
+        return rules.problems
+    records = not section.enable_memory_snapshot or device_type == "cuda"
+    remedy = "leave it out; `titanlite plan` estimates the memory, profiling.enable_trace works on a CPU"
+    rules.require("enable_memory_snapshot", records, "only on CUDA", remedy)
+    total, remedy = f"wait + warmup + active = {section.last}", "set fewer steps of wait, warmup or active"
+    rules.require("interval", section.last <= section.interval, f"at least {total}", remedy)
+    rule = f"{total} at most training.steps = {steps}: else no trace is written"
+    rules.require("wait", section.last <= steps, rule, remedy)
+    once = len(section.ranks) == len({*section.ranks} & {*range(world_size)}) > 0
+    rule = f"one or more ranks of this run, each once, from 0 to {world_size - 1}"
+    rules.require("ranks", once, rule, "profiling.ranks = [0]")
+    return rules.problems

@@ -74,21 +74,44 @@ def decide_on_rank_0(
 ) -> T:
     """Return `decide(texts by rank)`, computed on rank 0, on all ranks. Waits for all ranks; needs no process group.
 
-    text: of this rank. store: for this decision only. The result is sent as JSON. Raises LateRanksError on all ranks.
+    text: of this rank. store: for this decision only. Errors: as share_from_rank_0; LateRanksError names late ranks.
     """
     keys = [f"text/{rank}" for rank in range(world.size)]
-    limit = timedelta(seconds=timeout_s)
     store.set(keys[world.rank], text)
     try:
         if world.rank == 0:
-            store.wait(keys, limit)
-            store.set("decision", json.dumps(decide([each.decode() for each in store.multi_get(keys)])))
-        store.wait(["decision"], limit)
-    except dist.DistStoreError:
+            store.wait(keys, timedelta(seconds=timeout_s))
+        return share_from_rank_0(
+            "decision", lambda: decide([each.decode() for each in store.multi_get(keys)]), world, store, timeout_s
+        )
+    except (dist.DistStoreError, LateRanksError):
         late = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise LateRanksError(late or [0], timeout_s) from None
-    decision: T = json.loads(store.get("decision"))
-    return decision
+
+
+def share_from_rank_0(name: str, work: Callable[[], T], world: World, store: dist.Store, timeout_s: int) -> T:
+    """Run `work()` on rank 0 only; returns its result, sent as JSON, on all ranks. Needs no process group.
+
+    name: of the key in the store, unique in the run. If `work` fails, rank 0 raises its error, and the others raise a
+    UserError with the same text, which only rank 0 prints. Raises LateRanksError if rank 0 takes longer than timeout_s.
+    """
+    if world.rank == 0:
+        try:
+            store.set(name, json.dumps({"result": work()}))
+        except Exception as error:
+            store.set(name, json.dumps({"error": describe_failure(error), "is_usage": isinstance(error, UsageError)}))
+            raise
+    try:
+        store.wait([name], timedelta(seconds=timeout_s))
+    except dist.DistStoreError:
+        raise LateRanksError([0], timeout_s) from None
+    sent = json.loads(store.get(name))  # on rank 0, too: a tuple becomes a list on all ranks
+    if "error" in sent:
+        shared = (UsageError if sent["is_usage"] else UserError)(sent["error"])
+        shared.is_shared = True
+        raise shared
+    result: T = sent["result"]
+    return result
 
 
 def _describe_groups(groups: Sequence[Sequence[int]], sent: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -116,19 +116,6 @@ def connect(world: World, section: CommConfig) -> dist.Store:
     return dist.PrefixStore(agree_on_attempt(store, world.rank, world.size, timeout_s), store)
 
 
-def require_equal_number(store: dist.Store, rank: int, used: int, timeout_s: int) -> None:
-    """Raise UserError unless rank 0 has the same number of used ranks: of those that do not wait idle."""
-    if rank == 0:
-        store.set("used", str(used))
-        return
-    store.wait(["used"], timedelta(seconds=timeout_s))
-    if (expected := int(store.get("used"))) != used:
-        raise UserError(
-            f"the configuration of rank {rank} uses {used} ranks, but that of rank 0 uses {expected}: make the "
-            "configurations equal on all nodes"
-        )
-
-
 def wait_until_finished(store: dist.Store) -> None:
     """Wait, as an idle rank, until `note_finished`. Raises UserError if the store is lost."""
     while True:

@@ -75,10 +75,10 @@ def require(ok: bool, key: str, value: Any, rule: str, remedy: str) -> list[Prob
 
 @dataclass
 class Rules:
-    """Collect the problems of one section: of rules that its fields alone cannot express.
+    """Collect the problems of one section: of rules that the range of a key cannot express.
 
-    name: of the section or table, as in full keys ("training", "data.sources.0"). section: its dataclass, from which
-    `require` takes the value of a key.
+    name: of the section or table, as in full keys ("training", "data.sources.0"); "--" for the options of a command.
+    section: its dataclass, from which the rules take the value of a key.
     """
 
     name: str
@@ -88,13 +88,21 @@ class Rules:
     def require(self, key: str, ok: object, rule: str, remedy: str) -> bool:
         """Add a problem of the key unless `ok`; returns whether it is. rule, remedy: see Problem."""
         if not ok:
-            self.problems.append(Problem(f"{self.name}.{key}", getattr(self.section, key), rule, remedy))
+            value = getattr(self.section, key)
+            full = f"--{key.replace('_', '-')}" if self.name == "--" else f"{self.name}.{key}"
+            self.problems.append(Problem(full, [*value] if isinstance(value, tuple) else value, rule, remedy))
         return bool(ok)
 
+    def needs(self, key: str, ok: object, condition: str) -> bool:
+        """Require a condition for a key that is given: what must hold for it to have an effect."""
+        return self.require(key, ok, f"only with {condition}", "leave it out")
+
     def divides(self, key: str, divisor_key: str, divisor: int) -> bool:
-        """Require that the value of the key is divisible by that of another one."""
-        rest = getattr(self.section, key) % divisor
-        return self.require(key, not rest, f"divisible by {divisor_key} = {divisor}", "change one of them")
+        """Require that the value of the key is divisible by that of another one. The remedy has the nearest values."""
+        value = getattr(self.section, key)
+        nearest = dict.fromkeys((max(value // divisor, 1) * divisor, (value // divisor + 1) * divisor))
+        remedy = f"set {self.name}.{key} = {' or '.join(map(str, nearest))}, or change {divisor_key.split(' ')[-1]}"
+        return self.require(key, value % divisor == 0, f"divisible by {divisor_key} = {divisor}", remedy)
 
 
 @dataclass(frozen=True)

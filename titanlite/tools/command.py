@@ -1,22 +1,23 @@
-"""Parts that the commands share: options read by tyro, exit codes, and outputs that are written atomically."""
+"""Parts that the commands share: options, exit codes, and outputs that are written atomically."""
 
 import contextlib
 import errno
-import io
 import json
 import os
-import re
 import shutil
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import tyro
 
+from titanlite.config.describe import field_texts
 from titanlite.runtime.errors import Problem, UsageError, UserError, check_ranges, require
 from titanlite.runtime.failure import describe_user_error, raise_on_interrupt
 from titanlite.runtime.signal_thread import stop_signals
@@ -27,6 +28,8 @@ Folder = Annotated[Path, tyro.conf.arg(metavar="DIR")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 Count = Annotated[int, tyro.conf.arg(metavar="N")]
 OptionalCount = Annotated[int | None, tyro.conf.arg(metavar="N")]
+EITHER = tyro.conf.create_mutex_group(required=False)
+"""Marks options of which at most one may be given."""
 AllowImport = Annotated[bool, tyro.conf.arg(help="import the modules that job.plugins of the run names: they are code")]
 
 
@@ -57,51 +60,100 @@ def run_command(main: Callable[[Sequence[str]], None]) -> None:
 
 
 def read_options(kind: Any, argv: Sequence[str], command: str) -> Any:
-    """The command's options: an instance of the dataclass `kind`, or of one of a union of subcommands; not checked.
+    """The command's options: an instance of the dataclass `kind`, or of one of a union of subcommands.
 
-    Prints the help and exits if argv has --help. Raises UsageError.
+    Hyphens and underscores in names are the same. A value after a space does not start with `--`. Prints the help and
+    exits if argv has --help. Raises UsageError with all problems but those of check_options.
     """
     subcommands = {get_args(each)[1].name: get_args(each)[0] for each in get_args(kind)}
-    if subcommands and argv[:1] not in (["--help"], ["-h"]):
+    if {"--help", "-h"} & {*(argv[:1] if subcommands else argv)}:
+        tyro.cli(kind, args=["--help"], prog=f"titanlite {command}", config=(tyro.conf.FlagCreatePairsOff,))
+    if subcommands:
         name = _subcommand(argv, list(subcommands))
         return read_options(subcommands[name], argv[1:], f"{command} {name}")
-    options_of_kind = [] if subcommands else fields(kind)
-    flags = {_flag(field.name) for field in options_of_kind} | {"--help"}
-    repeatable = {_flag(field.name) for field in options_of_kind if isinstance(field.default, tuple)}
-    given: dict[str, str | None] = {}  # option -> the text after it: its value, another option, or None at the end
-    for word, following in zip(argv, [*argv, None][1:], strict=True):
-        if not word.startswith("--"):
+    options = {name: _option(name, hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
+    texts, problems = _split(argv, options)
+    values: dict[str, Any] = {}
+    for name, given in texts.items():
+        try:
+            found = tuple(_value(text, options[name].kind) for text in given)
+            values |= {name: found if options[name].is_list else found[0]} if found else {}
+        except ValueError as error:
+            problems.append(f"{options[name].shown} {error}")
+    if len(exclusive := [_flag(name) for name in texts if EITHER in options[name].marks]) > 1:
+        problems.append(f"give {' or '.join(exclusive)}, not both")
+    if not any(problem.startswith("unexpected") for problem in problems):  # else that word may be what is missing
+        missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in texts]
+        problems += [f"{options[name].shown} is missing ({field_texts(kind)[name]})" for name in missing]
+    if problems:
+        raise UsageError("\n".join([*problems, f"see titanlite {command} --help"]))
+    return kind(**values)
+
+
+class _Option(NamedTuple):
+    """shown: CONFIG of a positional argument, --option of others. kind: type of one value. marks: tyro's."""
+
+    shown: str
+    kind: Any
+    is_list: bool
+    marks: Sequence[Any]
+
+
+def _option(name: str, hint: Any) -> _Option:
+    """hint: type of the field."""
+    kind, marks = (hint.__origin__, hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
+    is_list = get_origin(kind) is tuple
+    kind = get_args(kind)[0] if is_list or NoneType in get_args(kind) else kind
+    metavars = [mark.metavar.split()[0] for mark in marks if getattr(mark, "metavar", None)]
+    return _Option(metavars[0] if tyro.conf.Positional in marks else _flag(name), kind, is_list, marks)
+
+
+def _split(argv: Sequence[str], options: Mapping[str, _Option]) -> tuple[dict[str, list[str]], list[str]]:
+    """(field -> texts of its values, problems)"""
+    positional = [name for name, option in options.items() if tyro.conf.Positional in option.marks]
+    named = options.keys() - positional
+    texts: dict[str, list[str]] = {}
+    problems: list[str] = []
+    words = deque(argv)
+    while words:
+        word = words.popleft()
+        free = [name for name in positional if options[name].is_list or name not in texts]
+        if not word.startswith("-") and free:
+            texts.setdefault(free[0], []).append(word)
             continue
         name, equals, text = word.partition("=")
-        name = _flag(name.removeprefix("--"))
-        if name not in flags:  # tyro would first report a missing positional argument
-            close = get_close_matches(name.strip("-"), [flag.strip("-") for flag in flags], 1)
-            remedy = f"did you mean --{close[0]}?" if close else f"see titanlite {command} --help"
-            raise UsageError(f"unexpected argument {word!r}: {remedy} (a value that starts with -: --OPTION=VALUE)")
-        if name in given.keys() - repeatable:
-            raise UsageError(f"{name} is given twice: keep one")
-        given[name] = text if equals else following
-    printed = io.StringIO()
+        name = name.lstrip("-").replace("-", "_")
+        if name not in named or not word.startswith("--"):
+            close = get_close_matches(name, named, 1) if word.startswith("-") else []
+            problems.append(f"unexpected argument {word!r}" + (f": did you mean {_flag(close[0])}?" if close else ""))
+            if word.startswith("-") and not equals and words and not words[0].startswith("-"):
+                words.popleft()  # its value
+            continue
+        kind, is_list, marks = options[name][1:]
+        given = [text] if equals else ["true"] if kind is bool else []
+        most = len(words) if is_list and not equals and tyro.conf.UseAppendAction not in marks else 1
+        while words and len(given) < most and not words[0].startswith("--"):
+            given.append(words.popleft())
+        if not given:
+            problems.append(f"{options[name].shown} needs a value (if it starts with --: {options[name].shown}=VALUE)")
+        if name in texts and not is_list:
+            problems.append(f"{options[name].shown} is given twice: keep one")
+        texts.setdefault(name, []).extend(given)
+    return texts, problems
+
+
+def _value(text: str, kind: Any) -> Any:
+    """Raises ValueError with what is needed."""
+    if get_origin(kind) is Literal and text not in get_args(kind):
+        raise ValueError(f"needs one of {', '.join(get_args(kind))}, not {text!r}")
+    if kind is Path and not text:
+        raise ValueError("needs a value")
+    if kind is bool and text != "true":
+        raise ValueError("takes no value")
     try:
-        with contextlib.redirect_stderr(printed):
-            options, rest = tyro.cli(
-                kind,
-                args=list(argv),
-                prog=f"titanlite {command}",
-                return_unknown_args=True,
-                config=(tyro.conf.FlagCreatePairsOff,),
-            )
-    except SystemExit as end:
-        if not end.code:
-            raise
-        raise UsageError(f"{_message(printed.getvalue(), given)}\nsee titanlite {command} --help") from None
-    if rest:
-        raise UsageError(f"unexpected argument {rest[0]!r}: see titanlite {command} --help")
-    for name, after in given.items():  # tyro reads these as no values, and as the current folder
-        value = getattr(options, name.removeprefix("--").replace("-", "_"))
-        if value == () or (after == "" and isinstance(value, Path)):
-            raise UsageError(f"{name} needs a value\nsee titanlite {command} --help")
-    return options
+        return kind(text) if kind in (int, float, Path, bool) else text
+    except ValueError:
+        raise ValueError(f"needs {'an integer' if kind is int else 'a number'}, not {text!r}") from None
 
 
 def read_options_and_overrides(kind: Any, argv: Sequence[str], command: str) -> tuple[Any, list[str]]:
@@ -139,31 +191,6 @@ def _subcommand(argv: Sequence[str], names: Sequence[str]) -> str:
         remedy = f"did you mean {close[0]}?" if close else f"write {' or '.join(names)}"
         raise UsageError(f"unknown subcommand {argv[0]!r}: {remedy}")
     return argv[0]
-
-
-def _message(box: str, given: Mapping[str, str | None]) -> str:
-    """The error that tyro prints in a box, without the box and the help text.
-
-    given: option -> the text after it on the command line.
-    """
-    lines = [line.strip("│╭╮╰╯").rstrip() for line in box.splitlines()][1:-1]
-    # Of each missing argument: its name, then its help, which is indented more.
-    missing = re.findall(r"^ {5}(\S.*)\n((?: {9}.*\n?)+)", "\n".join(lines), re.MULTILINE)
-    if lines and lines[0].startswith(" Missing from ") and missing:
-        texts = [(name, " ".join(text.replace("(required)", "").split())) for name, text in missing]
-        return "; ".join(f"{name} is missing ({text})" for name, text in texts)
-    lines = [line.strip() for line in lines]
-    blocks = "\n".join("" if set(line) == {"─"} else line for line in lines).split("\n\n")
-    kept = [block for block in blocks if not block.startswith(("For full helptext", "Argument helptext"))]
-    text = "; ".join(" ".join(block.split()) for block in kept)
-    if found := re.match(r"Missing value for argument '([^']+)'", text):
-        name = found[1]
-        following = given.get(_flag(name.removeprefix("--"))) or ""
-        is_value = following.startswith("-") and not following.startswith("--")
-        return f"{name} needs a value" + (f"; for a value that starts with -: {name}={following}" if is_value else "")
-    text = re.sub(r"Arguments (\S+) and (\S+) are not allowed together!", r"give \1 or \2, not both", text)
-    text = re.sub(r"Error parsing (\S+): .*?(?:int\(\)|\bINT\b).*?('[^']*').*", r"\1 needs an integer, not \2", text)
-    return re.sub(r"Error parsing (\S+): .*?float: ('[^']*').*", r"\1 needs a number, not \2", text)
 
 
 def check_chat_template(file: str) -> list[Problem]:

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -41,7 +40,7 @@ from titanlite.metrics.tasks import TaskScores
 from titanlite.metrics.validation import SetTotals, sum_of
 from titanlite.models.attention import pin_kernels
 from titanlite.parallel.mesh import LAYOUT, Mesh, ParallelismConfig
-from titanlite.runtime.agreement import require_equal
+from titanlite.runtime.agreement import require_equal, share_from_rank_0
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import (
     CommConfig,
@@ -75,8 +74,6 @@ SECTIONS = ("validation", "data", "training", "parallelism", "compile", "loss", 
 STREAMS = "data.num_streams"
 DATA = "--data"
 TASKS = "--tasks"
-CHECKPOINT_KEY = "evaluated_checkpoint"
-"""Key in the store: the folder that all ranks evaluate."""
 
 
 @dataclass(frozen=True)
@@ -192,12 +189,12 @@ def verified_run(options: Options, world: World, store: dist.Store) -> SavedRun:
 
     The first rank of a node that has a copy of its own verifies this copy.
     """
-    if world.rank == 0:
-        saved = open_run(options.run, allow_import=options.allow_import).with_weights(options.weights)
-        store.set(CHECKPOINT_KEY, json.dumps([str(saved.path), copy_id(saved.path)]))
-        return saved
-    store.wait([CHECKPOINT_KEY], timedelta(seconds=CommConfig.save_timeout_s))
-    text, verified = json.loads(store.get(CHECKPOINT_KEY))
+
+    def choose() -> tuple[str, list[int]]:
+        path = open_run(options.run, allow_import=options.allow_import).with_weights(options.weights).path
+        return str(path), copy_id(path)
+
+    text, verified = share_from_rank_0("evaluated_checkpoint", choose, world, store, CommConfig.save_timeout_s)
     path = Path(text)
     with reading(path):
         verifies = world.local_rank == 0 and copy_id(path) != verified

@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Annotated
@@ -39,7 +38,7 @@ from titanlite.profiling.breakdown import Operation, host_events, time_by_cause,
 from titanlite.profiling.config import TRACES_FOLDER
 from titanlite.profiling.regions import region
 from titanlite.profiling.trace import Trace, output_file
-from titanlite.runtime.agreement import require_equal, run_on_all_ranks
+from titanlite.runtime.agreement import require_equal, run_on_all_ranks, share_from_rank_0
 from titanlite.runtime.distributed import World, connect, world_from_environment
 from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import ConfigError, UserError, ranged
@@ -58,8 +57,6 @@ from titanlite.tools.command import (
 
 WARMUP_STEPS = 3
 """Steps before those that are measured: they compile, allocate and fill caches."""
-FOLDER_KEY = "folder of the profile"
-"""Key in the store: the folder that all ranks write to."""
 
 
 @dataclass(frozen=True)
@@ -134,18 +131,18 @@ def main(argv: Sequence[str]) -> None:
 
 def output_folder(out: Path | None, world: World, store: dist.Store, timeout_s: int) -> Path:
     """The folder to write to, the same path on all ranks: rank 0 makes it. Raises UserError."""
-    if world.rank == 0:
+
+    def create() -> str:
         if out is None:
-            out = Path(tempfile.mkdtemp(prefix="titanlite-profile-"))
-        else:
-            require_new(out)
-            try:
-                out.mkdir(parents=True)
-            except OSError as error:
-                raise cannot_write(out, error) from error
-        store.set(FOLDER_KEY, str(out))
-    store.wait([FOLDER_KEY], timedelta(seconds=timeout_s))
-    return Path(store.get(FOLDER_KEY).decode())
+            return tempfile.mkdtemp(prefix="titanlite-profile-")
+        require_new(out)
+        try:
+            out.mkdir(parents=True)
+        except OSError as error:
+            raise cannot_write(out, error) from error
+        return str(out)
+
+    return Path(share_from_rank_0("profile_folder", create, world, store, timeout_s))
 
 
 def profiled_config(config: JobConfig, steps: int, folder: Path) -> JobConfig:

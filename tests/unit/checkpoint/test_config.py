@@ -67,7 +67,6 @@ def test_load_step_needs_enable() -> None:
     (problem,) = check_checkpoint(CheckpointConfig(load_step=5), "cpu")
     assert (problem.key, problem.value) == ("checkpoint.load_step", 5)
     assert problem.rule == "only with checkpoint.enable = true"
-    assert "checkpoint.enable = true" in problem.remedy
 
 
 def test_load_step_needs_an_existing_checkpoint(tmp_path: Path) -> None:

@@ -78,8 +78,3 @@ def test_flops_of_8b() -> None:
 def test_invalid_hyper_parameters_are_named(overrides: dict[str, Any], keys: list[str]) -> None:
     problems = check_model(ModelConfig("qwen3", "debug", overrides), seq_len=128, tp=1, pp=1)
     assert [problem.key for problem in problems] == keys
-
-
-def test_remedies_name_the_values_of_qwen3() -> None:
-    problems = check_model(ModelConfig("qwen3", "8B", {"norm_eps": 0.0, "rope_theta": 0.5}), seq_len=128, tp=1, pp=1)
-    assert [problem.remedy for problem in problems] == ["1e-06 is what Qwen3 uses", "1000000.0 is what Qwen3 uses"]

@@ -279,14 +279,14 @@ def test_edges_of_the_ranges_are_valid() -> None:
     [
         (OptimizerConfig(name="SGD", implementation="fused"), "implementation", "torch has no fused SGD"),
         (OptimizerConfig(name="Lion", implementation="fused"), "implementation", "torch has no fused Lion"),
-        (OptimizerConfig(name="SGD", state_dtype="bfloat16"), "state_dtype", "without AdamW"),
+        (OptimizerConfig(name="SGD", state_dtype="bfloat16"), "state_dtype", "only with AdamW"),
         (OptimizerConfig(implementation="fused", state_dtype="bfloat16"), "implementation", "moments in bfloat16"),
         (
             OptimizerConfig(beta2=0.995, state_dtype="bfloat16", state_rounding="nearest"),
             "state_rounding",
             "never falls",
         ),
-        (OptimizerConfig(momentum=0.9), "momentum", "not of AdamW"),
+        (OptimizerConfig(momentum=0.9), "momentum", "not with AdamW"),
         (OptimizerConfig(newton_schulz_coefficients=(1.0, 2.0)), "newton_schulz_coefficients", "three numbers"),
     ],
 )

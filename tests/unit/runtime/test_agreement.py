@@ -13,9 +13,16 @@ import torch.distributed.checkpoint as dcp
 
 from titanlite.checkpoint.file_records import InvalidCheckpointError
 from titanlite.checkpoint.storage import first_failure
-from titanlite.runtime.agreement import RanksError, decide_on_rank_0, require_equal, run_on_all_ranks, run_on_rank_0
+from titanlite.runtime.agreement import (
+    RanksError,
+    decide_on_rank_0,
+    require_equal,
+    run_on_all_ranks,
+    run_on_rank_0,
+    share_from_rank_0,
+)
 from titanlite.runtime.distributed import World
-from titanlite.runtime.errors import LateRanksError, UsageError, UserError
+from titanlite.runtime.errors import ConfigError, LateRanksError, UsageError, UserError
 
 
 def raising(error: BaseException) -> Callable[[], Any]:
@@ -67,6 +74,22 @@ def test_an_interrupt_is_not_converted_to_a_ranks_error(group: dist.ProcessGroup
     with pytest.raises(KeyboardInterrupt):
         run_on_all_ranks(raising(KeyboardInterrupt()), group)
     assert run_on_all_ranks(lambda: 1, group) == [1]
+
+
+@pytest.mark.parametrize(("error", "text"), [*ERRORS, (ConfigError([]), str(ConfigError([])))])
+def test_rank_0_shares_its_result_or_its_error(error: Exception, text: str) -> None:
+    store = dist.HashStore()
+    first, other = (World(rank, rank, 2, "cpu") for rank in range(2))
+    with pytest.raises(type(error)):
+        share_from_rank_0("fails", raising(error), first, store, 5)
+    with pytest.raises(UserError, match=f"^{re.escape(text)}$") as caught:
+        share_from_rank_0("fails", raising(AssertionError()), other, store, 5)
+    assert caught.value.is_shared
+    assert isinstance(caught.value, UsageError) == isinstance(error, UsageError)
+    assert share_from_rank_0("works", lambda: (1, "a"), first, store, 5) == [1, "a"]
+    assert share_from_rank_0("works", lambda: (2, "b"), other, store, 5) == [1, "a"]
+    with pytest.raises(LateRanksError, match="no message within 1 s from rank 0"):
+        share_from_rank_0("late", lambda: 1, other, store, 1)
 
 
 @pytest.mark.parametrize(("error", "text"), ERRORS)

@@ -14,7 +14,6 @@ from titanlite.runtime.distributed import (
     agree_on_attempt,
     connect,
     note_finished,
-    require_equal_number,
     wait_until_finished,
     world_from_environment,
 )
@@ -120,14 +119,6 @@ def test_the_world_of_the_first_ranks() -> None:
     second_node = World(rank=4, local_rank=1, size=9, device_type="cpu", local_size=3)
     assert second_node.first(5) == World(4, 1, 5, "cpu", local_size=2)
     assert second_node.first(8).local_ranks == range(3, 6)
-
-
-def test_all_ranks_use_the_same_number() -> None:
-    store = dist.HashStore()
-    for rank in range(2):
-        require_equal_number(store, rank, 3, timeout_s=1)
-    with pytest.raises(UserError, match="the configuration of rank 2 uses 2 ranks, but that of rank 0 uses 3"):
-        require_equal_number(store, 2, 2, timeout_s=1)
 
 
 def test_an_idle_rank_waits_until_the_run_is_finished() -> None:

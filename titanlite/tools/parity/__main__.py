@@ -14,6 +14,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.planning.estimate import require_estimate
 from titanlite.runtime.errors import ConfigError, Problem, ranged
 from titanlite.tools.command import (
+    EITHER,
     ConfigFile,
     Count,
     File,
@@ -48,7 +49,6 @@ from titanlite.tools.parity.report import (
 from titanlite.tools.parity.shrink import comparable_config, describe_shrinking, resolved_config, shrink_config
 
 LAYOUTS_HELP = f"compare these layouts: {FORM}, for example {EXAMPLE}:ZBVZeroBubble"
-EITHER = tyro.conf.create_mutex_group(required=False)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ no tokenizer."""
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from typing import Annotated, Literal
 
 import tyro
@@ -36,7 +36,7 @@ class Options:
 
     config: ConfigFile
     """TOML file, or the name of a shipped configuration"""
-    world_size: Count = ranged(tyro.MISSING, "give the number of processes of the run", least=1)
+    world_size: Count = ranged(MISSING, "give the number of processes of the run", least=1)
     """number of processes"""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
     """profile of the machine: the name of a shipped one, or a TOML file of `titanlite calibrate`"""

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -44,7 +44,7 @@ class Options:
 
     dump_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DUMP_FOLDER")]
     """job.dump_folder of the run"""
-    step: Annotated[int, tyro.conf.arg(metavar="K")] = ranged(tyro.MISSING, "a step of the run", least=1)
+    step: Annotated[int, tyro.conf.arg(metavar="K")] = ranged(MISSING, "a step of the run", least=1)
     """the step to compute again"""
     from_checkpoint_only: bool = False
     """do not compute earlier steps again: needs a checkpoint of step K - 1"""

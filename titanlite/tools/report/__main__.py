@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from titanlite.runtime.errors import UsageError, UserError
+from titanlite.runtime.errors import UserError
 from titanlite.tools.command import read_options, run_command
 from titanlite.tools.report.charts import Drawing, charts_of
 from titanlite.tools.report.page import FIRST_LINE, page
@@ -34,8 +34,6 @@ class Options:
 def main(argv: Sequence[str]) -> None:
     """Write the report. Raises UserError."""
     options = read_options(Options, argv, "report")
-    if not options.runs:
-        raise UsageError("RUN is missing (dump folders of runs)\nsee titanlite report --help")
     require_report_or_new(options.out)
     runs = read_runs(options.runs)
     charts = charts_of(runs)

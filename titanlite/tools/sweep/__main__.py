@@ -7,12 +7,12 @@ from functools import partial
 from typing import Annotated
 
 import torch
-import tyro
 
 from titanlite.runtime.errors import ConfigError, UserError, integer_variable, ranged
 from titanlite.runtime.gpus import usable_gpus
 from titanlite.runtime.text import counted
 from titanlite.tools.command import (
+    EITHER,
     ConfigFile,
     File,
     OptionalCount,
@@ -28,7 +28,6 @@ from titanlite.tools.sweep.slurm import array_script
 from titanlite.tools.sweep.training import start_run, state_of, train_all
 
 MAX_PROCESSES = 1024
-EITHER = tyro.conf.create_mutex_group(required=False)
 
 
 @dataclass(frozen=True)
