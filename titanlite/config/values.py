@@ -71,29 +71,29 @@ def _adapter(family: str | None, _registered: Any) -> TypeAdapter[dict[str, dict
 
 
 def table_type(name: str, keys: Mapping[str, Any]) -> Any:
-    """The type of a table of TOML, for pydantic. keys: name -> Key, or a type."""
-    columns = {key: annotated(kind) if isinstance(kind, Key) else kind for key, kind in keys.items()}
+    """The type of a table of TOML, for pydantic. keys: name -> Key, or a type of pydantic."""
+    columns = {name: annotated(key) if isinstance(key, Key) else key for name, key in keys.items()}
     return with_config(ConfigDict(extra="forbid"))(_TypedDict(name, columns, total=False))
 
 
-def annotated(kind: Key) -> Any:
+def annotated(key: Key) -> Any:
     """The type of a key's values, for pydantic: strict, in its range."""
-    other, words = alternatives(kind.type)
+    other, words = alternatives(key.type)
     if words:
-        return annotated(kind._replace(type=other)) | Literal[words]
-    if get_origin(kind.type) is Literal:
-        return kind.type
-    if row := row_type(kind.type):
-        table = table_type(row.__name__, columns_of(row))
-        return tuple[Annotated[table, AfterValidator(lambda values: row(**values))], ...]
-    if get_origin(kind.type) is tuple:
-        return tuple[annotated(Key(get_args(kind.type)[0], None, None)), ...]  # type: ignore[misc]
-    if kind.type is bool:
+        return annotated(key._replace(type=other)) | Literal[words]
+    if get_origin(key.type) is Literal:
+        return key.type
+    if row := row_type(key.type):
+        build = AfterValidator(lambda values: row(**values))
+        return tuple[Annotated[table_type(row.__name__, columns_of(row)), build], ...]  # type: ignore[misc]
+    if get_origin(key.type) is tuple:
+        return tuple[annotated(Key(get_args(key.type)[0], None, None)), ...]  # type: ignore[misc]
+    if key.type is bool:
         return Annotated[bool, Strict()]
-    if kind.type is str:
+    if key.type is str:
         return Annotated[str, Strict(), AfterValidator(_clean)]
-    assert kind.type in (int, float), f"the configuration has no values of type {kind.type}"
-    return _number(kind.type, kind.range or Range(""))
+    assert key.type in (int, float), f"the configuration has no values of type {key.type}"
+    return _number(key.type, key.range or Range(""))
 
 
 def _number(kind: type, rule: Range) -> Any:
@@ -144,16 +144,16 @@ def _problem(error: ErrorDetails, tables: Mapping[str, Any], family: str | None)
     key = f"{section}.{path[0]}"
     if len(path) == 1 and is_unknown:
         return unknown_key(key, value, family)
-    kind = keys_of(section, family)[path[0]]
-    if row := row_type(kind.type):
+    taken = keys_of(section, family)[path[0]]
+    if row := row_type(taken.type):
         if len(path) < 3:
             given = _at(tables, location[:2])
             return Problem(key, given, "an array of tables", f"write [[{key}]] and its keys below it")
         key = ".".join([section, *path[:3]])
         if is_unknown:
             return unknown_column(key, value, row)
-        kind = columns_of(row)[path[2]]
-    return explain(key, value, kind, error["type"])
+        taken = columns_of(row)[path[2]]
+    return explain(key, value, taken, error["type"])
 
 
 def _unknown_entry(name: str, value: Any) -> Problem:
@@ -164,30 +164,30 @@ def _unknown_entry(name: str, value: Any) -> Problem:
     return Problem(name, value, "a section of the configuration", remedy)
 
 
-def explain(key: str, value: Any, kind: Key, fault: str) -> Problem:
-    """The problem of a value that is not of a kind. fault: the type of pydantic's error."""
-    number, words = alternatives(kind.type)
-    if get_origin(kind.type) is tuple and fault == "tuple_type":
-        item, example = get_args(kind.type)[0], [value] if isinstance(value, str) else kind.default
-        return Problem(key, value, f"an array, each item {describe_type(item)}", f"write {literal(example)}")
-    if get_origin(kind.type) is tuple:
-        item = get_args(kind.type)[0]
-        return explain(key, value, Key(item, None, "text" if is_text(item) else 1.0), fault)
-    if get_origin(kind.type) is Literal:
-        return not_a_choice(key, value, get_args(kind.type))
+def explain(name: str, value: Any, key: Key, fault: str) -> Problem:
+    """The problem of a value that a key does not take. name: the full key. fault: the type of pydantic's error."""
+    number, words = alternatives(key.type)
+    if get_origin(key.type) is tuple and fault == "tuple_type":
+        item, example = get_args(key.type)[0], [value] if isinstance(value, str) else key.default
+        return Problem(name, value, f"an array, each item {describe_type(item)}", f"write {literal(example)}")
+    if get_origin(key.type) is tuple:
+        item = get_args(key.type)[0]
+        return explain(name, value, Key(item, None, "text" if is_text(item) else 1.0), fault)
+    if get_origin(key.type) is Literal:
+        return not_a_choice(name, value, get_args(key.type))
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and isinstance(value, float) and not math.isfinite(value):
-        return Problem(key, value, "a finite number", f"write a finite number, for example {literal(kind.default)}")
+        return Problem(name, value, "a finite number", f"write a finite number, for example {literal(key.default)}")
     if is_number and isinstance(value, int) and value not in INT64:
-        return Problem(key, value, "from -2^63 to 2^63 - 1", "write a number in this range")
-    if is_number and kind.range and (isinstance(value, int) or number is float):
-        return Problem(key, value, str(kind.range), kind.range.remedy)
-    rule, example = describe_type(kind.type), f"for example {literal(kind.default)}"
+        return Problem(name, value, "from -2^63 to 2^63 - 1", "write a number in this range")
+    if is_number and key.range and (isinstance(value, int) or number is float):
+        return Problem(name, value, str(key.range), key.range.remedy)
+    rule, example = describe_type(key.type), f"for example {literal(key.default)}"
     if fault == "value_error":
-        return Problem(key, value, "valid Unicode text without NUL characters", "remove these characters")
+        return Problem(name, value, "valid Unicode text without NUL characters", "remove these characters")
     if words:
-        return Problem(key, value, rule, f"write {literal(kind.default)}, or {describe_type(number)}")
-    return Problem(key, value, rule, _guess(value, kind.type) or f"write {rule}, {example}")
+        return Problem(name, value, rule, f"write {literal(key.default)}, or {describe_type(number)}")
+    return Problem(name, value, rule, _guess(value, key.type) or f"write {rule}, {example}")
 
 
 def not_a_choice(key: str, value: Any, choices: tuple[str, ...]) -> Problem:
