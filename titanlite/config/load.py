@@ -154,7 +154,7 @@ def keep_earlier(config: JobConfig) -> JobConfig:
     training, data = config.training, config.data
     earlier = earlier_config(config.checkpoint, config.job.dump_folder)
     if earlier and data.document_mask == "auto":
-        data = replace(data, document_mask=earlier["data"].get("document_mask", False))
+        data = replace(data, document_mask=earlier["data"]["document_mask"])
     copy = Path(config.job.dump_folder, CONFIG_COPY)
     if earlier:
         sequences, streams = earlier["training"]["global_batch_size"], earlier["data"]["num_streams"]
@@ -190,7 +190,6 @@ def config_from_values(values: Mapping[str, Mapping[str, Any]], argv: Sequence[s
     arguments = split_arguments(argv)
     tables = {name: dict(table) for name, table in values.items()}
     tables["job"].pop("config_file", None)
-    tables.get("metrics", {}).pop("enable_tensorboard", None)  # of version 0.1
     model = tables["model"]
     tables["model"] = model | model.pop("overrides", {})
     problems = list(arguments.problems)
