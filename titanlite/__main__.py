@@ -25,7 +25,6 @@ COMMANDS = {
     "replay": ("titanlite.tools.replay", "recompute a step and compare it with what the run recorded"),
     "ledger": ("titanlite.tools.ledger", "print what each step of a run was trained on"),
     "report": ("titanlite.tools.report", "write a report of runs: one HTML file with charts"),
-    "from-torchtitan": ("titanlite.tools.from_torchtitan", "translate a configuration of torchtitan 0.2"),
     "train-tokenizer": ("titanlite.tools.train_tokenizer", "train a tokenizer on a configuration's data"),
 }
 """Command -> its module, and what it does."""

@@ -12,7 +12,6 @@ from titanlite.config.schema import JobConfig
 from titanlite.tools import calibrate, evaluate, inspect, ledger, profile, schema, tokenize, train_tokenizer
 from titanlite.tools.command import run_command
 from titanlite.tools.convert.__main__ import Options as ConvertOptions
-from titanlite.tools.from_torchtitan.__main__ import Options as FromTorchtitanOptions
 from titanlite.tools.generate.__main__ import Options as GenerateOptions
 from titanlite.tools.parity.__main__ import Options as ParityOptions
 from titanlite.tools.plan.__main__ import Options as PlanOptions
@@ -36,7 +35,6 @@ OPTIONS: Mapping[str, Any] = {
     "replay": ReplayOptions,
     "ledger": ledger.Options,
     "report": ReportOptions,
-    "from-torchtitan": FromTorchtitanOptions,
     "train-tokenizer": train_tokenizer.Options,
 }
 """Command -> the dataclass of its options, or a union of them."""

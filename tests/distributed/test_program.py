@@ -120,8 +120,8 @@ def test_closed_program_leaves_no_process(script: tuple[str], tmp_path: Path) ->
 
 
 COMMANDS = (
-    *("train", "parity", "plan", "generate", "evaluate", "convert"),
-    *("data.inspect", "data.tokenize", "data.train_tokenizer", "data.ledger"),
+    *("train", "tools.parity", "tools.plan", "tools.generate", "tools.evaluate", "tools.convert"),
+    *("tools.inspect", "tools.tokenize", "tools.train_tokenizer", "tools.ledger"),
 )
 
 

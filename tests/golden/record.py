@@ -1,9 +1,14 @@
 """Record the first steps of the golden run. `python -m tests.golden.record` overwrites the record.
 
 If these numbers change, the numerics of every run change. The commit message must state that.
+
+`python -m tests.golden.record run` replaces the run of test_saved_run.py: four steps on two ranks, and the checkpoint.
+Its expected steps stay.
 """
 
 import json
+import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -22,7 +27,26 @@ def first_steps(dump_folder: Path) -> list[dict[str, float]]:
     return [{key: row[key] for key in ("step", "loss", "grad_norm")} for row in rows(dump_folder)]
 
 
+def save_run(folder: Path) -> None:
+    """Train the first four steps of the saved run in `folder`, and store its files."""
+    for file in (FOLDER / "saved_run" / "config.toml", FOLDER / "tokens.npy"):
+        shutil.copy(file, folder)
+    program = start_command(folder, "config.toml", "--job.dump_folder", "run", "--training.steps", "4", ranks=2)
+    if program.wait() != 0:
+        raise RuntimeError(program.output)
+    target = FOLDER / "saved_run" / "run"
+    shutil.rmtree(target)
+    for name in ("config.toml", "metrics.jsonl", "checkpoint"):
+        copy = shutil.copytree if (folder / "run" / name).is_dir() else shutil.copy
+        target.mkdir(exist_ok=True)
+        copy(folder / "run" / name, target / name)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["run"]:
+        with tempfile.TemporaryDirectory() as temporary:
+            save_run(Path(temporary))
+        sys.exit()
     with tempfile.TemporaryDirectory() as temporary:
         steps = first_steps(Path(temporary) / "out")
     RECORD.write_text("[\n" + ",\n".join(f"  {json.dumps(step)}" for step in steps) + "\n]\n")

@@ -1,6 +1,6 @@
-"""A run saved by an earlier version resumes and exports as with that version.
+"""A stored run resumes and exports with the recorded results.
 
-`expected.json` contains the results of that version: the steps after the checkpoint, and the exported folder.
+`expected.json` contains the steps after the checkpoint, of an earlier version, and the exported folder.
 For model.safetensors it contains the names, dtypes, shapes and bytes of all tensors instead of the bytes of the file,
 because the safetensors library chooses the order of the tensors and the padding of the header.
 """

@@ -1,4 +1,4 @@
-"""The commands: listed without importing torch, and started by their current and older names."""
+"""The commands: listed without importing torch, and started by their names."""
 
 import importlib.util
 import subprocess
@@ -10,11 +10,6 @@ import pytest
 import titanlite
 from titanlite import __main__, completion
 from titanlite.__main__ import COMMANDS
-
-OLD_NAMES = [
-    *("titanlite.parity", "titanlite.plan", "titanlite.convert", "titanlite.generate", "titanlite.evaluate"),
-    *("titanlite.data.inspect", "titanlite.data.tokenize", "titanlite.data.train_tokenizer", "titanlite.data.ledger"),
-]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -44,23 +39,6 @@ def test_each_command_is_a_runnable_module(name: str) -> None:
     file = Path(spec.origin)
     source = (file.with_name("__main__.py") if file.name == "__init__.py" else file).read_text()
     assert 'if __name__ == "__main__":' in source
-
-
-@pytest.mark.parametrize("name", OLD_NAMES)
-def test_an_older_name_runs_the_command(name: str) -> None:
-    spec = importlib.util.find_spec(name)
-    assert spec is not None
-    assert spec.origin is not None
-    called = f'runpy.run_module("titanlite.tools.{name.rpartition(".")[2]}", run_name="__main__", alter_sys=True)'
-    assert called in Path(spec.origin).read_text()
-
-
-def test_an_older_name_prints_the_new_one() -> None:
-    command = [sys.executable, "-m", "titanlite.data.ledger", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0
-    assert done.stderr == "titanlite: titanlite.data.ledger is an old name, use: titanlite ledger\n"
-    assert done.stdout.startswith("usage: titanlite ledger ")
 
 
 @pytest.mark.slow
@@ -147,9 +125,9 @@ def test_the_version_is_printed() -> None:
 
 
 def test_the_table_has_all_tools() -> None:
-    """All runnable modules of tools/, except those that write a docs page, and encoding (a worker of a command)."""
+    """All runnable modules of tools/, except the one that writes a docs page, and encoding (a worker of a command)."""
     tools = Path(titanlite.__file__).with_name("tools")
     files = [path for path in tools.rglob("*.py") if "__main__" in path.read_text()]
     names = {path.parent.name if path.name == "__main__.py" else path.stem for path in files}
     listed = {module.rpartition(".")[2] for module, _ in COMMANDS.values()} - {"train"}
-    assert names == listed | {"config_page", "page", "encoding"}
+    assert names == listed | {"config_page", "encoding"}

@@ -22,31 +22,6 @@ _REMEDIES = {
     "streams_version": "resume with a titanlite of that version",
     "imported_from": "an import holds weights only: start a new run from them, see the last line",
 }
-# Settings that older checkpoints do not have, and the value they trained with.
-_ADDED = {
-    "loss.name": "cross_entropy",
-    "optimizer.state_dtype": "auto",
-    "optimizer.state_rounding": "stochastic",
-    "optimizer.momentum": -1.0,
-    "optimizer.nesterov": True,
-    "optimizer.newton_schulz_steps": 5,
-    "optimizer.newton_schulz_coefficients": [3.4445, -4.775, 2.0315],
-    "optimizer.newton_schulz_dtype": "auto",
-    "optimizer.adjust_lr": "match_rms_adamw",
-    "optimizer.groups": [],
-    "optimizer.ema_decay": 0.0,
-    "lr_schedule.final_decay_steps": -1,
-    "validation.tasks": [],
-}
-# Keys of tables of sources that older checkpoints do not have, and their defaults.
-_ADDED_TO_SOURCES = {"loss_on": "assistant", "too_long": "truncate"}
-# Hyper-parameters that older checkpoints do not have, and the value they trained with.
-_ADDED_TO_MODEL = {
-    "rope_scaling_factor": 1.0,
-    "rope_beta_fast": 32.0,
-    "rope_beta_slow": 1.0,
-    "rope_original_seq_len": 32_768,
-}
 # Hyper-parameters that only the training of the model depends on: they may change.
 _COEFFICIENTS = ("balance_loss", "z_loss", "bias_rate")
 _ACCEPTED = "accepted change since the checkpoint"
@@ -141,11 +116,8 @@ def _of(side: Mapping[str, Any], name: str) -> Any:
 
 
 def model_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One line per hyper-parameter of the model that differs. saved, now: facts of a manifest. Values of
-    hyper-parameters that are newer than the checkpoint are those that it was trained with."""
-    hyper_parameters = now.get("model", {})
-    added = {key: value for key, value in _ADDED_TO_MODEL.items() if key in hyper_parameters}
-    return list(differences(added | saved.get("model", {}), hyper_parameters, "model"))
+    """One line per hyper-parameter of the model that differs. saved, now: facts of a manifest."""
+    return list(differences(saved.get("model", {}), now.get("model", {}), "model"))
 
 
 def _is_coefficient(line: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -178,10 +150,7 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
         for key, value in values.items():
             name = f"{section}.{key}"
             if not name.startswith(_SILENT) and name not in _SILENT_KEYS:
-                before = saved.get(section, {}).get(key, _ADDED.get(name))
-                if name == "validation.sources" and before is not None:
-                    before = [_ADDED_TO_SOURCES | source for source in before]
-                lines += differences(before, value, name)
+                lines += differences(saved.get(section, {}).get(key), value, name)
     before, after = (values.get("model", {}).get("overrides", {}) for values in (saved, now))
     for key in _COEFFICIENTS:
         lines += differences(before.get(key), after.get(key), f"model.{key}")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, TypedDict
 
 import xxhash
 from typeguard import TypeCheckError, check_type
@@ -15,7 +15,7 @@ from titanlite.runtime.json_files import JsonError, parse_json, read_regular
 
 MANIFEST_FILE = "MANIFEST.json"
 FORMAT_VERSION = 3
-"""Incremented with every change that older versions of titanlite cannot read."""
+"""The only format that is read; incremented with every change that older versions of titanlite cannot read."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Read and verify MANIFEST.json.
 
-    Raises InvalidCheckpointError if it is missing or corrupted, UnknownFormatError if a newer titanlite wrote it, and
+    Raises InvalidCheckpointError if it is missing or corrupted, UnknownFormatError if it has another format, and
     OSError if reading fails.
     """
     try:
@@ -72,7 +72,7 @@ def read_manifest(folder: Path) -> Manifest:
         digest = check_type(content["hash"], dict[str, str])[HASH]
         if _digest(_replace_last(raw.decode("utf-8"), digest, _NO_HASH)) != digest:
             raise InvalidCheckpointError(f"{MANIFEST_FILE} has changed since it was written: its {HASH} differs")
-        if check_type(content["format"], int) > FORMAT_VERSION:
+        if check_type(content["format"], int) != FORMAT_VERSION:
             raise UnknownFormatError(content["format"])
         content = parse_json(raw, _Content)
         data = check_type(content["facts"].get("data", {}), dict[str, Any])
@@ -124,8 +124,8 @@ class _Counts(TypedDict):
 
     tokens_seen: int
     skipped_steps: int
-    by_source: NotRequired[dict[str, list[float]]]
-    interval: NotRequired[list[float]]
+    by_source: dict[str, list[float]]
+    interval: list[float]
 
 
 class _Content(TypedDict):
@@ -145,12 +145,16 @@ class _Content(TypedDict):
 
 
 class UnknownFormatError(Exception):
-    """The checkpoint has a newer format; it is not corrupted and must not be quarantined or deleted."""
+    """The checkpoint has a newer or older format; it is not corrupted and must not be quarantined or deleted."""
 
     def __init__(self, version: int) -> None:
-        super().__init__(
-            f"its format version is {version}, this titanlite reads up to {FORMAT_VERSION}: use a newer titanlite"
-        )
+        remedy = "use a newer titanlite"
+        if version < FORMAT_VERSION:
+            remedy = (
+                'use the titanlite that wrote it; "titanlite convert export" of that version writes a Hugging Face '
+                "folder, from which checkpoint.initial_load_path starts a new run"
+            )
+        super().__init__(f"its format version is {version}, this titanlite reads {FORMAT_VERSION} only: {remedy}")
 
 
 _NO_HASH = "0" * 32

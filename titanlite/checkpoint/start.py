@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -44,8 +43,6 @@ from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, Manifest, Unkno
 from titanlite.checkpoint.saver import probe, size_of
 from titanlite.checkpoint.state import MODEL, STREAMS, RunState, first_not_finite
 from titanlite.checkpoint.storage import first_failure, load_tensors, read_shapes
-from titanlite.data.fingerprint import num_sources
-from titanlite.data.streams import with_all_fields
 from titanlite.hf.folder import ModelFolder
 from titanlite.hf.generation_defaults import GENERATION_FILE, read_generation_defaults
 from titanlite.metrics.meter import Meter, MeterState
@@ -313,9 +310,8 @@ class StartFinder:
         tensors |= {STREAMS: self.state.empty_streams(width)}
         tensors |= {name: tensor for name, tensor in self.state.recent().items() if name in saved}
         load(found, tensors, self.group)
-        streams = with_all_fields(tensors[STREAMS].numpy(), num_sources(manifest.facts.get("data", {})))
         try:
-            position = self.state.load_streams(torch.from_numpy(streams))
+            position = self.state.load_streams(tensors[STREAMS])
         except UserError as error:
             raise UserError(
                 f"cannot resume from {found.path}: the position in the data that it saved does not fit the data of "

@@ -6,7 +6,6 @@ from typing import Any
 
 from titanlite.config.fields import SECTIONS, columns_of, keys_of, row_type
 from titanlite.config.files import EXTENDS
-from titanlite.config.other_names import KEYS, NAMES
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import Problem
 
@@ -58,8 +57,6 @@ def suggest(key: str, known: Collection[str]) -> list[str]:
     prefix, _, name = folded.rpartition(".")
     if folded in known:
         return [folded]
-    if other := KEYS.get(folded) or NAMES.get(name):
-        return [other]
     elsewhere = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
     elsewhere = [candidate for candidate in elsewhere if candidate.startswith(f"{prefix}.")] or elsewhere
     siblings = [candidate.rpartition(".")[2] for candidate in known if candidate.rpartition(".")[0] == prefix]

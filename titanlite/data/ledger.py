@@ -9,8 +9,6 @@ is token `offset` of this piece; -1 if the sequence is masked because the source
 """
 
 import json
-import runpy
-import sys
 from collections.abc import Iterator, Sequence
 from heapq import merge
 from itertools import groupby
@@ -87,8 +85,3 @@ class _Line(TypedDict):
 def ledger_line(step: int, rows: list[list[int]]) -> str:
     """Format a line of the ledger."""
     return json.dumps({"step": step, "sequences": rows}, separators=(",", ":")) + "\n"
-
-
-if __name__ == "__main__":  # the old name of `titanlite ledger`, until version 1.0
-    print("titanlite: titanlite.data.ledger is an old name, use: titanlite ledger", file=sys.stderr)
-    runpy.run_module("titanlite.tools.ledger", run_name="__main__", alter_sys=True)

@@ -38,19 +38,7 @@ class SourceState(NamedTuple):
     offset: int
     sequences: int
     bad_rows: int
-    too_long: int = 0
-
-
-def with_all_fields(state: npt.NDArray[np.int64], num_sources: int) -> npt.NDArray[np.int64]:
-    """The saved state of streams, (streams, values), with the last fields of SourceState as 0 if it is older than they.
-
-    num_sources: those of the state.
-    """
-    if num_sources == 0 or state.shape[1] % num_sources:
-        return state
-    fields = state.reshape(len(state), num_sources, -1)
-    missing = max(0, len(SourceState._fields) - fields.shape[2])
-    return np.pad(fields, ((0, 0), (0, 0), (0, missing))).reshape(len(state), -1)
+    too_long: int
 
 
 class Origin(NamedTuple):
@@ -141,7 +129,7 @@ class SourceStream:
             self._take = self._concatenated if packing == "concatenate" else self._single_piece
         self._policy = policy
         self._order = np.arange(seq_len)
-        self.load_state(SourceState(*pieces.first(), 0, 0, 0))
+        self.load_state(SourceState(*pieces.first(), 0, 0, 0, 0))
 
     @property
     def ended(self) -> bool:

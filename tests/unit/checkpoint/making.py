@@ -20,7 +20,7 @@ def a_manifest(step: int, files: dict[str, bytes], **changes: Any) -> Manifest:
         "step": step,
         "content": "full",
         "lineage": (Branch("a1", 0),),
-        "counts": {"tokens_seen": 64 * step, "skipped_steps": 0},
+        "counts": {"tokens_seen": 64 * step, "skipped_steps": 0, "by_source": {}, "interval": [0.0, 0.0]},
         "facts": {},
         "config": {},
         "versions": {},

@@ -184,13 +184,13 @@ def test_resolved_settings_are_kept_from_the_latest_checkpoint(tmp_path: Path) -
 
 
 def test_the_document_mask_of_the_checkpoint_is_kept(tmp_path: Path) -> None:
-    """Sources may have been added since. Checkpoints of older versions have none."""
+    """Sources may have been added since."""
     assert keep_earlier(job(tmp_path)).data.document_mask == "auto"
-    for step, mask in enumerate((True, False, None), 1):
+    for step, mask in enumerate((True, False), 1):
         earlier = saved_config(16, 8)
-        earlier["data"] |= {} if mask is None else {"document_mask": mask}
+        earlier["data"] |= {"document_mask": mask}
         make(tmp_path / "checkpoint", step, config=earlier)
-        assert keep_earlier(job(tmp_path)).data.document_mask is bool(mask)
+        assert keep_earlier(job(tmp_path)).data.document_mask is mask
 
 
 def test_given_settings_override_the_checkpoint(tmp_path: Path) -> None:

@@ -273,8 +273,9 @@ def test_retention_settings(tmp_path: Path, latest: int, every: int, keep: tuple
     assert published_steps(tmp_path) == [step for step in (10, 20, 30, 40, 50) if step not in deleted]
 
 
-def test_a_newer_format_is_not_deleted_or_reported_as_corrupted(tmp_path: Path) -> None:
-    make(tmp_path, 5, format=FORMAT_VERSION + 1)
+@pytest.mark.parametrize("version", [FORMAT_VERSION - 1, FORMAT_VERSION + 1])
+def test_another_format_is_not_deleted_or_reported_as_corrupted(version: int, tmp_path: Path) -> None:
+    make(tmp_path, 5, format=version)
     make(tmp_path, 10)
     assert retain(tmp_path, keep_latest_k=1, keep_every=0, keep=()) == []
     assert clear_leftovers(tmp_path) == []

@@ -156,9 +156,11 @@ def test_a_permission_error_is_not_reported_as_corruption(tmp_path: Path, monkey
         read_manifest(tmp_path)
 
 
-def test_a_newer_format_is_not_reported_as_corruption(tmp_path: Path) -> None:
-    write_manifest(tmp_path, a_manifest(3, {METADATA_FILE: b"m"}, format=FORMAT_VERSION + 1))
-    with pytest.raises(UnknownFormatError, match=rf"is {FORMAT_VERSION + 1}, .* {FORMAT_VERSION}: .*newer titanlite"):
+@pytest.mark.parametrize(("change", "remedy"), [(1, "a newer titanlite"), (-1, "the titanlite that wrote it")])
+def test_another_format_is_not_reported_as_corruption(change: int, remedy: str, tmp_path: Path) -> None:
+    version = FORMAT_VERSION + change
+    write_manifest(tmp_path, a_manifest(3, {METADATA_FILE: b"m"}, format=version))
+    with pytest.raises(UnknownFormatError, match=rf"is {version}, .* {FORMAT_VERSION} only: use {remedy}"):
         read_manifest(tmp_path)
 
 

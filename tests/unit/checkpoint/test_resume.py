@@ -166,11 +166,14 @@ def test_all_are_quarantined_if_no_checkpoint_is_valid(tmp_path: Path, group: di
     assert "--job.dump_folder" in error
 
 
-def test_a_newer_format_raises_and_is_not_renamed(tmp_path: Path, group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize(("version", "remedy"), [(99, "a newer titanlite"), (2, "the titanlite that wrote it;")])
+def test_another_format_raises_and_is_not_renamed(
+    version: int, remedy: str, tmp_path: Path, group: dist.ProcessGroup
+) -> None:
     make(tmp_path, 5)
-    make(tmp_path, 10, format=99)
+    make(tmp_path, 10, format=version)
     before = content_of(tmp_path)
-    with pytest.raises(RanksError, match=r"step-10: its format version is 99.*use a newer titanlite"):
+    with pytest.raises(RanksError, match=rf"step-10: its format version is {version}.*use {remedy}"):
         latest_valid(tmp_path, [5, 10], "full", group, any_one)
     assert content_of(tmp_path) == before
 

@@ -18,7 +18,7 @@ from titanlite.data.config import DataConfig
 from titanlite.data.indexed import IndexedPieces
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import AT_BEGIN, TokenPiece
-from titanlite.data.streams import BadRowPolicy, SourceState, SourceStream, with_all_fields
+from titanlite.data.streams import BadRowPolicy, SourceState, SourceStream
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
 
@@ -131,13 +131,6 @@ def test_conversations_that_are_all_too_long_ask_for_longer_sequences() -> None:
         UserError, match=r"4 conversations had more than .* tokens\); increase training\.seq_len, or look"
     ):
         take(stream, 1)
-
-
-def test_states_of_older_versions_lack_the_last_fields() -> None:
-    old = np.arange(20).reshape(2, 10)
-    found = with_all_fields(old, 2)
-    assert found.tolist() == [[0, 1, 2, 3, 4, 0, 5, 6, 7, 8, 9, 0], [10, 11, 12, 13, 14, 0, 15, 16, 17, 18, 19, 0]]
-    assert with_all_fields(found, 2).tolist() == found.tolist()
 
 
 @pytest.fixture

@@ -174,8 +174,8 @@ def test_one_token_is_enough_to_repeat() -> None:
 def test_states_of_other_data_are_refused() -> None:
     stream = make_stream(FakeCorpus([4] * 6), stream=0, num_streams=2, seq_len=4, epochs=-1)
     with pytest.raises(UserError, match="no piece at the saved state"):
-        stream.load_state(SourceState(0, 6, 0, 0, 0))
-    stream.load_state(SourceState(0, 2, 4, 2, 0))
+        stream.load_state(SourceState(0, 6, 0, 0, 0, 0))
+    stream.load_state(SourceState(0, 2, 4, 2, 0, 0))
     with pytest.raises(UserError, match="use the data and the tokenizer of the run that is resumed"):
         take(stream, 1)
 
