@@ -2,11 +2,11 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -15,7 +15,6 @@ from titanlite.config.files import CONFIG_FILE
 from titanlite.config.ineffective import describe
 from titanlite.config.load import check_and_resolve, parse, resolve, text_of, without_effect
 from titanlite.config.schema import JobConfig
-from titanlite.config.values import not_a_choice
 from titanlite.generation.prompts import Prompt
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.history import last_row, read_rows
@@ -29,6 +28,7 @@ from titanlite.runtime.failure import EmbeddedReport
 from titanlite.runtime.logging import keep_for_log_file, log, setup_logging
 from titanlite.runtime.process_state import restored_process
 from titanlite.tools import evaluate
+from titanlite.tools.command import check_options
 from titanlite.tools.convert import __main__ as convert
 from titanlite.tools.generate import __main__ as generate
 from titanlite.tools.saved_run import SavedRun, Weights, open_run
@@ -191,7 +191,6 @@ def generate_text(
     Writes nothing. Raises ConfigError for invalid arguments, and UserError, for example if the run has no checkpoint.
     """
     with _problems_of_keywords():
-        _require_words(generate_text, weights=weights, device=device, dtype=dtype)
         options = generate.Options(
             run=Path(),
             max_new_tokens=max_new_tokens,
@@ -200,6 +199,7 @@ def generate_text(
             top_p=top_p,
             seed=seed,
             ignore_eos=ignore_eos,
+            weights=_weights(run, weights),
             device=device,
             dtype=dtype,
             tokenizer=None if tokenizer is None else str(tokenizer),
@@ -241,7 +241,6 @@ def evaluate_run(
     ConfigError and UserError. Restores the process, as `run` does.
     """
     with _in_this_process() as (world, cleanup), _problems_of_keywords():
-        _require_words(evaluate_run, weights=weights)
         paths, files = ([given] if isinstance(given, str | Path) else given for given in (data, tasks))
         options = evaluate.Options(
             run=run.path if isinstance(run, SavedRun) else run.folder if isinstance(run, TrainedRun) else Path(run),
@@ -282,11 +281,14 @@ def export_run(
     Raises ConfigError for invalid arguments; UserError if `out` exists or cannot be written, or the logits differ.
     """
     with _problems_of_keywords():
-        _require_words(export_run, dtype=dtype, weights=weights)
         out = Path(out)
         options = convert.ExportOptions(
-            run=Path(), out=out, dtype=dtype, shard_size=shard_size, verify=verify is True, no_verify=verify is False
+            *(Path(), out, dtype, _weights(run, weights), shard_size),
+            verify=verify is True,
+            no_verify=verify is False,
         )
+        if problems := check_options(options):
+            raise ConfigError(problems)
         shard_bytes = convert.size_in_bytes(shard_size)
         convert.check_new(out)
         convert.write_export(_opened(run, weights), options, shard_bytes)
@@ -354,17 +356,6 @@ def _arguments(overrides: Mapping[str, Any]) -> list[str]:
             rows = {key: value}
         words += [f"--{name}={'' if (text := text_of(item)) is None else text}" for name, item in rows.items()]
     return words
-
-
-def _require_words(function: Callable[..., Any], **values: Any) -> None:
-    """Raise ConfigError for arguments of the function that are no word of their types, which are Literals."""
-    hints = get_type_hints(function)
-    kinds = {name: (hints[name], *get_args(hints[name])) for name in values}
-    words = {name: next(kind for kind in kinds[name] if get_origin(kind) is Literal) for name in values}
-    given = {name: value for name, value in values.items() if value is not None or type(None) not in kinds[name]}
-    wrong = {name: value for name, value in given.items() if value not in get_args(words[name])}
-    if wrong:
-        raise ConfigError(not_a_choice(name, value, get_args(words[name])) for name, value in wrong.items())
 
 
 @contextmanager

@@ -3,17 +3,10 @@
 python -m titanlite.torchrun [options of torchrun] -m titanlite.train [CONFIG] [--section.key VALUE ...]
 """
 
-from titanlite.runtime.failure import (
-    FailureReport,
-    end_on_interrupt,
-    end_process,
-    hide_warnings_of_torch,
-    raise_on_interrupt,
-)
+from titanlite.runtime.failure import FailureReport, end_process, prepare_process, raise_on_interrupt
 
 if __name__ == "__main__":  # before the imports that take seconds
-    end_on_interrupt()
-    hide_warnings_of_torch()
+    prepare_process()
 
 import json
 import os

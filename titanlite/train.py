@@ -1,12 +1,9 @@
 """Command: train. On one process `titanlite train CONFIG`, on several `torchrun ... -m titanlite.train CONFIG`."""
 
-from titanlite.runtime.failure import FailureReport, end_on_interrupt, end_process, hide_warnings_of_torch
-from titanlite.runtime.orphans import end_with_launcher
+from titanlite.runtime.failure import FailureReport, end_process, prepare_process
 
 if __name__ == "__main__":  # before the imports that take seconds
-    end_with_launcher()
-    end_on_interrupt()
-    hide_warnings_of_torch()
+    prepare_process()
 
 import os
 import sys
@@ -48,7 +45,7 @@ from titanlite.runtime.errors import DataError, UserError
 from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.job_lock import job_lock
 from titanlite.runtime.logging import keep_for_log_file, log, setup_logging
-from titanlite.runtime.positions import Positions
+from titanlite.runtime.positions import watch_ranks
 from titanlite.runtime.signals import StopRequest
 from titanlite.summary import summarize
 from titanlite.trainer import Trainer
@@ -74,7 +71,6 @@ class End:
 
 def main() -> None:
     """Read the configuration, build the run, train; the same program on every rank."""
-    end_with_launcher()
     with FailureReport() as failure:
         raise_open_file_limit()
         environment = dict(os.environ)
@@ -98,12 +94,7 @@ def main() -> None:
         world = launched.first(used)
         if used < launched.size:
             log.info("Ranks: %d of %d, the most that the layout fits; the others wait idle", used, launched.size)
-        positions = Positions(
-            dist.PrefixStore("positions", store),
-            *(world.rank, world.size, world.local_ranks, config.job.dump_folder, config.comm.train_timeout_s),
-            on_silence=failure.end_from_thread,
-        )
-        failure.connected(positions)
+        watch_ranks(failure, world, store, config.job.dump_folder, config.comm.train_timeout_s)
         config = agree_on_layout(config, parsed.origins.keys(), world, store)
         if world.rank == 0:
             for problem in without_effect(parsed, config, world.size):

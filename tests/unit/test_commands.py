@@ -94,6 +94,15 @@ def refused(*words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return capsys.readouterr().err
 
 
+def test_programs_handle_ctrl_c_before_they_import_torch() -> None:
+    block = '\nif __name__ == "__main__":  # before the imports that take seconds\n    prepare_process()\n'
+    files = Path(__main__.__file__).parent.rglob("*.py")
+    starts = {file.stem: text.partition(block)[0] for file in files if block in (text := file.read_text())}
+    assert starts.keys() == {"train", "torchrun", "evaluate", "profile"}
+    program = "\n".join([*starts.values(), "import sys", "assert 'torch' not in sys.modules"])
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 SWALLOWED_INTERRUPT = """
     try:
         os.kill(os.getpid(), signal.SIGINT)

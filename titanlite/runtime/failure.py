@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, Self
 from titanlite.runtime.deadline import ANSWER_S, SETTLE_S, call_within
 from titanlite.runtime.errors import DataError, LateRanksError, UsageError, UserError
 from titanlite.runtime.logging import log_last_error
+from titanlite.runtime.orphans import end_with_launcher
 from titanlite.runtime.signal_thread import STOP_SIGNALS, leave_to_thread, receive_in_thread, stop_signals
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class FailureReport:
         self._local_rank = os.environ.get("LOCAL_RANK", "0")
 
     def __enter__(self) -> Self:
-        end_on_interrupt()
+        prepare_process()
         return self
 
     def __exit__(
@@ -369,11 +370,14 @@ def _write_error_file(message: str) -> None:
             Path(path).write_text(json.dumps({"message": content}), encoding="utf-8")
 
 
-def hide_warnings_of_torch() -> None:
-    """Hide those of its C++ code, unless the environment has a level; to be called before torch is imported.
+def prepare_process() -> None:
+    """End a rank with its launcher, and at once on Ctrl-C; hide the warnings of torch's C++ code. Idempotent.
 
-    When a connection is lost, they are 60 lines after the message that has the cause.
+    To be called by a program before it imports torch, which takes seconds. When a connection is lost, the warnings are
+    60 lines after the message that has the cause.
     """
+    end_with_launcher()
+    end_on_interrupt()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 

@@ -173,9 +173,15 @@ def read_options_and_overrides(kind: Any, argv: Sequence[str], command: str) -> 
 
 
 def check_options(options: Any) -> list[Problem]:
-    """Problems of numbers that are out of range."""
-    problems = check_ranges(options, "options")
-    return [replace(problem, key=_flag(problem.key.partition(".")[2])) for problem in problems]
+    """Problems of numbers that are out of range, and, in a program, of values that are no choice."""
+    found = check_ranges(options, "options")
+    problems = [replace(problem, key=_flag(problem.key.partition(".")[2])) for problem in found]
+    for name, hint in get_type_hints(type(options), include_extras=True).items():
+        choices = get_args(kind) if get_origin(kind := _option(name, hint).kind) is Literal else ()
+        value, default = getattr(options, name), type(options).__dataclass_fields__[name].default
+        is_choice = not choices or value in (*choices, default)
+        problems += require(is_choice, _flag(name), value, f"one of {', '.join(choices)}", "write one of these")
+    return problems
 
 
 def _flag(name: str) -> str:

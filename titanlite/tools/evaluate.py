@@ -1,13 +1,9 @@
 """Command: evaluate a saved run; on several processes by `torchrun -m titanlite.tools.evaluate`."""
 
-from titanlite.models.family import saved_tensors
-from titanlite.runtime.failure import FailureReport, end_on_interrupt, end_process, hide_warnings_of_torch
-from titanlite.runtime.orphans import end_with_launcher
+from titanlite.runtime.failure import FailureReport, end_process, prepare_process
 
 if __name__ == "__main__":  # before the imports that take seconds
-    end_with_launcher()
-    end_on_interrupt()
-    hide_warnings_of_torch()
+    prepare_process()
 
 import json
 import math
@@ -39,6 +35,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.metrics.tasks import TaskScores
 from titanlite.metrics.validation import SetTotals, sum_of
 from titanlite.models.attention import pin_kernels
+from titanlite.models.family import saved_tensors
 from titanlite.parallel.mesh import LAYOUT, Mesh, ParallelismConfig
 from titanlite.runtime.agreement import require_equal, share_from_rank_0
 from titanlite.runtime.determinism import apply_determinism
@@ -52,7 +49,7 @@ from titanlite.runtime.distributed import (
 )
 from titanlite.runtime.errors import ConfigError, Problem, ranged, require
 from titanlite.runtime.logging import log, setup_logging
-from titanlite.runtime.positions import Positions
+from titanlite.runtime.positions import watch_ranks
 from titanlite.runtime.signals import StopRequest
 from titanlite.runtime.text import counted
 from titanlite.tools.command import (
@@ -120,18 +117,12 @@ class Found:
 
 def main(argv: Sequence[str]) -> None:
     """Evaluate, on every rank; rank 0 prints the table."""
-    end_with_launcher()
     with FailureReport() as failure:
         options, overrides = read_arguments(argv)
         world = world_from_environment()
         setup_logging(world.rank)
         store = connect(world, CommConfig())
-        positions = Positions(
-            dist.PrefixStore("positions", store),
-            *(world.rank, world.size, world.local_ranks, None, CommConfig.train_timeout_s),
-            on_silence=failure.end_from_thread,
-        )
-        failure.connected(positions)
+        watch_ranks(failure, world, store, None, CommConfig.train_timeout_s)
         cleanup = ExitStack()  # not entered: an error ends the process at once
         config, saved, found = evaluate_saved(options, overrides, world, store, failure, cleanup)
         if world.rank == 0:

@@ -1,12 +1,9 @@
 """Command: profile some steps of a configuration; on several processes by `torchrun -m titanlite.tools.profile`."""
 
-from titanlite.runtime.failure import FailureReport, end_on_interrupt, end_process, hide_warnings_of_torch
-from titanlite.runtime.orphans import end_with_launcher
+from titanlite.runtime.failure import FailureReport, end_process, prepare_process
 
 if __name__ == "__main__":  # before the imports that take seconds
-    end_with_launcher()
-    end_on_interrupt()
-    hide_warnings_of_torch()
+    prepare_process()
 
 import os
 import sys
@@ -44,7 +41,7 @@ from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import ConfigError, UserError, ranged
 from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.logging import setup_logging
-from titanlite.runtime.positions import Positions
+from titanlite.runtime.positions import watch_ranks
 from titanlite.runtime.text import counted
 from titanlite.tools.command import (
     ConfigFile,
@@ -95,7 +92,6 @@ class Profile:
 
 def main(argv: Sequence[str]) -> None:
     """Profile, on every rank; rank 0 prints the report."""
-    end_with_launcher()
     with FailureReport() as failure:
         raise_open_file_limit()
         environment = dict(os.environ)
@@ -107,12 +103,7 @@ def main(argv: Sequence[str]) -> None:
         arguments = ["--job.config_file", options.config, *overrides]
         config = load_config(arguments, world_size=world.size, device_type=world.device_type)
         store = connect(world, config.comm)
-        positions = Positions(
-            dist.PrefixStore("positions", store),
-            *(world.rank, world.size, world.local_ranks, None, config.comm.init_timeout_s),
-            on_silence=failure.end_from_thread,
-        )
-        failure.connected(positions)
+        watch_ranks(failure, world, store, None, config.comm.init_timeout_s)
         facts = program_facts(config, world, environment)
         require_equal("program", facts, world, store, config.comm.init_timeout_s)
         folder = output_folder(options.out, world, store, config.comm.init_timeout_s)
