@@ -8,7 +8,7 @@ from typing import Any
 
 from titanlite.config.fields import SECTIONS, fields_of, literal
 from titanlite.config.schema import JobConfig
-from titanlite.runtime.errors import ConfigError, Problem, require
+from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.tools.from_torchtitan.rules import Rule, Settings, Translation
 from titanlite.tools.from_torchtitan.table import GENERAL, OPTIONAL, RENAMED, RULES
 
@@ -105,12 +105,14 @@ def check_types(settings: Settings) -> list[Problem]:
                 kinds = (*kinds, int)
             valid = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
             names = " or ".join(kind.__name__ for kind in kinds)
-            problems += require(valid, key, value, f"in torchtitan, a value of type {names}", "fix the file")
+            if not valid:
+                problems.append(Problem(key, value, f"in torchtitan, a value of type {names}", "fix the file"))
     if not problems:
         for key in ("training.local_batch_size", "training.global_batch_size"):
             remedy = "fix the file: torchtitan refuses it as well"
             is_positive = settings[key] >= 1 or (settings[key] == -1 and key != "training.local_batch_size")
-            problems += require(is_positive, key, settings[key], "a positive number of sequences", remedy)
+            if not is_positive:
+                problems.append(Problem(key, settings[key], "a positive number of sequences", remedy))
     return problems
 
 

@@ -142,7 +142,7 @@ def test_only_training_checks_files() -> None:
         "job.dump_folder",
     }
     load_config(settings, world_size=1, device_type="cpu", checks_files=False)
-    with pytest.raises(ConfigError, match="only for kind"):
+    with pytest.raises(ConfigError, match="only with kind"):
         load_config([*settings, "--data.sources.0.split=train"], world_size=1, device_type="cpu", checks_files=False)
 
 
