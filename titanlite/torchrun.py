@@ -40,7 +40,7 @@ from titanlite.preview import preview
 from titanlite.runtime.agreement import describe_differences
 from titanlite.runtime.distributed import ELASTIC, World
 from titanlite.runtime.environment import raise_open_file_limit
-from titanlite.runtime.errors import ConfigError, UsageError, UserError, require
+from titanlite.runtime.errors import ConfigError, Rules, UsageError, UserError
 from titanlite.runtime.gpus import set_allocator
 from titanlite.runtime.signal_thread import stop_signals
 
@@ -181,38 +181,19 @@ def check_ranks(arguments: Namespace) -> tuple[int, int, int]:
     with suppress(ValueError):
         processes = determine_local_world_size(arguments.nproc_per_node)
     uses_node_rank = arguments.rdzv_backend == "static" and not arguments.standalone
-    problems = [
-        *require(
-            1 <= fewest <= nodes,
-            "--nnodes",
-            arguments.nnodes,
-            "a number of nodes from 1, or FEWEST:MOST",
-            "leave it out for one node",
-        ),
-        *require(
-            processes >= 1,
-            "--nproc-per-node",
-            arguments.nproc_per_node,
-            'a number of processes from 1, or "gpu" on a node with GPUs, "cpu" or "auto"',
-            "leave it out for one process",
-        ),
-        *require(
-            not uses_node_rank or nodes < 1 or 0 <= arguments.node_rank < nodes,
-            "--node-rank",
-            arguments.node_rank,
-            f"from 0, and below --nnodes = {nodes}",
-            "number the nodes from 0",
-        ),
-        *require(
-            not 1 <= fewest < nodes or arguments.rdzv_backend != "static",
-            "--rdzv-backend",
-            arguments.rdzv_backend,
-            f"c10d for a number of nodes that may change (--nnodes = {arguments.nnodes})",
-            "add --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id NAME, the same on all nodes",
-        ),
-    ]
-    if problems:
-        raise ConfigError(problems)
+    rules = Rules("--", arguments)
+    rule, remedy = "a number of nodes from 1, or FEWEST:MOST", "leave it out for one node"
+    rules.require("nnodes", 1 <= fewest <= nodes, rule, remedy)
+    rule = 'a number of processes from 1, or "gpu" on a node with GPUs, "cpu" or "auto"'
+    rules.require("nproc_per_node", processes >= 1, rule, "leave it out for one process")
+    is_below = not uses_node_rank or nodes < 1 or 0 <= arguments.node_rank < nodes
+    rules.require("node_rank", is_below, f"from 0, and below --nnodes = {nodes}", "number the nodes from 0")
+    can_change = not 1 <= fewest < nodes or arguments.rdzv_backend != "static"
+    rule = f"c10d for a number of nodes that may change (--nnodes = {arguments.nnodes})"
+    remedy = "add --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id NAME, the same on all nodes"
+    rules.require("rdzv_backend", can_change, rule, remedy)
+    if rules.problems:
+        raise ConfigError(rules.problems)
     return fewest, nodes, processes
 
 

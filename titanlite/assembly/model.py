@@ -34,7 +34,7 @@ from titanlite.parallel.pipeline import (
 from titanlite.planning.microbatches import divide_step
 from titanlite.planning.stages import ModelPart
 from titanlite.precision import DTYPES
-from titanlite.runtime.errors import ConfigError, require
+from titanlite.runtime.errors import ConfigError, Rules
 from titanlite.runtime.logging import log
 from titanlite.runtime.signals import StopRequest
 from titanlite.tasks import RowShape, TaskEvaluator
@@ -96,10 +96,11 @@ def require_output_layer(config: JobConfig, model: LanguageModel) -> None:
         return
     family = f'for model.family = "{config.model.family}", whose output layer is no OutputLayer'
     remedy = "leave it out, or use OutputLayer in the model"
-    problems = require(config.loss.is_cross_entropy, "loss.name", config.loss.name, f'"cross_entropy" {family}', remedy)
-    tasks = list(config.validation.tasks) if config.validation.enable else []
-    problems += require(not tasks, "validation.tasks", tasks, f"none {family}", remedy)
-    if problems:
+    loss, validation = Rules("loss", config.loss), Rules("validation", config.validation)
+    loss.require("name", config.loss.is_cross_entropy, f'"cross_entropy" {family}', remedy)
+    has_none = not (config.validation.enable and config.validation.tasks)
+    validation.require("tasks", has_none, f"none {family}", remedy)
+    if problems := loss.problems + validation.problems:
         raise ConfigError(problems)
 
 

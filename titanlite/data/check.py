@@ -22,7 +22,7 @@ from titanlite.data.sources.text import Text
 from titanlite.data.sources.tokens import Tokens, manifests_of
 from titanlite.data.tasks import check_tasks, tasks_with_conversations
 from titanlite.data.tokenizer import Tokenizer, read_chat_template, tokenizer_file
-from titanlite.runtime.errors import Problem, UserError, check_ranges, require
+from titanlite.runtime.errors import Problem, Rules, UserError, check_ranges
 from titanlite.runtime.plugins import is_of_program
 
 TRAIN_TOKENIZER = "titanlite train-tokenizer CONFIG --out DIR"
@@ -59,49 +59,42 @@ def check_data(
 
     checks_files: also check the sources' files, which must exist.
     """
-    problems = [
-        *check_ranges(section, "data"),
-        *require(bool(section.sources), "data.sources", [], "at least one source", "add a [[data.sources]] table"),
-    ]
+    rules = Rules("data", section, check_ranges(section, "data"))
+    rules.require("sources", section.sources, "at least one source", "add a [[data.sources]] table")
     streams = global_batch_size if section.num_streams == -1 else section.num_streams
-    if streams >= 1:
-        problems += require(
-            data_degree <= streams,
-            "data.num_streams",
-            section.num_streams,
-            f"at least dp_replicate x dp_shard = {data_degree}, so that each data rank has a stream of its own"
-            + (f"; -1 is training.global_batch_size = {streams}" if section.num_streams == -1 else ""),
-            "start fewer data ranks, or begin a new run with more streams",
-        )
+    automatic = f"; -1 is training.global_batch_size = {streams}" if section.num_streams == -1 else ""
+    rule = f"at least dp_replicate x dp_shard = {data_degree}, one for each data rank{automatic}"
+    enough = streams < 1 or data_degree <= streams
+    rules.require("num_streams", enough, rule, "start fewer data ranks, or begin a new run with more streams")
     for n, source in enumerate(section.sources):
-        problems += require(
-            section.num_workers < 1 or not is_of_program(KINDS, source.kind),
-            "data.num_workers",
-            section.num_workers,
-            f"0 if this program has registered data.sources.{n}.kind = {source.kind!r}: data workers do not have it",
-            "write 0, or register it in a module that job.plugins names",
+        rule = f"0 with data.sources.{n}.kind = {source.kind!r}, which data workers do not have"
+        has_kind = section.num_workers < 1 or not is_of_program(KINDS, source.kind)
+        rules.require("num_workers", has_kind, rule, "write 0, or register it in a module that job.plugins names")
+        rules.problems += check_source(
+            source, f"data.sources.{n}", section, vocab_size=vocab_size, checks_files=checks_files
         )
-        problems += check_source(source, f"data.sources.{n}", section, vocab_size=vocab_size, checks_files=checks_files)
-    return problems + _check_weights(section.sources)
+    return rules.problems + _check_weights(section.sources)
 
 
 def check_source(
     config: SourceConfig, key: str, section: DataConfig, *, vocab_size: int, checks_files: bool
 ) -> list[Problem]:
     """Problems of the source at `key`, read with the settings of `section`."""
-    source = open_source(config)
-    problems = [*_check_keys(config, key), *source.check_keys(key)]
+    source, rules = open_source(config), Rules(key, config)
+    for field in fields(config):
+        kinds = [kind for kind, other in KINDS.items() if has_key(other, field.name)]
+        has_kind = getattr(config, field.name) == field.default or not kinds or config.kind in kinds
+        rules.needs(field.name, has_kind, f"kind = {' or '.join(map(repr, kinds))}, not {config.kind!r}")
+    problems = [*rules.problems, *check_ranges(config, key), *source.check_keys(key)]
     if checks_files:
         problems = problems or _check_formats(source, key)
         problems = problems or source.check_files(key)
         problems = problems or source.check_content(key, vocab_size=vocab_size, needs_documents=section.masks_documents)
-    return problems + require(
-        source.holds != "tokens" or section.packing == "concatenate",
-        "data.packing",
-        section.packing,
-        f"not valid for token files ({key}): each sequence is a window of a file",
-        'write packing = "concatenate", or use the text instead of token files',
-    )
+    rules = Rules("data", section, problems)
+    rule = f"not valid for token files ({key}): each sequence is a window of a file"
+    remedy = 'write packing = "concatenate", or use the text instead of token files'
+    rules.require("packing", source.holds != "tokens" or section.packing == "concatenate", rule, remedy)
+    return problems
 
 
 def _check_formats(source: Source, key: str) -> list[Problem]:
@@ -146,22 +139,6 @@ def _other_format(name: str, source: Source, is_selected: bool) -> str:
     return kind if kind and (packed or not is_selected or kind not in reads) else packed
 
 
-def _check_keys(config: SourceConfig, key: str) -> list[Problem]:
-    """Problems of keys that this kind does not have, and of values out of range."""
-    problems: list[Problem] = []
-    for field in fields(config):
-        kinds = [kind for kind, source in KINDS.items() if has_key(source, field.name)]
-        value = getattr(config, field.name)
-        problems += require(
-            value == field.default or not kinds or config.kind in kinds,
-            f"{key}.{field.name}",
-            value,
-            f"only for kind = {' or '.join(map(repr, kinds))}; the kind is {config.kind!r}",
-            f"leave {field.name} out, or change {key}.kind",
-        )
-    return problems + check_ranges(config, key)
-
-
 def has_key(kind: type[Source], name: str) -> bool:
     """Whether `name` is a key that only some kinds have, and this kind is one of them."""
     return kind.needs_path if name == "path" else name in kind.keys
@@ -169,18 +146,18 @@ def has_key(kind: type[Source], name: str) -> bool:
 
 def _check_weights(sources: Sequence[SourceConfig]) -> list[Problem]:
     """Require a weight for every source, or no weights and sizes in the same unit."""
-    if len(sources) < 2:
-        return []
     without = [n for n, source in enumerate(sources) if source.weight == -1]
-    if without and len(without) < len(sources):
-        n = without[0]
+    units = {open_source(source).size_unit for source in sources}
+    if len(sources) < 2 or not without:
+        return []
+    if len(without) < len(sources):
         rule = "set for every source, or left out for every source"
-        return [Problem(f"data.sources.{n}.weight", -1, rule, "write its share of the sequences")]
-    units = [open_source(source).size_unit for source in sources]
-    if without and (units[0] == "" or len(set(units)) > 1):
+    elif "" in units or len(units) > 1:
         rule = "required unless all sources are text on disk, or all are tokens: sizes have different units"
-        return [Problem("data.sources.0.weight", -1, rule, "write a weight for each: its share of the sequences")]
-    return []
+    else:
+        return []
+    remedy = "write a weight for each: its share of the sequences"
+    return [Problem(f"data.sources.{without[0]}.weight", -1, rule, remedy)]
 
 
 def check_tokenizer(
@@ -196,95 +173,75 @@ def check_tokenizer(
     validation: its sources and tasks need the tokenizer, too. vocab_size: the model's; 0 or less: unknown. model: the
     folder or the name on the hub of the model that the run starts from, or "".
     """
-    if faults := _check_chat_template(section):
-        return faults
+    rules = Rules("tokenizer", section)
     held_out, tasks = (validation.sources, validation.tasks) if validation and validation.enable else ((), ())
-    if not section.path:
-        kept = kept_tokenizer(data.sources)
-        if kept:
-            return _check_kept(section, data, held_out, tasks, kept)
-        return _check_without_path(section, data, held_out, tasks, vocab_size, model)
-    file = tokenizer_file(section.path)
-    if not file.is_file():
-        rule = "a tokenizer.json, or a folder that holds one"
+    try:
+        if section.chat_template:
+            ChatTemplate(read_chat_template(section.chat_template), {})
+    except UserError as error:
+        remedy = f"{error}; the default is the template of the tokenizer's folder"
+        rules.require("chat_template", False, "a file with a Jinja template in UTF-8", remedy)
+        return rules.problems
+    file = tokenizer_file(section.path) if section.path else kept_tokenizer(data.sources)
+    if file is None:
+        return _check_without_path(rules, data, held_out, tasks, vocab_size, model)
+    if section.path:
         fault = "is not a regular file" if file.exists() else "does not exist"
         remedy = f"{file.absolute()} {fault}; train a tokenizer on your data: {TRAIN_TOKENIZER}"
-        return [Problem("tokenizer.path", section.path, rule, remedy)]
+        rules.require("path", file.is_file(), "a tokenizer.json, or a folder that holds one", remedy)
+    else:
+        _check_no_separators(rules)
+    if rules.problems:
+        return rules.problems
     try:
         tokenizer = Tokenizer(file)
     except UserError as error:
-        remedy = f"{error}; train a tokenizer on your data: {TRAIN_TOKENIZER}"
-        return [Problem("tokenizer.path", section.path, "a tokenizer that the tokenizers library can load", remedy)]
-    problems: list[Problem] = []
-    for name, text in (("bos", section.bos), ("eos", section.eos)):
-        rule, remedy = "a token of the vocabulary", f"write a token of {file}, or leave {name} out"
-        problems += require(not text or tokenizer.is_token(text), f"tokenizer.{name}", text, rule, remedy)
-    if data.add_bos and not section.bos and tokenizer.bos_id is None:
+        rule = "a tokenizer that the tokenizers library can load"
+        if section.path:
+            rules.require("path", False, rule, f"{error}; train a tokenizer on your data: {TRAIN_TOKENIZER}")
+            return rules.problems
+        n = next(n for n, source in enumerate(data.sources) if kept_tokenizer([source]))
+        rule = f"token files with {rule}"
+        return [Problem(f"data.sources.{n}.path", data.sources[n].path, rule, f"{error}: copy {file.parent} again")]
+    for name in ("bos", "eos"):
+        is_token = not getattr(section, name) or tokenizer.is_token(getattr(section, name))
+        rules.require(name, is_token, "a token of the vocabulary", f"write a token of {file}, or leave {name} out")
+    if section.path and data.add_bos and not section.bos and tokenizer.bos_id is None:
         rule = "requires a tokenizer with a known BOS token"
-        problems.append(Problem("data.add_bos", True, rule, "write tokenizer.bos, or data.add_bos = false"))
-    if 0 < vocab_size < tokenizer.vocab_size:
+        rules.problems.append(Problem("data.add_bos", True, rule, "write tokenizer.bos, or data.add_bos = false"))
+    if section.path and 0 < vocab_size < tokenizer.vocab_size:
         rule = f"at least {tokenizer.vocab_size}, the vocabulary size of {file}"
         remedy = f"write vocab_size = {tokenizer.vocab_size} in [model], or use another tokenizer.path"
-        problems.append(Problem("model.vocab_size", vocab_size, rule, remedy))
-    if not section.chat_template and tokenizer.chat_template is None:
-        problems += _require_chat_template(data, held_out, tasks, str(file.parent), tokenizer.unused_templates)
-    if problems or all(source.kind != Tokens.kind for source in (*data.sources, *held_out)):
-        return problems  # loading a large tokenizer again takes a second
-    configured = Tokenizer(file, bos=section.bos, eos=section.eos)
-    return _check_made_by(section, configured, data, held_out) + _check_written_with(data)
-
-
-def _check_chat_template(section: TokenizerConfig) -> list[Problem]:
-    """Problems of the file of tokenizer.chat_template."""
-    if not section.chat_template:
-        return []
-    try:
-        ChatTemplate(read_chat_template(section.chat_template), {})
-    except UserError as error:
-        rule = "a file with a Jinja template in UTF-8"
-        remedy = f"{error}; the default is the template of the tokenizer's folder"
-        return [Problem("tokenizer.chat_template", section.chat_template, rule, remedy)]
-    return []
-
-
-def _check_kept(
-    section: TokenizerConfig, data: DataConfig, held_out: Sequence[SourceConfig], tasks: Sequence[str], file: Path
-) -> list[Problem]:
-    """Problems of `file`, the tokenizer in the folder of token files, which the run uses."""
-    if problems := _check_no_separators(section):
-        return problems
-    try:
-        tokenizer = Tokenizer(file)
-    except UserError as error:
-        n, source = next((n, source) for n, source in enumerate(data.sources) if kept_tokenizer([source]))
-        rule = "token files with a tokenizer that the tokenizers library can load"
-        return [Problem(f"data.sources.{n}.path", source.path, rule, f"{error}: copy {file.parent} again")]
-    problems = _check_made_by(section, tokenizer, data, held_out) + _check_written_with(data)
-    if not section.chat_template and tokenizer.chat_template is None:
-        problems += _require_chat_template(data, held_out, tasks, str(file.parent), tokenizer.unused_templates)
-    return problems
+        rules.problems.append(Problem("model.vocab_size", vocab_size, rule, remedy))
+    if tokenizer.chat_template is None:
+        _require_chat_template(rules, data, held_out, tasks, str(file.parent), tokenizer.unused_templates)
+    if rules.problems or all(source.kind != Tokens.kind for source in (*data.sources, *held_out)):
+        return rules.problems
+    if section.bos or section.eos:  # loading a large tokenizer again takes a second
+        tokenizer = Tokenizer(file, bos=section.bos, eos=section.eos)
+    return _check_made_by(section, tokenizer, data, held_out) + _check_written_with(data)
 
 
 def _require_chat_template(
+    rules: Rules,
     data: DataConfig,
     held_out: Sequence[SourceConfig],
     tasks: Sequence[str],
     tokenizer: str,
     unused_templates: Sequence[str] = (),
-) -> list[Problem]:
-    """A problem if sources or tasks hold conversations. tokenizer: the one without a chat template, in words."""
+) -> None:
+    """Add a problem if sources or tasks hold conversations. tokenizer: the one without a chat template, in words."""
+    if rules.section.chat_template:
+        return
     keys = [f"data.sources.{n}" for n, source in enumerate(data.sources) if source.is_chat]
     keys += [f"validation.sources.{n}" for n, source in enumerate(held_out) if source.is_chat]
     keys += [f"validation.tasks: {path}" for path in tasks_with_conversations(tasks)]
-    if not keys:
-        return []
-    rule = f"required for conversations ({keys[0]}): {tokenizer} has no chat template"
+    rule = f"required for conversations ({', '.join(keys[:1])}): {tokenizer} has no chat template"
     remedy = "write the path of a Jinja file that uses special tokens of this tokenizer, such as examples/chatml.jinja"
     if unused_templates:
-        names = ", ".join(map(repr, unused_templates))
-        rule += f" named 'default', only {names}"
+        rule += f" named 'default', only {', '.join(map(repr, unused_templates))}"
         remedy = "copy one of them from tokenizer_config.json into a file, and write its path"
-    return [Problem("tokenizer.chat_template", "", rule, remedy)]
+    rules.require("chat_template", not keys, rule, remedy)
 
 
 def _check_made_by(
@@ -331,7 +288,7 @@ def _check_written_with(data: DataConfig) -> list[Problem]:
 
 
 def _check_without_path(
-    section: TokenizerConfig,
+    rules: Rules,
     data: DataConfig,
     held_out: Sequence[SourceConfig],
     tasks: Sequence[str],
@@ -340,37 +297,33 @@ def _check_without_path(
 ) -> list[Problem]:
     kinds = {source.kind for source in data.sources}
     needing = sorted(kind for kind in kinds if KINDS[kind].holds == "text" and KINDS[kind] is not PythonStdlib)
-    if needing:
-        rule = f"required for {' and '.join(needing)} sources"
-        remedy = f"write the path of a tokenizer.json, or train one: {TRAIN_TOKENIZER}"
-        if model:
-            rule += f": {model} is not a folder with a tokenizer.json"
-            remedy = (
-                "write the path of the model's tokenizer.json (a run has a copy in its dump folder); of a model on the "
-                'hub: hf download NAME --local-dir FOLDER, then initial_load_path = "hf:FOLDER"'
-            )
-        return [Problem("tokenizer.path", section.path, rule, remedy)]
-    problems = _check_no_separators(section)
+    rule = f"required for {' and '.join(needing)} sources"
+    remedy = f"write the path of a tokenizer.json, or train one: {TRAIN_TOKENIZER}"
+    if model:
+        rule += f": {model} is not a folder with a tokenizer.json"
+        remedy = (
+            "write the path of the model's tokenizer.json (a run has a copy in its dump folder); of a model on the "
+            'hub: hf download NAME --local-dir FOLDER, then initial_load_path = "hf:FOLDER"'
+        )
+    if not rules.require("path", not needing, rule, remedy):
+        return rules.problems
+    _check_no_separators(rules)
     if PythonStdlib.kind in kinds:
-        if not section.chat_template:
-            problems += _require_chat_template(data, held_out, tasks, "the tokenizer trained at the start")
+        _require_chat_template(rules, data, held_out, tasks, "the tokenizer trained at the start")
+        of_data = Rules("data", data, rules.problems)
         rule = "false: the tokenizer trained at the start has no BOS"
-        problems += require(not data.add_bos, "data.add_bos", data.add_bos, rule, "write false")
+        of_data.require("add_bos", not data.add_bos, rule, "write false")
         if 0 < vocab_size < MIN_VOCAB_SIZE:
             rule = f"at least {MIN_VOCAB_SIZE}: 256 bytes and EOS"
-            problems.append(
-                Problem("model.vocab_size", vocab_size, rule, f"write vocab_size = {QUICKSTART_VOCAB_SIZE}")
-            )
-    return problems
+            remedy = f"write vocab_size = {QUICKSTART_VOCAB_SIZE}"
+            rules.problems.append(Problem("model.vocab_size", vocab_size, rule, remedy))
+    return rules.problems
 
 
-def _check_no_separators(section: TokenizerConfig) -> list[Problem]:
-    """Problems of tokenizer.bos and tokenizer.eos without a tokenizer.path."""
-    problems: list[Problem] = []
-    for name, text in (("bos", section.bos), ("eos", section.eos)):
-        remedy = f"leave {name} out, or write tokenizer.path"
-        problems += require(not text, f"tokenizer.{name}", text, "only valid with a tokenizer.path", remedy)
-    return problems
+def _check_no_separators(rules: Rules) -> None:
+    """Add problems of tokenizer.bos and tokenizer.eos without a tokenizer.path."""
+    for name in ("bos", "eos"):
+        rules.needs(name, not getattr(rules.section, name), "a tokenizer.path")
 
 
 def _manifests(source: SourceConfig) -> dict[Path, dict[str, Any]]:
@@ -389,36 +342,23 @@ def check_validation(
     data: the [data] section, whose settings apply to validation. vocab_size: the model's; 0 or less: unknown.
     has_tokenizer: whether the run has a tokenizer.
     """
-    key, sources = "validation", section.sources
-    problems = check_ranges(section, key)
+    rules = Rules("validation", section, check_ranges(section, "validation"))
     if not section.enable:
-        return problems
-    problems += require(
-        bool(sources or section.tasks),
-        f"{key}.sources",
-        [],
-        "at least one source, or a file in validation.tasks",
-        "add a [[validation.sources]] table",
-    )
-    problems += require(
-        has_tokenizer or not section.tasks,
-        "tokenizer.path",
-        "",
-        "required: validation.tasks are text and data.sources are tokens",
-        "write the path of the tokenizer that made the tokens",
-    )
-    problems += check_tasks(f"{key}.tasks", section.tasks) if checks_files else []
-    problems += require(
-        has_tokenizer or all(open_source(source).holds == "tokens" for source in sources),
-        "tokenizer.path",
-        "",
-        "required: validation.sources are text and data.sources are tokens",
-        "write the path of the tokenizer that made the tokens, or validate on tokens sources",
-    )
-    for n, source in enumerate(sources):
+        return rules.problems
+    remedy = "add a [[validation.sources]] table"
+    has_any = section.sources or section.tasks
+    rules.require("sources", has_any, "at least one source, or a file in validation.tasks", remedy)
+    rules.problems += check_tasks("validation.tasks", section.tasks) if checks_files else []
+    needing = ["validation.tasks"] if section.tasks else []
+    needing += [f"validation.sources.{n}" for n, one in enumerate(section.sources) if open_source(one).holds == "text"]
+    if needing and not has_tokenizer:
+        rule = f"required: {needing[0]} is text and data.sources are tokens"
+        remedy = "write the path of the tokenizer that made the tokens"
+        rules.problems.append(Problem("tokenizer.path", "", rule, remedy))
+    for n, source in enumerate(section.sources):
+        table = Rules(f"validation.sources.{n}", source, rules.problems)
         for name in ("weight", "epochs"):
-            value = getattr(source, name)
             rule = "not valid for validation: it reads each source once and weighs all tokens equally"
-            problems += require(value == -1, f"{key}.sources.{n}.{name}", value, rule, "leave it out")
-        problems += check_source(source, f"{key}.sources.{n}", data, vocab_size=vocab_size, checks_files=checks_files)
-    return problems
+            table.require(name, getattr(source, name) == -1, rule, "leave it out")
+        rules.problems += check_source(source, table.name, data, vocab_size=vocab_size, checks_files=checks_files)
+    return rules.problems

@@ -68,11 +68,6 @@ class ConfigError(UsageError):
         super().__init__("\n\n".join([head + ":", *(f"  {problem}" for problem in self.problems)]))
 
 
-def require(ok: bool, key: str, value: Any, rule: str, remedy: str) -> list[Problem]:
-    """Return [] if `ok`, else a list with one Problem."""
-    return [] if ok else [Problem(key, value, rule, remedy)]
-
-
 @dataclass
 class Rules:
     """Collect the problems of one section: of rules that the range of a key cannot express.
@@ -152,7 +147,7 @@ def check_ranges(section: Any, name: str) -> list[Problem]:
         if (rule := key.metadata.get("range")) is not None:
             value = getattr(section, key.name)
             if not rule.has(value):
-                problems += require(False, f"{name}.{key.name}", value, str(rule), rule.remedy)
+                problems.append(Problem(f"{name}.{key.name}", value, str(rule), rule.remedy))
     return problems
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 import tyro
 
 from titanlite.config.describe import field_texts
-from titanlite.runtime.errors import Problem, UsageError, UserError, check_ranges, require
+from titanlite.runtime.errors import Problem, UsageError, UserError, check_ranges
 from titanlite.runtime.failure import describe_user_error, raise_on_interrupt
 from titanlite.runtime.signal_thread import stop_signals
 
@@ -201,8 +201,8 @@ def _subcommand(argv: Sequence[str], names: Sequence[str]) -> str:
 
 def check_chat_template(file: str) -> list[Problem]:
     """Problems of --chat-template; "": not given."""
-    is_usable = not file or Path(file).is_file()
-    return require(is_usable, "--chat-template", file, "a file with a chat template in Jinja", "fix the path")
+    rule = "a file with a chat template in Jinja"
+    return [Problem("--chat-template", file, rule, "fix the path")] if file and not Path(file).is_file() else []
 
 
 def check_output_file(option: str, path: Path | None) -> list[Problem]:
@@ -211,9 +211,10 @@ def check_output_file(option: str, path: Path | None) -> list[Problem]:
         return []
     target = Path(os.path.realpath(path))
     is_file = target.is_file() or not target.exists()  # opening a pipe would wait for a reader
+    if is_file and os.access(target.parent, os.W_OK | os.X_OK):
+        return []
     remedy = f"create {target.parent}, or choose another path" if is_file else "choose another path"
-    writable = is_file and os.access(target.parent, os.W_OK | os.X_OK)
-    return require(writable, option, str(path), "a regular file in a writable folder", remedy)
+    return [Problem(option, str(path), "a regular file in a writable folder", remedy)]
 
 
 def write_json(file: Path, content: Any) -> None:

@@ -47,7 +47,7 @@ from titanlite.runtime.distributed import (
     set_timeout,
     world_from_environment,
 )
-from titanlite.runtime.errors import ConfigError, Problem, ranged, require
+from titanlite.runtime.errors import ConfigError, Problem, Rules, ranged
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.positions import watch_ranks
 from titanlite.runtime.signals import StopRequest
@@ -234,14 +234,9 @@ def evaluated_config(
         raise ConfigError(problems)
     config = replace(config, job=JobSection(), checkpoint=CheckpointConfig())
     problems = check_config(config, world_size=world.size, device_type=world.device_type, checks_files=False)
-    batch = config.training.local_batch_size
-    problems += require(
-        batch != -1,
-        "training.local_batch_size",
-        batch,
-        "at least 1 for an evaluation: -1 fits the memory of training",
-        "give the number of sequences per batch",
-    )
+    given, rule = config.training.local_batch_size != -1, "at least 1 for an evaluation: -1 fits the memory of training"
+    training = Rules("training", config.training, problems)
+    training.require("local_batch_size", given, rule, "give the number of sequences per batch")
     problems = problems or check_validation(
         config.validation, config.data, vocab_size=saved.hyper_parameters.vocab_size, has_tokenizer=True
     )

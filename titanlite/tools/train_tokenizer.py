@@ -12,7 +12,7 @@ from titanlite.data.corpus import Texts
 from titanlite.data.kinds import text_sources
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.registry import resolve_model
-from titanlite.runtime.errors import ConfigError, Problem, ranged, require
+from titanlite.runtime.errors import ConfigError, Problem, ranged
 from titanlite.runtime.text import counted
 from titanlite.tools.command import (
     ConfigFile,
@@ -71,7 +71,7 @@ def check_vocabulary(options: Options, vocab_size: int) -> list[Problem]:
     least = MIN_VOCAB_SIZE + len(tokens)
     key = "model.vocab_size" if options.vocab_size is None else "--vocab-size"
     rule = f"at least {least}: a token for each byte, EOS, and {counted(len(tokens), 'special token')}"
-    return require(vocab_size >= least, key, vocab_size, rule, f"write {least} or more")
+    return [] if vocab_size >= least else [Problem(key, vocab_size, rule, f"write {least} or more")]
 
 
 if __name__ == "__main__":

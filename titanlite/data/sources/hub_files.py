@@ -10,7 +10,7 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.jsonl import Jsonl, json_text, rows_fault
 from titanlite.data.sources.parquet import column_fault
 from titanlite.data.sources.pieces import BadRowError, FieldError, KindError
-from titanlite.runtime.errors import ConfigError, Problem, require
+from titanlite.runtime.errors import ConfigError, Problem, Rules
 from titanlite.runtime.files import open_regular
 from titanlite.runtime.retry import http_status, is_transient, reason
 
@@ -42,16 +42,16 @@ def hub_folder(source: SourceConfig) -> Path | None:
 
 def check_hub_name(source: SourceConfig, key: str) -> list[Problem]:
     """Problems of path and revision, without access to the hub."""
-    rule = DATASET_RULE
+    rules = Rules(key, source)
     if hub_folder(source) is not None:
-        remedy = f"leave it out: {source.path} is a local folder, without revisions"
-        return require(not source.revision, f"{key}.revision", source.revision, "only for a name on the hub", remedy)
+        rules.needs("revision", not source.revision, "a name on the hub: a local folder has no revisions")
+        return rules.problems
     full = Path(os.path.expanduser(source.path)).absolute()
+    remedy = f"there is no folder {full}: fix the path (relative to the current folder) or the dataset name"
     if full.is_file():
         remedy = 'write its folder, or read the file with kind = "jsonl", "parquet", "csv" or "arrow"'
-        return [Problem(f"{key}.path", source.path, rule, remedy)]
-    remedy = f"there is no folder {full}: fix the path (relative to the current folder) or the dataset name"
-    return require(bool(HUB_NAME.fullmatch(source.path)), f"{key}.path", source.path, rule, remedy)
+    rules.require("path", not full.is_file() and HUB_NAME.fullmatch(source.path), DATASET_RULE, remedy)
+    return rules.problems
 
 
 def check_hub(source: SourceConfig, key: str) -> list[Problem]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from titanlite.data.sources.pieces import BadRowError, read_range, utf8_text
 from titanlite.data.sources.text import Text
-from titanlite.runtime.errors import Problem, UserError, require
+from titanlite.runtime.errors import Problem, Rules, UserError
 
 HELD_OUT_EVERY = 20
 """Every HELD_OUT_EVERY-th file belongs to the split "validation"."""
@@ -51,12 +51,15 @@ class PythonStdlib(Text):
         return {"split": self._split}
 
     def check_keys(self, key: str) -> list[Problem]:
-        rule, remedy = '"train" or "validation"', "write one of these, or leave it out"
-        return require(self._split in ("train", "validation"), f"{key}.split", self.config.split, rule, remedy)
+        rules = Rules(key, self.config)
+        is_known = self._split in ("train", "validation")
+        rules.require("split", is_known, '"train" or "validation"', "write one of these, or leave it out")
+        return rules.problems
 
     def check_files(self, key: str) -> list[Problem]:
-        folder, remedy = sysconfig.get_paths()["stdlib"], "use a text, jsonl or parquet source instead"
-        return require(bool(self.files()), f"{key}.kind", self.kind, f"requires *.py files in {folder}", remedy)
+        rules, remedy = Rules(key, self.config), "use a text, jsonl or parquet source instead"
+        rules.require("kind", self.files(), f"requires *.py files in {sysconfig.get_paths()['stdlib']}", remedy)
+        return rules.problems
 
 
 def _is_usable(file: Path) -> bool:

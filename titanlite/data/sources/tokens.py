@@ -20,7 +20,7 @@ from titanlite.data.sources.base import Source
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import EMPTY, EpochSize, TokenPiece
 from titanlite.runtime.cache import file_facts, has_hash
-from titanlite.runtime.errors import Problem, UserError
+from titanlite.runtime.errors import Problem, Rules, UserError
 from titanlite.runtime.json_files import JsonError, parse_json, read_regular
 
 FORMAT_VERSION = 1
@@ -50,19 +50,15 @@ class Tokens(Source):
     def check_files(self, key: str) -> list[Problem]:
         if problems := super().check_files(key):
             return problems
-        files = self.files()
+        rules, files = Rules(key, self.config), self.files()
         raw = [file for file in files if file.suffix.lower() == ".bin"]
         other = [file for file in files if file.suffix.lower() not in self.suffixes]
-        if other:
-            remedy = f"{other[0]} is neither: write it with titanlite tokenize"
-            return [Problem(f"{key}.path", self.config.path, ".npy or raw .bin files", remedy)]
-        if raw and not self.config.dtype:
-            remedy = f'write dtype = "uint16" or "uint32", the type of the ids in {raw[0].name}'
-            return [Problem(f"{key}.dtype", self.config.dtype, "required for .bin files", remedy)]
-        if self.config.dtype and not raw:
-            remedy = f"leave it out: {files[0].name} contains its dtype"
-            return [Problem(f"{key}.dtype", self.config.dtype, "only for .bin files", remedy)]
-        return []
+        remedy = f"write {', '.join(map(str, other[:1]))} with titanlite tokenize"
+        if rules.require("path", not other, ".npy or raw .bin files", remedy):
+            remedy = 'write "uint16" or "uint32", the type of the ids'
+            rules.require("dtype", self.config.dtype or not raw, "required for .bin files", remedy)
+            rules.needs("dtype", raw or not self.config.dtype, ".bin files: others contain their dtype")
+        return rules.problems
 
     def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:
         """Problems of the files' content, from the start of each file and the tokens.json beside it."""

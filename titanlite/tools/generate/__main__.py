@@ -24,7 +24,7 @@ from titanlite.generation.sampling import Sampling
 from titanlite.hf.generation_defaults import GenerationDefaults
 from titanlite.models.family import LanguageModel
 from titanlite.precision import DTYPES
-from titanlite.runtime.errors import ConfigError, Problem, UserError, ranged, require
+from titanlite.runtime.errors import ConfigError, Problem, Rules, UserError, ranged
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.tools.command import (
     AllowImport,
@@ -135,15 +135,14 @@ class Continuation:
 
 def check(options: Options) -> list[Problem]:
     """Problems of the options, except for the prompts."""
+    rules = Rules("--", options, check_options(options))
     has_device = torch.cuda.is_available() or options.device != "cuda"
-    problems = require(has_device, "--device", "cuda", "a GPU that torch can use", "leave it out, or use cpu")
-    for key in ("system", "chat_template") if not options.chat else ():
-        value = getattr(options, key)
-        problems += require(not value, f"--{key}".replace("_", "-"), value, "with --chat only", "add --chat")
-    if options.chat:
-        remedy = "leave it out: an answer ends with the assistant's turn, or at --max-new-tokens"
-        problems += require(not options.ignore_eos, "--ignore-eos", "true", "without --chat only", remedy)
-    return problems + check_chat_template(options.chat_template) + check_options(options)
+    rules.require("device", has_device, "a GPU that torch can use", "leave it out, or use cpu")
+    rules.needs("system", options.chat or not options.system, "--chat")
+    rules.needs("chat_template", options.chat or not options.chat_template, "--chat")
+    rule = "not with --chat: an answer ends with the assistant's turn, or at --max-new-tokens"
+    rules.require("ignore_eos", not (options.chat and options.ignore_eos), rule, "leave it out")
+    return rules.problems + check_chat_template(options.chat_template)
 
 
 def generated_texts(run: SavedRun, prompts: Sequence[Prompt], options: Options) -> list[str]:

@@ -17,7 +17,7 @@ from titanlite.config.load import parse, read_copy, resolve
 from titanlite.config.plugins import PLUGINS
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
-from titanlite.runtime.errors import ConfigError, Problem, UsageError, require
+from titanlite.runtime.errors import ConfigError, Problem, UsageError
 from titanlite.runtime.plugins import plugin_digests
 
 DUMP_FOLDER = "job.dump_folder"
@@ -85,9 +85,11 @@ def combinations(config: str, overrides: Sequence[str], *, world_size: int, devi
         if "" in found and '""' not in split_values(given[key] or "")
     ]
     rule = "one value: each run has a folder below it, named by its values"
-    problems += require(DUMP_FOLDER not in swept, DUMP_FOLDER, given.get(DUMP_FOLDER), rule, "keep one")
+    if DUMP_FOLDER in swept:
+        problems.append(Problem(DUMP_FOLDER, given[DUMP_FOLDER], rule, "keep one"))
     count = prod(map(len, swept.values()))
-    problems += require(count <= MAX_RUNS, "sweep", count, f"at most {MAX_RUNS} runs", "sweep over fewer values")
+    if count > MAX_RUNS:
+        problems.append(Problem("sweep", count, f"at most {MAX_RUNS} runs", "sweep over fewer values"))
     if problems:
         raise ConfigError(problems)
     if not swept:

@@ -142,7 +142,7 @@ def test_only_training_checks_files() -> None:
         "job.dump_folder",
     }
     load_config(settings, world_size=1, device_type="cpu", checks_files=False)
-    with pytest.raises(ConfigError, match="only for kind"):
+    with pytest.raises(ConfigError, match="only with kind"):
         load_config([*settings, "--data.sources.0.split=train"], world_size=1, device_type="cpu", checks_files=False)
 
 
@@ -228,10 +228,7 @@ def test_the_plan_of_a_chosen_layout_needs_a_profile(capsys: pytest.CaptureFixtu
     [
         (("--price-per-hour", "2"), "only with --hardware"),
         (("--search",), "only with --hardware"),
-        (
-            ("--search", "--hardware", "h100", "--training.global_batch_size", "-1"),
-            "given if the layout is chosen",
-        ),
+        (("--search", "--hardware", "h100", "--training.global_batch_size", "-1"), "given with layout"),
         (("--hardware", "h100", "--price-per-hour", "-2"), "--price-per-hour"),
         (("--hardware", "h101"), "'h101' does not exist: give a TOML file, or one of a100"),
         (("--hardware", "h100", "--device", "cpu"), "the profile h100 is of cuda"),
