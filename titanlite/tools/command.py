@@ -179,8 +179,8 @@ def check_options(options: Any) -> list[Problem]:
     for name, hint in get_type_hints(type(options), include_extras=True).items():
         choices = get_args(kind) if get_origin(kind := _option(name, hint).kind) is Literal else ()
         value, default = getattr(options, name), type(options).__dataclass_fields__[name].default
-        is_choice = not choices or value in (*choices, default)
-        problems += require(is_choice, _flag(name), value, f"one of {', '.join(choices)}", "write one of these")
+        if choices and value not in (*choices, default):
+            problems.append(Problem(_flag(name), value, f"one of {', '.join(choices)}", "write one of these"))
     return problems
 
 
