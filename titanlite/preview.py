@@ -14,7 +14,6 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.toml import print_config
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.hardware.profile import load_profile
-from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import resolve_degrees
 from titanlite.planning.batch import fit_local_batch_size
 from titanlite.planning.estimate import estimate, has_estimate
@@ -103,7 +102,7 @@ def _dry_run(
             config = replace(config, training=replace(config.training, local_batch_size=rows))
         plan = estimate(config, world_size, device_type=device_type)
         lines = [report(config, plan, memory_gib)]
-    vocab_size = resolve_model(config.model)[1].vocab_size
+    vocab_size = config.hyper_parameters.vocab_size
     tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=vocab_size)
     sequences = config.training.global_batch_size
     shown = min(sequences, SHOWN_SEQUENCES)

@@ -12,7 +12,6 @@ from titanlite.data.loader import Loader, build_loader
 from titanlite.data.sources.base import TextSource
 from titanlite.data.tasks import EncodedTask, encode_task, read_task
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import Mesh
 from titanlite.planning.microbatches import divide_step
 from titanlite.runtime.agreement import share_from_rank_0
@@ -48,7 +47,7 @@ def pin_revisions(config: JobConfig, world: World, store: dist.Store) -> JobConf
 
 def build_tokenizer(config: JobConfig) -> Tokenizer | None:
     """Load the tokenizer, or train it on first use; None if the sources hold tokens."""
-    _, hyper_parameters = resolve_model(config.model)
+    hyper_parameters = config.hyper_parameters
     tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=hyper_parameters.vocab_size)
     log.info("Tokenizer: %s", tokenizer.description if tokenizer else "none, the sources hold tokens")
     return tokenizer
@@ -93,7 +92,7 @@ def build_tasks(config: JobConfig, tokenizer: Tokenizer | None) -> list[EncodedT
 
 def loader_of(config: JobConfig, section: DataConfig, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
     """Build the loader of the data of `section`, with the batch sizes of training."""
-    _, hyper_parameters = resolve_model(config.model)
+    hyper_parameters = config.hyper_parameters
     return build_loader(
         section,
         tokenizer,

@@ -15,7 +15,7 @@ from titanlite.models.decoder import describe_size
 from titanlite.models.family import DecoderConfig, LanguageModel
 from titanlite.models.head import output_layers_of
 from titanlite.models.init import init_parameters_
-from titanlite.models.registry import full_parameters, resolve_model
+from titanlite.models.registry import full_parameters
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.optim.registry import build_optimizer, has_owners
 from titanlite.optim.schedule import build_schedule
@@ -54,7 +54,7 @@ def build_model(
 def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
     """Build this rank's parts of the model on the meta device, split into stages and parallelized."""
     training = config.training
-    family, hyper_parameters = resolve_model(config.model)
+    family, hyper_parameters = config.family, config.hyper_parameters
     parts: list[ModelPart] = []
     for stage in local_stages(config.parallelism, mesh.coordinate["pp"]):
         with torch.device("meta"):
@@ -111,7 +111,7 @@ def allocate_parts(
 
     draws_weights: False leaves the weights undefined, for a caller that loads them next.
     """
-    family, hyper_parameters = resolve_model(config.model)
+    family, hyper_parameters = config.family, config.hyper_parameters
     models = [part.model for part in parts]
     for model in models:
         model.to_empty(device=device)
@@ -126,7 +126,7 @@ def allocate_parts(
 
 def describe_attention(config: JobConfig, device: torch.device) -> str | None:
     """The attention kernel of this rank, for the start log; None on CPUs, and for families that are no decoders."""
-    _, hyper_parameters = resolve_model(config.model)
+    hyper_parameters = config.hyper_parameters
     if device.type == "cpu" or not isinstance(hyper_parameters, DecoderConfig):
         return None
     dtype, tp = DTYPES[config.training.mixed_precision_param], config.parallelism.tp
@@ -205,7 +205,7 @@ def build_pipeline(
     device: torch.device,
 ) -> Pipeline:
     """Build the pipeline of this rank's stages."""
-    _, hyper_parameters = resolve_model(config.model)
+    hyper_parameters = config.hyper_parameters
     step = divide_step(config, mesh.data_degree)
     return Pipeline(
         model_parts,

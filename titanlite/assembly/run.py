@@ -59,7 +59,7 @@ from titanlite.models.attention import pin_kernels
 from titanlite.models.init import INIT_VERSION
 from titanlite.models.losses import LOSSES
 from titanlite.models.randomness import DRAW_VERSION
-from titanlite.models.registry import full_parameters, resolve_model
+from titanlite.models.registry import full_parameters
 from titanlite.optim.registry import kinds_of_state
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.pipeline import local_stages
@@ -302,7 +302,7 @@ def build_run_sinks(config: JobConfig, world: World, meter: Meter, resume_step: 
         resume_tokens=meter.tokens_seen if resume_step else 0,
         about=about,
         has_samples=bool(config.samples.prompts),
-        has_experts=getattr(resolve_model(config.model)[1], "n_experts", 1) > 1,
+        has_experts=getattr(config.hyper_parameters, "n_experts", 1) > 1,
     )
 
 
@@ -312,7 +312,7 @@ def fetch_imported(config: JobConfig, world: World, store: dist.Store) -> ModelF
         return None
     source = imported_from(config.checkpoint, config.job.dump_folder)
     return fetch_source(
-        *(source, *resolve_model(config.model), world, store, config.comm.init_timeout_s),
+        *(source, config.family, config.hyper_parameters, world, store, config.comm.init_timeout_s),
         accepts_rope="rope" in config.checkpoint.accept_changes,
     )
 
@@ -347,7 +347,7 @@ def build_recorder(
 
 def build_meter(config: JobConfig, world: World, mesh: Mesh, group: dist.ProcessGroup) -> Meter:
     """Build the meter, over all ranks, with the peak FLOP/s of the device if it is known. A collective."""
-    family, hyper_parameters = resolve_model(config.model)
+    family, hyper_parameters = config.family, config.hyper_parameters
     places = run_on_all_ranks(lambda: Place(socket.gethostname(), mesh.coordinate["pp"]), group)
     return Meter(
         group,
@@ -363,7 +363,7 @@ def build_meter(config: JobConfig, world: World, mesh: Mesh, group: dist.Process
 
 def build_expert_loads(config: JobConfig, mesh: Mesh, trainer: Trainer) -> ExpertLoads:
     """Build the reader of the experts' loads."""
-    family, hyper_parameters = resolve_model(config.model)
+    family, hyper_parameters = config.family, config.hyper_parameters
     return ExpertLoads(
         trainer.model_parts,
         trainer.device,
@@ -388,7 +388,7 @@ def build_validation(
     """Build the validation of the run. A collective: creates a process group."""
     group = trainer.mesh.new_group(config.comm.init_timeout_s)
     metrics_file = Path(config.job.dump_folder, METRICS_FILE)
-    _, hyper_parameters = resolve_model(config.model)
+    hyper_parameters = config.hyper_parameters
     in_nats, token_bytes = config.loss.is_cross_entropy, None
     if in_nats and data.held_out:
         token_bytes = build_token_bytes(data.tokenizer, hyper_parameters.vocab_size, trainer.device)
@@ -420,7 +420,7 @@ def build_samples(
     """Build the samples of the run. A collective: creates a process group. Raises ConfigError if a prompt is too long
     or empty."""
     assert tokenizer is not None, "see check_samples"
-    family, hyper_parameters = resolve_model(config.model)
+    family, hyper_parameters = config.family, config.hyper_parameters
     given = [Prompt(f"samples.prompts, item {index}", text) for index, text in enumerate(config.samples.prompts)]
     prompts = encode_prompts(
         given,
@@ -449,7 +449,7 @@ def about_run(config: JobConfig, tokenizer: Tokenizer | None, sources: Sequence[
 
     sources: those of the loader.
     """
-    _, hyper_parameters = resolve_model(config.model)
+    hyper_parameters = config.hyper_parameters
     facts = {
         "model": {"family": config.model.family, **asdict(hyper_parameters)},
         "seq_len": config.training.seq_len,

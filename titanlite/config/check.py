@@ -18,7 +18,7 @@ from titanlite.generation.config import check_samples
 from titanlite.hf.folder import PREFIX
 from titanlite.hf.source import check_source
 from titanlite.metrics.config import OWN_FILES, check_metrics
-from titanlite.models.registry import check_model, full_parameters, resolve_model
+from titanlite.models.registry import check_model, full_parameters
 from titanlite.optim.registry import check_optimizer, check_parameters
 from titanlite.optim.schedule import check_schedule
 from titanlite.parallel.compile import check_compile, compiles_blocks
@@ -66,7 +66,7 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, checks
 
 def _check_places(config: JobConfig) -> list[Problem]:
     """Problems of the output folder, the tokenizer, and the checkpoint or model folder that the run starts from."""
-    family, model = resolve_model(config.model)
+    family, model = config.family, config.hyper_parameters
     folder, sections = config.job.dump_folder, (config.tokenizer, config.data, config.validation)
     problems = check_job(config.job)
     problems += check_tokenizer(*sections, vocab_size=model.vocab_size, model=start_model(config))
@@ -79,7 +79,7 @@ def _check_places(config: JobConfig) -> list[Problem]:
 
 def _check_sources(config: JobConfig, global_batch_size: int, degree: int, *, checks_files: bool) -> list[Problem]:
     """Problems of the keys of [data] and [validation]. degree: number of data-parallel ranks."""
-    _, model = resolve_model(config.model)
+    model = config.hyper_parameters
     has_text = any(open_source(source).holds == "text" for source in config.data.sources)
     # Without files, token files may have a tokenizer.
     has_kept = not checks_files or kept_tokenizer(config.data.sources) is not None
@@ -117,7 +117,7 @@ def _check_precision(facts: JobConfig) -> list[Problem]:
         of_parameters[f"optimizer.groups.{index}.weight_decay"] = group.weight_decay
         betas |= {f"optimizer.groups.{index}.{key}": getattr(group, key) for key in BELOW_ONE}
     computed = training.dtype if training.mixed_precision_param == "auto" else training.mixed_precision_param
-    _, model = resolve_model(facts.model)
+    model = facts.hyper_parameters
     return [
         *check_precision(of_parameters, betas, training.dtype),
         *check_precision({"model.norm_eps": model.norm_eps} if hasattr(model, "norm_eps") else {}, {}, computed),
@@ -127,7 +127,7 @@ def _check_precision(facts: JobConfig) -> list[Problem]:
 def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
     """Problems between model, batch and parallelisms, which a search of layouts checks for each."""
     section, training = config.parallelism, config.training
-    family, model = resolve_model(config.model)
+    family, model = config.family, config.hyper_parameters
     problems = check_model(config.model, seq_len=training.seq_len, tp=section.tp, pp=section.pp)
     of_mesh = check_parallelism(section, world_size)
     if not problems:

@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args, get_origin
 from titanlite.config.fields import SECTIONS, Key, alternatives, columns_of, fields_of, keys_of, literal, row_type
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
-from titanlite.models.registry import resolve_model
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def describe_config(config: JobConfig) -> list[Section]:
     for name, section_type in SECTIONS.items():
         values, texts = fields_of(getattr(config, name)), field_texts(section_type)
         if section_type is ModelConfig:
-            family, hyper_parameters = resolve_model(config.model)
+            family, hyper_parameters = config.family, config.hyper_parameters
             values |= fields_of(hyper_parameters)
             texts |= field_texts(family.config_type)
         keys = keys_of(name, config.model.family)

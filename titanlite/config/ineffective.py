@@ -17,7 +17,7 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.faults import config as faults
 from titanlite.generation import config as samples
 from titanlite.metrics import config as metrics
-from titanlite.models.registry import FAMILIES, resolve_model
+from titanlite.models.registry import FAMILIES
 from titanlite.optim import registry as optimizer
 from titanlite.optim import schedule
 from titanlite.parallel import compile as compilation
@@ -178,7 +178,7 @@ def _unmet(facts: Facts, key: str) -> str:
     if row:
         return ""
     if section == "model":
-        family, hyper_parameters = resolve_model(facts.config.model)
+        family, hyper_parameters = facts.config.family, facts.config.hyper_parameters
         needs = [(family.needs.get(name), hyper_parameters)]
     else:
         own = OF_SECTIONS.get(section, {}).get(name)

@@ -1,15 +1,16 @@
 """The root of the configuration, and the sections [job] and [training], which several modules use."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.data.config import DataConfig, TokenizerConfig, ValidationConfig
 from titanlite.faults.config import FaultsConfig
 from titanlite.generation.config import SamplesConfig
 from titanlite.metrics.config import MetricsConfig
-from titanlite.models.family import ModelConfig
+from titanlite.models.family import Family, ModelConfig
 from titanlite.models.head import LossConfig
+from titanlite.models.registry import resolve_model
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.schedule import ScheduleConfig
 from titanlite.parallel.clip import NormType
@@ -102,3 +103,13 @@ class JobConfig:
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     comm: CommConfig = field(default_factory=CommConfig)
+
+    @property
+    def family(self) -> Family:
+        """The family of [model]."""
+        return resolve_model(self.model)[0]
+
+    @property
+    def hyper_parameters(self) -> Any:
+        """The hyper-parameters of the model: those of the flavor, with the overrides of [model]."""
+        return resolve_model(self.model)[1]

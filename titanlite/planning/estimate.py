@@ -13,7 +13,6 @@ from titanlite.models.decoder import flops_per_token
 from titanlite.models.family import DecoderConfig
 from titanlite.models.head import tokens_per_chunk
 from titanlite.models.losses import LOSSES, extra_logits
-from titanlite.models.registry import resolve_model
 from titanlite.optim.muon import muon_dtype
 from titanlite.parallel.data import resolve_gradient_sync
 from titanlite.parallel.mesh import DATA_AXES, data_degree, resolve_degrees, shard_logits
@@ -76,7 +75,7 @@ class Estimate:
 
 def has_estimate(config: JobConfig) -> bool:
     """Whether memory can be estimated for the model's family: only for decoders (DecoderConfig)."""
-    return isinstance(resolve_model(config.model)[1], DecoderConfig)
+    return isinstance(config.hyper_parameters, DecoderConfig)
 
 
 def require_estimate(config: JobConfig, key: str, value: Any, remedy: str) -> None:
@@ -124,7 +123,7 @@ def step_shape(config: JobConfig, sizes: Mapping[str, int], actions: Sequence[Ac
     """sizes: degrees of the mesh axes. actions: of this rank, in one run of the schedule."""
     training, cp, tp = config.training, config.parallelism.cp, config.parallelism.tp
     step = divide_step(config, _data_degree(sizes))
-    family, model = resolve_model(config.model)
+    family, model = config.family, config.hyper_parameters
     if config.parallelism.context_parallel == "gather":
         heads = 2 * (model.n_kv_heads // tp)
     else:
@@ -164,7 +163,7 @@ def _shards_logits(config: JobConfig) -> bool:
 def _memory(
     config: JobConfig, stages: Sequence[Stage], shape: StepShape, owners: OwnerRounds, device_type: str
 ) -> Memory:
-    family, model = resolve_model(config.model)
+    family, model = config.family, config.hyper_parameters
     activations = activation_bytes(model, family.plan(model), microbatch_shape(config, shape, device_type))
     return rank_memory(
         stages, config.parallelism, config.activation_checkpoint, shape, activations, owners.temporary_bytes
@@ -181,7 +180,7 @@ def _owners(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> Own
 
 def microbatch_shape(config: JobConfig, shape: StepShape, device_type: str) -> MicrobatchShape:
     section, training = config.parallelism, config.training
-    model = resolve_model(config.model)[1]
+    model = config.hyper_parameters
     compute_dtype = DTYPES[training.mixed_precision_param]
     gathers_keys = section.cp > 1 and section.context_parallel == "gather"
     return MicrobatchShape(
@@ -216,7 +215,7 @@ def _traffic(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> tu
 
 def _flops(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> tuple[int, int]:
     """RankPlan.flops and RankPlan.recomputed_flops."""
-    recompute, model = config.activation_checkpoint, resolve_model(config.model)[1]
+    recompute, model = config.activation_checkpoint, config.hyper_parameters
     output = 6 * shape.vocab_size * shape.dim
     block = (flops_per_token(model, config.training.seq_len) - output) // model.n_layers
     blocks = [index for stage in stages for index in stage.blocks]

@@ -20,7 +20,6 @@ from titanlite.config.check import check_layout, one_rank, resolve_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.deal import most_sequences
 from titanlite.hardware.profile import Profile
-from titanlite.models.registry import resolve_model
 from titanlite.parallel.data import resolve_gradient_sync
 from titanlite.parallel.mesh import (
     AXES,
@@ -181,7 +180,7 @@ class _Visit:
         self.world_size, self.profile = world_size, profile
         self.kept = frozenset(key for key in kept & SEARCHED if _value(config, key) != -1)
         self.usable = USABLE * memory_gib * GIB
-        self.model = resolve_model(config.model)[1]
+        self.model = config.hyper_parameters
         resolved = resolve_config(one_rank(config), world_size=1, device_type=profile.device)
         self.config = replace(resolved, parallelism=config.parallelism)
         self.divisions: dict[tuple[int, str], tuple[Sequence[int], int]] = {}

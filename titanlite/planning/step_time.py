@@ -21,7 +21,7 @@ import torch
 from titanlite.config.schema import JobConfig
 from titanlite.hardware.profile import Profile
 from titanlite.models.attention import attention_dtype
-from titanlite.models.registry import FAMILIES, resolve_model
+from titanlite.models.registry import FAMILIES
 from titanlite.optim.muon import muon_dtype
 from titanlite.parallel.compile import compiles_blocks
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
@@ -168,7 +168,7 @@ class Predictor:
         compute = DTYPES[config.training.mixed_precision_param]
         self.timer = Timer(profile, compute, threads=max(profile.computing // ranks, 1))
         self.on_host = profile.device == "cpu"
-        _, model = resolve_model(config.model)
+        model = config.hyper_parameters
         microbatch = microbatch_shape(config, plan.ranks[0].shape, profile.device)
         self.units = unit_seconds(
             *(self.timer, config.model.family, model, microbatch, config.parallelism.ep),

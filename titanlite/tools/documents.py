@@ -16,7 +16,6 @@ from titanlite.data.kinds import open_source
 from titanlite.data.preparation import bad_row_policy
 from titanlite.data.sources.config import CHAT
 from titanlite.data.sources.pieces import BadRowError
-from titanlite.models.registry import resolve_model
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.tools.command import check_options
 
@@ -40,7 +39,7 @@ def config_of_data(
     config, problems = parsed.config, parsed.problems
     if not problems:  # else these checks would also report problems of the defaults that replace invalid values
         config = with_model_tokenizer(config)
-        data, vocab_size = config.data, resolve_model(config.model)[1].vocab_size
+        data, vocab_size = config.data, config.hyper_parameters.vocab_size
         room = vocab_size if reads_tokens else 0
         problems = check_data(data, global_batch_size=0, data_degree=0, vocab_size=room)
         problems = problems or ([] if reads_tokens else _check_text(data, reads_chat=reads_chat))

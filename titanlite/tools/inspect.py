@@ -23,7 +23,6 @@ from titanlite.data.sources.base import TextSource
 from titanlite.data.sources.pieces import BAD_FILE, STARTS_DOCUMENT, BadRowError, Piece, TokenPiece
 from titanlite.data.sources.tokens import Tokens, documents_file, manifests_of, open_tokens
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import AXES
 from titanlite.runtime.errors import ranged
 from titanlite.runtime.text import counted
@@ -65,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
     # Replace each -1 for the configured layout; dp_shard = -1 becomes 1, since the number of ranks is unknown.
     world_size = math.prod(max(1, getattr(config.parallelism, axis)) for axis in AXES)
     config = resolve_config(config, world_size=world_size, device_type="cpu")
-    vocab_size = resolve_model(config.model)[1].vocab_size
+    vocab_size = config.hyper_parameters.vocab_size
     tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=vocab_size)
     print(f"tokenizer: {tokenizer.description if tokenizer else 'none, the sources hold tokens'}")
     describe_sources(config, tokenizer, vocab_size, reads_all=options.all)

@@ -19,7 +19,6 @@ from titanlite.data.corpus import Texts
 from titanlite.data.kinds import open_source
 from titanlite.data.sources.pieces import ENDS_DOCUMENT
 from titanlite.data.sources.tokens import FORMAT_VERSION, MANIFEST, UNFINISHED, read_manifest
-from titanlite.models.registry import resolve_model
 from titanlite.runtime.errors import UserError, ranged
 from titanlite.runtime.text import counted
 from titanlite.tools.command import ConfigFile, Count, Folder, cannot_write, read_options_and_overrides, run_command
@@ -81,7 +80,7 @@ def toml_lines(out: Path, manifest: Mapping[str, Any]) -> str:
 def tokenize(config: JobConfig, out: Path, num_workers: int, shard_tokens: int) -> tuple[dict[str, Any], str]:
     """Fill the folder; return its manifest and a one-line description of the sources. Raises UserError."""
     data = config.data
-    vocab_size = resolve_model(config.model)[1].vocab_size
+    vocab_size = config.hyper_parameters.vocab_size
     tokenizer = prepare_tokenizer(config.tokenizer, data.sources, vocab_size=vocab_size)
     assert tokenizer is not None, "sources of text have a tokenizer"
     job = Job(data.sources, piece_bytes(config), tokenizer.arguments, add_bos=data.add_bos, add_eos=data.add_eos)

@@ -11,7 +11,6 @@ from titanlite.data.bpe import MIN_VOCAB_SIZE, special_tokens_fault, train_bpe
 from titanlite.data.corpus import Texts
 from titanlite.data.kinds import text_sources
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.models.registry import resolve_model
 from titanlite.runtime.errors import ConfigError, Problem, ranged
 from titanlite.runtime.text import counted
 from titanlite.tools.command import (
@@ -50,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
     options, overrides = read_options_and_overrides(Options, argv, "train-tokenizer")
     config = config_of_data(options, overrides, needs_tokenizer=False)
     require_new(options.out)
-    vocab_size = options.vocab_size or resolve_model(config.model)[1].vocab_size
+    vocab_size = options.vocab_size or config.hyper_parameters.vocab_size
     if problems := check_vocabulary(options, vocab_size):
         raise ConfigError(problems)
     texts, rows = Texts(text_sources(config.data.sources), piece_bytes(config)), UsableRows(config.data)

@@ -8,7 +8,6 @@ from typing import Any, get_args
 
 from titanlite.config.check import check_config
 from titanlite.config.schema import JobConfig
-from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import AXES, PARAMETER_AXES, PipelineSchedule
 from titanlite.parallel.pipeline import num_stages
 from titanlite.runtime.errors import Problem
@@ -105,7 +104,7 @@ def choose_layouts(config: JobConfig, ranks: int) -> tuple[list[Layout], list[Re
     """
     accepted: list[Layout] = []
     refused: list[Refusal] = []
-    n_experts = resolve_model(config.model)[1].n_experts
+    n_experts = config.hyper_parameters.n_experts
     for candidates in candidate_layouts(ranks, config.parallelism.pp_schedule, n_experts):
         left = SCHEDULES_PER_PIPELINE
         for layout in candidates:

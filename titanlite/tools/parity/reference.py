@@ -20,7 +20,7 @@ from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
 from titanlite.models.losses import LOSSES, Loss
 from titanlite.models.randomness import row_keys
-from titanlite.models.registry import full_parameters, resolve_model
+from titanlite.models.registry import full_parameters
 from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_schedule
 from titanlite.parallel.mesh import Mesh, Sharing
@@ -199,7 +199,7 @@ class PrecisionWatch(TorchDispatchMode):
 
 def plain_model(config: JobConfig) -> LanguageModel:
     """The family's full model in float64, with its initial weights."""
-    family, hyper_parameters = resolve_model(config.model)
+    family, hyper_parameters = config.family, config.hyper_parameters
     model = family.build(hyper_parameters).to(torch.float64)
     model.tie_weights()
     model.init_buffers(CPU)

@@ -13,7 +13,6 @@ from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
 from titanlite.metrics.config import MetricsConfig
 from titanlite.models.init import BLOCK_NUMEL
-from titanlite.models.registry import resolve_model
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.schedule import ScheduleConfig
 from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
@@ -71,7 +70,7 @@ def shrink_config(config: JobConfig, ranks: int) -> JobConfig:
     stays. The vocabulary is enlarged if necessary, until the embedding has more elements than one block of initial
     weights. The text is cut into the same pieces, so an existing index is reused.
     """
-    _, model = resolve_model(config.model)
+    model = config.hyper_parameters
     tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=model.vocab_size)
     small = shrink_model(model, ranks)
     vocab_size = min(model.vocab_size, tokenizer.vocab_size) if tokenizer else model.vocab_size
@@ -101,7 +100,7 @@ def shrink_config(config: JobConfig, ranks: int) -> JobConfig:
 def describe_shrinking(before: JobConfig, after: JobConfig) -> str:
     """The changed sizes, in one line."""
     changed = []
-    models = [resolve_model(config.model)[1] for config in (before, after)]
+    models = [config.hyper_parameters for config in (before, after)]
     for section, (old, new) in {"model": models, "training": [before.training, after.training]}.items():
         values = vars(new)
         changed += [f"{section}.{key} {was} -> {values[key]}" for key, was in vars(old).items() if was != values[key]]

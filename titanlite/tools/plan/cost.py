@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from titanlite.config.schema import JobConfig
 from titanlite.hardware.profile import Profile
 from titanlite.models.decoder import flops_per_token
-from titanlite.models.registry import resolve_model
 from titanlite.planning.estimate import Estimate
 from titanlite.planning.step_time import StepTime
 
@@ -40,7 +39,7 @@ def tokens_per_second(config: JobConfig, time: StepTime, ranks: int) -> float:
 def mfu(config: JobConfig, time: StepTime, ranks: int, profile: Profile) -> float | None:
     """Model FLOPs utilization; None if the profile has no peak for the dtype of computation."""
     peak = profile.peak_flops.get(config.training.mixed_precision_param)
-    flops = flops_per_token(resolve_model(config.model)[1], config.training.seq_len)
+    flops = flops_per_token(config.hyper_parameters, config.training.seq_len)
     return None if peak is None else tokens_per_second(config, time, ranks) * flops / peak
 
 

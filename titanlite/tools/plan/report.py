@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 
 from titanlite.config.schema import JobConfig
 from titanlite.models.decoder import describe_size
-from titanlite.models.registry import resolve_model
 from titanlite.planning.estimate import Estimate, RankPlan
 from titanlite.planning.remedies import remedies
 from titanlite.runtime.memory import GIB, USABLE
@@ -19,7 +18,7 @@ def report(config: JobConfig, plan: Estimate, device_memory_gib: float) -> str:
     """The report that `titanlite plan` prints: model, mesh, memory and work per rank; last, whether it fits."""
     training, section = config.training, config.parallelism
     axes = " x ".join(f"{axis} {size}" for axis, size in plan.axes.items())
-    _, hyper_parameters = resolve_model(config.model)
+    hyper_parameters = config.hyper_parameters
     parameters = sum(stage.num_parameters for rank in plan.ranks for stage in rank.stages)
     lines = [
         f"Model: {config.model.family} {config.model.flavor}, {describe_size(parameters, hyper_parameters)}",
