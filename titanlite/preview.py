@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from titanlite.config.arguments import Options, split_arguments
+from titanlite.config.arguments import Arguments, split_arguments
 from titanlite.config.command_line import read_command_line
+from titanlite.config.files import CONFIG_FILE
 from titanlite.config.ineffective import describe
 from titanlite.config.load import given_keys, keep_earlier, origins_of, parse_config, settings_without_effect
 from titanlite.config.schema import JobConfig
@@ -47,20 +48,22 @@ def preview(argv: Sequence[str], world_sizes: Sequence[int], local_size: int) ->
     for world_size in world_sizes:
         config = read_command_line(argv, world_size=world_size, device_type=device_type)
         if os.environ.get("RANK", "0") == "0":
-            _print(_text(argv, options, config, world_size, min(local_size, world_size), device_type))
+            _print(_text(argv, arguments, config, world_size, min(local_size, world_size), device_type))
     raise SystemExit(0)
 
 
 def _text(
-    argv: Sequence[str], options: Options, config: JobConfig, world_size: int, local_size: int, device_type: str
+    argv: Sequence[str], arguments: Arguments, config: JobConfig, world_size: int, local_size: int, device_type: str
 ) -> str:
+    options, file = arguments.options, arguments.texts[CONFIG_FILE]
+    assert file is not None, "read_command_line refuses it"
     if options.print_config:
         given, _ = parse_config(argv)
         return print_config(given, keep_earlier(given), config, origins_of(argv), SEARCHED if _is_auto(config) else ())
-    lines = [_summary(config, world_size, device_type)] if options.check else []
+    lines = [_summary(file, config, world_size, device_type)] if options.check else []
     unused = [f"Without effect: {describe(problem)}" for problem in settings_without_effect(argv, config, world_size)]
     if options.dry_run:
-        lines += _dry_run(argv, config, world_size, local_size, device_type)
+        lines += _dry_run(argv, file, config, world_size, local_size, device_type)
     return "\n".join([*lines, *unused]) + "\n"
 
 
@@ -75,20 +78,22 @@ def _is_auto(config: JobConfig) -> bool:
     return config.parallelism.layout == "auto"
 
 
-def _summary(config: JobConfig, world_size: int, device_type: str) -> str:
+def _summary(file: str, config: JobConfig, world_size: int, device_type: str) -> str:
     """That the configuration is valid, and the run in one line."""
     model, training = config.model, config.training
     sizes = resolve_degrees(config.parallelism, world_size)
     axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
     return (
-        f"{Path(config.job.config_file).name} is valid for {counted(world_size, 'process')}: "
+        f"{Path(file).name} is valid for {counted(world_size, 'process')}: "
         f"{model.family} {model.flavor} on {device_type}, layout {'auto' if _is_auto(config) else axes}, "
         f"{counted(training.steps, 'step')} of {counted(training.global_batch_size, 'sequence')} "
         f"of {training.seq_len:,} tokens"
     )
 
 
-def _dry_run(argv: Sequence[str], config: JobConfig, world_size: int, local_size: int, device_type: str) -> list[str]:
+def _dry_run(
+    argv: Sequence[str], file: str, config: JobConfig, world_size: int, local_size: int, device_type: str
+) -> list[str]:
     """The plan for this machine, and the first sequences as text. argv: of config."""
     memory_gib = DEFAULT_GIB
     if device_type == "cpu":  # the processes of a node share its memory
@@ -113,7 +118,7 @@ def _dry_run(argv: Sequence[str], config: JobConfig, world_size: int, local_size
     lines.append(f"The first step has {counted(sequences, 'sequence')}; shown: {shown}")
     lines += islice(sequences_as_text(config, tokenizer, vocab_size), shown)
     if shown < sequences:
-        lines += ["", f"All of them: titanlite inspect {config.job.config_file} --sequences {sequences}"]
+        lines += ["", f"All of them: titanlite inspect {file} --sequences {sequences}"]
     return [*lines, ""]
 
 

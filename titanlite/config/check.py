@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from titanlite.checkpoint.config import check_checkpoint
 from titanlite.checkpoint.preflight import check_start, imported_from
@@ -51,9 +51,7 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, checks
         *_check_optimizer(config),
         *_check_precision(facts),
         *check_schedule(config.lr_schedule),
-        *check_checkpoint(
-            config.checkpoint, device_type, taken=(*OWN_FILES, *PurePath(config.metrics.folder).parts[:1])
-        ),
+        *check_checkpoint(config.checkpoint, device_type, taken=OWN_FILES),
         *check_metrics(config.metrics),
         *check_profiling(config.profiling, world_size=world_size, device_type=device_type, steps=facts.training.steps),
         *check_ranges(config.loss, "loss"),
@@ -134,7 +132,7 @@ def _check_precision(facts: JobConfig) -> list[Problem]:
     betas = {f"optimizer.{key}": getattr(optimizer, key) for key in BELOW_ONE}
     for index, group in enumerate(optimizer.groups):
         of_parameters[f"optimizer.groups.{index}.weight_decay"] = group.weight_decay
-        betas |= {f"optimizer.groups.{index}.{key}": getattr(group, key) for key in BELOW_ONE}
+        betas[f"optimizer.groups.{index}.beta2"] = group.beta2
     computed = training.dtype if training.mixed_precision_param == "auto" else training.mixed_precision_param
     _, model = resolve_model(facts.model)
     return [
@@ -163,12 +161,12 @@ def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
         problems += [] if of_mesh else check_experts(section, getattr(model, "n_experts", 1), world_size)
         layout = replace(section, dp_shard=resolve_degrees(section, world_size)["dp_shard"])
         problems += check_pipeline(layout, family.plan(model), document_mask=config.data.masks_documents)
-    splits = splits_backward(section)
+    splits, compiled = splits_backward(section), compiles_blocks(config.compile, model)
     return [
         *problems,
         *check_activation_checkpoint(
             config.activation_checkpoint,
-            compiled=compiles_blocks(config.compile),
+            compiled=compiled,
             backend=config.compile.backend,
             tp=section.tp,
             pp_schedule=section.pp_schedule,
@@ -178,7 +176,7 @@ def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
             config.compile,
             pp_schedule=section.pp_schedule,
             splits_backward=splits,
-            has_experts=getattr(model, "n_experts", 1) > 1,
+            compiled=compiled,
         ),
     ]
 
@@ -240,7 +238,6 @@ def check_path_lengths(config: JobConfig) -> list[Problem]:
         "job.dump_folder": config.job.dump_folder,
         "checkpoint.folder": config.checkpoint.folder,
         "checkpoint.initial_load_path": config.checkpoint.initial_load_path.removeprefix(PREFIX),
-        "metrics.folder": config.metrics.folder,
         "tokenizer.path": config.tokenizer.path,
         "tokenizer.chat_template": config.tokenizer.chat_template,
     }

@@ -11,6 +11,7 @@ from titanlite.config.fields import SECTIONS, alternatives, fields_of, literal, 
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import resolve_model
+from titanlite.optim.schedule import Length
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def type_label(value_type: Any) -> str:
         return "{" + ",".join(choice or '""' for choice in get_args(value_type)) + "}"
     if get_origin(value_type) is tuple:
         return f"[{type_label(get_args(value_type)[0])}, ...]"
-    return {bool: "{true,false}", int: "INT", float: "FLOAT", str: "STR"}[value_type]
+    return {bool: "{true,false}", int: "INT", float: "FLOAT", str: "STR", Length: "{INT,STR}"}[value_type]
 
 
 def _keys(values: Mapping[str, Any], types: Mapping[str, Any], texts: Mapping[str, str]) -> tuple[Key, ...]:

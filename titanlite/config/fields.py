@@ -22,7 +22,7 @@ from titanlite.models.losses import LOSSES
 from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import GroupConfig, OptimizerConfig
 from titanlite.optim.registry import OPTIMIZERS
-from titanlite.optim.schedule import DECAY_SHAPES, ScheduleConfig
+from titanlite.optim.schedule import DECAY_SHAPES, Length, ScheduleConfig
 from titanlite.runtime.errors import Problem
 from titanlite.runtime.json_files import check_depth
 
@@ -100,7 +100,8 @@ def is_text(value_type: Any) -> bool:
 
 
 def alternatives(value_type: Any) -> tuple[Any, tuple[str, ...]]:
-    """(type, words) of values that are of a type or one of some words, as `int | Literal["auto"]`; else (type, ())."""
+    """(type, words) of values that are of a type or one of some words, as `int | Literal["auto"]`; else (type, ()).
+    A Length is an int here."""
     if get_origin(value_type) not in (Union, UnionType):
         return value_type, ()
     other_type, words = get_args(value_type)
@@ -125,6 +126,8 @@ def value_from_text(text: str, value_type: Any) -> Any:
 
 def read_value(key: str, value: Any, value_type: Any, default: Any) -> Any | Problem:
     """Convert `value` to a field of type `value_type`, or return its Problem, with `default` as an example."""
+    if value_type == Length:
+        return value if isinstance(value, str) and _is_clean(value) else read_value(key, value, int, default)
     other_type, words = alternatives(value_type)
     if words:
         if value in words:

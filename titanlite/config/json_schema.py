@@ -10,13 +10,11 @@ from titanlite.config.files import EXTENDS
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import Family, ModelConfig
 from titanlite.models.registry import FAMILIES
+from titanlite.optim.schedule import LENGTH_PATTERN, Length
 from titanlite.runtime.errors import Range
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 """The newest draft that all TOML extensions of editors support."""
-
-ON_THE_COMMAND_LINE = ("job.config_file",)
-"""Keys that no file has."""
 
 Schema = dict[str, Any]
 
@@ -46,8 +44,7 @@ def _table(properties: Mapping[str, Schema], text: str = "") -> Schema:
 def _section(name: str, default: Any) -> Schema:
     if isinstance(default, ModelConfig):
         return _model(default)
-    keys = {key: kind for key, kind in section_types(name, None).items() if f"{name}.{key}" not in ON_THE_COMMAND_LINE}
-    return _table(_keys(type(default), keys, fields_of(default)), _text(type(default)))
+    return _table(_keys(type(default), section_types(name, None), fields_of(default)), _text(type(default)))
 
 
 def _keys(section: type, types: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Schema]:
@@ -69,6 +66,8 @@ def _keys(section: type, types: Mapping[str, Any], defaults: Mapping[str, Any]) 
 
 def _values(kind: Any, rule: Range | None) -> Schema:
     """The values of a type in a range."""
+    if kind == Length:
+        return {"anyOf": [_values(int, rule), {"type": "string", "pattern": LENGTH_PATTERN}]}
     other, words = alternatives(kind)
     if words:
         return {"anyOf": [_values(other, rule), {"enum": list(words)}]}

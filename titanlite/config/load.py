@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 
+from titanlite.checkpoint.dropped import remove_dropped
 from titanlite.checkpoint.preflight import earlier_config
 from titanlite.config.arguments import Arguments, missing_value, split_arguments
 from titanlite.config.check import check_config, check_path_lengths, one_rank, resolve_config, with_model_tokenizer
@@ -46,13 +47,15 @@ class Parsed:
     """config: keys with a problem have their default. file_is_read: False if a TOML file could not be read.
 
     origins: full key that is given -> the file that sets it, or COMMAND_LINE; also of keys inside arrays of tables.
+    path: of the file on the command line.
     """
 
     config: JobConfig
     problems: list[Problem]
-    file_is_read: bool
-    origins: Mapping[str, str]
-    is_strict: bool
+    file_is_read: bool = True
+    origins: Mapping[str, str] = field(default_factory=dict)
+    is_strict: bool = False
+    path: str | None = None
 
 
 def load_config(
@@ -81,8 +84,9 @@ def load_config(
 
 def check_and_resolve(config: JobConfig, *, world_size: int, device_type: str) -> JobConfig:
     """A configuration that was built or changed in Python, as load_config returns it. Raises ConfigError."""
-    parsed = Parsed(config, [], True, {}, False)
-    return _checked(parsed, world_size=world_size, device_type=device_type, checks_files=True, any_layout=False)
+    return _checked(
+        Parsed(config, []), world_size=world_size, device_type=device_type, checks_files=True, any_layout=False
+    )
 
 
 def _checked(parsed: Parsed, *, world_size: int, device_type: str, checks_files: bool, any_layout: bool) -> JobConfig:
@@ -98,7 +102,7 @@ def _checked(parsed: Parsed, *, world_size: int, device_type: str, checks_files:
         placed = one_rank(config) if any_layout else config
         found = check_config(placed, world_size=world_size, device_type=device_type, checks_files=readable)
         found = [_with_origin(problem, parsed.config, config) for problem in found]
-        found = [_with_file(problem, parsed.origins, config.job.config_file) for problem in found]
+        found = [_with_file(problem, parsed.origins, parsed.path) for problem in found]
         problems += [problem for problem in found if not _follows_from(problem, parsed.problems)]
     if problems:
         raise ConfigError(problems)
@@ -139,7 +143,7 @@ def settings_without_effect(
 
 def _without_effect(parsed: Parsed, config: JobConfig, world_size: int) -> list[Problem]:
     found = ineffective(parsed.config, config, parsed.origins, world_size)
-    named = [_with_file(problem, parsed.origins, config.job.config_file) for problem in found]
+    named = [_with_file(problem, parsed.origins, parsed.path) for problem in found]
     other = "leave it out of {}, or extend another file"
     return [replace(each, remedy=other.format(each.file)) if each.file else each for each in named]
 
@@ -153,6 +157,8 @@ def keep_earlier(config: JobConfig) -> JobConfig:
     """
     training, data = config.training, config.data
     earlier = earlier_config(config.checkpoint, config.job.dump_folder)
+    if problems := remove_dropped({name: dict(table) for name, table in earlier.items()}):
+        raise ConfigError(problems)
     if earlier and data.document_mask == "auto":
         data = replace(data, document_mask=earlier["data"].get("document_mask", False))
     copy = Path(config.job.dump_folder, CONFIG_COPY)
@@ -189,11 +195,10 @@ def config_from_values(values: Mapping[str, Mapping[str, Any]], argv: Sequence[s
     """
     arguments = split_arguments(argv)
     tables = {name: dict(table) for name, table in values.items()}
-    tables["job"].pop("config_file", None)
     tables.get("metrics", {}).pop("enable_tensorboard", None)  # of version 0.1
     model = tables["model"]
     tables["model"] = model | model.pop("overrides", {})
-    problems = list(arguments.problems)
+    problems = [*remove_dropped(tables), *arguments.problems]
     family = model.get("family", ModelConfig.family)
     family = family if family in FAMILIES else None
     known = sections_of(tables, problems)
@@ -229,13 +234,16 @@ def _parse(argv: Sequence[str], values: Mapping[str, Any] | None = None, *, impo
     values = dict(values or {})
     arguments = split_arguments(argv)
     problems = list(arguments.problems)
-    path = arguments.texts.get(CONFIG_FILE)
+    names_file, path = CONFIG_FILE in arguments.texts, arguments.texts.pop(CONFIG_FILE, None)
+    problems += [missing_value(CONFIG_FILE, "")] if names_file and path is None else []
     content = Content() if path is None else read_file(path, problems)
     tables = sections_of(content.tables if content else {}, problems)
+    if path is not None and Path(path).name == CONFIG_COPY:  # maybe of an earlier version
+        problems += remove_dropped(tables)
     if PLUGINS in values:
         put_value(tables, PLUGINS, values.pop(PLUGINS), None)  # the imported entries have digests
     if imports and (problem := import_plugins(tables, arguments.texts)):
-        return Parsed(JobConfig(), [problem], False, {}, False)
+        return Parsed(JobConfig(), [problem], file_is_read=False)
     family = arguments.texts.get("model.family") or tables.get("model", {}).get("family", ModelConfig.family)
     family = values.get("model.family", family)
     family = family if isinstance(family, str) and family in FAMILIES else None
@@ -248,7 +256,7 @@ def _parse(argv: Sequence[str], values: Mapping[str, Any] | None = None, *, impo
     problems += check_lengths(tables)
     sections = {name: build_section(name, tables.get(name, {}), family, problems) for name in SECTIONS}
     problems = [_with_file(problem, origins, path) for problem in problems]
-    return Parsed(JobConfig(**sections), problems, content is not None, origins, arguments.options.strict)
+    return Parsed(JobConfig(**sections), problems, content is not None, origins, arguments.options.strict, path)
 
 
 def _origins(

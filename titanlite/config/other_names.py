@@ -114,7 +114,6 @@ NAMES = {
     "decay_type": "lr_schedule.decay",
     "lr_scheduler_type": "lr_schedule.decay",
     # run
-    "config": "job.config_file",
     "out_dir": "job.dump_folder",
     "output_dir": "job.dump_folder",
     "save": "job.dump_folder",
@@ -124,7 +123,6 @@ NAMES = {
     "wandb_log": "metrics.loggers",
     "wandb_project": "metrics.project",
     "wandb_group": "metrics.group",
-    "tensorboard_dir": "metrics.folder",
     "eval_interval": "validation.interval",
     "eval_steps": "validation.interval",
     "eval_iters": "validation.steps",

@@ -60,12 +60,11 @@ def options_of(section: OptimizerConfig, group: GroupConfig, kind: OptimizerKind
         own: float = getattr(group, key)
         return own if own != -1 else getattr(section, key)
 
-    momentum = value("momentum")
     return {
         "lr_factor": group.lr_factor,
         "weight_decay": value("weight_decay") if decays else 0.0,
-        "betas": (value("beta1"), value("beta2")),
-        "momentum": kind.momentum if momentum == -1 else momentum,
+        "betas": (section.beta1, value("beta2")),
+        "momentum": kind.momentum if section.momentum == -1 else section.momentum,
     }
 
 
@@ -164,14 +163,13 @@ def _check_options(
             "remove this group, or a name from the others",
         )
         used = {option for name in optimizers for option in kinds[name].options}
-        for key in ("beta1", "beta2", "momentum"):
-            problems += require(
-                not optimizers or key in used or getattr(each, key) == -1,
-                f"optimizer.groups.{index}.{key}",
-                getattr(each, key),
-                f"an option of the group's optimizer, {' and '.join(sorted(optimizers))}",
-                "leave it out",
-            )
+        problems += require(
+            not optimizers or "beta2" in used or each.beta2 == -1,
+            f"optimizer.groups.{index}.beta2",
+            each.beta2,
+            f"an option of the group's optimizer, {' and '.join(sorted(optimizers))}",
+            "leave it out",
+        )
     return problems
 
 

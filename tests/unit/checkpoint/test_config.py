@@ -139,7 +139,7 @@ def test_load_config_reports_all_problems_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("verify", "none"), ("on_save_error", "ignore"), ("async_mode", "sync"), ("accept_changes", '["model"]')],
+    [("on_save_error", "ignore"), ("async_mode", "sync"), ("accept_changes", '["model"]')],
 )
 def test_unknown_choices_are_refused(tmp_path: Path, key: str, value: str) -> None:
     with pytest.raises(ConfigError) as caught:

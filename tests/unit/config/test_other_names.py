@@ -19,7 +19,6 @@ def test_every_name_points_to_a_key_and_is_none_itself() -> None:
     [
         ("training.learning_rate", "optimizer.lr"),
         ("lr", "optimizer.lr"),
-        ("config", "job.config_file"),
         ("batch-size", "training.local_batch_size"),
         ("max_steps", "training.steps"),
         ("lr_wsd_decay_iters", "lr_schedule.final_decay_steps"),
