@@ -89,7 +89,6 @@ def predicted(case: Published, profile: Profile) -> float:
         "compile.enable": str(case.compile != "no").lower(),
         "activation_checkpoint.mode": "full" if case.recompute == "full" else "selective",
         "activation_checkpoint.selective_policy": "op" if case.recompute == "op" else "layer",
-        "activation_checkpoint.selective_every": 2,
     }
     arguments = ["--job.config_file", f"llama3_{case.model}", *(f"--{key}={value}" for key, value in settings.items())]
     config = load_config(arguments, world_size=case.ranks, device_type="cuda", checks_files=False)

@@ -120,7 +120,7 @@ def trainer_loop(trainer: Trainer, next_step: NextStep) -> Callable[[int], None]
     meter.start()
 
     def run(steps: int) -> None:
-        with PacedGarbageCollection(freq=50) as garbage:
+        with PacedGarbageCollection() as garbage:
             for _ in range(steps):
                 stats = trainer.train_step([on_device(batch, CPU) for batch in next_step()])
                 meter.update(trainer.step, stats, lr=trainer.schedule(trainer.step), data_wait_s=0.0, bad_rows=0)

@@ -27,7 +27,6 @@ def build(arguments: Arguments) -> torch.optim.Optimizer:
         lr=section.lr,
         eps=section.eps,
         decoupled_weight_decay=True,
-        foreach=arguments.implementation == "foreach",
     )
 
 

@@ -51,10 +51,10 @@ def _text(parsed: Parsed, config: JobConfig, world_size: int, local_size: int, d
     if parsed.options.print_config:
         chosen_later = SEARCHED if _is_auto(config) else ()
         return print_config(parsed.config, keep_earlier(parsed.config), config, parsed.origins, chosen_later)
-    lines = [_summary(config, world_size, device_type)] if parsed.options.check else []
+    lines = [_summary(parsed.path, config, world_size, device_type)] if parsed.options.check else []
     unused = [f"Without effect: {describe(problem)}" for problem in without_effect(parsed, config, world_size)]
     if parsed.options.dry_run:
-        lines += _dry_run(parsed.origins.keys(), config, world_size, local_size, device_type)
+        lines += _dry_run(parsed, config, world_size, local_size, device_type)
     return "\n".join([*lines, *unused]) + "\n"
 
 
@@ -69,23 +69,21 @@ def _is_auto(config: JobConfig) -> bool:
     return config.parallelism.layout == "auto"
 
 
-def _summary(config: JobConfig, world_size: int, device_type: str) -> str:
+def _summary(file: str, config: JobConfig, world_size: int, device_type: str) -> str:
     """That the configuration is valid, and the run in one line."""
     model, training = config.model, config.training
     sizes = resolve_degrees(config.parallelism, world_size)
     axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
     return (
-        f"{Path(config.job.config_file).name} is valid for {counted(world_size, 'process')}: "
+        f"{Path(file).name} is valid for {counted(world_size, 'process')}: "
         f"{model.family} {model.flavor} on {device_type}, layout {'auto' if _is_auto(config) else axes}, "
         f"{counted(training.steps, 'step')} of {counted(training.global_batch_size, 'sequence')} "
         f"of {training.seq_len:,} tokens"
     )
 
 
-def _dry_run(
-    given: Collection[str], config: JobConfig, world_size: int, local_size: int, device_type: str
-) -> list[str]:
-    """The plan for this machine, and the first sequences as text. given: full keys."""
+def _dry_run(parsed: Parsed, config: JobConfig, world_size: int, local_size: int, device_type: str) -> list[str]:
+    """The plan for this machine, and the first sequences as text."""
     memory_gib = DEFAULT_GIB
     if device_type == "cpu":  # the processes of a node share its memory
         memory_gib = device_memory_bytes(torch.device("cpu")) / GIB / local_size
@@ -93,7 +91,7 @@ def _dry_run(
         memory_gib = device_memory_bytes(torch.device("cuda", 0)) / GIB
     memory_gib = round(memory_gib, 1)
     if _is_auto(config):
-        config = _with_fastest_layout(given, config, world_size, memory_gib)
+        config = _with_fastest_layout(parsed.origins.keys(), config, world_size, memory_gib)
     lines = [f"The memory of the family {config.model.family} cannot be planned", ""]
     if has_estimate(config):
         if config.training.local_batch_size == -1:
@@ -109,7 +107,7 @@ def _dry_run(
     lines.append(f"The first step has {counted(sequences, 'sequence')}; shown: {shown}")
     lines += islice(sequences_as_text(config, tokenizer, vocab_size), shown)
     if shown < sequences:
-        lines += ["", f"All of them: titanlite inspect {config.job.config_file} --sequences {sequences}"]
+        lines += ["", f"All of them: titanlite inspect {parsed.path} --sequences {sequences}"]
     return [*lines, ""]
 
 

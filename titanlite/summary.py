@@ -66,7 +66,7 @@ def next_commands(config: JobConfig, record: Record) -> Iterator[tuple[str, str]
                 # Without a trailing space, which most tokenizers join to the next word.
                 yield "generate text", f'{generate} --prompt "{"def __init__(self" if python_source else "The"}"'
         data_exhausted = record.step < config.training.steps
-        if is_one_node and not data_exhausted and not config.checkpoint.last_save_model_only:
+        if is_one_node and not data_exhausted:
             yield "train longer", f"{train} {same_config} --training.steps {4 * record.step}"
     elif is_one_node:
         yield "train and save", f"{train} {same_config} --checkpoint.enable"

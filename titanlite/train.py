@@ -163,11 +163,9 @@ def run_job(
     elif first_step > config.training.steps:
         end = End(config, "finished", run.trainer.step)
         log.info(
-            "Nothing to do: the run is finished, step %d of training.steps = %d. To continue: %s",
-            *(run.start.step, config.training.steps),
-            "start a new run with --checkpoint.initial_load_path (the last checkpoint has no optimizer state)"
-            if run.start.model_only
-            else f"add --training.steps {2 * run.start.step} to the command",
+            "Nothing to do: the run is finished, step %d of training.steps = %d. To continue: "
+            "add --training.steps %d to the command",
+            *(run.start.step, config.training.steps, 2 * run.start.step),
         )
     else:
         if not config.checkpoint.enable and world.rank == 0:
@@ -222,7 +220,7 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
         failure.enter(step, phase)
         run.goodput.enter(phase)
 
-    paced = PacedGarbageCollection(config.training.gc_freq)
+    paced = PacedGarbageCollection()
     with stoppable(run, failure), closing(run.profiling), paced as garbage:
         run.profiling.start(first_step)
         run.meter.start()

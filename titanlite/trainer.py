@@ -15,7 +15,7 @@ from titanlite.metrics.compute_time import ComputeTime
 from titanlite.models.experts import end_step
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.optim.weight_average import NO_AVERAGE, WeightAverage
-from titanlite.parallel.clip import NormType, clip_grad_norm_
+from titanlite.parallel.clip import clip_grad_norm_
 from titanlite.parallel.data import set_gradient_sync
 from titanlite.parallel.mesh import GradientSync
 from titanlite.profiling.regions import region
@@ -35,7 +35,6 @@ class Trainer(ModelOnMesh):
     schedule: Callable[[int], float]
     sync: GradientSync | None
     max_norm: float
-    norm_type: NormType
     num_sources: int
     average: WeightAverage = NO_AVERAGE
     spikes: SpikeGate | None = None
@@ -73,7 +72,7 @@ class Trainer(ModelOnMesh):
             if self.num_sources > 1:
                 by_source += totals_by_source(shares * num_valid, batch.labels, batch.sources, self.num_sources)
         with region("clip"):
-            grad_norm, shard_norms = clip_grad_norm_(self.model_parts, self.max_norm, self.norm_type, self.pp_group)
+            grad_norm, shard_norms = clip_grad_norm_(self.model_parts, self.max_norm, self.pp_group)
         self.before_update()
         self.optimizer.set_lr(self.schedule(self.step))
         ok = (num_valid > 0) & grad_norm.isfinite()

@@ -29,7 +29,7 @@ SETTINGS = (
     *("--checkpoint.interval", str(INTERVAL)),
     *("--checkpoint.keep_latest_k", "3"),
     *("--checkpoint.on_save_error", "continue"),
-    *("--faults.on_nonfinite", "stop"),
+    *("--faults.max_skipped_steps", "0"),
     *("--faults.check_replicas_every", "1"),
     *("--comm.train_timeout_s", "20"),
     *("--comm.save_timeout_s", "20"),

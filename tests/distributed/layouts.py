@@ -110,7 +110,6 @@ SHORT = {
     BY_LAYER[1]: "recompute layer",
 }
 TIED = ("model.tie_embeddings=true",)
-FULL_LOGITS = ("parallelism.loss_parallel=false",)
 EVERY, LAST = ("parallelism.gradient_sync=every",), ("parallelism.gradient_sync=last",)
 PAIRS = ("parallelism.pp_microbatch_size=2",)
 CHUNKS = ("loss.chunk_tokens=7",)  # several, also where "auto" makes one
@@ -124,7 +123,7 @@ ALL_OPTIMIZERS = (
     "optimizer.groups.0.lr_factor=0.1",
     'optimizer.groups.1.parameters=["*.router.weight"]',
     "optimizer.groups.1.optimizer=SGD",
-    "optimizer.groups.1.momentum=0.9",
+    "optimizer.momentum=0.9",
     "optimizer.state_dtype=bfloat16",
 )
 """Muon for most matrices, and each other optimizer for some parameters."""
@@ -147,7 +146,7 @@ QUICK = (
     Layout((1, 1, 1, 1), accumulation=3, rows=24),
     Layout((1, 2, 1, 1), (*EVERY,), accumulation=3, rows=24),
     Layout((1, 1, 2, 1), (*QWEN3, *TIED, *FULL)),
-    Layout((1, 1, 1, 2), (*TIED, *FULL_LOGITS, *FULL, *CHUNKS)),
+    Layout((1, 1, 1, 2), (*TIED, *FULL, *CHUNKS)),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *EVERY, *PAIRS, *CHUNKS), accumulation=3, rows=24),
     Layout((1, 1, 1, 2), EXPERTS),
     Layout((1, 1, 1, 1), CHUNKS, cp=2),
@@ -170,14 +169,14 @@ SLOW = (
     Layout((2, 1, 1, 1), (*schedule("DualPipeV"), *FULL)),
     Layout((1, 2, 2, 1), accumulation=3, rows=24),
     Layout((1, 1, 2, 2), (*TIED, *LAST), accumulation=3, rows=24),
-    Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *FULL_LOGITS, *PAIRS), rows=8),
+    Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *PAIRS), rows=8),
     # context parallelism: each axis beside it, and ranks that share a head of keys
     Layout((1, 1, 1, 1), (*GATHER, *QWEN3), accumulation=3, rows=24, cp=2),
     Layout((1, 1, 1, 1), (*QWEN3, *FULL), accumulation=3, rows=24, cp=2),
     Layout((1, 1, 2, 1), LAST, accumulation=3, rows=24, cp=2),
     Layout((1, 2, 1, 1), TIED, cp=2),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *PAIRS), cp=2),
-    Layout((1, 1, 1, 2), FULL_LOGITS, cp=2),
+    Layout((1, 1, 1, 2), cp=2),
     # experts, with the rows of the balance loss on several ranks; on several stages in UNEVEN
     Layout((1, 1, 1, 1), (*EXPERTS, *FULL), accumulation=3, rows=24),
     Layout((1, 1, 1, 1), (*EXPERTS, *GATHER, *FULL), cp=2),
@@ -217,7 +216,7 @@ SOAK = (
     Layout((1, 1, 1, 1), (*COMPILE, *BY_OP), cp=2),
     Layout((1, 1, 1, 4), (*FOUR_KV_HEADS, *BY_OP)),
     Layout((2, 1, 1, 2), (*QWEN3, *schedule("Interleaved1F1B"), *BY_OP, *PAIRS), rows=8),
-    Layout((1, 1, 1, 2), (*QWEN3, *FULL_LOGITS, *TIED, *FULL)),
+    Layout((1, 1, 1, 2), (*QWEN3, *TIED, *FULL)),
     Layout((1, 2, 1, 2), (*QWEN3, *BY_OP)),
     Layout((4, 1, 1, 1), (*schedule("LoopedBFS"), *depth(6), *PAIRS), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*schedule("LoopedBFS"), *depth(5), *BY_LAYER)),
@@ -273,7 +272,7 @@ SOAK_UNEVEN = (
     Layout((1, 1, 5, 1), TIED, rows=4, streams=5),  # some ranks have filler rows only
     Layout((1, 1, 7, 1), accumulation=3, streams=8),
     Layout((1, 7, 1, 1), (*OLMOE, *FULL), streams=12),
-    Layout((1, 1, 3, 2), (*TIED, *FULL_LOGITS), accumulation=2, streams=8),
+    Layout((1, 1, 3, 2), TIED, accumulation=2, streams=8),
     Layout((1, 3, 1, 2), QWEN3, streams=12),
     Layout((1, 1, 3, 1), (*EXPERTS, *EP3), accumulation=3, cp=2, streams=8),
     Layout((1, 1, 3, 1), FULL, accumulation=2, cp=2, streams=12),

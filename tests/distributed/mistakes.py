@@ -375,10 +375,10 @@ def norm_of_one_stage() -> Iterator[None]:
     """The squared norm is not summed over pp."""
     clip = clip_module.clip_grad_norm_
 
-    def of_this_stage(parts: Sequence[nn.Module], max_norm: float, norm_type: str, group: object) -> GradNorm:
+    def of_this_stage(parts: Sequence[nn.Module], max_norm: float, group: object) -> GradNorm:
         del group
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        return clip(parts, max_norm, norm_type, alone)  # type: ignore[arg-type]
+        return clip(parts, max_norm, alone)
 
     with replaced(trainer_module, "clip_grad_norm_", of_this_stage):
         yield

@@ -42,9 +42,6 @@ def small_config(world_size: int, *overrides: str) -> JobConfig:
         "lr_schedule.decay=none",
     ]
     values = {item.split("=", 1)[0]: item.split("=", 1)[1] for item in (*settings, *overrides)}
-    if world_size > 2 and values["optimizer.name"] == "SGD":
-        # foreach takes seconds per rank: on a mesh of several axes, DTensor tries all placements
-        values.setdefault("optimizer.implementation", "for-loop")
     return load_config([f"--{key}={value}" for key, value in values.items()], world_size=world_size, device_type="cpu")
 
 

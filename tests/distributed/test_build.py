@@ -60,10 +60,9 @@ def test_all_groups_have_the_configured_timeout(tmp_path: Path) -> None:
         assert complete
 
 
-def determinism_of_a_run(folder: str, deterministic: str, warn_only: str) -> list[object]:
+def determinism_of_a_run(folder: str, deterministic: str) -> list[object]:
     torch.backends.cudnn.benchmark = True
-    settings = (f"debug.deterministic={deterministic}", f"debug.deterministic_warn_only={warn_only}")
-    run = build(folder, *settings)
+    run = build(folder, f"debug.deterministic={deterministic}")
     run.loader.close()
     run.sinks.close()
     return [
@@ -77,13 +76,12 @@ def determinism_of_a_run(folder: str, deterministic: str, warn_only: str) -> lis
 
 @pytest.mark.slow
 def test_deterministic_algorithms_are_set_as_configured(tmp_path: Path) -> None:
-    def found(name: str, *flags: str) -> list[object]:
-        (tmp_path / name).mkdir()
-        return run_ranks(determinism_of_a_run, 1, str(tmp_path / name), *flags)[0]
+    def found(deterministic: str) -> list[object]:
+        (tmp_path / deterministic).mkdir()
+        return run_ranks(determinism_of_a_run, 1, str(tmp_path / deterministic), deterministic)[0]
 
-    assert found("on", "true", "false") == [True, False, False, True, ":4096:8"]
-    assert found("warn", "true", "true")[:2] == [True, True]
-    assert found("off", "false", "false")[:3] == [False, False, True]
+    assert found("true") == [True, False, False, True, ":4096:8"]
+    assert found("false")[:3] == [False, False, True]
 
 
 def data_rank_and_streams(folder: str) -> tuple[int, list[int]]:

@@ -162,7 +162,7 @@ def test_a_rank_whose_experts_get_no_token_takes_part() -> None:
 # Biases ---------------------------------------------------------------------------------------------------------------
 
 BIASED = (*EXPERTS, *EIGHT, "model.balance_loss=0.0", "model.z_loss=0.0", "model.bias_rate=0.002", "optimizer.lr=3e-4")
-ADAM = ("optimizer.name=AdamW", "optimizer.implementation=fused")
+ADAM = ("optimizer.name=AdamW",)
 MESHES = {
     1: Layout((1, 1, 1, 1), (*BIASED, *FULL, *ADAM)),
     2: Layout((1, 1, 2, 1), (*BIASED, *EP, *FULL, *ADAM)),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed.gradients import build_on_mesh, local_batches, replaced
-from tests.distributed.layouts import COMPILE, FULL_LOGITS, LAST, PAIRS, Layout, schedule
+from tests.distributed.layouts import COMPILE, LAST, PAIRS, Layout, schedule
 from tests.distributed.reference import global_batch, plain_model, reference_step
 from tests.pool import run_ranks
 from titanlite.batch import IGNORE_INDEX, Batch
@@ -23,7 +23,6 @@ LAYOUTS = (
     Layout((1, 1, 2, 1), (*LAST,), accumulation=2),
     Layout((1, 1, 2, 1), accumulation=2, streams=9),
     Layout((1, 1, 1, 2), accumulation=2),
-    Layout((1, 1, 1, 2), (*FULL_LOGITS,)),
     Layout((1, 1, 1, 1), accumulation=2, cp=2),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *PAIRS)),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), "parallelism.gradient_sync=every"), accumulation=2),

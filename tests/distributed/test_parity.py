@@ -263,12 +263,12 @@ def larger_updates_on_rank_1() -> AbstractContextManager[Any]:
 
 def clipped_to_own_norms() -> AbstractContextManager[Any]:
     """Each rank clips to the norm of its shards; the norm of the step, which is compared, is right."""
-    return patch.object(measure, "clip_grad_norm_", lambda parts, norm, kind, _: clip_of_own(parts, norm, kind))
+    return patch.object(measure, "clip_grad_norm_", lambda parts, norm, _: clip_of_own(parts, norm))
 
 
-def clip_of_own(parts: Sequence[nn.Module], max_norm: float, norm_type: Any) -> None:
+def clip_of_own(parts: Sequence[nn.Module], max_norm: float) -> None:
     with patch.object(clip, "_shard_groups", lambda _: ()):
-        clip.clip_grad_norm_(parts, max_norm, norm_type, None)
+        clip.clip_grad_norm_(parts, max_norm, None)
 
 
 def reduced_in_the_dtype_of_computation() -> AbstractContextManager[Any]:

@@ -46,7 +46,7 @@ SOAK = [
     ["parallelism.dp_replicate=2", "parallelism.dp_shard=1", *MUON],
     ["parallelism.cp=2", "activation_checkpoint.mode=full", *GATHER, *DEEP],
     ["parallelism.fsdp_reshard_after_forward=always", *DEEP],
-    ["parallelism.loss_parallel=false", "activation_checkpoint.mode=full", *TP],
+    ["activation_checkpoint.mode=full", *TP],
     ["parallelism.gradient_sync=last", *DEEP],
     ["activation_checkpoint.mode=selective", *TP],
     ["parallelism.fsdp_reshard_after_forward=never", *DEEP],

@@ -51,7 +51,6 @@ RECOMPUTE = {
 KEPT_LAYOUTS = {
     "1 process": (1, []),
     "tp 2": (2, ["parallelism.tp=2"]),
-    "tp 2, full logits": (2, ["parallelism.tp=2", "parallelism.loss_parallel=false"]),
     "1 process, qwen3": (1, QWEN3),
     "1 process, experts": (1, EXPERTS),
     "tp 2, experts": (2, [*EXPERTS, "parallelism.tp=2"]),
@@ -84,7 +83,6 @@ UPDATES: list[tuple[int, list[str]]] = [
     (8, ["parallelism.dp_replicate=4", *MUON]),
     (1, ["optimizer.name=Lion", *FLOAT32]),
     (1, ["optimizer.name=SGD", "optimizer.momentum=0.9", *FLOAT32]),
-    (1, ["optimizer.name=AdamW", "optimizer.implementation=foreach", *FLOAT32]),
     (1, ["optimizer.name=AdamW", "optimizer.state_dtype=bfloat16", *FLOAT32]),
 ]
 """(ranks, settings) of updates whose temporary memory is measured."""

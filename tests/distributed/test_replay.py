@@ -58,29 +58,18 @@ def test_a_wrong_gradient_of_one_rank_is_found_in_its_step(tmp_path: Path) -> No
     assert "was trained to step 6: give a --step from 1 to 6" in output
 
 
-@pytest.mark.soak  # default suite: test_a_wrong_gradient_of_one_rank_is_found_in_its_step
-def test_a_wrong_gradient_in_a_pipeline_is_found_by_its_largest_element(tmp_path: Path) -> None:
-    run_with_wrong_gradient(tmp_path, "--parallelism.pp=2", "--training.norm_type=inf")
-    code, output = replayed(tmp_path, "--step", "4", "--sequences", "0")
-    assert code == 1, output
-    assert re.search(NOT_REPRODUCED, output), output
-
-
 @pytest.mark.slow
 def test_without_checkpoints_the_replay_starts_from_the_initial_weights(tmp_path: Path) -> None:
     layout = ("--parallelism.dp_replicate=2", "--parallelism.cp=2")
-    run = start_program(tmp_path, "--training.local_batch_size", "4", "--faults.record_steps", "2", *layout, ranks=4)
+    run = start_program(tmp_path, "--training.local_batch_size", "4", *layout, ranks=4)
     assert run.wait() == 0, run.output
     code, output = replayed(tmp_path, "--step", "6")
     assert code == 0, output
     assert "from the initial weights: after 5 steps from there" in output
-    code, output = replayed(tmp_path, "--step", "3")
-    assert code == 1
-    assert "no record of step 3: each launch records its last faults.record_steps = 2 steps" in output
     file = next((tmp_path / "out" / "records").iterdir())
     with np.load(file) as record:
-        assert record["step"].tolist() == [5, 6]
-        assert record["row_losses"].shape == (2, GLOBAL_BATCH)
+        assert record["step"].tolist() == [1, 2, 3, 4, 5, 6]
+        assert record["row_losses"].shape == (6, GLOBAL_BATCH)
         assert len(json.loads(record["about"].tobytes())["parameters"]) == record["gradient_norms"].shape[1]
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from tests.distributed.resuming import Start, checkpoints_of, numbers, start_runs
 from titanlite.checkpoint.manifest import read_manifest
-from titanlite.checkpoint.storage import read_shapes
 
 pytestmark = pytest.mark.slow
 
@@ -164,34 +163,3 @@ def test_finished_run_does_nothing_and_extended_run_matches_the_longer_run(tmp_p
     lines = [line for line in linear_extended.lines if line.startswith("Changed")]
     assert len(lines) == 1
     assert lines[0].startswith("Changed since the checkpoint: training.steps: 3 in the checkpoint, 7 now; the decay")
-
-
-def test_model_only_checkpoint_is_superseded_when_the_run_is_extended(tmp_path: Path) -> None:
-    last = ("checkpoint.last_save_model_only=true", *NO_DECAY)
-    short, more = ("training.steps=4", *last), ("training.steps=6", *last)
-    long, first, again, extended, only, stuck = start_runs(
-        tmp_path,
-        [
-            Start(("training.steps=6", *NO_DECAY), run="long"),
-            *(Start(short), Start(short), Start(more)),
-            Start((*short, "checkpoint.interval=100"), run="only"),
-            Start((*more, "checkpoint.interval=100"), run="only"),
-        ],
-    )
-    assert checkpoints_of(first) == ["step-2", "step-4"]
-    assert again.logged("Nothing to do: the run is finished, step 4")
-    assert again.files == first.files
-    assert extended.step == 2
-    names = ["step-2", "step-4", "step-4.superseded", "step-6"]  # step 4 again, in full
-    assert [without_branch_id(name) for name in checkpoints_of(extended)] == names
-    assert extended.end == long.end
-    assert numbers(tmp_path / "run") == numbers(tmp_path / "long")
-    folder = tmp_path / "run/checkpoint"
-    assert [read_manifest(folder / f"step-{n}").content for n in (2, 6)] == ["full", "model"]
-    shapes, full = (read_shapes(folder / f"step-{n}") for n in (6, 2))
-    assert all(name.startswith("model/") for name in shapes)
-    assert shapes.items() <= full.items()
-    assert len(shapes) == sum(name.startswith("model/") for name in full)
-    # Without a full checkpoint, the run can neither resume nor start as a new run.
-    assert "cannot resume from any checkpoint in" in stuck.error
-    assert stuck.files == only.files

@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.distributed.reference import TOKENS
 from tests.distributed.resuming import CORPUS, Outcome, Start, checkpoints_of, hashes, numbers, start_runs
 from tests.distributed.test_resume import write_text
 from titanlite.assembly import run as build_module
+from titanlite.checkpoint.manifest import read_manifest, write_manifest
 
 pytestmark = pytest.mark.slow
 
@@ -106,7 +108,7 @@ def test_other_changes_are_logged_accepted_or_ignored(tmp_path: Path) -> None:
         ("base", (), 1, ()),
         (
             "base",
-            ("training.local_batch_size=8", "metrics.log_freq=4", "training.gc_freq=3", "parallelism.dp_shard=2"),
+            ("training.local_batch_size=8", "metrics.log_freq=4", "parallelism.dp_shard=2"),
             2,
             (),
         ),
@@ -301,16 +303,13 @@ def test_run_starts_from_the_weights_or_the_full_state_of_another_run(tmp_path: 
 
 
 def test_model_only_checkpoint_provides_only_weights(tmp_path: Path) -> None:
-    last = "checkpoint.last_save_model_only=true"
     path = f"checkpoint.initial_load_path={tmp_path / 'source/checkpoint/step-4'}"
     full = "checkpoint.initial_load_model_only=false"
-    source, weights, everything = start_runs(
-        tmp_path,
-        [
-            Start((*FOUR, last), run="source"),
-            Start((*FOUR, path), run="weights"),
-            Start((*FOUR, path, full), run="everything"),
-        ],
+    (source,) = start_runs(tmp_path, [Start(FOUR, run="source")])
+    saved = tmp_path / "source/checkpoint/step-4"
+    write_manifest(saved, replace(read_manifest(saved), content="model"))  # as an import of a model has it
+    weights, everything = start_runs(
+        tmp_path, [Start((*FOUR, path), run="weights"), Start((*FOUR, path, full), run="everything")]
     )
     assert (source.error, weights.error, weights.step) == ("", "", 0)
     assert "checkpoint with optimizer and position in the data found" in everything.error

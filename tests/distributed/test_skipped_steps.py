@@ -149,7 +149,7 @@ def test_a_skipped_step_is_explained(tmp_path: Path) -> None:
 
 
 def saved_before_the_stop(folder: str) -> tuple[str, list[int]]:
-    settings = (SHARDED, "faults.on_nonfinite=stop", "checkpoint.enable=true", "checkpoint.interval=3")
+    settings = (SHARDED, "faults.max_skipped_steps=0", "checkpoint.enable=true", "checkpoint.interval=3")
     _, error, _, _ = trained(folder, "nan", 2, 2, *settings)
     return error, published_steps(Path(folder, "run", "checkpoint"))
 
@@ -158,7 +158,7 @@ def saved_before_the_stop(folder: str) -> tuple[str, list[int]]:
 def test_no_checkpoint_is_saved_after_a_step_that_stops_the_run(tmp_path: Path) -> None:
     """The save of step 3 comes before the log line of step 4."""
     for error, steps in run_ranks(saved_before_the_stop, 2, str(tmp_path)):
-        assert 'faults.on_nonfinite = "stop"; skipped steps did not change the weights' in error
+        assert "faults.max_skipped_steps = 0: 1 steps in a row were skipped; skipped steps did not change" in error
         assert steps == []
 
 
@@ -167,17 +167,16 @@ def test_a_run_stops_at_its_limits(tmp_path: Path) -> None:
     cases: list[Case] = [
         ("nan", 3, 8, (SHARDED, "faults.max_skipped_steps=2")),
         ("nan", 3, 8, (SHARDED, "faults.max_skipped_steps=6")),
-        ("nan", 2, 2, (SHARDED, "faults.on_nonfinite=stop")),
-        ("masked", 2, 2, (SHARDED, "faults.on_nonfinite=stop")),
+        ("nan", 2, 2, (SHARDED, "faults.max_skipped_steps=0")),
     ]
     for results in run_ranks(trained_in_turn, 2, str(tmp_path), cases):
-        (_, too_many, _, last), (_, no_error, _, end), (_, stopped, _, early), (_, masked, _, _) = results
+        (_, too_many, _, last), (_, no_error, _, end), (_, stopped, _, early) = results
         assert "faults.max_skipped_steps = 2: 6 steps in a row were skipped" in too_many
         assert (last, no_error, end) == (8, "", 8)
         assert stopped.startswith("step 2 was skipped: its loss")
-        assert 'faults.on_nonfinite = "stop"' in stopped
-        assert (early, masked) == (4, "")
-        assert [changes for *_, changes, _ in results] == [0.0] * 4
+        assert "faults.max_skipped_steps = 0: " in stopped
+        assert early == 4
+        assert [changes for *_, changes, _ in results] == [0.0] * 3
 
 
 def norms_after(folder: str, steps: int, *settings: str) -> list[float]:

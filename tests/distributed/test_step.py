@@ -89,11 +89,8 @@ def test_hybrid_sharding_reduces_over_replicas_once() -> None:
 
 
 OPTIMIZERS = {
-    "fused AdamW": ["optimizer.name=AdamW", "optimizer.implementation=fused"],
-    "foreach AdamW": ["optimizer.name=AdamW", "optimizer.implementation=foreach"],
-    "for-loop AdamW": ["optimizer.name=AdamW", "optimizer.implementation=for-loop"],
-    "foreach SGD": ["optimizer.name=SGD", "optimizer.implementation=foreach"],
-    "for-loop SGD": ["optimizer.name=SGD", "optimizer.implementation=for-loop"],
+    "AdamW": ["optimizer.name=AdamW"],
+    "SGD": ["optimizer.name=SGD"],
     "SGD with momentum": ["optimizer.name=SGD", "optimizer.momentum=0.9"],
     "Lion": ["optimizer.name=Lion"],
     "Muon": ["optimizer.name=Muon"],

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.gradients import build_on_mesh, replaced
-from tests.distributed.layouts import EP, EXPERTS, FULL_LOGITS, PAIRS, Layout, schedule
+from tests.distributed.layouts import EP, EXPERTS, PAIRS, Layout, schedule
 from tests.distributed.reference import SEQ_LEN, VOCAB_SIZE, plain_model
 from tests.distributed.test_validation import COMPILE, differences, training_state
 from tests.pool import run_ranks
@@ -112,7 +112,6 @@ TWO = (
 )
 OTHERS = (
     Layout((1, 2, 1, 1), COMPILE),
-    Layout((1, 1, 1, 2), FULL_LOGITS),
     Layout((1, 1, 2, 1), (*EXPERTS, *EP)),
     Layout((2, 1, 1, 1), schedule("ZBVZeroBubble")),
 )

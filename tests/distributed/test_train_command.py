@@ -145,7 +145,7 @@ def test_a_run_of_tokens_resumes_with_more_tokens(tmp_path: Path, start: Starter
     starts = (("first", 2 * per_step + 1, 3), ("again", 3 * per_step, 3), ("longer", 5 * per_step, 5))
     for name, tokens, steps in starts:
         tokens_and_saves = ("--training.tokens", str(tokens), "--checkpoint.enable")
-        program = start(tmp_path, *tokens_and_saves, "--lr_schedule.warmup_tokens", str(per_step + 1), name=name)
+        program = start(tmp_path, *tokens_and_saves, "--lr_schedule.warmup_steps", f"{per_step + 1} tokens", name=name)
         assert program.wait() == 0, program.output
         assert [row["step"] for row in rows(tmp_path / "out")] == list(range(1, steps + 1))
         assert f"steps {steps} ({steps * per_step:,} tokens), warm-up 2" in program.output

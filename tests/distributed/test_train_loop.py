@@ -94,7 +94,7 @@ def run_of(config: JobConfig, *sinks: RecordSink) -> Run:
 def trained(max_bad_rows: int = 1000) -> tuple[list[Record], list[str]]:
     """(records, calls in order) of a run of 6 steps with a log line every 4 steps"""
     config = config_of_two(
-        *("training.steps=6", "training.gc_freq=3", "metrics.log_freq=4", f"data.max_bad_rows={max_bad_rows}"),
+        *("training.steps=6", "metrics.log_freq=4", f"data.max_bad_rows={max_bad_rows}"),
     )
     sink, calls = RecordSink(), []
     run = run_of(config, sink)
@@ -156,7 +156,7 @@ def test_rows_have_the_values_of_their_steps_over_the_mesh() -> None:
 
 def collectives_of_a_run(steps: int) -> dict[str, int]:
     """Collectives of a run with log lines at its first and last step only."""
-    config = config_of_two(f"training.steps={steps}", "training.gc_freq=3", "metrics.log_freq=1000")
+    config = config_of_two(f"training.steps={steps}", "metrics.log_freq=1000")
     run = run_of(config)
     with OperationCount() as count:  # also fails if the host reads a tensor
         train.train(config, run, FailureReport())

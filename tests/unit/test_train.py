@@ -73,7 +73,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 
 def config(steps: int = 3, max_bad_rows: int = 100, log_freq: int = 3) -> JobConfig:
     return JobConfig(
-        training=TrainingConfig(steps=steps, gc_freq=11),
+        training=TrainingConfig(steps=steps),
         metrics=MetricsConfig(log_freq=log_freq),
         data=DataConfig(max_bad_rows=max_bad_rows),
         comm=CommConfig(init_timeout_s=40, train_timeout_s=17),
@@ -97,7 +97,7 @@ def test_calls_of_each_step_are_in_order(run: MagicMock) -> None:
         *(*STEP, *LOG, *AFTER),
         *END,
     ]
-    run.garbage.assert_called_once_with(11)
+    run.garbage.assert_called_once_with()
     paced = run.garbage.return_value.__enter__.return_value
     assert [call.args for call in paced.after_step.call_args_list] == [(1,), (2,)]
     assert [call.args for call in run.checkpoints.after_step.call_args_list] == [(1, False), (2, False), (3, True)]

@@ -17,7 +17,7 @@ from titanlite.metrics.about import AboutRun, git_commit, note_start
 from titanlite.models.losses import LOSSES
 from titanlite.models.registry import full_parameters
 from titanlite.optim.registry import describe_groups
-from titanlite.optim.schedule import describe_schedule
+from titanlite.optim.schedule import describe_schedule, in_steps
 from titanlite.parallel.mesh import Mesh
 from titanlite.planning.microbatches import divide_step
 from titanlite.runtime.environment import environment_lines, overridden
@@ -55,6 +55,7 @@ def describe_training(config: JobConfig, mesh: Mesh, environment: Mapping[str, s
 def describe_batch(config: JobConfig, mesh: Mesh) -> None:
     """Log the batch sizes, the number of steps and the share of filler."""
     training, step = config.training, divide_step(config, mesh.data_degree)
+    warmup = in_steps(config.lr_schedule.warmup_steps)
     if config.parallelism.pp > 1:
         log.info("Pipeline: %s of %s per pass", counted(step.per_batch, "microbatch"), counted(step.size, "sequence"))
     log.info(
@@ -65,8 +66,8 @@ def describe_batch(config: JobConfig, mesh: Mesh) -> None:
         training.seq_len,
         training.steps,
         f"{training.steps * training.global_batch_size * training.seq_len:,}",
-        config.lr_schedule.warmup_steps,
-        " (longer than the run)" if config.lr_schedule.warmup_steps > training.steps else "",
+        warmup,
+        " (longer than the run)" if warmup > training.steps else "",
     )
     if step.filler_share:
         log.info(

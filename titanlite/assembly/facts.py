@@ -27,7 +27,6 @@ from titanlite.runtime.distributed import World
 from titanlite.runtime.plugins import MODULE_PREFIX, plugin_digests
 
 MAY_DIFFER = (
-    "job.config_file",
     "job.description",
     "job.dump_folder",
     "job.plugins",

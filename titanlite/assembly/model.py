@@ -169,7 +169,6 @@ def build_trainer(config: JobConfig, model_parts: list[LanguageModel], mesh: Mes
         schedule=build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps),
         sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh.degrees),
         max_norm=config.training.max_norm,
-        norm_type=config.training.norm_type,
         num_sources=len(config.data.sources),
         average=WeightAverage(named, config.optimizer.ema_decay),
         spikes=SpikeGate(faults.spike_factor, device, skips=faults.on_spike == "skip") if faults.spike_factor else None,

@@ -48,7 +48,7 @@ from titanlite.hf.folder import PREFIX, ModelFolder
 from titanlite.hf.generation_defaults import read_generation_defaults
 from titanlite.hf.source import fetch_source
 from titanlite.metrics.about import AboutRun
-from titanlite.metrics.config import EXPERTS_FILE, LOG_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE
+from titanlite.metrics.config import EXPERTS_FILE, LOG_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE, TENSORBOARD_FOLDER
 from titanlite.metrics.experts import ExpertLoads
 from titanlite.metrics.goodput import Goodput
 from titanlite.metrics.history import has_validation, keep_rows, last_row
@@ -246,7 +246,7 @@ def build_checks(
     mesh, parts = trainer.mesh, trainer.model_parts
     replicas = Replicas(parts, trainer.optimizer, mesh, config.faults.check_replicas_every, average=trainer.average)
     stages = local_stages(config.parallelism, mesh.coordinate["pp"])
-    recorder = build_recorder(config, mesh, trainer, stages, group, environment) if config.faults.record_steps else None
+    recorder = build_recorder(config, mesh, trainer, stages, group, environment)
     skipped = SkippedSteps(config.faults, parts, stages, loader, group, recorder, counts_loss=trainer.counts_loss)
     return StateChecks(config.job.dump_folder, replicas, skipped, group)
 
@@ -327,14 +327,12 @@ def build_recorder(
 ) -> StepRecorder:
     """Build the record of the last steps. A collective."""
     return StepRecorder(
-        config.faults.record_steps,
         config.job.dump_folder,
         trainer.model_parts,
         stages,
         mesh,
         group,
         sequences=config.training.global_batch_size,
-        norm_type=config.training.norm_type,
         counts_loss=trainer.counts_loss,
         about={
             "config": asdict(config),
@@ -403,9 +401,7 @@ def build_validation(
         meter,
         sinks,
         max_bad_rows=config.data.max_bad_rows,
-        missing=start.resumes
-        and not start.model_only
-        and run_on_rank_0(lambda: not has_validation(metrics_file, start.step), group),
+        missing=start.resumes and run_on_rank_0(lambda: not has_validation(metrics_file, start.step), group),
     )
 
 
@@ -492,7 +488,7 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
     """
     if not start.resumes:
         outputs = [CONFIG_COPY, TOKENIZER_FOLDER, METRICS_FILE, RUN_FILE, SAMPLES_FILE, EXPERTS_FILE, LOG_FILE]
-        outputs += [LEDGER_FOLDER, RECORD_FOLDER, TRACES_FOLDER, SNAPSHOTS_FOLDER, config.metrics.folder]
+        outputs += [LEDGER_FOLDER, RECORD_FOLDER, TRACES_FOLDER, SNAPSHOTS_FOLDER, TENSORBOARD_FOLDER]
         prepare_dump_folder(config.job.dump_folder, outputs, world.rank)
     else:
         for file in ledger_files(config.job.dump_folder)[world.rank :: world.size]:

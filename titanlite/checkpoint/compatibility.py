@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from titanlite.checkpoint.config import Changeable
+from titanlite.checkpoint.dropped import remove_dropped
 from titanlite.data.fingerprint import describe_difference, num_sources
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.plugins import plugin_digests
@@ -38,13 +39,12 @@ _SILENT = (
     *("model.", "tokenizer.", "memory.", "profiling.", "samples."),
 )
 _SILENT_KEYS = {
-    *("training.steps", "training.local_batch_size", "training.gc_freq", "data.max_bad_rows"),
+    *("training.steps", "training.local_batch_size", "data.max_bad_rows"),
     *("training.seq_len", "training.dtype", "optimizer.name", "data.num_streams", "data.sources", "data.shuffle"),
     *("data.seed", "data.max_piece_bytes", "data.packing", "data.document_mask", "data.add_bos", "data.add_eos"),
     *("data.num_workers", "data.ledger", "validation.enable", "validation.interval"),
     "loss.chunk_tokens",
-    *("training.tokens", "lr_schedule.warmup_tokens", "lr_schedule.warmup_ratio", "lr_schedule.decay_tokens"),
-    "lr_schedule.final_decay_tokens",
+    "training.tokens",
 }
 
 
@@ -145,6 +145,8 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
 
     saved, now: resolved configurations, by section.
     """
+    saved = {section: dict(values) for section, values in saved.items()}
+    remove_dropped(saved)
     lines: list[str] = []
     for section, values in now.items():
         for key, value in values.items():

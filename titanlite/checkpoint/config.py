@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
 
-from titanlite.runtime.errors import Needs, Problem, Rules, check_ranges, ranged
+from titanlite.runtime.errors import Needs, Problem, Rules, ranged
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 Changeable = Literal["data", "tokenizer", "init_version", "rope", "optimizer"]
 """Facts that accept_changes can accept; the resumed run then differs from an uninterrupted one."""
-Verify = Literal["full", "size", "off"]
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,9 @@ class CheckpointConfig:
     model in the Hugging Face format) or "hf:ORGANIZATION/NAME[@REVISION]" (a model on the hub)."""
     initial_load_model_only: bool = True
     """Load only the parameters from initial_load_path; if false, also optimizer, step and position in the data."""
-    verify: Verify = "full"
-    """Verification before a checkpoint is loaded. full: the hash of each file; size: file sizes only, so changed bytes
-    are loaded; off: no check."""
     on_save_error: Literal["stop", "continue"] = "stop"
     """What to do if a save fails. continue: train on and save again at the next interval. A failed last save always
     raises an error."""
-    last_save_model_only: bool = False
-    """Save the last step without optimizer and position in the data: smaller, but no run can resume from it."""
     accept_changes: tuple[Changeable, ...] = ()
     """Differences from the checkpoint, or from an imported model, to accept. rope: the keys model.rope_*, as in a run
     that extends the context. optimizer: the state of all optimizers then starts anew."""
@@ -56,16 +50,12 @@ _LOADS = Needs(
     lambda section: section.enable or section.initial_load_path,
 )
 NEEDS = {
-    **dict.fromkeys(
-        ("folder", "interval", "async_mode", "keep_latest_k", "on_save_error", "last_save_model_only"), _SAVES
-    ),
-    "load_step": _SAVES,
+    **dict.fromkeys(("folder", "interval", "async_mode", "keep_latest_k", "on_save_error", "load_step"), _SAVES),
     "keep_every": Needs(
         "checkpoint.enable = true and keep_latest_k above 0",
         lambda section: section.enable and section.keep_latest_k > 0,
     ),
     "initial_load_model_only": Needs("checkpoint.initial_load_path", lambda section: section.initial_load_path),
-    "verify": _LOADS,
     "accept_changes": _LOADS,
 }
 """See Needs."""
@@ -73,7 +63,7 @@ NEEDS = {
 
 def check_checkpoint(section: CheckpointConfig, device_type: str, taken: Collection[str] = ()) -> list[Problem]:
     """Return the problems of [checkpoint]. taken: other names that the run writes into job.dump_folder."""
-    rules = Rules("checkpoint", section, check_ranges(section, "checkpoint"))
+    rules = Rules("checkpoint", section)
     rules.needs("load_step", section.load_step == -1 or section.enable, "checkpoint.enable = true")
     folder, remedy = PurePath(section.folder), 'a plain name such as "checkpoint"'
     inside = folder.parts and not folder.is_absolute() and ".." not in folder.parts

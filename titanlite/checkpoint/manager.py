@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -92,7 +91,7 @@ class Checkpoints:
                 self._fail(failure)
             self._before_save(step)
             try:
-                self._saver.begin(self._draft(step, "full"), self._full())
+                self._saver.begin(self._draft(step), self._full())
                 self._begun = step
             except RanksError as error:
                 self._fail(str(error))
@@ -112,10 +111,7 @@ class Checkpoints:
         self.close()
         self._before_save(step)
         try:
-            if step == self._finder.steps and self._section.last_save_model_only:
-                self._saver.save(self._draft(step, "model"), self._state.model() | self._state.average())
-            else:
-                self._saver.save(self._draft(step, "full"), self._full())
+            self._saver.save(self._draft(step), self._full())
         except RanksError as error:
             raise RanksError(f"{error}; {_AFTER_FAILURE}: the run resumes from the latest checkpoint") from None
 
@@ -131,12 +127,12 @@ class Checkpoints:
     def _full(self) -> dict[str, Tensor]:
         return self._state.model_and_optimizer() | self._state.recent() | {STREAMS: self._state.streams(self._group)}
 
-    def _draft(self, step: int, content: Literal["full", "model"]) -> Manifest:
+    def _draft(self, step: int) -> Manifest:
         assert self._start is not None
         about = self._finder.about
         return Manifest(
             step=step,
-            content=content,
+            content="full",
             lineage=self._start.lineage,
             counts=asdict(self._finder.meter.state()),
             facts=about.facts,

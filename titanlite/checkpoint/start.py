@@ -25,7 +25,7 @@ from titanlite.checkpoint.compatibility import (
     model_differences,
     optimizer_differences,
 )
-from titanlite.checkpoint.config import CheckpointConfig, Verify
+from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.file_records import InvalidCheckpointError, check_file
 from titanlite.checkpoint.folder import (
     clear_leftovers,
@@ -71,16 +71,14 @@ class Start:
     """The state that a run starts from.
 
     step: optimizer steps done; 0 for a new run. lineage: see Manifest. config: the checkpoint's, by section; {} without
-    a checkpoint. resumes: whether the run resumes in its own folder. model_only: whether the checkpoint is that of a
-    finished run and has no optimizer state to resume from. generation_config: that of the checkpoint or of the imported
-    model, if any, for the checkpoints of the run.
+    a checkpoint. resumes: whether the run resumes in its own folder. generation_config: that of the checkpoint or of
+    the imported model, if any, for the checkpoints of the run.
     """
 
     step: int
     lineage: tuple[Branch, ...]
     config: Mapping[str, Any]
     resumes: bool = False
-    model_only: bool = False
     generation_config: bytes | None = None
 
 
@@ -128,16 +126,8 @@ class StartFinder:
         if goes_back:
             found = self._of_load_step(steps)
         else:
-            found = latest_valid(self.folder, steps, section.verify, self.group, self._is_usable)
+            found = latest_valid(self.folder, steps, self.group, self._is_usable)
         step, lineage = found.manifest.step, found.manifest.lineage
-        if found.manifest.content == "model":
-            log.info("Start: at the end of a finished run, step %d, %s", step, found.path)
-            return Start(
-                *(step, lineage, found.manifest.config),
-                resumes=True,
-                model_only=True,
-                generation_config=self._generation_config(found),
-            )
         self._load_all(found)
         if goes_back:
             lineage += (_new_branch(step),)
@@ -248,9 +238,7 @@ class StartFinder:
         model_only = self.section.initial_load_model_only
         steps = run_on_rank_0(lambda: None if (path / MANIFEST_FILE).exists() else published_steps(path), self.group)
         for candidate in [path] if steps is None else [step_folder(path, step) for step in reversed(steps)]:
-            found = verify_checkpoint(
-                candidate, self.section.verify, self.group, lambda manifest: model_only or manifest.content == "full"
-            )
+            found = verify_checkpoint(candidate, self.group, lambda manifest: model_only or manifest.content == "full")
             if isinstance(found, Found):
                 return found
             if isinstance(found, str):
@@ -275,7 +263,7 @@ class StartFinder:
                 "choose one of these, or -1 for the latest valid one"
             )
         path = step_folder(self.folder, step)
-        found = verify_checkpoint(path, self.section.verify, self.group, self._is_usable)
+        found = verify_checkpoint(path, self.group, self._is_usable)
         if isinstance(found, Found):
             return found
         why = f"is corrupted: {found}" if found else "has only the model, no optimizer state or position in the data"
@@ -287,12 +275,9 @@ class StartFinder:
         """Whether the run can resume from it. Raises UserError if the run's facts differ from the checkpoint's."""
         path = step_folder(self.folder, manifest.step)
         self._check_facts(manifest, path)
-        if manifest.content == "full":
-            return True
-        finished = manifest.step >= self.steps
-        if not finished:
+        if manifest.content == "model":
             log.info("%s has only the model: resuming from an earlier checkpoint", path)
-        return finished
+        return manifest.content == "full"
 
     def _check_facts(self, manifest: Manifest, path: Path) -> None:
         for line in check_facts(manifest.facts, self.about.facts, self.section.accept_changes, str(path)):
@@ -356,13 +341,13 @@ def prepare_folder(folder: Path, group: dist.ProcessGroup) -> tuple[list[int], b
     return run_on_rank_0(look, group)
 
 
-def latest_valid(folder: Path, steps: list[int], verify: Verify, group: dist.ProcessGroup, usable: Usable) -> Found:
+def latest_valid(folder: Path, steps: list[int], group: dist.ProcessGroup, usable: Usable) -> Found:
     """The latest valid and usable checkpoint of `steps`; corrupted ones are quarantined, with a warning each.
 
     Raises UserError if no checkpoint is valid and usable.
     """
     for step in reversed(steps):
-        found = verify_checkpoint(step_folder(folder, step), verify, group, usable)
+        found = verify_checkpoint(step_folder(folder, step), group, usable)
         if isinstance(found, Found):
             return found
         if found is not None:
@@ -386,7 +371,7 @@ def _quarantine(folder: Path, step: int, damage: str) -> None:
     log.warning("Checkpoint step-%d is corrupted: %s. Quarantined as %s", step, damage, moved.name)
 
 
-def verify_checkpoint(path: Path, verify: Verify, group: dist.ProcessGroup, usable: Usable) -> Found | str | None:
+def verify_checkpoint(path: Path, group: dist.ProcessGroup, usable: Usable) -> Found | str | None:
     """Verify the checkpoint at `path`. Returns Found, a description of the damage, or None if it is not usable."""
     manifest = run_on_rank_0(lambda: _read(path), group)
     if isinstance(manifest, str):
@@ -395,11 +380,10 @@ def verify_checkpoint(path: Path, verify: Verify, group: dist.ProcessGroup, usab
         return None
     start = time.perf_counter()
     sharers = _sharers(path, group)
-    for damage in run_on_all_ranks(lambda: _damage(path, manifest, verify, sharers, dist.get_rank(group)), group):
+    for damage in run_on_all_ranks(lambda: _damage(path, manifest, sharers, dist.get_rank(group)), group):
         if damage is not None:
             return damage
-    how = {"full": "verified in full", "size": "sizes verified", "off": "not verified"}[verify]
-    return Found(path, manifest, f"{how} ({size_of(manifest.files)}, {time.perf_counter() - start:.2f} s)")
+    return Found(path, manifest, f"verified in full ({size_of(manifest.files)}, {time.perf_counter() - start:.2f} s)")
 
 
 def generation_config_of(path: Path, manifest: Manifest) -> bytes | None:
@@ -489,14 +473,12 @@ def _sharers(path: Path, group: dist.ProcessGroup) -> list[int]:
     return [rank for rank, (*_, copy) in enumerate(found) if copy == own]
 
 
-def _damage(path: Path, manifest: Manifest, verify: Verify, sharers: list[int], rank: int) -> str | None:
+def _damage(path: Path, manifest: Manifest, sharers: list[int], rank: int) -> str | None:
     """The first damage among this rank's share of the files; each file of a copy is checked by one of its sharers."""
-    if verify == "off":
-        return None
     by_size = sorted(manifest.files.items(), key=lambda item: -item[1].bytes)
     try:
         for name, record in by_size[sharers.index(rank) :: len(sharers)]:
-            check_file(path, name, record, verify)
+            check_file(path, name, record)
     except InvalidCheckpointError as error:
         return str(error)
     return None

@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.config import check_checkpoint
@@ -20,7 +20,6 @@ from titanlite.hf.source import check_source
 from titanlite.metrics.config import OWN_FILES, check_metrics
 from titanlite.models.registry import check_model, full_parameters
 from titanlite.optim.registry import check_optimizer, check_parameters
-from titanlite.optim.schedule import check_schedule
 from titanlite.parallel.compile import check_compile, compiles_blocks
 from titanlite.parallel.context import check_context
 from titanlite.parallel.mesh import ParallelismConfig, check_experts, check_parallelism, data_degree, resolve_degrees
@@ -28,7 +27,7 @@ from titanlite.parallel.pipeline import check_pipeline, splits_backward
 from titanlite.parallel.recompute import check_activation_checkpoint
 from titanlite.precision import DTYPES, check_precision
 from titanlite.profiling.config import check_profiling
-from titanlite.runtime.errors import Problem, Rules, check_ranges
+from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.plugins import is_of_program
 
 BELOW_ONE = ("beta1", "beta2", "momentum")
@@ -51,16 +50,9 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, checks
         *check_layout(config, world_size),
         *_check_optimizer(config),
         *_check_precision(facts),
-        *check_schedule(config.lr_schedule),
-        *check_checkpoint(
-            config.checkpoint, device_type, taken=(*OWN_FILES, *PurePath(config.metrics.folder).parts[:1])
-        ),
+        *check_checkpoint(config.checkpoint, device_type, taken=OWN_FILES),
         *check_metrics(config.metrics),
         *check_profiling(config.profiling, world_size=world_size, device_type=device_type, steps=facts.training.steps),
-        *check_ranges(config.loss, "loss"),
-        *check_ranges(config.faults, "faults"),
-        *check_ranges(config.debug, "debug"),
-        *check_ranges(config.comm, "comm"),
     ]
 
 
@@ -115,7 +107,7 @@ def _check_precision(facts: JobConfig) -> list[Problem]:
     betas = {f"optimizer.{key}": getattr(optimizer, key) for key in BELOW_ONE}
     for index, group in enumerate(optimizer.groups):
         of_parameters[f"optimizer.groups.{index}.weight_decay"] = group.weight_decay
-        betas |= {f"optimizer.groups.{index}.{key}": getattr(group, key) for key in BELOW_ONE}
+        betas[f"optimizer.groups.{index}.beta2"] = group.beta2
     computed = training.dtype if training.mixed_precision_param == "auto" else training.mixed_precision_param
     model = facts.hyper_parameters
     return [
@@ -140,8 +132,7 @@ def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
         layout = replace(section, dp_shard=resolve_degrees(section, world_size)["dp_shard"])
         problems += check_pipeline(layout, family.plan(model), document_mask=config.data.masks_documents)
     schedule: dict[str, Any] = {"pp_schedule": section.pp_schedule, "splits_backward": splits_backward(section)}
-    compiled, backend = compiles_blocks(config.compile), config.compile.backend
-    has_experts = getattr(model, "n_experts", 1) > 1
+    compiled, backend = compiles_blocks(config.compile, model), config.compile.backend
     return [
         *problems,
         *check_training(training, section),
@@ -149,7 +140,7 @@ def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
         *check_activation_checkpoint(
             config.activation_checkpoint, compiled=compiled, backend=backend, tp=section.tp, **schedule
         ),
-        *check_compile(config.compile, has_experts=has_experts, **schedule),
+        *check_compile(config.compile, compiled=compiled, **schedule),
     ]
 
 
@@ -210,7 +201,6 @@ def check_path_lengths(config: JobConfig) -> list[Problem]:
         "job.dump_folder": config.job.dump_folder,
         "checkpoint.folder": config.checkpoint.folder,
         "checkpoint.initial_load_path": config.checkpoint.initial_load_path.removeprefix(PREFIX),
-        "metrics.folder": config.metrics.folder,
         "tokenizer.path": config.tokenizer.path,
         "tokenizer.chat_template": config.tokenizer.chat_template,
     }
@@ -245,7 +235,7 @@ def check_job(section: JobSection) -> list[Problem]:
 
 def check_training(section: TrainingConfig, layout: ParallelismConfig) -> list[Problem]:
     """Problems of [training]."""
-    rules = Rules("training", section, check_ranges(section, "training"))
+    rules = Rules("training", section)
     given = section.global_batch_size != -1 or (layout.layout != "auto" and section.local_batch_size != -1)
     rule = 'given with layout = "auto" or local_batch_size = -1: the sequences of a step must not depend on a device'
     rules.require("global_batch_size", given, rule, "set training.global_batch_size")

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 from titanlite.config.fields import SECTIONS, Key, alternatives, columns_of, fields_of, keys_of, literal, row_type
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
+from titanlite.optim.schedule import Length
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def type_label(value_type: Any) -> str:
         return "{" + ",".join(choice or '""' for choice in get_args(value_type)) + "}"
     if get_origin(value_type) is tuple:
         return f"[{type_label(get_args(value_type)[0])}, ...]"
-    return {bool: "{true,false}", int: "INT", float: "FLOAT", str: "STR"}[value_type]
+    return {bool: "{true,false}", int: "INT", float: "FLOAT", str: "STR", Length: "{INT,STR}"}[value_type]
 
 
 def _described(values: Mapping[str, Any], keys: Mapping[str, Key], texts: Mapping[str, str]) -> tuple[Line, ...]:

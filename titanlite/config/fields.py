@@ -114,7 +114,8 @@ def is_text(value_type: Any) -> bool:
 
 
 def alternatives(value_type: Any) -> tuple[Any, tuple[str, ...]]:
-    """(type, words) of values that are of a type or one of some words, as `int | Literal["auto"]`; else (type, ())."""
+    """(type, words) of values that are of a type or one of some words, as `int | Literal["auto"]`; else (type, ()).
+    A Length is an int here."""
     if get_origin(value_type) not in (Union, UnionType):
         return value_type, ()
     other_type, words = get_args(value_type)

@@ -15,6 +15,8 @@ from titanlite.runtime.json_files import JsonError, check_depth, read_regular
 from titanlite.runtime.plugins import split_entry
 
 CONFIG_FILE = "job.config_file"
+"""The option for the file, beside the first argument; and its name in problems. Not a key."""
+
 EXTENDS = "extends"
 """The key at the top of a file that names the files it extends."""
 
@@ -50,9 +52,6 @@ def _read(
     content = _parse_file(name, path, chain, problems)
     if content is None:
         return None
-    if isinstance(content.get("job"), dict) and "config_file" in content["job"]:
-        value = content["job"].pop("config_file")
-        problems.append(Problem(CONFIG_FILE, value, "on the command line only", f"remove it from {path}"))
     bases = content.pop(EXTENDS, [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) and base and "\0" not in base for base in bases):

@@ -23,7 +23,6 @@ from titanlite.optim import schedule
 from titanlite.parallel import compile as compilation
 from titanlite.parallel import mesh, recompute
 from titanlite.profiling import config as profiling
-from titanlite.runtime import determinism
 from titanlite.runtime.errors import Needs, Problem
 
 OF_SECTIONS: Mapping[str, Mapping[str, Needs]] = {
@@ -39,7 +38,6 @@ OF_SECTIONS: Mapping[str, Mapping[str, Needs]] = {
     "metrics": metrics.NEEDS,
     "profiling": profiling.NEEDS,
     "samples": samples.NEEDS,
-    "debug": determinism.NEEDS,
 }
 SEARCHED = ("parallelism", "activation_checkpoint")
 """Sections of which a search of layouts chooses keys that are not given, so that any other key may have an effect."""

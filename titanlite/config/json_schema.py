@@ -17,9 +17,6 @@ from titanlite.models.registry import FAMILIES
 DRAFT = "http://json-schema.org/draft-07/schema#"
 """The newest draft that all TOML extensions of editors support."""
 
-ON_THE_COMMAND_LINE = ("job.config_file",)
-"""Keys that no file has."""
-
 Schema = dict[str, Any]
 
 
@@ -49,8 +46,7 @@ def json_schema() -> Schema:
 def _section(name: str) -> Any:
     if name == "model":
         return _described(table_type(name, _model()), _text(ModelConfig))
-    kinds = {key: kind for key, kind in keys_of(name, None).items() if f"{name}.{key}" not in ON_THE_COMMAND_LINE}
-    return _described(table_type(name, _keys(SECTIONS[name], kinds)), _text(SECTIONS[name]))
+    return _described(table_type(name, _keys(SECTIONS[name], keys_of(name, None))), _text(SECTIONS[name]))
 
 
 def _described(kind: Any, text: str, **more: Any) -> Any:

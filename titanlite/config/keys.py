@@ -4,6 +4,7 @@ from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Any
 
+from titanlite.checkpoint.dropped import DROPPED
 from titanlite.config.fields import SECTIONS, columns_of, keys_of, row_type
 from titanlite.config.files import EXTENDS
 from titanlite.models.registry import FAMILIES
@@ -33,12 +34,13 @@ def unknown_key(key: str, value: Any, family: str | None) -> Problem:
     if section == "model" and others:
         rule = f"a key of [model] with family = {family!r}; {name} is a hyper-parameter of {', '.join(others)}"
         return Problem(key, value, rule, "leave it out, or choose another model.family")
-    meant = suggest(key, full_keys(family))
+    meant = [] if key in DROPPED else suggest(key, full_keys(family))
     if name and section in SECTIONS:
         rule = f"a key of [{section}]"
         valid = "use one of its keys: " + ", ".join(keys_of(section, family))
     else:
         rule, valid = "a key of a section", "use a key of one of the sections: " + ", ".join(SECTIONS)
+    valid = DROPPED[key].remedy if key in DROPPED else valid
     return Problem(key, value, rule, f"did you mean {' or '.join(meant)}?" if meant else valid)
 
 
@@ -46,8 +48,10 @@ def unknown_column(key: str, value: Any, row: type) -> Problem:
     """The Problem of a key that no table of the array has."""
     table, _, name = key.rpartition(".")
     close = close_names(name, columns_of(row))
-    remedy = f"did you mean {table}.{close[0]}?" if close else "its keys: " + ", ".join(columns_of(row))
     array = table.rpartition(".")[0]
+    dropped = DROPPED.get(f"{array}.{name}")
+    remedy = f"did you mean {table}.{close[0]}?" if close else "its keys: " + ", ".join(columns_of(row))
+    remedy = dropped.remedy if dropped else remedy
     return Problem(key, value, f"a key of one [[{array}]] table", remedy)
 
 

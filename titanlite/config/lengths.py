@@ -1,21 +1,19 @@
-"""Lengths that are given by one of several keys: in steps, in tokens or as a ratio."""
+"""Lengths of the run, the warm-up and the decay: by one of several keys, in steps, tokens or a percentage."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from titanlite.config.schema import JobConfig
+from titanlite.optim.schedule import LENGTHS as TEXT_LENGTHS
+from titanlite.optim.schedule import steps_of
 from titanlite.runtime.errors import Problem
 
 LENGTHS = (
     ("training.steps", "training.tokens"),
-    ("lr_schedule.warmup_steps", "lr_schedule.warmup_tokens", "lr_schedule.warmup_ratio"),
-    (
-        *("lr_schedule.decay_steps", "lr_schedule.decay_tokens", "lr_schedule.decay_ratio"),
-        *("lr_schedule.final_decay_steps", "lr_schedule.final_decay_tokens"),
-    ),
+    ("lr_schedule.decay_steps", "lr_schedule.decay_ratio", "lr_schedule.final_decay_steps"),
 )
-"""The keys of each length."""
+"""Keys of which only one is given."""
 
 UNSET = -1
 
@@ -46,22 +44,17 @@ def check_lengths(tables: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
 
 
 def resolve_lengths(config: JobConfig) -> JobConfig:
-    """Replace tokens, rounded up to full steps, and the ratio of the warm-up by steps.
+    """Replace tokens, rounded up to full steps, and percentages by steps.
 
     Needs a resolved training.global_batch_size. The ratio of the decay remains: it counts back from the last step.
     """
-    training, schedule = config.training, config.lr_schedule
+    training, steps = config.training, dict[str, Any]()
     tokens_per_step = max(1, training.global_batch_size * training.seq_len)  # the ranges are checked later
     if training.tokens != UNSET:
         training = replace(training, steps=-(-training.tokens // tokens_per_step), tokens=UNSET)
-    if schedule.warmup_tokens != UNSET:
-        schedule = replace(schedule, warmup_steps=-(-schedule.warmup_tokens // tokens_per_step), warmup_tokens=UNSET)
-    if schedule.warmup_ratio != UNSET:
-        warmup_steps = round(min(schedule.warmup_ratio, 1.0) * training.steps)
-        schedule = replace(schedule, warmup_steps=warmup_steps, warmup_ratio=float(UNSET))
-    if schedule.final_decay_tokens != UNSET:
-        final_decay_steps = -(-schedule.final_decay_tokens // tokens_per_step)
-        schedule = replace(schedule, final_decay_steps=final_decay_steps, final_decay_tokens=UNSET)
-    if schedule.decay_tokens != UNSET:
-        schedule = replace(schedule, decay_steps=-(-schedule.decay_tokens // tokens_per_step), decay_tokens=UNSET)
-    return replace(config, training=training, lr_schedule=schedule)
+    for key in TEXT_LENGTHS:
+        text = getattr(config.lr_schedule, key)
+        if isinstance(text, str):
+            found = steps_of(text, tokens_per_step, training.steps)
+            steps[key] = found if key == "warmup_steps" else max(1, found)
+    return replace(config, training=training, lr_schedule=replace(config.lr_schedule, **steps))

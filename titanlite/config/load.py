@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from titanlite.checkpoint.dropped import remove_dropped
 from titanlite.checkpoint.preflight import earlier_config
 from titanlite.config.arguments import Arguments, Options, missing_value, split_arguments
 from titanlite.config.check import check_config, check_path_lengths, one_rank, resolve_config, with_model_tokenizer
@@ -55,10 +56,7 @@ class Parsed:
     origins: Mapping[str, str] = field(default_factory=dict)
     options: Options = field(default_factory=Options)
     file_is_read: bool = True
-
-    @property
-    def path(self) -> str:
-        return self.config.job.config_file
+    path: str = ""
 
 
 def load_config(argv: Sequence[str], *, world_size: int, device_type: str, **settings: Any) -> JobConfig:
@@ -75,12 +73,15 @@ def parse(argv: Sequence[str], values: Mapping[str, Any] | None = None, *, impor
     values = dict(values or {})
     arguments = split_arguments(argv)
     problems = list(arguments.problems)
-    path = arguments.texts.get(CONFIG_FILE)
+    names_file, path = CONFIG_FILE in arguments.texts, arguments.texts.pop(CONFIG_FILE, None)
+    problems += [missing_value(CONFIG_FILE, "")] if names_file and path is None else []
     content = Content() if path is None else read_file(path, problems)
     tables: Tables = {
         name: dict(table) if isinstance(table, dict) else table
         for name, table in (content.tables if content else {}).items()
     }
+    if path is not None and Path(path).name == CONFIG_COPY:  # maybe of an earlier version
+        problems += remove_dropped(tables)
     if PLUGINS in values:
         put_value(tables, PLUGINS, values.pop(PLUGINS), None)  # the imported entries have digests
     if imports and (problem := import_plugins(tables, arguments.texts)):
@@ -91,7 +92,7 @@ def parse(argv: Sequence[str], values: Mapping[str, Any] | None = None, *, impor
     family = values.get("model.family", arguments.texts.get("model.family"))
     config = read_tables(tables, arguments.texts, values, problems, family)
     problems = [_with_file(problem, origins, path) for problem in problems]
-    return Parsed(config, problems, origins, arguments.options, content is not None)
+    return Parsed(config, problems, origins, arguments.options, content is not None, path or "")
 
 
 def read_tables(
@@ -181,7 +182,7 @@ def most_ranks(parsed: Parsed, world_size: int, *, device_type: str) -> int:
 def without_effect(parsed: Parsed, config: JobConfig, world_size: int) -> list[Problem]:
     """A Problem for each given setting that has no effect. config: resolved from `parsed`."""
     found = ineffective(parsed.config, config, parsed.origins, world_size)
-    named = [_with_file(problem, parsed.origins, config.job.config_file) for problem in found]
+    named = [_with_file(problem, parsed.origins, parsed.path) for problem in found]
     other = "leave it out of {}, or extend another file"
     return [replace(each, remedy=other.format(each.file)) if each.file else each for each in named]
 
@@ -195,6 +196,8 @@ def keep_earlier(config: JobConfig) -> JobConfig:
     """
     training, data = config.training, config.data
     earlier = earlier_config(config.checkpoint, config.job.dump_folder)
+    if problems := remove_dropped({name: dict(table) for name, table in earlier.items()}):
+        raise ConfigError(problems)
     if earlier and data.document_mask == "auto":
         data = replace(data, document_mask=earlier["data"].get("document_mask", False))
     copy = Path(config.job.dump_folder, CONFIG_COPY)
@@ -225,9 +228,8 @@ def config_from_values(values: Mapping[str, Mapping[str, Any]], argv: Sequence[s
     """
     arguments = split_arguments(argv)
     tables = {name: dict(table) for name, table in values.items()}
-    tables["job"].pop("config_file", None)
     tables["model"] |= tables["model"].pop("overrides", {})
-    problems = list(arguments.problems)
+    problems = [*remove_dropped(tables), *arguments.problems]
     config = read_tables(tables, arguments.texts, {}, problems)
     if problems:
         raise ConfigError(problems)

@@ -13,7 +13,6 @@ from titanlite.models.head import LossConfig
 from titanlite.models.registry import resolve_model
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.schedule import ScheduleConfig
-from titanlite.parallel.clip import NormType
 from titanlite.parallel.compile import CompileConfig
 from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.parallel.recompute import ActivationCheckpointConfig
@@ -29,8 +28,6 @@ from titanlite.runtime.memory import MemoryConfig
 class JobSection:
     """Name and output folder of the run."""
 
-    config_file: str = ""
-    """TOML file, or name of a shipped configuration. Only on the command line, normally as the first argument."""
     dump_folder: str = "outputs"
     """Folder for all outputs of the run."""
     description: str = ""
@@ -67,16 +64,12 @@ class TrainingConfig:
     -1: local_batch_size x data degree, resolved at the first start and kept by its checkpoints."""
     max_norm: float = 1.0
     """Gradients are clipped to this global norm; 0 or less: no clipping."""
-    norm_type: NormType = "2"
-    """Which norm of all gradients: "2", or "inf", the largest absolute value."""
     dtype: DtypeName = "float32"
     """Dtype of the parameters, and so of gradients and optimizer state."""
     mixed_precision_param: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
     """Dtype of the computation; auto: bfloat16 on CUDA unless training.dtype is float64; else training.dtype."""
     mixed_precision_reduce: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
     """Dtype of gradient reductions; auto: float32 on CUDA unless training.dtype is float64; else training.dtype."""
-    gc_freq: int = ranged(50, "set a positive number", least=1)
-    """Interval in steps of Python's garbage collection, at the same step on all ranks."""
 
 
 @dataclass(frozen=True)

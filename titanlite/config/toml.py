@@ -1,6 +1,5 @@
 """Write a configuration as TOML, with the origin of each value as a comment if wanted."""
 
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -22,14 +21,13 @@ Comment = Callable[[str, Any], str]
 
 
 def dump_config(config: JobConfig) -> str:
-    """TOML that reads back as `config`, without job.config_file. Tables in arrays are without defaults."""
+    """TOML that reads back as `config`. Tables in arrays are without defaults."""
     return tomli_w.dumps(tables_of(config))
 
 
 def tables_of(config: JobConfig) -> dict[str, dict[str, Any]]:
-    """The configuration as the tables of TOML, without job.config_file. Tables in arrays are without defaults."""
+    """The configuration as the tables of TOML. Tables in arrays are without defaults."""
     tables = {section: fields_of(getattr(config, section)) for section in SECTIONS}
-    del tables["job"]["config_file"]
     tables["model"] |= tables["model"].pop("overrides")
     return {section: {key: _plain(value) for key, value in table.items()} for section, table in tables.items()}
 
@@ -52,7 +50,7 @@ def print_config(
     that is given -> its file, or COMMAND_LINE. chosen_later: keys of which the start of the run will choose those that
     are not given; they are comments.
     """
-    labels = _labels(origins, given.job.config_file)
+    labels = _labels(origins)
 
     def comment(key: str, value: Any) -> str:
         where = labels[origins[key]] if key in origins else _default(key, config)
@@ -65,7 +63,9 @@ def print_config(
         if before == value:
             return where
         if value == UNSET:
-            return f"{literal(before)} ({where}), resolved to {re.sub('(tokens|ratio)$', 'steps', key)}"
+            return f"{literal(before)} ({where}), resolved to training.steps"
+        if isinstance(before, str) and isinstance(value, int):
+            return f"{before} ({where})"
         automatic = literal(before).strip(chr(34))
         return f"{automatic}{': ' if automatic else ''}{_RESOLVED.get(key, literal(value).strip(chr(34)))}"
 
@@ -98,8 +98,6 @@ def _lines(config: JobConfig, comment: Comment, as_comments: Collection[str]) ->
         if isinstance(values, ModelConfig):
             del table["overrides"]
             table |= fields_of(resolve_model(values)[1])
-        if section == "job":
-            del table["config_file"]
         yield from ["", f"[{section}]"] if number else [f"[{section}]"]
         rows = {
             key: value for key, value in table.items() if value and isinstance(value, tuple) and is_dataclass(value[0])
@@ -130,12 +128,12 @@ def _value(config: JobConfig, key: str) -> Any:
     return getattr(values, name)
 
 
-def _labels(origins: Mapping[str, str], given: str) -> dict[str, str]:
+def _labels(origins: Mapping[str, str]) -> dict[str, str]:
     """Origin -> its label: the name of a file if no other file has it, else its path."""
     files = {origin for origin in origins.values() if origin != COMMAND_LINE}
     names = [Path(file).name for file in files]
     labels = {file: Path(file).name if names.count(Path(file).name) == 1 else file for file in files}
-    return labels | {given: Path(given).name} | {COMMAND_LINE: COMMAND_LINE}
+    return labels | {COMMAND_LINE: COMMAND_LINE}
 
 
 def _printable(comment: str) -> str:

@@ -27,6 +27,7 @@ from titanlite.config.fields import (
 from titanlite.config.keys import close_names, unknown_column, unknown_key
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
+from titanlite.optim.schedule import LENGTH_PATTERN, LENGTH_RULE, Length, steps_of
 from titanlite.runtime.errors import Problem, Range
 
 INT64 = range(-(2**63), 2**63)
@@ -78,6 +79,12 @@ def table_type(name: str, keys: Mapping[str, Any]) -> Any:
 
 def annotated(key: Key) -> Any:
     """The type of a key's values, for pydantic: strict, in its range."""
+    if key.type == Length:
+        rule = key.range or Range("")
+        text: Any = Annotated[
+            str, Strict(), Field(pattern=LENGTH_PATTERN), AfterValidator(lambda text: _length(text, rule))
+        ]
+        return _number(int, rule) | text
     other, words = alternatives(key.type)
     if words:
         return annotated(key._replace(type=other)) | Literal[words]
@@ -106,6 +113,12 @@ def _number(kind: type, rule: Range) -> Any:
     if not isinstance(rule.unset, int | float) or replace(rule, unset=None).has(rule.unset):
         return number
     return Literal[kind(rule.unset)] | number
+
+
+def _length(text: str, rule: Range) -> str:
+    if not rule.has(steps_of(text, 1, 10**9)):
+        raise ValueError
+    return text
 
 
 def _clean(text: str) -> str:
@@ -167,6 +180,10 @@ def _unknown_entry(name: str, value: Any) -> Problem:
 def explain(name: str, value: Any, key: Key, fault: str) -> Problem:
     """The problem of a value that a key does not take. name: the full key. fault: the type of pydantic's error."""
     number, words = alternatives(key.type)
+    if key.type == Length and fault == "value_error" and key.range:
+        return Problem(name, value, str(key.range), key.range.remedy)
+    if key.type == Length and not isinstance(value, int):
+        return Problem(name, value, LENGTH_RULE, 'write for example 100, "2_000_000 tokens" or "5 %"')
     if get_origin(key.type) is tuple and fault == "tuple_type":
         item, example = get_args(key.type)[0], [value] if isinstance(value, str) else key.default
         return Problem(name, value, f"an array, each item {describe_type(item)}", f"write {literal(example)}")

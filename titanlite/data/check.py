@@ -22,7 +22,7 @@ from titanlite.data.sources.text import Text
 from titanlite.data.sources.tokens import Tokens, manifests_of
 from titanlite.data.tasks import check_tasks, tasks_with_conversations
 from titanlite.data.tokenizer import Tokenizer, read_chat_template, tokenizer_file
-from titanlite.runtime.errors import Problem, Rules, UserError, check_ranges
+from titanlite.runtime.errors import Problem, Rules, UserError
 from titanlite.runtime.plugins import is_of_program
 
 TRAIN_TOKENIZER = "titanlite train-tokenizer CONFIG --out DIR"
@@ -59,7 +59,7 @@ def check_data(
 
     checks_files: also check the sources' files, which must exist.
     """
-    rules = Rules("data", section, check_ranges(section, "data"))
+    rules = Rules("data", section)
     rules.require("sources", section.sources, "at least one source", "add a [[data.sources]] table")
     streams = global_batch_size if section.num_streams == -1 else section.num_streams
     automatic = f"; -1 is training.global_batch_size = {streams}" if section.num_streams == -1 else ""
@@ -85,7 +85,7 @@ def check_source(
         kinds = [kind for kind, other in KINDS.items() if has_key(other, field.name)]
         has_kind = getattr(config, field.name) == field.default or not kinds or config.kind in kinds
         rules.needs(field.name, has_kind, f"kind = {' or '.join(map(repr, kinds))}, not {config.kind!r}")
-    problems = [*rules.problems, *check_ranges(config, key), *source.check_keys(key)]
+    problems = [*rules.problems, *source.check_keys(key)]
     if checks_files:
         problems = problems or _check_formats(source, key)
         problems = problems or source.check_files(key)
@@ -342,7 +342,7 @@ def check_validation(
     data: the [data] section, whose settings apply to validation. vocab_size: the model's; 0 or less: unknown.
     has_tokenizer: whether the run has a tokenizer.
     """
-    rules = Rules("validation", section, check_ranges(section, "validation"))
+    rules = Rules("validation", section)
     if not section.enable:
         return rules.problems
     remedy = "add a [[validation.sources]] table"

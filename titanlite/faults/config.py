@@ -11,11 +11,9 @@ from titanlite.runtime.errors import Needs, ranged
 class FaultsConfig:
     """What a run does about numbers that are wrong."""
 
-    on_nonfinite: Literal["skip", "stop"] = "skip"
-    """Steps whose loss or gradient norm is NaN or infinite never change the weights. skip: training continues; stop:
-    the run stops at the next log line."""
     max_skipped_steps: int = ranged(10, "0 stops after the first skipped step", least=0)
-    """The run stops at the next log line after more skipped steps in a row than this."""
+    """Steps whose loss or gradient norm is NaN or infinite never change the weights. The run stops at the next log line
+    after more skipped steps in a row than this; 0: after the first one."""
     spike_factor: float = ranged(0.0, "8 finds steps far off; 0 disables it", above=1, below=math.inf, unset=0)
     """A step is a spike if its gradient norm is above this multiple of the last 128 steps' median; 0: disabled."""
     on_spike: Literal["warn", "skip"] = "warn"
@@ -23,9 +21,6 @@ class FaultsConfig:
     check_replicas_every: int = ranged(100, "0 disables the check", least=0)
     """Interval in steps of the comparison of replicated weights and optimizer state, bit for bit, between their ranks;
     also compared before each save and after the last step. 0: never."""
-    record_steps: int = ranged(100, "0 disables the record", least=0, most=1000)
-    """Number of last steps whose gradient norms by parameter and losses by sequence are kept in the dump folder, for
-    titanlite replay. 0: none."""
 
 
 NEEDS = {"on_spike": Needs("faults.spike_factor above 0", lambda section: section.spike_factor > 0)}

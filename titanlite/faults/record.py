@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from titanlite.batch import StepStats
 from titanlite.data.preparation import Int64s
 from titanlite.faults.replicas import is_replicated
-from titanlite.parallel.clip import NormType
 from titanlite.parallel.mesh import PARAMETER_AXES, Mesh
 from titanlite.runtime.agreement import run_on_all_ranks
 from titanlite.runtime.json_files import parse_json, read_regular
@@ -34,6 +33,9 @@ RECORD_FOLDER = "records"
 
 UNFINISHED = "unfinished.new"
 """Name of a file that is being written: always the same, so that a kill leaves at most one."""
+
+RECORDED_STEPS = 100
+"""Steps that a record keeps: the last ones of its launch."""
 
 MAX_RECORDS = 8
 """Launches whose records are kept."""
@@ -93,7 +95,6 @@ class StepRecorder:
 
     def __init__(
         self,
-        capacity: int,
         dump_folder: str,
         model_parts: Sequence[nn.Module],
         stages: Sequence[int],
@@ -101,7 +102,6 @@ class StepRecorder:
         group: dist.ProcessGroup,
         *,
         sequences: int,
-        norm_type: NormType,
         counts_loss: bool,
         about: Mapping[str, Any],
     ) -> None:
@@ -121,11 +121,9 @@ class StepRecorder:
         self._own = torch.tensor([index for index, is_counted in enumerate(counts) if is_counted], dtype=torch.int64)
         self._columns = torch.tensor(columns)[self._own]
         self._shape = (count, sequences)
-        self._reduction = dist.ReduceOp.MAX if norm_type == "inf" else dist.ReduceOp.SUM
-        self._power = 1 if norm_type == "inf" else 2
         self._counts_loss = counts_loss
         self._group = group
-        self._rows: deque[dict[str, Tensor]] = deque(maxlen=capacity)
+        self._rows: deque[dict[str, Tensor]] = deque(maxlen=RECORDED_STEPS)
         self.replay_command = f"titanlite replay {shlex.quote(dump_folder)} --step"
         """Without the number of the step."""
         self._file: Path | None = None
@@ -137,8 +135,7 @@ class StepRecorder:
     def write(self, steps: Sequence[NotedStep]) -> None:
         """Add steps to the record. A collective over all ranks: two all-reduces, however many steps. Waits for the
         device. A file that cannot be written is reported once; training continues without a record."""
-        assert self._rows.maxlen is not None
-        steps = steps[-self._rows.maxlen :]
+        steps = steps[-RECORDED_STEPS:]
         if not steps:
             return
         stats = [step.stats for step in steps]
@@ -146,13 +143,13 @@ class StepRecorder:
         device = stats[0].shard_norms.device
         norms = torch.zeros(len(steps), num_parameters, dtype=torch.float64, device=device)
         own = torch.stack([each.shard_norms for each in stats])
-        norms[:, self._columns.to(device)] = own[:, self._own.to(device)] ** self._power
+        norms[:, self._columns.to(device)] = own[:, self._own.to(device)] ** 2
         losses = torch.zeros(len(steps), num_sequences, dtype=torch.float64, device=device)
         if self._counts_loss:
             for row, step in zip(losses, steps, strict=True):
                 own = torch.tensor(step.sequences, dtype=torch.int64) - step.first_sequence
                 row[own.to(device)] = step.stats.row_losses.double()
-        dist.all_reduce(norms, self._reduction, group=self._group)
+        dist.all_reduce(norms, group=self._group)
         dist.all_reduce(losses, group=self._group)
         if self._file is None:
             return
@@ -160,8 +157,7 @@ class StepRecorder:
             torch.stack([number.double() for number in (each.num_valid, each.skipped, each.grad_norm)])
             for each in stats
         ]
-        norms = norms ** (1.0 / self._power)
-        values = torch.cat([torch.stack(scalars), norms, losses], dim=1).cpu()  # one transfer
+        values = torch.cat([torch.stack(scalars), norms.sqrt(), losses], dim=1).cpu()  # one transfer
         columns = {
             "step": torch.tensor([step.number for step in steps]),
             "first_sequence": torch.tensor([step.first_sequence for step in steps]),

@@ -37,7 +37,7 @@ class SkippedSteps:
     """Explains skipped steps at log lines, and stops a run that skips too many.
 
     stages: pipeline stage of each of this rank's model_parts. group: all ranks, with gloo. counts_loss: whether this
-    rank counts the loss of its rows. recorder: records every step; None: no record.
+    rank counts the loss of its rows. recorder: records every step.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SkippedSteps:
         stages: Sequence[int],
         loader: Loader,
         group: dist.ProcessGroup,
-        recorder: StepRecorder | None,
+        recorder: StepRecorder,
         *,
         counts_loss: bool,
     ) -> None:
@@ -80,8 +80,7 @@ class SkippedSteps:
         if not self._steps:
             return
         steps, self._steps = self._steps, []
-        if self._recorder is not None:
-            self._recorder.write(steps)  # first: the record of a step that stops the run is needed most
+        self._recorder.write(steps)  # first: the record of a step that stops the run is needed most
         ratios = torch.stack([step.stats.spike_ratio for step in steps])
         flags = torch.stack([step.stats.skipped for step in steps]).to(ratios.dtype)
         values = torch.stack([flags, ratios]).T.tolist()  # the same on all ranks
@@ -98,7 +97,7 @@ class SkippedSteps:
             causes = run_on_all_ranks(lambda: self._cause(step), self._group)
             lines.append(_explain(step.number, int(step.stats.num_valid), causes, len(broken)))
             if step.stats.num_valid:
-                lines += self._hint(step)
+                lines.append(self._hint(step))
         if spikes:
             spike, ratio = spikes[0]
             found = run_on_all_ranks(lambda: self._largest_losses(spike), self._group)
@@ -108,19 +107,17 @@ class SkippedSteps:
             ]
             norm = float(spike.stats.grad_norm)
             lines.append(_explain_spike(spike.number, norm, ratio, self._section, sorted(samples)[::-1], len(spikes)))
-            lines += self._hint(spike)
+            lines.append(self._hint(spike))
         unchanged = "skipped steps did not change the weights"
         if longest > self._section.max_skipped_steps:
             limit = f"faults.max_skipped_steps = {self._section.max_skipped_steps}"
             raise RanksError("\n".join([*lines, f"{limit}: {longest} steps in a row were skipped; {unchanged}"]))
-        if self._section.on_nonfinite == "stop" and any(step.stats.num_valid for step in broken):
-            raise RanksError("\n".join([*lines, f'faults.on_nonfinite = "stop"; {unchanged}']))
         if lines:
             warn_on_rank_0("\n".join([*lines, "  training continues"]), self._group)
 
-    def _hint(self, step: NotedStep) -> list[str]:
-        """The command that computes the step again, if it is recorded."""
-        return [f"  to compute it again: {self._recorder.replay_command} {step.number}"] if self._recorder else []
+    def _hint(self, step: NotedStep) -> str:
+        """The command that computes the step again."""
+        return f"  to compute it again: {self._recorder.replay_command} {step.number}"
 
     def _place(self, step: NotedStep, row: int) -> str:
         return f"sequence {step.sequences[row]}, {self._loader.locate(Origin(*step.origins[row].tolist()))}"

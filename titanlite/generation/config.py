@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from titanlite.runtime.errors import Needs, Problem, Rules, check_ranges, ranged
+from titanlite.runtime.errors import Needs, Problem, Rules, ranged
 
 
 @dataclass(frozen=True)
@@ -17,24 +17,17 @@ class SamplesConfig:
     max_new_tokens: int = ranged(64, "set a positive number", least=1)
     """Maximum tokens per prompt; fewer if the model has fewer positions left, or the document ends."""
     temperature: float = ranged(0.0, "write 0 for the most likely token", least=0, below=math.inf)
-    """Divides the logits; 0: always the most likely token."""
-    seed: int = ranged(0, "write a number in this range", least=0, most=2**63 - 1)
-    """Seed of the draws, if temperature is above 0; the same in each step."""
+    """Divides the logits; 0: always the most likely token. Each step draws with the same seed."""
 
 
 _SAMPLES = Needs("samples.prompts", lambda section: section.prompts)
-NEEDS = {
-    **dict.fromkeys(("interval", "max_new_tokens", "temperature"), _SAMPLES),
-    "seed": Needs(
-        "samples.prompts and a temperature above 0", lambda section: section.prompts and section.temperature > 0
-    ),
-}
+NEEDS = dict.fromkeys(("interval", "max_new_tokens", "temperature"), _SAMPLES)
 """See Needs."""
 
 
 def check_samples(section: SamplesConfig, *, has_tokenizer: bool) -> list[Problem]:
     """Check [samples]. has_tokenizer: whether the run will have a tokenizer."""
-    rules = Rules("samples", section, check_ranges(section, "samples"))
+    rules = Rules("samples", section)
     rule, remedy = "empty without a tokenizer: the data are tokens", "set tokenizer.path, or remove the prompts"
     rules.require("prompts", has_tokenizer or not section.prompts, rule, remedy)
     return rules.problems

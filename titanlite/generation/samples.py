@@ -77,7 +77,7 @@ class Samples:
         steps = generate(
             model,
             [prompt.ids for prompt in self.prompts],
-            Sampling(section.temperature, seed=section.seed),
+            Sampling(section.temperature),
             max_new_tokens=min(section.max_new_tokens, room),
             eos_ids=self.eos_ids,
         )

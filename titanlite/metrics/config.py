@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import PurePath
 
-from titanlite.runtime.errors import Needs, Problem, Rules, check_ranges, ranged
+from titanlite.runtime.errors import Needs, Problem, Rules, ranged
 from titanlite.runtime.job_lock import JOB_LOCK_FILE
 
 METRICS_FILE = "metrics.jsonl"
@@ -13,13 +12,14 @@ RUN_FILE = "run.json"
 SAMPLES_FILE = "samples.jsonl"
 EXPERTS_FILE = "experts.jsonl"
 LOG_FILE = "train.log"
+TENSORBOARD_FOLDER = "tb"
 WANDB_FOLDER = "wandb"
 MLFLOW_FOLDER = "mlruns"
 OWN_FILES = (
     *("config.toml", "tokenizer", METRICS_FILE, RUN_FILE, SAMPLES_FILE, EXPERTS_FILE, LOG_FILE, JOB_LOCK_FILE),
-    *("ledger", "records", "faults", "traces", "memory_snapshots", WANDB_FOLDER, MLFLOW_FOLDER),
+    *("ledger", "records", "faults", "traces", "memory_snapshots", TENSORBOARD_FOLDER, WANDB_FOLDER, MLFLOW_FOLDER),
 )
-"""Files and folders that a run writes into job.dump_folder, in addition to the configured folders."""
+"""Files and folders that a run writes into job.dump_folder, in addition to checkpoint.folder."""
 
 PACKAGES = {
     "tensorboard": ("tensorboard", "pip install tensorboard"),
@@ -37,8 +37,6 @@ class MetricsConfig:
     """Steps between log lines; step 1 and the last step are always logged."""
     loggers: tuple[str, ...] = ("console", "jsonl")
     """Where the numbers go: console, jsonl (metrics.jsonl, required), tensorboard, wandb, mlflow: docs/loggers.md."""
-    folder: str = "tb"
-    """TensorBoard's folder, inside job.dump_folder."""
     project: str = ""
     """Project in W&B, experiment in MLflow. Empty: as their variables say, else titanlite."""
     group: str = ""
@@ -57,25 +55,17 @@ def _has_one(section: MetricsConfig, names: Sequence[str]) -> bool:
 
 
 _TRACKS = Needs('"wandb" or "mlflow" in metrics.loggers', lambda section: _has_one(section, ("wandb", "mlflow")))
-NEEDS = {
-    "folder": Needs('"tensorboard" in metrics.loggers', lambda section: _has_one(section, ("tensorboard",))),
-    **dict.fromkeys(("project", "group", "tags"), _TRACKS),
-}
+NEEDS = dict.fromkeys(("project", "group", "tags"), _TRACKS)
 """See Needs."""
 
 
 def check_metrics(section: MetricsConfig) -> list[Problem]:
     """Check [metrics]."""
-    rules = Rules("metrics", section, check_ranges(section, "metrics"))
+    rules = Rules("metrics", section)
     rule = f'with "jsonl": a resumed run and `titanlite report` read {METRICS_FILE}'
     remedy = f"add it: {[*section.loggers, 'jsonl']}".replace("'", '"')
     rules.require("loggers", "jsonl" in section.loggers, rule, remedy)
     missing = [name for name in PACKAGES if name in section.loggers and find_spec(PACKAGES[name][0]) is None]
     rule = f"loggers whose packages are installed: {', '.join(missing)} is missing"
     rules.require("loggers", not missing, rule, " and ".join(PACKAGES[name][1] for name in missing))
-    folder, own = PurePath(section.folder), ("checkpoint", *OWN_FILES)
-    inside = folder.parts and not folder.is_absolute() and ".." not in folder.parts
-    if rules.require("folder", inside, "a folder inside job.dump_folder, without '..'", 'a plain name such as "tb"'):
-        rule = f"not a name that the run itself uses ({', '.join(own)})"
-        rules.require("folder", folder.parts[0] not in own, rule, 'another name, such as "tb"')
     return rules.problems

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.background import BackgroundSink, Service, describe
-from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, SAMPLES_FILE, MetricsConfig
+from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, SAMPLES_FILE, TENSORBOARD_FOLDER, MetricsConfig
 from titanlite.metrics.console import ConsoleSink
 from titanlite.metrics.experts import ExpertsRecord, ExpertsRow
 from titanlite.metrics.history import keep_rows
@@ -94,7 +94,7 @@ def build_sinks(
                 if has_experts:
                     sinks.append(JsonlSink(folder / EXPERTS_FILE, ExpertsRecord))
             case "tensorboard":
-                sinks.append(TensorBoardSink(folder / section.folder, resume_step, resume_tokens, about))
+                sinks.append(TensorBoardSink(folder / TENSORBOARD_FOLDER, resume_step, resume_tokens, about))
             case _:
                 try:
                     sinks.append(BackgroundSink(SERVICES[name](section, folder, about)))

@@ -67,16 +67,7 @@ class AdamWInBfloat16(SkippingOptimizer):
 def build(arguments: Arguments) -> torch.optim.Optimizer:
     if arguments.section.state_dtype == "bfloat16":
         return AdamWInBfloat16(arguments)
-    section, fused = arguments.section, arguments.implementation == "fused"
-    return EagerAdamW(
-        arguments.groups,
-        lr=section.lr,
-        eps=section.eps,
-        foreach=arguments.implementation == "foreach",
-        fused=fused,
-        # Keeps step counts on the device, where updates are decided; torch supports this on accelerators only.
-        capturable=not fused and arguments.device.type != "cpu",
-    )
+    return EagerAdamW(arguments.groups, lr=arguments.section.lr, eps=arguments.section.eps, fused=True)
 
 
-ADAMW = OptimizerKind(build, options=("beta1", "beta2"), has_fused=True)
+ADAMW = OptimizerKind(build, options=("beta1", "beta2"))

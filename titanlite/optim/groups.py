@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titanlite.models.family import Plan
 from titanlite.optim.optimizer import GroupConfig, OptimizerConfig, OptimizerKind
-from titanlite.runtime.errors import Problem, Rules, check_ranges
+from titanlite.runtime.errors import Problem, Rules
 
 DEFAULT = GroupConfig()
 """Of the parameters that no group has."""
@@ -60,12 +60,11 @@ def options_of(section: OptimizerConfig, group: GroupConfig, kind: OptimizerKind
         own: float = getattr(group, key)
         return own if own != -1 else getattr(section, key)
 
-    momentum = value("momentum")
     return {
         "lr_factor": group.lr_factor,
         "weight_decay": value("weight_decay") if decays else 0.0,
-        "betas": (value("beta1"), value("beta2")),
-        "momentum": kind.momentum if momentum == -1 else momentum,
+        "betas": (section.beta1, value("beta2")),
+        "momentum": kind.momentum if section.momentum == -1 else section.momentum,
     }
 
 
@@ -97,7 +96,7 @@ def check_groups(
     problems: list[Problem] = []
     for index, group in enumerate(section.groups):
         name = f"optimizer.groups.{index}"
-        problems += _check_names(Rules(name, group, check_ranges(group, name)), list(named))
+        problems += _check_names(Rules(name, group), list(named))
     problems += _check_conflicts(section.groups, list(named))
     return problems or _check_options(section, kinds, named, plan)
 
@@ -154,9 +153,8 @@ def _check_options(
         remedy = "remove this group, or a name from the others"
         rules.require("parameters", optimizers, "at least one parameter that no other group names", remedy)
         used = {option for name in optimizers for option in kinds[name].options}
-        for key in ("beta1", "beta2", "momentum"):
-            has_option = not optimizers or key in used or getattr(each, key) == -1
-            rules.needs(key, has_option, f"an optimizer that has it, not with {' and '.join(sorted(optimizers))}")
+        has_option = not optimizers or "beta2" in used or each.beta2 == -1
+        rules.needs("beta2", has_option, f"an optimizer that has it, not with {' and '.join(sorted(optimizers))}")
     return problems
 
 

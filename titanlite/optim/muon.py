@@ -50,7 +50,6 @@ class Muon(SkippingOptimizer):
         groups: list[dict[str, Any]],
         *,
         lr: float,
-        nesterov: bool,
         steps: int,
         coefficients: tuple[float, float, float],
         dtype: torch.dtype,
@@ -59,7 +58,7 @@ class Muon(SkippingOptimizer):
     ) -> None:
         """groups: see Arguments. dtype: of the orthogonalization and its messages."""
         super().__init__(groups, {"lr": lr})
-        self._nesterov, self._adjustment, self._dtype = nesterov, adjustment, dtype
+        self._adjustment, self._dtype = adjustment, dtype
         self._orthogonalize = partial(orthogonalize, steps=steps, coefficients=coefficients)
         self._parameters = list(self.each())
         self._wide = torch.promote_types(self._parameters[0][0].dtype, torch.float32)
@@ -83,9 +82,8 @@ class Muon(SkippingOptimizer):
             return torch.zeros_like(before, dtype=self._dtype)
         gradient, decay = matrix.part_of(local_part(parameter.grad)).to(self._wide), group["momentum"]
         after = before.to(self._wide).lerp(gradient, 1 - decay)
-        direction = gradient.lerp(after, decay) if self._nesterov else after
         before.copy_(torch.where(self._ok, after.to(before.dtype), before))
-        return direction.to(self._dtype)
+        return gradient.lerp(after, decay).to(self._dtype)  # Nesterov's form
 
     def _update(self, matrix: Matrix, result: Tensor) -> None:
         """Update this rank's part of the weights. result: of the orthogonalized matrix."""
@@ -106,7 +104,6 @@ def build(arguments: Arguments) -> Muon:
     return Muon(
         arguments.groups,
         lr=section.lr,
-        nesterov=section.nesterov,
         steps=section.newton_schulz_steps,
         coefficients=(a, b, c),
         dtype=muon_dtype(section, first.dtype),

@@ -26,12 +26,8 @@ class GroupConfig:
     """Factor of the learning rate."""
     weight_decay: float = ranged(-1.0, "0 switches weight decay off", least=0, unset=-1)
     """Weight decay; weight_decay_skip applies in the group, too."""
-    beta1: float = ranged(-1.0, "0.9 is the usual value", least=0, below=1, unset=-1)
-    """AdamW, Lion: see [optimizer]."""
     beta2: float = ranged(-1.0, "0.95 is the usual value", least=0, below=1, unset=-1)
     """AdamW, Lion: see [optimizer]."""
-    momentum: float = ranged(-1.0, "0.95 is the usual value", least=0, below=1, unset=-1)
-    """Muon, SGD: see [optimizer]."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +51,6 @@ class OptimizerConfig:
     mesh, so that small changes are kept on average; nearest: they are lost."""
     momentum: float = ranged(-1.0, "0.95 is the usual value", least=0, below=1, unset=-1)
     """Muon, SGD: decay of the momentum; -1: 0.95 for Muon, and 0, so no momentum, for SGD."""
-    nesterov: bool = True
-    """Muon: orthogonalize a mixture of gradient and momentum, in place of the momentum."""
     newton_schulz_steps: int = ranged(5, "5 is the usual number", least=1)
     """Muon: iterations of the orthogonalization."""
     newton_schulz_coefficients: tuple[float, ...] = (3.4445, -4.775, 2.0315)
@@ -73,8 +67,6 @@ class OptimizerConfig:
     """Parameters without weight decay: shell patterns, matched against the full parameter name."""
     ema_decay: float = ranged(0.0, "0 keeps no average; 0.999 is usual for 10,000 steps", least=0, below=1)
     """Decay per step of an average of the weights, which checkpoints have beside the weights; 0: no average."""
-    implementation: Literal["auto", "fused", "foreach", "for-loop"] = "auto"
-    """Of AdamW and SGD. auto: fused AdamW, foreach SGD. torch has no fused SGD for sharded parameters."""
     groups: tuple[GroupConfig, ...] = ()
     """Groups of parameters with an optimizer or hyper-parameters of their own."""
 
@@ -97,12 +89,11 @@ class Arguments:
     """What an optimizer is built from.
 
     groups: torch's parameter groups: pairs of name and parameter, lr_factor, weight_decay, betas, momentum, decays.
-    implementation: resolved. sharing: the ranks that hold parts of the parameters. seed: of random numbers.
+    sharing: the ranks that hold parts of the parameters. seed: of random numbers.
     """
 
     groups: list[dict[str, Any]]
     section: OptimizerConfig
-    implementation: Literal["fused", "foreach", "for-loop"]
     device: torch.device
     sharing: Sharing
     seed: int
@@ -112,14 +103,12 @@ class Arguments:
 class OptimizerKind:
     """An optimizer: an entry of titanlite.optim.registry, chosen by optimizer.name.
 
-    options: keys of GroupConfig that it uses, beside lr_factor and weight_decay. has_fused: whether torch has a fused
-    form for sharded parameters. takes_matrices: whether it updates only matrices, and stacks of them. momentum: for
-    optimizer.momentum = -1.
+    options: of beta1, beta2 and momentum, those that it uses. takes_matrices: whether it updates only matrices, and
+    stacks of them. momentum: for optimizer.momentum = -1.
     """
 
     build: Callable[[Arguments], torch.optim.Optimizer]
     options: tuple[str, ...]
-    has_fused: bool = False
     takes_matrices: bool = False
     momentum: float = 0.0
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from titanlite.optim.rounding import rounding_bytes
 from titanlite.optim.sgd import SGD
 from titanlite.optim.weight_average import average_bytes
 from titanlite.parallel.mesh import Sharing
-from titanlite.runtime.errors import Needs, Problem, Rules, check_ranges
+from titanlite.runtime.errors import Needs, Problem, Rules
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
     "AdamW": ADAMW,
@@ -67,15 +67,11 @@ NEEDS = {
     ),
     "momentum": _uses("Muon", "SGD"),
     **dict.fromkeys(
-        ("nesterov", "newton_schulz_steps", "newton_schulz_coefficients", "newton_schulz_dtype", "adjust_lr"),
+        ("newton_schulz_steps", "newton_schulz_coefficients", "newton_schulz_dtype", "adjust_lr"),
         _uses("Muon"),
     ),
     "weight_decay_skip": Needs(
         "weight decay", lambda section: any(each.weight_decay > 0 for each in (section, *section.groups))
-    ),
-    "implementation": Needs(
-        'SGD, or AdamW with optimizer.state_dtype = "auto"',
-        lambda section: _has_one(section, ("SGD", "AdamW") if section.state_dtype == "auto" else ("SGD",)),
     ),
 }
 """See Needs."""
@@ -83,19 +79,12 @@ NEEDS = {
 
 def check_optimizer(section: OptimizerConfig) -> list[Problem]:
     """Problems of [optimizer] that do not depend on the parameters."""
-    rules = Rules("optimizer", section, check_ranges(section, "optimizer"))
+    rules = Rules("optimizer", section)
     names = sorted({section.name, *(group.optimizer for group in section.groups)} - {"auto"})
-    slower = [name for name in names if name != "Muon" and not OPTIMIZERS[name].has_fused]
-    rule = f'not "fused": torch has no fused {" and ".join(slower)} for sharded parameters'
-    remedy = 'use "auto" or "foreach", or optimizer.name = "AdamW"'
-    rules.require("implementation", section.implementation != "fused" or not slower, rule, remedy)
     has_momentum = section.momentum == -1 or any("momentum" in OPTIMIZERS[name].options for name in names)
     rules.needs("momentum", has_momentum, f"Muon or SGD, not with {' and '.join(names)}")
     three = len(section.newton_schulz_coefficients) == 3
     rules.require("newton_schulz_coefficients", three, "three numbers", "leave it out for the default")
-    rule = '"auto" with moments in bfloat16: torch\'s AdamW needs moments in the dtype of the weights'
-    is_own = section.state_dtype == "auto" or section.implementation in ("auto", "for-loop")
-    rules.require("implementation", is_own, rule, "leave it out")
     return rules.problems
 
 
@@ -121,13 +110,6 @@ def check_parameters(
     return rules.problems
 
 
-def resolve_implementation(section: OptimizerConfig, name: str) -> Literal["fused", "foreach", "for-loop"]:
-    """The implementation of an optimizer, with "auto" resolved to fused if supported, else foreach."""
-    if section.implementation == "for-loop":
-        return "for-loop"
-    return "fused" if section.implementation != "foreach" and OPTIMIZERS[name].has_fused else "foreach"
-
-
 def build_optimizer(
     section: OptimizerConfig,
     named: Mapping[str, nn.Parameter],
@@ -150,8 +132,7 @@ def _optimizers(
     for group in groups:
         by_name.setdefault(group.optimizer, []).append({"params": list(group.parameters.items()), **group.options})
     return [
-        OPTIMIZERS[name].build(Arguments(torchs, section, resolve_implementation(section, name), device, sharing, seed))
-        for name, torchs in by_name.items()
+        OPTIMIZERS[name].build(Arguments(torchs, section, device, sharing, seed)) for name, torchs in by_name.items()
     ]
 
 
@@ -190,10 +171,9 @@ def memory_bytes(section: OptimizerConfig, shards: Mapping[str, Tensor], plan: P
     """(bytes of the state after a step, temporary bytes of an update), with those of the average of the weights.
     Allocates nothing of their size.
 
-    shards: this rank's, by name. The step count of each tensor is on the device (fused, or any implementation on an
-    accelerator) or on the host. Temporary: a copy of weights and state of optimizers that cannot skip an update, and
-    with foreach a tensor of the size of each parameter; for the others, tensors of the size of one parameter. Those of
-    Muon depend on the mesh: titanlite/planning/owners.py.
+    shards: this rank's, by name. Temporary: a copy of weights and state of optimizers that cannot skip an update, and
+    a tensor of the size of each parameter, as of SGD's foreach form; for the others, tensors of the size of one
+    parameter. Those of Muon depend on the mesh: titanlite/planning/owners.py.
     """
     state, update = average_bytes(section.ema_decay, shards.values())
     for group in divide(section, OPTIMIZERS, shards, plan):
@@ -214,7 +194,7 @@ def memory_bytes(section: OptimizerConfig, shards: Mapping[str, Tensor], plan: P
         state += own
         if not skips_by_itself(optimizer):
             weights = sum(parameter.numel() * parameter.itemsize for parameter in group.parameters.values())
-            update += own + weights * (2 if resolve_implementation(section, group.optimizer) == "foreach" else 1)
+            update += own + 2 * weights
         elif isinstance(optimizer, SkippingOptimizer) and group.optimizer in WIDE_TENSORS:
             largest = max(parameter.numel() for parameter in group.parameters.values())
             wide = torch.promote_types(next(iter(samples)), torch.float32).itemsize

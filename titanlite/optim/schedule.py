@@ -1,38 +1,38 @@
 """Learning-rate schedule: a pure function of the step, without state to checkpoint."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 
-from titanlite.runtime.errors import Needs, Problem, check_ranges, ranged
+from titanlite.runtime.errors import Needs, ranged
+
+Length = int | str
+LENGTHS = ("warmup_steps", "final_decay_steps", "decay_steps")
+"""The keys whose values are a Length."""
+LENGTH_RULE = 'a number of steps, or a text "N tokens" or "N %" (of training.steps, up to 100)'
+LENGTH_PATTERN = r"^(?:([0-9](?:_?[0-9]){0,17}) tokens|(100|[0-9]{1,2}(?:\.[0-9]{1,9})?) ?%)$"
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
     """Warm-up, constant learning rate, decay. Steps count from 1; step 1 has a learning rate above 0.
 
-    At most one key of each length is given, in steps, tokens or as a ratio. The decay is over all steps after the
-    warm-up if no key gives its length.
+    A length is a number of steps, or a text: "2_000_000 tokens", rounded up to full steps, or "5 %" of training.steps,
+    rounded. At most one key gives the length of the decay; by default, it is over all steps after the warm-up.
     """
 
-    warmup_steps: int = ranged(100, "0 starts at the full learning rate", least=0)
-    """Steps of linear warm-up; may exceed training.steps."""
-    warmup_tokens: int = ranged(-1, "leave it out to give warmup_steps", least=0, unset=-1)
-    """Tokens of the warm-up in place of warmup_steps, rounded up to full steps."""
-    warmup_ratio: float = ranged(-1.0, "0.01 warms up for a hundredth of the run", least=0, most=1, unset=-1)
-    """Fraction of training.steps in place of warmup_steps."""
+    warmup_steps: Length = ranged(100, "0 starts at the full learning rate", least=0)
+    """Length of the linear warm-up; may exceed training.steps."""
     decay: str = "linear"
     """Shape of the decay from optimizer.lr to min_lr_factor x optimizer.lr; none keeps optimizer.lr."""
-    final_decay_steps: int = ranged(-1, "leave it out to decay over all steps after the warm-up", least=1, unset=-1)
-    """Length of the decay in steps, at the end of the run, at most the entire run: warm-up, stable, decay (WSD)."""
-    final_decay_tokens: int = ranged(-1, "leave it out to give final_decay_steps", least=1, unset=-1)
-    """Tokens of the decay in place of final_decay_steps, rounded up to full steps."""
+    final_decay_steps: Length = ranged(-1, "leave it out to decay over all steps after the warm-up", least=1, unset=-1)
+    """Length of the decay at the end of the run, at most the entire run: warm-up, stable, decay (WSD)."""
     decay_ratio: float = ranged(-1.0, "0.2 decays over the last fifth of the run", above=0, most=1, unset=-1)
     """Length of the decay as a fraction of training.steps, at the end of the run."""
-    decay_steps: int = ranged(-1, "leave it out to decay over all steps after the warm-up", least=1, unset=-1)
-    """Length of the decay in steps, right after the warm-up, independent of training.steps."""
-    decay_tokens: int = ranged(-1, "leave it out to give decay_steps", least=1, unset=-1)
-    """Tokens of the decay in place of decay_steps, rounded up to full steps."""
+    decay_steps: Length = ranged(-1, "leave it out to decay over all steps after the warm-up", least=1, unset=-1)
+    """Length of the decay right after the warm-up; in steps or tokens, independent of training.steps."""
     min_lr_factor: float = ranged(0.1, "0.1 ends at a tenth of optimizer.lr", least=0, most=1)
     """Learning rate at the end of the decay and after it, as a factor of optimizer.lr."""
 
@@ -43,7 +43,7 @@ NEEDS = {
         "lr_schedule.min_lr_factor below 1", lambda section: section.decay == "none" or section.min_lr_factor < 1
     ),
     "min_lr_factor": Needs("lr_schedule.decay other than none", lambda section: section.decay != "none"),
-    **dict.fromkeys(("final_decay_steps", "final_decay_tokens", "decay_ratio", "decay_steps", "decay_tokens"), _DECAYS),
+    **dict.fromkeys(("final_decay_steps", "decay_ratio", "decay_steps"), _DECAYS),
 }
 """See Needs."""
 
@@ -58,9 +58,12 @@ DECAY_SHAPES: dict[str, Callable[[float], float]] = {
 }
 
 
-def check_schedule(section: ScheduleConfig) -> list[Problem]:
-    """Check [lr_schedule]. warmup_steps may exceed training.steps, so that a shortened run keeps its warm-up."""
-    return check_ranges(section, "lr_schedule")
+def steps_of(text: str, tokens_per_step: int, steps: int) -> int:
+    """The steps of a length that is a valid text. steps: of the run."""
+    match = re.fullmatch(LENGTH_PATTERN, text)
+    assert match is not None, text
+    tokens, percent = match.groups()
+    return -(-int(tokens) // tokens_per_step) if tokens else round(float(Fraction(percent) / 100) * steps)
 
 
 def decays(section: ScheduleConfig) -> bool:
@@ -68,19 +71,28 @@ def decays(section: ScheduleConfig) -> bool:
     return section.decay != "none" and section.min_lr_factor < 1.0
 
 
+def in_steps(length: Length) -> int:
+    """A resolved length."""
+    assert isinstance(length, int), length
+    return length
+
+
 def decay_span(section: ScheduleConfig, steps: int) -> tuple[int, int]:
     """(last step before the decay, length of the decay in steps), also for decay = "none".
 
-    section: with tokens and the ratio of the warm-up resolved to steps. steps: of the run.
+    section: with lengths in steps. steps: of the run.
     """
-    if section.decay_steps != -1:
-        return section.warmup_steps, section.decay_steps
-    if section.final_decay_steps != -1:
-        length = min(section.final_decay_steps, steps)
+    warmup, after_warmup, final = (
+        in_steps(getattr(section, key)) for key in ("warmup_steps", "decay_steps", "final_decay_steps")
+    )
+    if after_warmup != -1:
+        return warmup, after_warmup
+    if final != -1:
+        length = min(final, steps)
     elif section.decay_ratio != -1.0:
         length = max(1, round(section.decay_ratio * steps))
     else:
-        return section.warmup_steps, max(1, steps - section.warmup_steps)
+        return warmup, max(1, steps - warmup)
     return steps - length, length
 
 
@@ -95,13 +107,14 @@ def depends_on_steps(section: ScheduleConfig) -> bool:
 def build_schedule(section: ScheduleConfig, peak_lr: float, steps: int) -> Callable[[int], float]:
     """Learning rate as a function of the step, from 1: `peak_lr` times the smaller of warm-up and decay.
 
-    section: with tokens and the ratio of the warm-up resolved to steps.
+    section: with lengths in steps.
     """
     shape, minimum = DECAY_SHAPES[section.decay], section.min_lr_factor
     start, length = decay_span(section, steps)
+    warmup_steps = in_steps(section.warmup_steps)
 
     def lr(step: int) -> float:
-        warmup = min(1.0, step / section.warmup_steps) if section.warmup_steps else 1.0
+        warmup = min(1.0, step / warmup_steps) if warmup_steps else 1.0
         progress = min(max(step - start, 0) / length, 1.0)
         decay = minimum + (1.0 - minimum) * (1.0 - shape(progress))  # exact at both ends
         return peak_lr * min(warmup, decay)
@@ -112,9 +125,9 @@ def build_schedule(section: ScheduleConfig, peak_lr: float, steps: int) -> Calla
 def describe_schedule(section: ScheduleConfig, peak_lr: float, steps: int) -> str:
     """The phases of the schedule with their steps, for the log: "warm-up to 0.001 in steps 1 to 10, then constant".
 
-    section: with tokens and the ratio of the warm-up resolved to steps.
+    section: with lengths in steps.
     """
-    phases, warmup = [], section.warmup_steps
+    phases, warmup = [], in_steps(section.warmup_steps)
     start, length = decay_span(section, steps)
     if warmup:
         phases.append(f"warm-up to {peak_lr:g} in steps 1 to {warmup:,}")

@@ -1,16 +1,13 @@
 """Global gradient norm and gradient clipping, without a host read."""
 
-import math
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.runtime.dtensors import is_dtensor
-
-NormType = Literal["2", "inf"]
 
 
 class GradNorm(NamedTuple):
@@ -25,10 +22,8 @@ class GradNorm(NamedTuple):
 
 
 @torch.no_grad()
-def clip_grad_norm_(
-    model_parts: Iterable[nn.Module], max_norm: float, norm_type: NormType, pp_group: dist.ProcessGroup | None
-) -> GradNorm:
-    """Clip the gradients in place to a global norm of at most `max_norm`; return the norms before clipping.
+def clip_grad_norm_(model_parts: Iterable[nn.Module], max_norm: float, pp_group: dist.ProcessGroup | None) -> GradNorm:
+    """Clip the gradients in place to a global 2-norm of at most `max_norm`; return the norms before clipping.
 
     model_parts: this rank's parts of the model; the ranks of `pp_group` have the other stages (None: no pipeline).
     The total is the same on all ranks. If `max_norm` <= 0, gradients are not clipped. One all-reduce per mesh axis
@@ -48,19 +43,18 @@ def clip_grad_norm_(
             gradients[index] = local
             indices.append(index)
     zero = torch.zeros((), dtype=torch.float64, device=device)
-    norms = dict(zip(gradients, _norms(list(gradients.values()), norm_type, dtype), strict=True))
-    reduction = dist.ReduceOp.MAX if norm_type == "inf" else dist.ReduceOp.SUM
+    norms = dict(zip(gradients, _norms(list(gradients.values()), dtype), strict=True))
     parts = []
     for groups, indices in sharded.items():
         own = torch.stack([norms[index] for index in indices] or [zero])
-        part = own.amax() if norm_type == "inf" else own.square().sum()
+        part = own.square().sum()
         for group in groups:
-            dist.all_reduce(part, reduction, group=group)
+            dist.all_reduce(part, group=group)
         parts.append(part)
-    total = torch.stack(parts).amax() if norm_type == "inf" else torch.stack(parts).sum()
+    total = torch.stack(parts).sum()
     if pp_group is not None and pp_group.size() > 1:
-        dist.all_reduce(total, reduction, group=pp_group)
-    norm = (total if norm_type == "inf" else total.sqrt()).to(dtype)
+        dist.all_reduce(total, group=pp_group)
+    norm = total.sqrt().to(dtype)
     if max_norm > 0:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for indices in sharded.values():
@@ -69,18 +63,14 @@ def clip_grad_norm_(
     return GradNorm(norm, torch.stack([norms.get(index, zero) for index in range(len(parameters))]))
 
 
-def _norms(gradients: list[Tensor], norm_type: NormType, dtype: torch.dtype) -> Iterable[Tensor]:
-    """The norm of each gradient, or its largest absolute value for "inf": float64 scalars.
+def _norms(gradients: list[Tensor], dtype: torch.dtype) -> Iterable[Tensor]:
+    """The norm of each gradient: float64 scalars.
 
     Squares are added within rows in `dtype`, then over rows in float64. A single sum over a tensor would be inexact on
     CPUs: torch adds the squares sequentially, with an error of 1e-5 after 10^6 float32 elements and 1e-2 after 10^8.
     """
     if not gradients:
         return []
-    if norm_type == "inf":
-        largest = torch.stack(torch._foreach_norm(gradients, math.inf)).to(torch.float64)
-        # A maximum over ranks may drop NaN (gloo compares with <) but not infinity, which is not a finite norm either.
-        return largest.nan_to_num(nan=math.inf).unbind()
     rows = [torch.linalg.vector_norm(gradient, dim=-1, dtype=dtype) for gradient in gradients]
     return torch._foreach_norm(rows, 2, dtype=torch.float64)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.runtime.distributed import CommConfig, World, set_timeout
-from titanlite.runtime.errors import Needs, Problem, Rules, check_ranges, ranged
+from titanlite.runtime.errors import Needs, Problem, Rules, ranged
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from the outermost to the innermost, whose ranks are adjacent; ParallelismConfig has their degrees."""
@@ -59,8 +59,6 @@ class ParallelismConfig:
     the positions that chose them."""
     tp: int = ranged(1, "1 switches this axis off", least=1)
     """Tensor-parallel ranks: each holds a shard of every matrix, and of the sequence between the matrices."""
-    loss_parallel: bool = True
-    """With tp: the logits stay sharded along the vocabulary, and the loss is computed from the shards."""
     pp: int = ranged(1, "1 switches this axis off", least=1)
     """Pipeline-parallel ranks: each holds some of the layers."""
     pp_schedule: PipelineSchedule = "1F1B"
@@ -84,7 +82,6 @@ _PIPELINE = Needs("parallelism.pp above 1", lambda section: section.pp > 1)
 NEEDS = {
     "hardware": Needs('parallelism.layout = "auto"', lambda section: section.layout == "auto"),
     "context_parallel": Needs("parallelism.cp above 1", lambda section: section.cp > 1),
-    "loss_parallel": Needs("parallelism.tp above 1", lambda section: section.tp > 1),
     **dict.fromkeys(("pp_schedule", "pp_microbatch_size", "pp_split"), _PIPELINE),
 }
 """See Needs. Not valid if a search chooses the degrees, but for hardware."""
@@ -252,12 +249,12 @@ def part_of_rows(rows: Tensor, rank: int, cp: int, form: ContextParallel) -> Ten
 def shard_logits(section: ParallelismConfig, *, is_cross_entropy: bool = True) -> bool:
     """Whether logits stay sharded along the vocabulary, over the tp axis. is_cross_entropy: whether the loss is; any
     other needs the full vocabulary."""
-    return section.loss_parallel and section.tp > 1 and is_cross_entropy
+    return section.tp > 1 and is_cross_entropy
 
 
 def check_parallelism(section: ParallelismConfig, world_size: int) -> list[Problem]:
     """Check that degrees are positive and that their product is the world size."""
-    rules = Rules("parallelism", section, check_ranges(section, "parallelism"))
+    rules = Rules("parallelism", section)
     sizes = resolve_degrees(section, world_size)
     if rules.problems or math.prod(sizes.values()) == world_size:
         return rules.problems

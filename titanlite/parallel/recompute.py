@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from titanlite.models.family import Plan
 from titanlite.parallel.compile import can_split_compiled_backward
-from titanlite.runtime.errors import Needs, Problem, Rules, check_ranges, ranged
+from titanlite.runtime.errors import Needs, Problem, Rules, ranged
 
 SAVED_OPS: tuple[Any, ...] = (
     torch.ops.aten.mm.default,
@@ -38,10 +38,8 @@ class ActivationCheckpointConfig:
     """full: a block saves only its input; selective: see selective_policy; memory_budget: the compiler chooses what to
     recompute, see memory_budget."""
     selective_policy: Literal["layer", "op"] = "op"
-    """layer: every selective_every-th block saves only its input, the others all activations; op: all blocks save the
-    results of matrix products, attention and reductions."""
-    selective_every: int = ranged(2, "1 recomputes every block, 2 every other one", least=1)
-    """layer: blocks 0, selective_every, 2 x selective_every, ... are recomputed."""
+    """layer: every other block saves only its input, the others all activations; op: all blocks save the results of
+    matrix products, attention and reductions."""
     memory_budget: float = ranged(0.5, "0.5 is a start", least=0.0, most=1.0)
     """memory_budget: share of the activations that a compiled block may save, of those that it saves with mode "none".
     0: only its input. The compiler recomputes the cheapest operations."""
@@ -60,10 +58,6 @@ _RECOMPUTES = Needs(
 )
 NEEDS = {
     "selective_policy": Needs('activation_checkpoint.mode = "selective"', lambda section: section.mode == "selective"),
-    "selective_every": Needs(
-        'activation_checkpoint.mode = "selective" and selective_policy = "layer"',
-        lambda section: section.mode == "selective" and section.selective_policy == "layer",
-    ),
     "memory_budget": Needs(
         'activation_checkpoint.mode = "memory_budget"', lambda section: section.mode == "memory_budget"
     ),
@@ -87,7 +81,7 @@ def check_activation_checkpoint(
     weights separately from those of inputs. Each of the two passes recomputes, but torch's saved results of operations
     can be read only once, unless compilation merges the two.
     """
-    rules = Rules("activation_checkpoint", section, check_ranges(section, "activation_checkpoint"))
+    rules = Rules("activation_checkpoint", section)
     if section.mode == "memory_budget":
         rule = f"only for compiled blocks, with a backend of {', '.join(PARTITIONING_BACKENDS)}"
         remedy = 'compile.enable = true with compile.backend = "inductor", or mode = "selective"'
@@ -133,7 +127,7 @@ def apply_recompute(model: nn.Module, plan: Plan, section: ActivationCheckpointC
 def recomputes(section: ActivationCheckpointConfig, index: int) -> bool:
     """Whether the block `index` of the full model is recomputed, in full or by operation."""
     by_layer = section.mode == "selective" and section.selective_policy == "layer"
-    return section.mode in ("full", "selective") and (not by_layer or index % section.selective_every == 0)
+    return section.mode in ("full", "selective") and (not by_layer or index % 2 == 0)
 
 
 def _recomputed(forward: Callable[..., Any], section: ActivationCheckpointConfig) -> Callable[..., Any]:

@@ -17,9 +17,6 @@ def remedies(config: JobConfig, item: str) -> list[str]:
             'activation_checkpoint.mode = "full"': config.activation_checkpoint.mode != "full",
             "training.local_batch_size = 1": section.pp == 1 and training.local_batch_size > 1,
             "parallelism.pp_microbatch_size = 1": section.pp > 1 and section.pp_microbatch_size > 1,
-            "parallelism.loss_parallel = true": section.tp > 1
-            and not section.loss_parallel
-            and config.loss.is_cross_entropy,
             "a smaller loss.chunk_tokens": not config.loss.is_cross_entropy and config.loss.chunk_tokens != 1,
             'parallelism.pp_schedule = "1F1B" (fewer microbatches in flight)': section.pp > 1
             and section.pp_schedule != "1F1B",
@@ -35,7 +32,7 @@ def remedies(config: JobConfig, item: str) -> list[str]:
     if item == "update":
         optimizer = config.optimizer
         if "Muon" not in (optimizer.name, *(group.optimizer for group in optimizer.groups)):
-            return ['optimizer.implementation = "fused", which needs no copies', ranks]
+            return ['optimizer.name = "AdamW", which needs no copies', ranks]
         options = {
             'optimizer.newton_schulz_dtype = "bfloat16" (less precise updates)': optimizer.newton_schulz_dtype
             != "bfloat16",

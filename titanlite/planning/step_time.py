@@ -172,7 +172,7 @@ class Predictor:
         microbatch = microbatch_shape(config, plan.ranks[0].shape, profile.device)
         self.units = unit_seconds(
             *(self.timer, config.model.family, model, microbatch, config.parallelism.ep),
-            compiled=compiles_blocks(config.compile),
+            compiled=compiles_blocks(config.compile, model),
         )
 
     def step(self) -> StepTime:

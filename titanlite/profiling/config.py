@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from titanlite.runtime.errors import Needs, Problem, Rules, check_ranges, ranged
+from titanlite.runtime.errors import Needs, Problem, Rules, ranged
 
 TRACES_FOLDER = "traces"
 SNAPSHOTS_FOLDER = "memory_snapshots"
@@ -49,7 +49,7 @@ NEEDS = dict.fromkeys(("interval", "wait", "warmup", "active", "ranks"), _TRACES
 
 def check_profiling(section: ProfilingConfig, *, world_size: int, device_type: str, steps: int) -> list[Problem]:
     """Check [profiling]. steps: training.steps."""
-    rules = Rules("profiling", section, check_ranges(section, "profiling"))
+    rules = Rules("profiling", section)
     if rules.problems or not (section.enable_trace or section.enable_memory_snapshot):
         return rules.problems
     records = not section.enable_memory_snapshot or device_type == "cuda"

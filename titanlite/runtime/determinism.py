@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from titanlite.runtime.errors import Needs, ranged
+from titanlite.runtime.errors import ranged
 
 
 @dataclass(frozen=True)
@@ -17,14 +17,6 @@ class DebugConfig:
     """Seed of initial weights and of random numbers drawn by the model; data.seed is the seed of the data order."""
     deterministic: bool = False
     """Use deterministic algorithms only; disables cuDNN's benchmark and sets CUBLAS_WORKSPACE_CONFIG."""
-    deterministic_warn_only: bool = False
-    """With deterministic: operations without a deterministic implementation warn instead of failing."""
-
-
-NEEDS = {
-    "deterministic_warn_only": Needs("debug.deterministic = true", lambda section: section.deterministic),
-}
-"""See Needs."""
 
 
 def apply_determinism(section: DebugConfig) -> None:
@@ -32,7 +24,7 @@ def apply_determinism(section: DebugConfig) -> None:
     if not section.deterministic:
         return
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True, warn_only=section.deterministic_warn_only)
+    torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
 

@@ -158,7 +158,7 @@ def measure(config: JobConfig, run: Run, options: Options, failure: FailureRepor
     rank, device = run.mesh.world.rank, run.trainer.device
     if any(run.data_end.before_training()):
         raise UserError("the data is exhausted before the first step: increase data.sources.N.epochs")
-    with PacedGarbageCollection(config.training.gc_freq):
+    with PacedGarbageCollection():
         for _ in range(WARMUP_STEPS):
             take_step(run, failure)
         run.meter.flush()

@@ -254,7 +254,7 @@ def _opened(path: Path, *, verifies: bool = True, allow_import: bool) -> SavedRu
     except UnknownFormatError as error:
         raise UserError(f"{path}: {error}") from None
     for name, record in manifest.files.items() if verifies else ():
-        check_file(path, name, record, "full")
+        check_file(path, name, record)
     import_plugins_of(manifest.config, path, allowed=allow_import)
     values = dict(manifest.facts["model"])
     family = FAMILIES.get(values.pop("family"))

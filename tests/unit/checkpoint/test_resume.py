@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.checkpoint.making import content_of, make, write_unpublished
-from titanlite.checkpoint.config import Verify
 from titanlite.checkpoint.file_records import METADATA_FILE
 from titanlite.checkpoint.folder import published_steps, read_or_none, step_folder
-from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest
+from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
 from titanlite.checkpoint.start import (
     Found,
     check_tensors,
@@ -50,7 +49,7 @@ def test_a_run_with_only_a_lost_link_does_not_begin_at_step_0(tmp_path: Path, gr
     step_folder(tmp_path, 12).symlink_to("nowhere")
     assert prepare_folder(tmp_path, group) == ([], True)
     with pytest.raises(UserError, match=r"cannot resume from any checkpoint in .*: step-12\.invalid-"):
-        latest_valid(tmp_path, [], "full", group, any_one)
+        latest_valid(tmp_path, [], group, any_one)
 
 
 def any_one(_: Manifest) -> bool:
@@ -98,52 +97,37 @@ MESSAGES = {
     "another's": "MANIFEST.json belongs to step 5",
     "another's file": ".metadata (written by rank 3) has changed since it was written: its xxh3-128 differs",
 }
-DETECTED_BY: dict[str, set[Verify]] = {
-    "gone": {"full", "size"},
-    **{kind: {"full", "size"} for kind in ("short", "long", "empty")},
-    "flipped": {"full"},
-    "another's file": {"full"},
-}
 
 
-@pytest.mark.parametrize("verify", ["full", "size", "off"])
 @pytest.mark.parametrize("kind", MESSAGES)
 def test_a_corrupted_checkpoint_is_quarantined_and_the_previous_one_used(
-    tmp_path: Path, group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, kind: str, verify: Verify
+    tmp_path: Path, group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     for step in (5, 10, 15):
         make(tmp_path, step)
     damage(tmp_path, 15, kind)
     left = content_of(step_folder(tmp_path, 15))
-    assert verify_checkpoint(step_folder(tmp_path, 10), verify, group, any_one) is not None
-    found = latest_valid(tmp_path, [5, 10, 15], verify, group, any_one)
-    seen = verify in DETECTED_BY.get(kind, {"full", "size", "off"})
-    assert found.manifest.step == (10 if seen else 15)
-    assert found.path == step_folder(tmp_path, found.manifest.step)
-    if not seen:
-        assert published_steps(tmp_path) == [5, 10, 15]
-        assert not caplog.messages
-        return
+    assert verify_checkpoint(step_folder(tmp_path, 10), group, any_one) is not None
+    found = latest_valid(tmp_path, [5, 10, 15], group, any_one)
+    assert found.manifest.step == 10
+    assert found.path == step_folder(tmp_path, 10)
     assert published_steps(tmp_path) == [5, 10]
     (moved,) = (path for path in tmp_path.iterdir() if ".invalid-" in path.name)
     assert content_of(moved) == left
     assert caplog.messages == [f"Checkpoint step-15 is corrupted: {MESSAGES[kind]}. Quarantined as {moved.name}"]
 
 
-@pytest.mark.parametrize(
-    ("verify", "text"), [("full", "verified in full"), ("size", "sizes verified"), ("off", "not verified")]
-)
-def test_found_states_how_it_was_verified(tmp_path: Path, group: dist.ProcessGroup, verify: Verify, text: str) -> None:
-    found = verify_checkpoint(make(tmp_path, 5), verify, group, any_one)
+def test_found_states_how_it_was_verified(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    found = verify_checkpoint(make(tmp_path, 5), group, any_one)
     assert isinstance(found, Found)
-    assert found.verified.startswith(f"{text} (1 file, 0.0 MiB, 0.")
+    assert found.verified.startswith("verified in full (1 file, 0.0 MiB, 0.")
 
 
 def test_unusable_checkpoints_are_skipped_and_not_renamed(tmp_path: Path, group: dist.ProcessGroup) -> None:
     make(tmp_path, 5)
     make(tmp_path, 10, content="model")
     before = content_of(tmp_path)
-    found = latest_valid(tmp_path, [5, 10], "full", group, full_one)
+    found = latest_valid(tmp_path, [5, 10], group, full_one)
     assert found.manifest.step == 5
     assert content_of(tmp_path) == before
 
@@ -155,7 +139,7 @@ def test_all_are_quarantined_if_no_checkpoint_is_valid(tmp_path: Path, group: di
         damage(tmp_path, step, "no manifest")
     (tmp_path / "notes").mkdir()
     with pytest.raises(UserError) as caught:
-        latest_valid(tmp_path, [5, 10], "full", group, any_one)
+        latest_valid(tmp_path, [5, 10], group, any_one)
     (tmp_path / "notes").rmdir()
     names = sorted(path.name for path in tmp_path.iterdir())
     assert [name.split(".")[0] for name in names] == ["step-10", "step-5"]
@@ -174,7 +158,7 @@ def test_another_format_raises_and_is_not_renamed(
     make(tmp_path, 10, format=version)
     before = content_of(tmp_path)
     with pytest.raises(RanksError, match=rf"step-10: its format version is {version}.*use {remedy}"):
-        latest_valid(tmp_path, [5, 10], "full", group, any_one)
+        latest_valid(tmp_path, [5, 10], group, any_one)
     assert content_of(tmp_path) == before
 
 
@@ -190,7 +174,7 @@ def test_an_unreadable_checkpoint_raises_and_is_not_renamed(
     with monkeypatch.context() as patch:
         patch.setattr("titanlite.checkpoint.manifest.read_regular", refuse)
         with pytest.raises(RanksError, match=r"MANIFEST\.json: Permission denied"):
-            latest_valid(tmp_path, [5], "full", group, any_one)
+            latest_valid(tmp_path, [5], group, any_one)
     assert content_of(tmp_path) == before
 
 
@@ -202,7 +186,7 @@ def test_a_checkpoint_refused_by_settings_is_not_renamed(tmp_path: Path, group: 
         raise UserError("other settings")
 
     with pytest.raises(UserError, match="other settings"):
-        latest_valid(tmp_path, [5], "full", group, refuse)
+        latest_valid(tmp_path, [5], group, refuse)
     assert content_of(tmp_path) == before
 
 
@@ -235,9 +219,7 @@ def tensors_at(folder: Path, group: dist.ProcessGroup) -> Found:
     (path / METADATA_FILE).unlink()
     tensors = {"model/a": torch.arange(6.0).reshape(2, 3), "model/b": torch.ones(4)}
     save_tensors(path, tensors, tensors, group)
-    found = verify_checkpoint(path, "off", group, any_one)
-    assert isinstance(found, Found)
-    return found
+    return Found(path, read_manifest(path), "not verified")
 
 
 def test_check_tensors_compares_names_and_shapes(tmp_path: Path, group: dist.ProcessGroup) -> None:

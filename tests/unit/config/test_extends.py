@@ -49,7 +49,6 @@ def test_tables_merge_by_key_and_arrays_are_replaced() -> None:
     assert [(source.kind, source.path, source.split) for source in config.data.sources] == [
         ("python-stdlib", "", "train")
     ]
-    assert config.job.config_file == "child.toml"
 
 
 def test_later_bases_override_earlier_ones_and_are_relative_to_their_file() -> None:
@@ -62,14 +61,8 @@ def test_later_bases_override_earlier_ones_and_are_relative_to_their_file() -> N
         "training.seq_len": "parts/a.toml",
         "model.n_layers": "child.toml",
         "debug.seed": "command line",
-        "job.config_file": "command line",
     }
-    assert set(parse(["child.toml"]).origins) == {
-        "training.steps",
-        "training.seq_len",
-        "model.n_layers",
-        "job.config_file",
-    }
+    assert set(parse(["child.toml"]).origins) == {"training.steps", "training.seq_len", "model.n_layers"}
 
 
 def test_a_file_may_extend_a_shipped_configuration() -> None:
@@ -77,7 +70,7 @@ def test_a_file_may_extend_a_shipped_configuration() -> None:
     assert config_of("child.toml").training == config_of("quickstart").training
     Path("quickstart").write_text("training.steps = 3")  # as on the command line, a file of this name is meant
     assert config_of("child.toml").training.steps == 3
-    assert parse(["quickstart.toml"]).origins == {"job.config_file": "command line"}
+    assert parse(["quickstart.toml"]).origins == {}
     Path("quickstart").unlink()
     assert parse(["child.toml"]).origins["training.steps"] == str(SHIPPED / "quickstart.toml")
 

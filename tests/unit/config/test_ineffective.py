@@ -14,7 +14,7 @@ from titanlite.runtime.errors import ConfigError
 
 PLUGINS = Path(__file__).parents[3] / "examples" / "plugins.toml"
 ALWAYS = {
-    *("job.config_file", "job.dump_folder", "job.description", "job.plugins", "job.take_over"),
+    *("job.dump_folder", "job.description", "job.plugins", "job.take_over"),
     *(
         "model.family",
         "model.flavor",
@@ -36,18 +36,16 @@ ALWAYS = {
     "validation.sources.weight",
     *("training.steps", "training.tokens", "training.seq_len", "training.global_batch_size", "training.max_norm"),
     # also of the norm that is logged
-    *("training.norm_type", "training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce"),
-    "training.gc_freq",
+    *("training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce"),
     *(f"parallelism.{key}" for key in ("layout", "dp_replicate", "dp_shard", "cp", "ep", "tp", "pp")),
     *("activation_checkpoint.mode", "compile.enable", "loss.name", "loss.chunk_tokens"),
     *("optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.ema_decay"),
     # refused, if the optimizer of the group lacks them
     *(f"optimizer.groups.{key}" for key in ("parameters", "optimizer", "lr_factor", "weight_decay")),
-    *("optimizer.groups.beta1", "optimizer.groups.beta2", "optimizer.groups.momentum"),
-    *("lr_schedule.warmup_steps", "lr_schedule.warmup_tokens", "lr_schedule.warmup_ratio"),
+    *("optimizer.groups.beta2", "lr_schedule.warmup_steps"),
     *("checkpoint.enable", "checkpoint.initial_load_path"),
     # skipped spikes count as well
-    *("faults.on_nonfinite", "faults.max_skipped_steps", "faults.spike_factor", "faults.record_steps"),
+    *("faults.max_skipped_steps", "faults.spike_factor"),
     *("memory.check", "metrics.log_freq", "metrics.loggers"),
     *("profiling.enable_trace", "profiling.enable_memory_snapshot", "samples.prompts"),
     *("debug.seed", "debug.deterministic", "comm.init_timeout_s", "comm.train_timeout_s"),
@@ -99,7 +97,6 @@ CASES = [
     ("training.local_batch_size 2", "", "--parallelism.pp 2 --training.global_batch_size 8", 2),
     ("parallelism.hardware h100", f"--parallelism.layout auto {BATCH}", "", 1),
     ("parallelism.context_parallel heads", "--parallelism.cp 2", "", 2),
-    ("parallelism.loss_parallel false", "--parallelism.tp 2", "", 2),
     ("parallelism.pp_schedule 1F1B", PP, "", 2),
     ("parallelism.pp_split []", PP, "", 2),
     (
@@ -117,39 +114,26 @@ CASES = [
     ),
     ("parallelism.fsdp_reshard_after_forward never", "", "--parallelism.dp_replicate 2", 2),
     ("activation_checkpoint.selective_policy op", "--activation_checkpoint.mode selective", "", 1),
-    (
-        "activation_checkpoint.selective_every 2",
-        "--activation_checkpoint.mode selective --activation_checkpoint.selective_policy layer",
-        "--activation_checkpoint.mode full",
-        1,
-    ),
     ("activation_checkpoint.memory_budget 0.4", "--activation_checkpoint.mode memory_budget --compile.enable", "", 1),
     ("activation_checkpoint.early_stop false", "--activation_checkpoint.mode full", "", 1),
     ("compile.backend eager", "--compile.enable", "", 1),
-    ("compile.backend eager", "--compile.enable", "--compile.enable --compile.components []", 1),
     ("optimizer.beta1 0.8", MUON, SGD, 1),
     ("optimizer.eps 1e-7", MUON, "--optimizer.name Lion", 1),
     ("optimizer.state_rounding nearest", "--optimizer.state_dtype bfloat16", "", 1),
-    ("optimizer.nesterov false", MUON, "", 1),
     ("optimizer.adjust_lr original", MUON, SGD, 1),
     ("optimizer.weight_decay_skip []", "", "--optimizer.weight_decay 0", 1),
-    ("optimizer.implementation for-loop", SGD, "--optimizer.name Lion", 1),
     ("lr_schedule.decay_steps 5", "", "--lr_schedule.decay none", 1),
-    ("lr_schedule.final_decay_tokens 5", "", "--lr_schedule.min_lr_factor 1", 1),
+    ("lr_schedule.final_decay_steps 5", "", "--lr_schedule.min_lr_factor 1", 1),
     ("lr_schedule.min_lr_factor 0.2", "", "--lr_schedule.decay none", 1),
     ("lr_schedule.decay cosine", "", "--lr_schedule.min_lr_factor 1", 1),
     ("checkpoint.interval 5", SAVE, "", 1),
     ("checkpoint.keep_every 5", SAVE, f"{SAVE} --checkpoint.keep_latest_k 0", 1),
-    ("checkpoint.verify size", LOAD, "", 1),
     ("checkpoint.initial_load_model_only true", LOAD, SAVE, 1),
     ("faults.on_spike skip", "--faults.spike_factor 8", "", 1),
     ("faults.check_replicas_every 5", "", PP, 2),
-    ("metrics.folder x", '--metrics.loggers ["jsonl","tensorboard"]', "", 1),
     ("metrics.group x", '--metrics.loggers ["jsonl","wandb"]', "", 1),
     ("profiling.interval 100", "--profiling.enable_trace", "", 1),
     ("samples.interval 5", SAMPLES, "", 1),
-    ("samples.seed 5", f"{SAMPLES} --samples.temperature 1", SAMPLES, 1),
-    ("debug.deterministic_warn_only true", "--debug.deterministic", "", 1),
     ("comm.save_timeout_s 5", SAVE, "", 1),
 ]
 
@@ -184,11 +168,11 @@ def test_a_search_of_layouts_may_use_any_setting() -> None:
 
 @pytest.mark.usefixtures("registries")
 def test_optimizers_and_loggers_of_plugins_may_use_any_setting() -> None:
-    optimizer = "--optimizer.eps 1e-6 --optimizer.beta1 0.8 --optimizer.implementation foreach"
-    logger = '--metrics.folder csv --metrics.project p --metrics.tags ["t"]'
+    optimizer = "--optimizer.eps 1e-6 --optimizer.beta1 0.8"
+    logger = '--metrics.project p --metrics.tags ["t"]'
     assert keys_without_effect(str(PLUGINS), *optimizer.split(), *logger.split()) == set()
     own = ["--optimizer.name", "SGD", "--metrics.loggers", '["jsonl"]']
-    assert len(keys_without_effect(str(PLUGINS), *optimizer.split(), *logger.split(), *own)) == 5
+    assert len(keys_without_effect(str(PLUGINS), *optimizer.split(), *logger.split(), *own)) == 4
 
 
 def test_defaults_automatic_values_and_written_files_are_not_named(tmp_path: Path) -> None:
@@ -210,14 +194,14 @@ def test_all_settings_of_shipped_configurations_have_an_effect(name: str) -> Non
 def test_strict_refuses_settings_without_effect(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text("[parallelism]\npp_schedule = 'GPipe'")
     (tmp_path / "my.toml").write_text("extends = 'base.toml'")
-    argv = [str(tmp_path / "my.toml"), "--optimizer.nesterov", "false"]
+    argv = [str(tmp_path / "my.toml"), "--optimizer.adjust_lr", "original"]
     config = load_config(argv, world_size=1, device_type="cpu")
     assert describe(without_effect(parse(argv), config, 1)[0]) == (
         f'parallelism.pp_schedule = "GPipe" in {tmp_path / "base.toml"} has an effect only with parallelism.pp above 1'
     )
     with pytest.raises(ConfigError) as caught:
         load_config([*argv, "--strict"], world_size=1, device_type="cpu")
-    assert [problem.key for problem in caught.value.problems] == ["parallelism.pp_schedule", "optimizer.nesterov"]
+    assert [problem.key for problem in caught.value.problems] == ["parallelism.pp_schedule", "optimizer.adjust_lr"]
     assert [problem.remedy for problem in caught.value.problems] == [
         f"leave it out of {tmp_path / 'base.toml'}, or extend another file",
         "leave it out",

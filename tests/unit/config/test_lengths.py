@@ -1,4 +1,4 @@
-"""Lengths in tokens and as ratios: resolved to steps, one key each, overridden by the command line."""
+"""Lengths in tokens and percentages: resolved to steps, one key each, overridden by the command line."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from tests.configuration import parse_config
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import dump_config
+from titanlite.optim.schedule import steps_of
 from titanlite.runtime.errors import ConfigError
 
 BATCH = "[training]\nseq_len = 10\nlocal_batch_size = 2\n"
@@ -31,19 +32,42 @@ def test_the_batch_of_all_ranks_counts(tmp_path: Path) -> None:
     assert loaded(tmp_path, f"{BATCH}tokens = 4000", world_size=2).training.steps == 100
 
 
-def test_warm_up_and_decay_in_tokens_and_ratios(tmp_path: Path) -> None:
-    tokens = loaded(tmp_path, f"{BATCH}[lr_schedule]\nwarmup_tokens = 99\ndecay_tokens = 1").lr_schedule
-    assert (tokens.warmup_steps, tokens.warmup_tokens, tokens.decay_steps, tokens.decay_tokens) == (5, -1, 1, -1)
-    schedule = "[lr_schedule]\nwarmup_ratio = 0.1\ndecay_ratio = 0.2"
-    final = loaded(tmp_path, f"{BATCH}[lr_schedule]\nfinal_decay_tokens = 41").lr_schedule
-    assert (final.final_decay_steps, final.final_decay_tokens, final.decay_steps) == (3, -1, -1)
-    ratio = loaded(tmp_path, f"{BATCH}tokens = 4000\n{schedule}").lr_schedule
-    assert (ratio.warmup_steps, ratio.warmup_ratio, ratio.decay_ratio) == (20, -1.0, 0.2)
-    assert loaded(tmp_path, f"{BATCH}[lr_schedule]\nwarmup_tokens = 0").lr_schedule.warmup_steps == 0
+@pytest.mark.parametrize(
+    ("text", "warmup", "decay"),
+    [
+        ("99 tokens", 5, 5),
+        ("1_00 tokens", 5, 5),
+        ("101 tokens", 6, 6),
+        ("1 tokens", 1, 1),
+        ("10 %", 20, 20),
+        ("10%", 20, 20),
+        ("0.75 %", 2, 2),
+        ("0.1 %", 0, 1),
+        ("100 %", 200, 200),
+    ],
+)
+def test_warm_up_and_decay_in_tokens_and_percent(text: str, warmup: int, decay: int, tmp_path: Path) -> None:
+    """Of 200 steps: tokens are rounded up, percentages to the nearest step, but a decay has one at least."""
+    toml = f"{BATCH}tokens = 4000\n[lr_schedule]\nwarmup_steps = {text!r}\n"
+    found = loaded(tmp_path, f"{toml}decay_steps = {text!r}").lr_schedule
+    assert (found.warmup_steps, found.decay_steps, found.final_decay_steps) == (warmup, decay, -1)
+    found = loaded(tmp_path, toml, "--lr_schedule.final_decay_steps", text).lr_schedule
+    assert (found.warmup_steps, found.decay_steps, found.final_decay_steps) == (warmup, -1, decay)
+
+
+def test_a_percentage_is_rounded_as_its_ratio() -> None:
+    for steps in (1, 7, 200, 1999, 123_457):
+        assert [steps_of(f"{n / 10:g} %", 1, steps) for n in range(1001)] == [
+            round(n / 1000 * steps) for n in range(1001)
+        ]
+
+
+def test_a_warm_up_may_have_no_tokens(tmp_path: Path) -> None:
+    assert loaded(tmp_path, f"{BATCH}[lr_schedule]\nwarmup_steps = '0 tokens'").lr_schedule.warmup_steps == 0
 
 
 def test_the_written_configuration_gives_the_same_steps(tmp_path: Path) -> None:
-    config = loaded(tmp_path, f"{BATCH}tokens = 4001\n[lr_schedule]\nwarmup_ratio = 0.5\ndecay_tokens = 30")
+    config = loaded(tmp_path, f"{BATCH}tokens = 4001\n[lr_schedule]\nwarmup_steps = '50 %'\ndecay_steps = '30 tokens'")
     again = loaded(tmp_path, dump_config(config))
     assert dump_config(again) == dump_config(config)
     assert (again.training.steps, again.lr_schedule.warmup_steps, again.lr_schedule.decay_steps) == (201, 100, 2)
@@ -66,7 +90,7 @@ def test_the_command_line_overrides_a_length_by_another_key(
 
 def test_each_length_is_overridden_on_its_own(tmp_path: Path) -> None:
     schedule = "[lr_schedule]\nwarmup_steps = 30\ndecay_ratio = 0.5"
-    found = loaded(tmp_path, f"{BATCH}{schedule}", "--lr_schedule.decay_tokens", "40").lr_schedule
+    found = loaded(tmp_path, f"{BATCH}{schedule}", "--lr_schedule.decay_steps", "40 tokens").lr_schedule
     assert (found.warmup_steps, found.decay_steps, found.decay_ratio) == (30, 2, -1.0)
     found = loaded(tmp_path, f"{BATCH}{schedule}", "--lr_schedule.final_decay_steps", "20").lr_schedule
     assert (found.final_decay_steps, found.decay_ratio) == (20, -1.0)
@@ -75,11 +99,9 @@ def test_each_length_is_overridden_on_its_own(tmp_path: Path) -> None:
 SEVERAL = [
     ("[training]\nsteps = 5\ntokens = 6", [], "training.tokens"),
     ("", ["--training.steps", "5", "--training.tokens", "6"], "training.tokens"),
-    ("[lr_schedule]\nwarmup_steps = 5\nwarmup_ratio = 0.5", [], "lr_schedule.warmup_ratio"),
-    ("[lr_schedule]\nwarmup_tokens = 5\nwarmup_ratio = 0.5", [], "lr_schedule.warmup_ratio"),
-    ("[lr_schedule]\ndecay_tokens = 5\ndecay_ratio = 0.5", [], "lr_schedule.decay_ratio"),
+    ("[lr_schedule]\ndecay_steps = '5 tokens'\ndecay_ratio = 0.5", [], "lr_schedule.decay_ratio"),
     ("[lr_schedule]\ndecay_steps = 5\nfinal_decay_steps = 5", [], "lr_schedule.final_decay_steps"),
-    ("[lr_schedule]\ndecay_ratio = 0.5\nfinal_decay_tokens = 5", [], "lr_schedule.final_decay_tokens"),
+    ("[lr_schedule]\ndecay_ratio = 0.5\nfinal_decay_steps = '5 %'", [], "lr_schedule.final_decay_steps"),
 ]
 
 
@@ -94,7 +116,7 @@ def test_a_length_with_several_values_is_one_problem(toml: str, argv: list[str],
 
 
 def test_values_out_of_range_are_reported_with_their_own_key(tmp_path: Path) -> None:
-    for key, value in (("training.tokens", "0"), ("lr_schedule.warmup_ratio", "1e308"), ("training.seq_len", "0")):
+    for key, value in (("training.tokens", "0"), ("lr_schedule.decay_ratio", "1e308"), ("training.seq_len", "0")):
         tokens = [] if key == "training.tokens" else ["--training.tokens", "100"]
         with pytest.raises(ConfigError) as caught:
             loaded(tmp_path, "", f"--{key}", value, *tokens)

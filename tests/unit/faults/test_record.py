@@ -66,8 +66,8 @@ def recorder(folder: Path, group: dist.ProcessGroup) -> StepRecorder:
     """A recorder whose mesh has one rank, and whose model has one parameter."""
     mesh = Mock(data_rank=0, data_degree=1)
     mesh.is_first.return_value = True
-    options: dict[str, Any] = {"sequences": 1, "norm_type": "l2", "counts_loss": False, "about": {}}
-    return StepRecorder(4, str(folder), [nn.Linear(1, 1, bias=False)], [0], mesh, group, **options)
+    options: dict[str, Any] = {"sequences": 1, "counts_loss": False, "about": {}}
+    return StepRecorder(str(folder), [nn.Linear(1, 1, bias=False)], [0], mesh, group, **options)
 
 
 def noted(number: int) -> NotedStep:

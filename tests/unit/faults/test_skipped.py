@@ -23,7 +23,7 @@ def steps_of(group: dist.ProcessGroup, **section: Any) -> SkippedSteps:
     loader = Mock(sequences=range(100, 100 + ROWS), origin_values=np.arange(4 * ROWS).reshape(ROWS, 4))
     loader.locate = lambda origin: f"piece {origin.piece}"
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    return SkippedSteps(FaultsConfig(**section), [model], [0], loader, group, None, counts_loss=True)
+    return SkippedSteps(FaultsConfig(**section), [model], [0], loader, group, Mock(), counts_loss=True)
 
 
 def stats_of(
@@ -95,7 +95,8 @@ def test_spikes_are_explained_and_count_as_skipped(group: dist.ProcessGroup, cap
         "(faults.spike_factor = 4)"
     )
     assert lines[1] == f"  {2.5 / 9.5:.1%} of the loss: rank 0, sequence 103, piece 14"
-    assert len(lines) == 1 + MAX_SAMPLES + 1
+    assert lines[1 + MAX_SAMPLES].startswith("  to compute it again: ")
+    assert len(lines) == 1 + MAX_SAMPLES + 2
     steps.note(3, spike)
     with pytest.raises(UserError, match="max_skipped_steps = 1: 2 steps in a row were skipped"):
         steps.check()

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from titanlite.metrics.about import AboutRun
-from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, MetricsConfig, check_metrics
+from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, TENSORBOARD_FOLDER, MetricsConfig, check_metrics
 from titanlite.metrics.console import ConsoleSink, table_lines
 from titanlite.metrics.jsonl import JsonlSink, json_line
 from titanlite.metrics.meter import Record
@@ -288,11 +288,11 @@ def starts_of(
             sinks.write(replace(RECORD, step=step, loss=float(number)))
         sinks.close()
         if damage is not None:
-            newest = max((folder / section.folder).iterdir())
+            newest = max((folder / TENSORBOARD_FOLDER).iterdir())
             newest.write_bytes(newest.read_bytes() + damage)
     with caplog.at_level(logging.ERROR):  # TensorBoard logs at length what it purges
-        read = event_accumulator.EventAccumulator(str(folder / section.folder), {"scalars": 0}).Reload()
-        served = plugin_event_accumulator.EventAccumulator(str(folder / section.folder), {"tensors": 0}).Reload()
+        read = event_accumulator.EventAccumulator(str(folder / TENSORBOARD_FOLDER), {"scalars": 0}).Reload()
+        served = plugin_event_accumulator.EventAccumulator(str(folder / TENSORBOARD_FOLDER), {"tensors": 0}).Reload()
     points = [(event.step, event.value) for event in read.Scalars("loss")]
     assert [(event.step, tensor_util.make_ndarray(event.tensor_proto)) for event in served.Tensors("loss")] == points
     return points
@@ -363,20 +363,11 @@ def test_tensorboard_that_cannot_start_is_one_warning(tmp_path: Path, caplog: py
 
 def test_the_defaults_have_no_problem() -> None:
     assert check_metrics(MetricsConfig()) == []
-    assert check_metrics(MetricsConfig(log_freq=1, folder="logs/tb")) == []
-
-
-@pytest.mark.parametrize(
-    "folder",
-    ["", ".", "/tmp/tb", "..", "a/../../b", "metrics.jsonl", "config.toml", "job.lock", "checkpoint/tb"],
-)
-def test_folders_that_are_refused(folder: str) -> None:
-    (problem,) = check_metrics(MetricsConfig(folder=folder))
-    assert (problem.key, problem.value) == ("metrics.folder", folder)
+    assert check_metrics(MetricsConfig(log_freq=1)) == []
 
 
 def test_all_problems_at_once() -> None:
-    assert [problem.key for problem in check_metrics(MetricsConfig(log_freq=0, folder=""))] == [
+    assert [problem.key for problem in check_metrics(MetricsConfig(log_freq=0, loggers=("console",)))] == [
         "metrics.log_freq",
-        "metrics.folder",
+        "metrics.loggers",
     ]

@@ -4,6 +4,7 @@ import fnmatch
 from typing import Any
 
 import pytest
+import tomli
 import torch
 from torch import Tensor
 
@@ -69,15 +70,15 @@ def test_muon_by_default_has_the_matrices_of_blocks_of_each_family() -> None:
 def test_names_precede_patterns_and_groups_the_defaults() -> None:
     found = options(
         section(
-            group("block.*", optimizer="Lion", lr_factor=0.5, beta1=0.8),
+            group("block.*", optimizer="Lion", lr_factor=0.5, beta2=0.8),
             group("block.tall.weight", weight_decay=0.3),
-            group("output.weight", optimizer="SGD", momentum=0.7, weight_decay=0.0),
+            group("output.weight", optimizer="SGD", weight_decay=0.0),
             name="Muon",
             beta2=0.9,
             momentum=0.6,
         )
     )
-    lion = {"lr_factor": 0.5, "weight_decay": 0.1, "betas": (0.8, 0.9), "momentum": 0.6}
+    lion = {"lr_factor": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.8), "momentum": 0.6}
     assert found == {
         "block.wide.weight": ("Lion", lion),
         "block.wide.bias": ("Lion", lion | {"weight_decay": 0.0}),
@@ -87,7 +88,7 @@ def test_names_precede_patterns_and_groups_the_defaults() -> None:
             "Muon",
             {"lr_factor": 1.0, "weight_decay": 0.3, "betas": (0.9, 0.9), "momentum": 0.6},
         ),
-        "output.weight": ("SGD", {"lr_factor": 1.0, "weight_decay": 0.0, "betas": (0.9, 0.9), "momentum": 0.7}),
+        "output.weight": ("SGD", {"lr_factor": 1.0, "weight_decay": 0.0, "betas": (0.9, 0.9), "momentum": 0.6}),
     }
 
 
@@ -125,10 +126,7 @@ def test_the_learning_rate_of_a_group_is_a_multiple_of_that_of_the_schedule() ->
             "groups.0.optimizer",
             ['"block.wide.bias"', "is for matrices"],
         ),
-        ((group("output.weight", optimizer="Muon", beta1=0.5),), "groups.0.beta1", ["Muon", "leave it out"]),
-        ((group("output.weight", momentum=0.5),), "groups.0.momentum", ["AdamW", "leave it out"]),
-        ((group("output.weight", lr_factor=0.0),), "groups.0.lr_factor", ["above 0"]),
-        ((group("output.weight", weight_decay=-2.0),), "groups.0.weight_decay", ["-1 or 0 or more"]),
+        ((group("output.weight", optimizer="Muon", beta2=0.5),), "groups.0.beta2", ["Muon", "leave it out"]),
     ],
 )
 def test_problems_name_the_key_and_a_remedy(groups: tuple[GroupConfig, ...], key: str, words: list[str]) -> None:
@@ -165,8 +163,8 @@ def test_states_are_named_by_pattern_unless_blocks_differ() -> None:
     blocks = {f"layers.{n}.w.weight": torch.empty(2, 2, device="meta") for n in range(3)}
     named: dict[str, Tensor] = {**blocks, "output.weight": torch.empty(2, 2, device="meta")}
     assert kinds_of_state(OptimizerConfig(), named, PLAN) == "AdamW"
-    sgd = group("output.weight", optimizer="SGD", momentum=0.9)
-    assert kinds_of_state(section(sgd, state_dtype="bfloat16"), named, PLAN) == {
+    sgd = group("output.weight", optimizer="SGD")
+    assert kinds_of_state(section(sgd, momentum=0.9, state_dtype="bfloat16"), named, PLAN) == {
         "layers.*.w.weight": "AdamW with bfloat16 moments",
         "output.weight": "SGD with momentum",
     }
@@ -185,7 +183,9 @@ def test_groups_are_read_and_written() -> None:
     config = load_config(argv, world_size=1, device_type="cpu", checks_files=False)
     assert config.optimizer.groups == (group("output.weight", optimizer="Lion"),)
     assert config.optimizer.newton_schulz_coefficients == (2.0, -1.5, 0.5)
-    assert '[[optimizer.groups]]\nparameters = ["output.weight"]\noptimizer = "Lion"\n' in dump_config(config)
+    assert tomli.loads(dump_config(config))["optimizer"]["groups"] == [
+        {"parameters": ["output.weight"], "optimizer": "Lion"}
+    ]
 
 
 @pytest.mark.parametrize(

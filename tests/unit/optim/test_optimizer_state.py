@@ -12,16 +12,15 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.unit.optim.building import optimizer_of
 from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig
 
-IMPLEMENTATIONS = ["auto", "fused", "foreach", "for-loop"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
-def build(implementation: str, dtype: torch.dtype, *, name: str = "AdamW") -> tuple[nn.Module, GatedOptimizer]:
+def build(dtype: torch.dtype, *, name: str = "AdamW") -> tuple[nn.Module, GatedOptimizer]:
     torch.manual_seed(0)
     model = nn.ModuleDict({"wq": nn.Linear(4, 3), "norm": nn.RMSNorm(4)})
     model.to(dtype)
     model["wq"].weight.data = model["wq"].weight.data.T.contiguous().T  # the moments have the parameter's strides
-    section = OptimizerConfig(name=name, implementation=implementation, lr=0.1)  # type: ignore[arg-type]
+    section = OptimizerConfig(name=name, lr=0.1)
     return model, optimizer_of(model, section)
 
 
@@ -45,12 +44,11 @@ def all_tensors(model: nn.Module, optimizer: GatedOptimizer) -> dict[str, Tensor
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_the_state_is_the_same_as_that_of_torch(implementation: str, dtype: torch.dtype) -> None:
-    _, ahead = build(implementation, dtype)
+def test_the_state_is_the_same_as_that_of_torch(dtype: torch.dtype) -> None:
+    _, ahead = build(dtype)
     assert described(ahead) == {}
     ahead.init_state()
-    model, at_the_first_step = build(implementation, dtype)
+    model, at_the_first_step = build(dtype)
     train(model, at_the_first_step, [1])
     assert described(ahead) == described(at_the_first_step)
     assert len(described(ahead)) == 3 * 3
@@ -58,9 +56,8 @@ def test_the_state_is_the_same_as_that_of_torch(implementation: str, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_training_is_the_same_bit_for_bit(implementation: str, dtype: torch.dtype) -> None:
-    with_state, without = build(implementation, dtype), build(implementation, dtype)
+def test_training_is_the_same_bit_for_bit(dtype: torch.dtype) -> None:
+    with_state, without = build(dtype), build(dtype)
     with_state[1].init_state()
     for model, optimizer in (with_state, without):
         train(model, optimizer, [0], ok=False)
@@ -72,7 +69,7 @@ def test_training_is_the_same_bit_for_bit(implementation: str, dtype: torch.dtyp
 
 
 def test_existing_state_is_not_replaced() -> None:
-    model, optimizer = build("auto", torch.float32)
+    model, optimizer = build(torch.float32)
     train(model, optimizer, [1, 2])
     before = {name: (value, value.clone()) for name, value in optimizer.named_state()}
     optimizer.init_state()
@@ -83,9 +80,9 @@ def test_existing_state_is_not_replaced() -> None:
 
 def test_the_next_update_uses_state_written_in_place() -> None:
     """As loading a checkpoint does: training continues bit for bit."""
-    model, optimizer = build("auto", torch.float32)
+    model, optimizer = build(torch.float32)
     train(model, optimizer, [1, 2])
-    other, other_optimizer = build("auto", torch.float32)
+    other, other_optimizer = build(torch.float32)
     other_optimizer.init_state()
     source = all_tensors(model, optimizer)
     for name, tensor in all_tensors(other, other_optimizer).items():
@@ -97,17 +94,15 @@ def test_the_next_update_uses_state_written_in_place() -> None:
         assert torch.equal(tensor, after[name]), name
 
 
-@pytest.mark.parametrize("implementation", ["auto", "for-loop"])
-def test_sgd_has_no_state(implementation: str) -> None:
-    model, optimizer = build(implementation, torch.float32, name="SGD")
+def test_sgd_has_no_state() -> None:
+    model, optimizer = build(torch.float32, name="SGD")
     optimizer.init_state()
     assert dict(optimizer.named_state()) == {}
     train(model, optimizer, [1, 2])
     assert dict(optimizer.named_state()) == {}
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_moments_are_sharded_like_their_parameters(implementation: str) -> None:
+def test_moments_are_sharded_like_their_parameters() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
@@ -115,8 +110,7 @@ def test_moments_are_sharded_like_their_parameters(implementation: str) -> None:
         for ahead in (True, False):
             model = nn.Linear(4, 3, bias=False)
             model.weight = nn.Parameter(distribute_tensor(torch.ones(3, 4), mesh, [Shard(0)]))
-            section = OptimizerConfig(implementation=implementation)  # type: ignore[arg-type]
-            optimizer = optimizer_of(model, section)
+            optimizer = optimizer_of(model, OptimizerConfig())
             if ahead:
                 optimizer.init_state()
             else:

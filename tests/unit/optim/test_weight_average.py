@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titanlite.optim.optimizer import OptimizerConfig
-from titanlite.optim.registry import check_optimizer
 from titanlite.optim.weight_average import WeightAverage, average_bytes
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -98,9 +96,3 @@ def test_without_decay_there_is_no_state() -> None:
 def test_bytes_are_those_of_its_tensors(dtype: torch.dtype) -> None:
     sizes = [tensor.nbytes for tensor in WeightAverage(parameters(dtype), 0.9).tensors.values()]
     assert average_bytes(0.9, parameters(dtype).values()) == (sum(sizes), max(sizes))
-
-
-@pytest.mark.parametrize("decay", [-0.1, 1.0, 2.0])
-def test_range_of_the_decay(decay: float) -> None:
-    (problem,) = check_optimizer(OptimizerConfig(ema_decay=decay))
-    assert (problem.key, problem.rule) == ("optimizer.ema_decay", "at least 0 and below 1")

@@ -43,13 +43,8 @@ def test_remaining_ranks_go_to_dp_shard(section: ParallelismConfig, world_size: 
     [
         (ParallelismConfig(dp_shard=2), 4, "parallelism.dp_shard"),
         (ParallelismConfig(dp_replicate=8), 4, "parallelism.dp_replicate"),
-        (ParallelismConfig(dp_replicate=0), 4, "parallelism.dp_replicate"),
-        (ParallelismConfig(dp_shard=0), 4, "parallelism.dp_shard"),
-        (ParallelismConfig(dp_shard=-2), 4, "parallelism.dp_shard"),
         (ParallelismConfig(tp=3), 4, "parallelism.tp"),
         (ParallelismConfig(pp=8), 4, "parallelism.pp"),
-        (ParallelismConfig(tp=0), 4, "parallelism.tp"),
-        (ParallelismConfig(pp=-1), 4, "parallelism.pp"),
     ],
 )
 def test_an_invalid_degree_is_named(section: ParallelismConfig, world_size: int, key: str) -> None:

@@ -170,9 +170,7 @@ def measure_updates(trainer: Trainer, config: JobConfig, steps: int, folder: Pat
         gradients = read_tensors(gradient_file(folder, step))
         for name, parameter in named_parameters(trainer):
             parameter.grad = shard_of(gradients[name], parameter)
-        clip_grad_norm_(
-            trainer.model_parts, clipping_norm(config, gradients), config.training.norm_type, trainer.pp_group
-        )
+        clip_grad_norm_(trainer.model_parts, clipping_norm(config, gradients), trainer.pp_group)
         optimizer.set_lr(schedule(step + 1))
         optimizer.step_if(torch.ones((), dtype=torch.bool))
     return differences_from(dict(named_parameters(trainer)), updated_file(folder))
@@ -180,7 +178,7 @@ def measure_updates(trainer: Trainer, config: JobConfig, steps: int, folder: Pat
 
 def clipping_norm(config: JobConfig, gradients: Mapping[str, Tensor]) -> float:
     """The norm to clip to: at most half of the gradients' own, so that clipping always acts; 0 if disabled."""
-    norm = nn.utils.get_total_norm(gradients.values(), float(config.training.norm_type)).item()
+    norm = nn.utils.get_total_norm(gradients.values()).item()
     return min(config.training.max_norm, norm / 2)
 
 

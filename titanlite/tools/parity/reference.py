@@ -1,7 +1,7 @@
 """The reference for all layouts: one process, plain torch, float64, no code of the trainer."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
             torch.save(gradients, gradient_file(Path(folder), step))
             torch.save(routing.chosen, routing_file(Path(folder), step))
             norms: dict[str, float | None] = {name: torch.linalg.vector_norm(g).item() for name, g in gradients.items()}
-            norm = nn.utils.get_total_norm(gradients.values(), float(config.training.norm_type))
+            norm = nn.utils.get_total_norm(gradients.values())
             measured.append(Step(mean_loss, norm.item(), objective.num_valid, False, rows, norms))
             end_step(mixtures, torch.tensor(True), None)
             with torch.no_grad():
@@ -115,9 +115,8 @@ def measure_updates(config: JobConfig, steps: int, folder: Path) -> dict[str, fl
     section = config.optimizer
     before = read_tensors(weights_file(folder, 0))
     named = {name: nn.Parameter(value.clone()) for name, value in before.items()}
-    plain = replace(section, implementation="for-loop")
     _, plan = full_parameters(config.model)
-    optimizer = build_optimizer(plain, named, plan, CPU, Sharing(), config.debug.seed)
+    optimizer = build_optimizer(section, named, plan, CPU, Sharing(), config.debug.seed)
     schedule = build_schedule(config.lr_schedule, section.lr, config.training.steps)
     for step in range(steps):
         gradients = read_tensors(gradient_file(folder, step))
@@ -125,7 +124,7 @@ def measure_updates(config: JobConfig, steps: int, folder: Path) -> dict[str, fl
             parameter.grad = gradients[name].clone()
         max_norm = clipping_norm(config, gradients)
         if max_norm > 0:
-            nn.utils.clip_grad_norm_(named.values(), max_norm, float(config.training.norm_type))
+            nn.utils.clip_grad_norm_(named.values(), max_norm)
         optimizer.set_lr(schedule(step + 1))
         optimizer.step_if(torch.ones((), dtype=torch.bool))
     torch.save({name: parameter.detach() for name, parameter in named.items()}, updated_file(folder))

@@ -52,8 +52,7 @@ def gradient_config(config: JobConfig) -> JobConfig:
     return replace(
         config,
         training=replace(config.training, max_norm=0.0),
-        # foreach takes seconds on a mesh of several axes: DTensor tries all placements
-        optimizer=OptimizerConfig(name="SGD", lr=config.optimizer.lr, weight_decay=0.0, implementation="for-loop"),
+        optimizer=OptimizerConfig(name="SGD", lr=config.optimizer.lr, weight_decay=0.0),
         lr_schedule=ScheduleConfig(warmup_steps=0, decay="none"),
     )
 

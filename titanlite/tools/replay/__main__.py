@@ -37,7 +37,7 @@ class Options:
 
     Starts from the run's latest checkpoint before step K, or from what the run began from; the steps up to K - 1
     are computed again in the run's dtypes. Step K is computed in float64 and in the run's dtypes. Both are compared
-    with the record of the run's last faults.record_steps steps: the gradient norm of each parameter, the loss of each
+    with the record of the run's last 100 steps: the gradient norm of each parameter, the loss of each
     sequence. Nothing is written into the run's folder. Exit code: 0 if the record is reproduced; 1 if it differs or
     does not exist; 2 for invalid arguments.
     """
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> None:
         require_same_settings(records[0], all_records, saved, start, step)
     replayed = replay(config, start, step, world)
     dtypes = own_dtypes(config)
-    verdict = judge(replayed, all_records, dtypes, code_facts(os.environ), kept=config.faults.record_steps)
+    verdict = judge(replayed, all_records, dtypes, code_facts(os.environ))
     for line in report_lines(records, replayed, verdict, "/".join(dict.fromkeys(dtypes)), options.sequences):
         print(line)
     if not verdict.reproduced:

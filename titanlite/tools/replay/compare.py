@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from titanlite.faults.record import MAX_RECORDS, Record, RecordedStep
+from titanlite.faults.record import MAX_RECORDS, RECORDED_STEPS, Record, RecordedStep
 from titanlite.precision import DTYPES
 from titanlite.runtime.agreement import MODULE
 from titanlite.tools.parity.verdict import FLOOR_EPS, MULTIPLE, SMALL_SHARE
@@ -35,11 +35,8 @@ class Verdict:
     lines: list[str]
 
 
-def judge(
-    replayed: Replayed, records: Sequence[Record], dtypes: Sequence[str], code: Mapping[str, str], kept: int
-) -> Verdict:
-    """Compare the step with its latest record. dtypes: the run's. code: of this process, see code_facts. kept: steps
-    that a record keeps.
+def judge(replayed: Replayed, records: Sequence[Record], dtypes: Sequence[str], code: Mapping[str, str]) -> Verdict:
+    """Compare the step with its latest record. dtypes: the run's. code: of this process, see code_facts.
 
     records: of all launches, the latest first. Given equal weights, differences are bounded by a multiple of those
     between the run's dtypes and float64 on one process. Steps that were computed again leave weights that differ by
@@ -51,7 +48,7 @@ def judge(
     by_step = {step: record for record in reversed(records) for step in record.steps}
     if own.step not in by_step:
         lines.append(
-            f"no record of step {own.step}: each launch records its last faults.record_steps = {kept} steps, and the "
+            f"no record of step {own.step}: each launch records its last {RECORDED_STEPS} steps, and the "
             f"last {MAX_RECORDS} launches are kept"
         )
         return Verdict(False, {}, lines)
@@ -76,7 +73,7 @@ def judge(
     if not is_known:
         lines.append(
             f"undecided ({numbers}): earlier steps were computed again without a record of them, in which rounding may "
-            "have grown this far; a larger faults.record_steps or a smaller checkpoint.interval would decide"
+            "have grown this far; a smaller checkpoint.interval would decide"
         )
     elif _is_finite(own):
         lines.append(f"reproduced ({numbers}): the run's hardware and layout are not the cause")

@@ -27,7 +27,7 @@ MAX_VALUE_CHARS = 40
 RUNNING = (
     *("job.", "parallelism.", "activation_checkpoint.", "compile.", "comm.", "metrics.", "checkpoint.", "faults."),
     *("memory.", "profiling.", "samples.", "validation.", "loss.chunk_tokens"),
-    *("training.local_batch_size", "training.gc_freq", "data.num_workers", "data.ledger", "data.max_bad_rows"),
+    *("training.local_batch_size", "data.num_workers", "data.ledger", "data.max_bad_rows"),
 )
 """Keys that do not decide what a finished run has learned, or the starts of their names."""
 

@@ -30,7 +30,7 @@ def verdict(
     record = Record(Path("record"), {"code": CODE}, {step.step: step for step in recorded})
     replayed = Replayed(own, exact, [replace(OWN, step=number) for number in earlier], [])
     now = CODE | {"titanlite/loss.py": "sha256 3", "module two": "sha256 4"}
-    return judge(replayed, [record] if recorded else [], ("float32", "bfloat16"), now, kept=100)
+    return judge(replayed, [record] if recorded else [], ("float32", "bfloat16"), now)
 
 
 @pytest.mark.parametrize("error", [0.0, 1e-3, -1e-3])
@@ -99,4 +99,4 @@ def test_without_a_record_nothing_is_concluded() -> None:
     found = verdict([])
     assert not found.reproduced
     (line,) = found.lines
-    assert line.startswith("no record of step 9: each launch records its last faults.record_steps = 100 steps")
+    assert line.startswith("no record of step 9: each launch records its last 100 steps")
