@@ -11,9 +11,8 @@ from tests.pool import run_ranks
 from titanlite.models.family import Plan
 from titanlite.parallel.data import apply_data_parallel, set_gradient_sync
 from titanlite.parallel.mesh import ParallelismConfig
-from titanlite.runtime.errors import UserError
 
-PLAN = Plan(units=(("first",), ("second",)), blocks={}, tensor_styles={}, may_skip_parameters=True)
+PLAN = Plan(units=(("first",), ("second",)), blocks={}, tensor_styles={})
 CAN_REDUCE_MISSING = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
@@ -87,19 +86,3 @@ def all_errors(layouts: list[tuple[int, int]]) -> dict[str, float]:
 def test_missing_gradients_count_as_zero(world_size: int, layouts: list[tuple[int, int]]) -> None:
     for errors in run_ranks(all_errors, world_size, layouts):
         assert {case: error for case, error in errors.items() if error > 1e-12} == {}
-
-
-def error_of_torch_without_support() -> str:
-    mesh = connected_mesh(ParallelismConfig()).device_mesh
-    del FSDPModule.set_reduce_scatter_unused_params
-    dtypes = {"param_dtype": torch.float64, "reduce_dtype": torch.float64}
-    try:
-        apply_data_parallel(TwoBranches(), PLAN, mesh, None, reshard_after_forward="default", **dtypes)
-    except UserError as error:
-        return str(error)
-    return "accepted"
-
-
-@pytest.mark.skipif(not CAN_REDUCE_MISSING, reason="this torch never supports it")
-def test_torch_without_support_is_rejected() -> None:
-    assert "install torch 2.13 or newer" in run_ranks(error_of_torch_without_support, 2)[0]

@@ -15,10 +15,8 @@ LAYERS = re.findall(
     r"^  (\w+)(?:\.py|/) ", LISTING[LISTING.index("\ntitanlite/ ") : LISTING.index("\nscripts/ ")], re.MULTILINE
 )
 """The folders and files of titanlite/ in CONTRIBUTING's order. Each imports only itself and those listed below it."""
-COMMANDS = {"__main__", "parity", "plan", "convert", "generate", "evaluate"}
-"""The command table and the older command names, which are above all layers."""
-
-LAYER = {name: len(LAYERS) - place for place, name in enumerate(LAYERS)} | dict.fromkeys(COMMANDS, len(LAYERS) + 1)
+LAYER = {name: len(LAYERS) - place for place, name in enumerate(LAYERS)}
+LAYER["__main__"] = len(LAYERS) + 1  # the command table, above all layers
 MAX_FILES_OF_TRAINER, MAX_DEPTH_OF_TRAINER, MAX_DEPTH_OF_TRAIN = 25, 7, 15
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "components"}
 

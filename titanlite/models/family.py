@@ -70,13 +70,11 @@ class Plan:
         "router": a replicated router. Experts need no style: their hidden features are sharded, and their output is
         summed and sharded along seq_len.
         "logits": the output layer, sharded by output features (the vocabulary); its input is gathered.
-    may_skip_parameters: whether a microbatch may leave a parameter without a gradient on some rank.
     """
 
     units: tuple[tuple[str, ...], ...]
     blocks: Mapping[str, int]
     tensor_styles: Mapping[str, TensorStyle]
-    may_skip_parameters: bool = False
 
 
 class LanguageModel(nn.Module, ABC):

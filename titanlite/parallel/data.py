@@ -18,7 +18,6 @@ from titanlite.models.experts import Experts
 from titanlite.models.family import Plan
 from titanlite.parallel.mesh import GradientSync, ReshardAfterForward
 from titanlite.runtime.dtensors import local_part
-from titanlite.runtime.errors import UserError
 
 AT_ONCE_BYTES = 256 * 2**20
 
@@ -85,14 +84,9 @@ def apply_data_parallel(
         # Plain sums on every backend. The factor alone fails on gloo, and the setters apply to one module only.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        # Reduce parameters without a gradient on this rank as zeros.
+        # Reduce parameters without a gradient on this rank as zeros, from torch 2.13 on.
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True)
-        elif plan.may_skip_parameters:
-            raise UserError(
-                f"torch {torch.__version__} cannot reduce gradients that are missing on some ranks, and some "
-                "parameters of this model may get no gradient: install torch 2.13 or newer"
-            )
     return [applied]
 
 

@@ -1,6 +1,6 @@
 """DTensors, without the import of torch.distributed.tensor: it takes 0.7 seconds of CPU time.
 
-The launcher, which only checks a configuration, does without it.
+Commands that read a configuration and build no model, such as `titanlite inspect`, do without it.
 """
 
 from __future__ import annotations
