@@ -185,24 +185,9 @@ def check_tokenizer(
     file = tokenizer_file(section.path) if section.path else kept_tokenizer(data.sources)
     if file is None:
         return _check_without_path(rules, data, held_out, tasks, vocab_size, model)
-    if section.path:
-        fault = "is not a regular file" if file.exists() else "does not exist"
-        remedy = f"{file.absolute()} {fault}; train a tokenizer on your data: {TRAIN_TOKENIZER}"
-        rules.require("path", file.is_file(), "a tokenizer.json, or a folder that holds one", remedy)
-    else:
-        _check_no_separators(rules)
-    if rules.problems:
+    tokenizer = _load_tokenizer(rules, file, data.sources)
+    if tokenizer is None:
         return rules.problems
-    try:
-        tokenizer = Tokenizer(file)
-    except UserError as error:
-        rule = "a tokenizer that the tokenizers library can load"
-        if section.path:
-            rules.require("path", False, rule, f"{error}; train a tokenizer on your data: {TRAIN_TOKENIZER}")
-            return rules.problems
-        n = next(n for n, source in enumerate(data.sources) if kept_tokenizer([source]))
-        rule = f"token files with {rule}"
-        return [Problem(f"data.sources.{n}.path", data.sources[n].path, rule, f"{error}: copy {file.parent} again")]
     for name in ("bos", "eos"):
         is_token = not getattr(section, name) or tokenizer.is_token(getattr(section, name))
         rules.require(name, is_token, "a token of the vocabulary", f"write a token of {file}, or leave {name} out")
@@ -220,6 +205,29 @@ def check_tokenizer(
     if section.bos or section.eos:  # loading a large tokenizer again takes a second
         tokenizer = Tokenizer(file, bos=section.bos, eos=section.eos)
     return _check_made_by(section, tokenizer, data, held_out) + _check_written_with(data)
+
+
+def _load_tokenizer(rules: Rules, file: Path, sources: Sequence[SourceConfig]) -> Tokenizer | None:
+    """The tokenizer of tokenizer.path, or of the folder of token files; None, with a problem, if it cannot be used."""
+    if not rules.section.path:
+        _check_no_separators(rules)
+    elif not file.is_file():
+        fault = "is not a regular file" if file.exists() else "does not exist"
+        remedy = f"{file.absolute()} {fault}; train a tokenizer on your data: {TRAIN_TOKENIZER}"
+        rules.require("path", False, "a tokenizer.json, or a folder that holds one", remedy)
+    if rules.problems:
+        return None
+    try:
+        return Tokenizer(file)
+    except UserError as error:
+        rule = "a tokenizer that the tokenizers library can load"
+        if rules.section.path:
+            rules.require("path", False, rule, f"{error}; train a tokenizer on your data: {TRAIN_TOKENIZER}")
+            return None
+        n, source = next((n, source) for n, source in enumerate(sources) if kept_tokenizer([source]))
+        remedy = f"{error}: copy {file.parent} again"
+        rules.problems.append(Problem(f"data.sources.{n}.path", source.path, f"token files with {rule}", remedy))
+        return None
 
 
 def _require_chat_template(

@@ -234,6 +234,8 @@ def check_decoder(config: Any, seq_len: int, tp: int, pp: int) -> list[Problem]:
         heads, rows = config.n_heads, math.ceil(config.vocab_size / tp)
         shared = heads % config.n_kv_heads == 0
         rules.require("n_kv_heads", shared, f"divides model.n_heads = {heads}", "change one of them")
+        fewer, rule = config.n_active_experts <= config.n_experts, f"at most model.n_experts = {config.n_experts}"
+        rules.require("n_active_experts", fewer, rule, "fewer, or more experts")
         for name in ("n_heads", "n_kv_heads", "ffn_dim"):
             rules.divides(name, "parallelism.tp", tp)
         rule = f"a part for each of parallelism.tp = {tp} ranks, in parts of {rows}"
@@ -252,12 +254,4 @@ def check_width(config: DecoderConfig) -> list[Problem]:
     rules = Rules("model", config)
     if min(config.dim, config.n_heads) >= 1:  # else it is a problem already
         rules.divides("dim", "2 x model.n_heads", 2 * config.n_heads)
-    return rules.problems
-
-
-def check_experts(config: DecoderConfig) -> list[Problem]:
-    """Check the number of experts that process a position."""
-    rules = Rules("model", config)
-    few = config.n_active_experts <= config.n_experts
-    rules.require("n_active_experts", few, f"at most model.n_experts = {config.n_experts}", "fewer, or more experts")
     return rules.problems

@@ -10,7 +10,6 @@ from titanlite.models.decoder import TENSOR_STYLES as DECODER_STYLES
 from titanlite.models.decoder import (
     Decoder,
     check_decoder,
-    check_experts,
     check_width,
     decoder_plan,
     flops_per_token,
@@ -123,7 +122,7 @@ def plan(config: OlmoeConfig) -> Plan:
 
 
 def check(config: OlmoeConfig, seq_len: int, tp: int, pp: int) -> list[Problem]:
-    return [*check_decoder(config, seq_len, tp, pp), *check_width(config), *check_experts(config)]
+    return [*check_decoder(config, seq_len, tp, pp), *check_width(config)]
 
 
 BLOCK_NAMES = {

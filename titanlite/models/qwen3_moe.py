@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from titanlite.models import qwen3
-from titanlite.models.decoder import check_experts, decoder_plan, flops_per_token, init, mixture_of_experts
+from titanlite.models.decoder import decoder_plan, flops_per_token, init, mixture_of_experts
 from titanlite.models.family import Family, HuggingFace, Plan, TensorStyle
 from titanlite.models.hugging_face import (
     EXPERT_FIELDS,
@@ -18,7 +18,6 @@ from titanlite.models.hugging_face import (
     refuse_other,
 )
 from titanlite.models.qwen3 import NEEDS, SCALING_FIELDS, Qwen3, Qwen3Config
-from titanlite.runtime.errors import Problem
 
 
 @dataclass(frozen=True)
@@ -80,10 +79,6 @@ def plan(config: Qwen3MoeConfig) -> Plan:
     return decoder_plan(config, TENSOR_STYLES)
 
 
-def check(config: Qwen3MoeConfig, seq_len: int, tp: int, pp: int) -> list[Problem]:
-    return [*qwen3.check(config, seq_len, tp, pp), *check_experts(config)]
-
-
 MOE_FIELDS = FIELDS | EXPERT_FIELDS | {"ffn_dim": "moe_intermediate_size"}
 SUPPORTED = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
@@ -112,7 +107,7 @@ def config_from_json(fields: Mapping[str, Any]) -> Qwen3MoeConfig:
         | expert_values(fields, Qwen3MoeConfig.balance_loss)
         | {"ffn_dim": read_field(fields, "moe_intermediate_size", int)}
     )
-    refuse_invalid(check(config, 1, 1, 1), MOE_FIELDS | SCALING_FIELDS)
+    refuse_invalid(qwen3.check(config, 1, 1, 1), MOE_FIELDS | SCALING_FIELDS)
     return config
 
 
@@ -120,7 +115,7 @@ QWEN3_MOE = Family(
     name="qwen3_moe",
     config_type=Qwen3MoeConfig,
     flavors=FLAVORS,
-    check=check,
+    check=qwen3.check,
     build=Qwen3Moe,
     plan=plan,
     init=init,

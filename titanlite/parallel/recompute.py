@@ -89,7 +89,7 @@ def check_activation_checkpoint(
         rule = f"only with parallelism.tp = 1, and it is {tp}: the compiler does not know the cost of communication"
         rules.require("mode", tp == 1, rule, 'mode = "selective"')
     twice = splits_backward and not compiled and inside_compilation(section)
-    rule = f'"layer" with parallelism.pp_schedule = {pp_schedule}, which reads the results that "op" saves twice'
+    rule = f'"layer" with parallelism.pp_schedule = {pp_schedule}, whose backward pass needs the results of "op" twice'
     remedy = "compile.enable = true, " if can_split_compiled_backward() else ""
     rules.require("selective_policy", not twice, rule, f'{remedy}"layer", mode = "full", or pp_schedule = "1F1B"')
     return rules.problems
