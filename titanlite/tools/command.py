@@ -76,8 +76,10 @@ def read_options(kind: Any, argv: Sequence[str], command: str) -> Any:
     if {"--help", "-h"} & {*(argv[:1] if subcommands else argv)}:
         tyro.cli(kind, args=["--help"], prog=f"titanlite {command}", config=(tyro.conf.FlagCreatePairsOff,))
     if subcommands:
-        name = _subcommand(argv, list(subcommands))
-        return read_options(subcommands[name], argv[1:], f"{command} {name}")
+        if not argv or argv[0] not in subcommands:
+            problem = f"unknown subcommand {argv[0]!r}" if argv else "a subcommand is missing"
+            raise UsageError(f"{problem}: write {' or '.join(subcommands)}")
+        return read_options(subcommands[argv[0]], argv[1:], f"{command} {argv[0]}")
     parser = _Parser(f"titanlite {command}", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     exclusive = parser.add_mutually_exclusive_group()
     hints, flags = get_type_hints(kind, include_extras=True), {}
@@ -159,17 +161,6 @@ def check_options(options: Any) -> list[Problem]:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _subcommand(argv: Sequence[str], names: Sequence[str]) -> str:
-    """The subcommand that the first word names. Raises UsageError."""
-    if not argv or argv[0].startswith("-"):
-        raise UsageError(f"a subcommand is missing: {' or '.join(names)}")
-    if argv[0] not in names:
-        close = get_close_matches(argv[0], names, 1)
-        remedy = f"did you mean {close[0]}?" if close else f"write {' or '.join(names)}"
-        raise UsageError(f"unknown subcommand {argv[0]!r}: {remedy}")
-    return argv[0]
 
 
 def check_chat_template(file: str) -> list[Problem]:
