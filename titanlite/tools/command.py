@@ -1,23 +1,23 @@
 """Parts that the commands share: options, exit codes, and outputs that are written atomically."""
 
+import argparse
 import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import tyro
 
-from titanlite.config.describe import field_texts
 from titanlite.runtime.errors import Problem, UsageError, UserError, check_ranges
 from titanlite.runtime.failure import describe_user_error, raise_on_interrupt
 from titanlite.runtime.signal_thread import stop_signals
@@ -59,101 +59,76 @@ def run_command(main: Callable[[Sequence[str]], None]) -> None:
     sys.exit(code)
 
 
-def read_options(kind: Any, argv: Sequence[str], command: str) -> Any:
-    """The command's options: an instance of the dataclass `kind`, or of one of a union of subcommands.
+class _Parser(argparse.ArgumentParser):
+    """Raises UsageError in place of exiting."""
 
-    Hyphens and underscores in names are the same. A value after a space does not start with `--`. Prints the help and
-    exits if argv has --help. Raises UsageError with all problems but those of check_options.
+    def error(self, message: str) -> NoReturn:
+        hint = " (if it starts with -: --OPTION=VALUE)" if ": expected" in message else ""
+        raise UsageError(f"{message}{hint}\nsee {self.prog} --help")
+
+
+def read_options(kind: Any, argv: Sequence[str], command: str) -> Any:
+    """The command's options: an instance of the dataclass `kind`, or of one of a union of subcommands; not checked.
+
+    Hyphens and underscores in names are the same. Prints the help and exits if argv has --help. Raises UsageError.
     """
     subcommands = {get_args(each)[1].name: get_args(each)[0] for each in get_args(kind)}
     if {"--help", "-h"} & {*(argv[:1] if subcommands else argv)}:
         tyro.cli(kind, args=["--help"], prog=f"titanlite {command}", config=(tyro.conf.FlagCreatePairsOff,))
     if subcommands:
-        name = _subcommand(argv, list(subcommands))
-        return read_options(subcommands[name], argv[1:], f"{command} {name}")
-    options = {name: _option(name, hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
-    texts, problems = _split(argv, options)
-    values: dict[str, Any] = {}
-    for name, given in texts.items():
-        try:
-            found = tuple(_value(text, options[name].kind) for text in given)
-            values |= {name: found if options[name].is_list else found[0]} if found else {}
-        except ValueError as error:
-            problems.append(f"{options[name].shown} {error}")
-    if len(exclusive := [_flag(name) for name in texts if EITHER in options[name].marks]) > 1:
-        problems.append(f"give {' or '.join(exclusive)}, not both")
-    if not any(problem.startswith("unexpected") for problem in problems):  # else that word may be what is missing
-        missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in texts]
-        problems += [f"{options[name].shown} is missing ({field_texts(kind)[name]})" for name in missing]
+        if not argv or argv[0] not in subcommands:
+            problem = f"unknown subcommand {argv[0]!r}" if argv else "a subcommand is missing"
+            raise UsageError(f"{problem}: write {' or '.join(subcommands)}")
+        return read_options(subcommands[argv[0]], argv[1:], f"{command} {argv[0]}")
+    parser = _Parser(f"titanlite {command}", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    exclusive = parser.add_mutually_exclusive_group()
+    hints, flags = get_type_hints(kind, include_extras=True), {}
+    for field in fields(kind):
+        settings, marks = _settings(hints[field.name])
+        is_required = field.default is MISSING
+        if tyro.conf.Positional in marks:
+            parser.add_argument(field.name, **{"nargs": None if is_required else "?", **settings})
+        else:
+            flags[_flag(field.name)] = settings
+            group = exclusive if EITHER in marks else parser
+            group.add_argument(_flag(field.name), dest=field.name, required=is_required, **settings)
+    words = [re.sub("^--[^=]+", lambda name: _flag(name[0][2:]), word) for word in argv]
+    given = [word.partition("=")[0] for word in words if word.startswith("--")]
+    repeated = {name for name in given if given.count(name) > 1 and "action" not in flags.get(name, {})}
+    problems = [_unexpected(name, flags) for name in given if name not in flags]
+    problems += [f"{name} is given twice: keep one" for name in sorted(repeated)]
     if problems:
-        raise UsageError("\n".join([*problems, f"see titanlite {command} --help"]))
-    return kind(**values)
+        parser.error("\n".join(problems))
+    options, rest = parser.parse_known_args(words)
+    if rest:
+        parser.error("\n".join(_unexpected(word, flags) for word in rest))
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in vars(options).items()})
 
 
-class _Option(NamedTuple):
-    """shown: CONFIG of a positional argument, --option of others. kind: type of one value. marks: tyro's."""
-
-    shown: str
-    kind: Any
-    is_list: bool
-    marks: Sequence[Any]
-
-
-def _option(name: str, hint: Any) -> _Option:
-    """hint: type of the field."""
+def _settings(hint: Any) -> tuple[dict[str, Any], Sequence[Any]]:
+    """(settings of argparse, annotations of tyro) of a field of this type"""
     kind, marks = (hint.__origin__, hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
+    if kind is bool:
+        return {"action": "store_true"}, marks
     is_list = get_origin(kind) is tuple
     kind = get_args(kind)[0] if is_list or NoneType in get_args(kind) else kind
-    metavars = [mark.metavar.split()[0] for mark in marks if getattr(mark, "metavar", None)]
-    return _Option(metavars[0] if tyro.conf.Positional in marks else _flag(name), kind, is_list, marks)
+    settings = {"choices": get_args(kind)} if get_origin(kind) is Literal else {"type": _path if kind is Path else kind}
+    settings |= {"metavar": next((mark.metavar for mark in marks if getattr(mark, "metavar", None)), None)}
+    if is_list:
+        settings |= {"action": "append"} if tyro.conf.UseAppendAction in marks else {"action": "extend", "nargs": "+"}
+    return settings, marks
 
 
-def _split(argv: Sequence[str], options: Mapping[str, _Option]) -> tuple[dict[str, list[str]], list[str]]:
-    """(field -> texts of its values, problems)"""
-    positional = [name for name, option in options.items() if tyro.conf.Positional in option.marks]
-    named = options.keys() - positional
-    texts: dict[str, list[str]] = {}
-    problems: list[str] = []
-    words = deque(argv)
-    while words:
-        word = words.popleft()
-        free = [name for name in positional if options[name].is_list or name not in texts]
-        if not word.startswith("-") and free:
-            texts.setdefault(free[0], []).append(word)
-            continue
-        name, equals, text = word.partition("=")
-        name = name.lstrip("-").replace("-", "_")
-        if name not in named or not word.startswith("--"):
-            close = get_close_matches(name, named, 1) if word.startswith("-") else []
-            problems.append(f"unexpected argument {word!r}" + (f": did you mean {_flag(close[0])}?" if close else ""))
-            if word.startswith("-") and not equals and words and not words[0].startswith("-"):
-                words.popleft()  # its value
-            continue
-        kind, is_list, marks = options[name][1:]
-        given = [text] if equals else ["true"] if kind is bool else []
-        most = len(words) if is_list and not equals and tyro.conf.UseAppendAction not in marks else 1
-        while words and len(given) < most and not words[0].startswith("--"):
-            given.append(words.popleft())
-        if not given:
-            problems.append(f"{options[name].shown} needs a value (if it starts with --: {options[name].shown}=VALUE)")
-        if name in texts and not is_list:
-            problems.append(f"{options[name].shown} is given twice: keep one")
-        texts.setdefault(name, []).extend(given)
-    return texts, problems
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("needs a path")
+    return Path(text)
 
 
-def _value(text: str, kind: Any) -> Any:
-    """Raises ValueError with what is needed."""
-    if get_origin(kind) is Literal and text not in get_args(kind):
-        raise ValueError(f"needs one of {', '.join(get_args(kind))}, not {text!r}")
-    if kind is Path and not text:
-        raise ValueError("needs a value")
-    if kind is bool and text != "true":
-        raise ValueError("takes no value")
-    try:
-        return kind(text) if kind in (int, float, Path, bool) else text
-    except ValueError:
-        raise ValueError(f"needs {'an integer' if kind is int else 'a number'}, not {text!r}") from None
+def _unexpected(word: str, flags: Iterable[str]) -> str:
+    """The problem of an argument that is none of the options `flags`."""
+    close = get_close_matches(word.strip("-"), [flag.strip("-") for flag in flags], 1)
+    return f"unexpected argument {word!r}" + (f": did you mean --{close[0]}?" if close else "")
 
 
 def read_options_and_overrides(kind: Any, argv: Sequence[str], command: str) -> tuple[Any, list[str]]:
@@ -177,7 +152,7 @@ def check_options(options: Any) -> list[Problem]:
     found = check_ranges(options, "options")
     problems = [replace(problem, key=_flag(problem.key.partition(".")[2])) for problem in found]
     for name, hint in get_type_hints(type(options), include_extras=True).items():
-        choices = get_args(kind) if get_origin(kind := _option(name, hint).kind) is Literal else ()
+        choices = _settings(hint)[0].get("choices", ())
         value, default = getattr(options, name), type(options).__dataclass_fields__[name].default
         if choices and value not in (*choices, default):
             problems.append(Problem(_flag(name), value, f"one of {', '.join(choices)}", "write one of these"))
@@ -186,17 +161,6 @@ def check_options(options: Any) -> list[Problem]:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _subcommand(argv: Sequence[str], names: Sequence[str]) -> str:
-    """The subcommand that the first word names. Raises UsageError."""
-    if not argv or argv[0].startswith("-"):
-        raise UsageError(f"a subcommand is missing: {' or '.join(names)}")
-    if argv[0] not in names:
-        close = get_close_matches(argv[0], names, 1)
-        remedy = f"did you mean {close[0]}?" if close else f"write {' or '.join(names)}"
-        raise UsageError(f"unknown subcommand {argv[0]!r}: {remedy}")
-    return argv[0]
 
 
 def check_chat_template(file: str) -> list[Problem]:

@@ -51,6 +51,7 @@ SPLIT = "--parallelism.pp 2 --parallelism.pp_split="
 TOKENS = Path(__file__).parents[2] / "golden" / "tokens.npy"
 LEVELS = 5000
 LONG = 300 * "d"
+GROUP = '[[optimizer.groups]]\nparameters = ["output.weight"]\n'
 VALID = "--validation.enable true --validation.sources.0."
 
 
@@ -303,8 +304,8 @@ BAD = [
     Bad("checkpoint.keep_every", "0 or more", "disables", argv="--checkpoint.keep_every -1"),
     Bad("checkpoint.load_step", "at least -1", "latest", argv="--checkpoint.load_step -2"),
     Bad("parallelism.dp_shard", "-1 or at least 1", "axis off", argv="--parallelism.dp_shard -2"),
-    Bad("optimizer.groups.0.lr_factor", "above 0", "", toml='[[optimizer.groups]]\nparameters = ["output.weight"]\nlr_factor = 0.0'),
-    Bad("optimizer.groups.0.weight_decay", "-1 or 0 or more", "", toml='[[optimizer.groups]]\nparameters = ["output.weight"]\nweight_decay = -2.0'),
+    Bad("optimizer.groups.0.lr_factor", "above 0", "", toml=f"{GROUP}lr_factor = 0.0"),
+    Bad("optimizer.groups.0.weight_decay", "-1 or 0 or more", "", toml=f"{GROUP}weight_decay = -2.0"),
     # Outputs.
     Bad("job.dump_folder", "the path of a folder", '"outputs"', toml='job.dump_folder = ""'),
     Bad("job.dump_folder", "the path of a folder", '"outputs"', toml='job.dump_folder = "  "'),

@@ -80,26 +80,27 @@ def test_overrides_of_the_configuration_are_passed_on() -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], ["CONFIG is missing (a file)"]),
-        (["a.toml", "--num-steps"], ["--num-steps needs a value"]),
-        (["a.toml", "--word"], ["--word needs a value"]),
-        (["a.toml", "--word", "--x"], ["--word needs a value (if it starts with --: --word=VALUE)", "argument '--x'"]),
-        (["a.toml", "--words-of"], ["--words-of needs a value"]),
-        (["a.toml", "--folder", ""], ["--folder needs a value"]),
-        (["a.toml", "--folder="], ["--folder needs a value"]),
-        (["a.toml", "--folder", "b", "--words-of", "c"], ["give --folder or --words-of, not both"]),
+        ([], ["required: CONFIG"]),
+        (["a.toml", "--num-steps"], ["--num-steps: expected one argument (if it starts with -: --OPTION=VALUE)"]),
+        (["a.toml", "--word", "-x"], ["--word: expected one argument (if it starts with -: --OPTION=VALUE)"]),
+        (["a.toml", "--words-of"], ["--words-of: expected at least one argument"]),
+        (["a.toml", "--folder", ""], ["--folder: needs a path"]),
+        (["a.toml", "--folder="], ["--folder: needs a path"]),
+        (["a.toml", "--folder", "b", "--words-of", "c"], ["--words-of: not allowed with argument --folder"]),
         (["a.toml", "--wrd", "x"], ["did you mean --word?"]),
         (["a.toml", "--foo", "x"], ["unexpected argument '--foo'\nsee titanlite test --help"]),
-        (["a.toml", "--num-steps", "x"], ["--num-steps needs an integer, not 'x'"]),
-        (["a.toml", "--num-steps", "1.5"], ["--num-steps needs an integer, not '1.5'"]),
-        (["a.toml", "--limit", "x"], ["--limit needs an integer, not 'x'"]),
-        (["a.toml", "--rate", "x"], ["--rate needs a number, not 'x'"]),
+        (["a.toml", "--num-steps", "x"], ["--num-steps: invalid int value: 'x'"]),
+        (["a.toml", "--num-steps", "1.5"], ["--num-steps: invalid int value: '1.5'"]),
+        (["a.toml", "--limit", "x"], ["--limit: invalid int value: 'x'"]),
+        (["a.toml", "--rate", "x"], ["--rate: invalid float value: 'x'"]),
         (["a.toml", "--num-steps", "7", "--num_steps=8"], ["--num-steps is given twice"]),
-        (["a.toml", "--device", "tpu"], ["--device needs one of cpu, cuda, not 'tpu'"]),
+        (["a.toml", "--device", "tpu"], ["--device: invalid choice: 'tpu' (choose from", "cuda"]),
+        (["a.toml", "--all-of-it=false"], ["--all-of-it: ignored explicit argument 'false'"]),
         (["a.toml", "--num-stpes", "7"], ["'--num-stpes'", "did you mean --num-steps?"]),
-        (["--num-stpes", "7", "a.toml"], ["'--num-stpes'", "did you mean --num-steps?"]),
-        (["a.toml", "--all-of-it=false"], ["--all-of-it takes no value"]),
         (["a.toml", "-num-steps", "7"], ["'-num-steps'", "did you mean --num-steps?"]),
+        (["--num-stpes", "7", "a.toml"], ["'--num-stpes'", "did you mean --num-steps?"]),
+        (["a.toml", "--device", "--x"], ["unexpected argument '--x'"]),
+        (["a.toml", "--wrd", "--rat", "--limit=1", "--limit=2"], ["--word?", "--rate?", "--limit is given twice"]),
         (["a.toml", "b.toml"], ["'b.toml'", "titanlite test --help"]),
     ],
 )
@@ -111,21 +112,9 @@ def test_a_usage_error_is_a_short_text(argv: list[str], words: list[str]) -> Non
     assert len(text.splitlines()) <= len(words) + 1
 
 
-def test_all_problems_of_a_command_line_at_once() -> None:
-    with pytest.raises(UsageError) as caught:
-        read_options(Options, ["--rate", "x", "--num-steps=1", "--num_steps=2", "--limit"], "test")
-    assert [line.partition(" (")[0] for line in str(caught.value).splitlines()] == [
-        "--num-steps is given twice: keep one",
-        "--limit needs a value",
-        "--rate needs a number, not 'x'",
-        "CONFIG is missing",
-        "see titanlite test --help",
-    ]
-
-
-def test_a_value_may_start_with_one_hyphen() -> None:
-    argv = ["a.toml", "--rate", "-1e-3", "--word", "-x", "--word=--y"]
-    assert read_options(Options, argv, "test") == Options("a.toml", rate=-1e-3, word=("-x", "--y"))
+def test_a_value_may_start_with_a_hyphen_after_equals() -> None:
+    argv = ["a.toml", "--rate", "-1", "--word=-x", "--word=--y"]
+    assert read_options(Options, argv, "test") == Options("a.toml", rate=-1.0, word=("-x", "--y"))
 
 
 def test_help_is_printed_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,11 +138,9 @@ def test_subcommands() -> None:
     options = read_options(ConvertOptions, ["export", "run", "--out", "folder", "--dtype", "float16"], "convert")
     assert options == ExportOptions(Path("run"), Path("folder"), "float16")
     for argv, message in (
-        ([], "a subcommand is missing: export or import"),
+        ([], "a subcommand is missing: write export or import"),
         (["foo"], "unknown subcommand 'foo': write export or import"),
-        (["exprt", "run"], "unknown subcommand 'exprt': did you mean export?"),
-        (["export"], "RUN is missing (dump folder of a run, or one of its folders step-N)\n--out is missing ("),
-        (["export"], "see titanlite convert export --help"),
+        (["export"], "required: RUN, --out\nsee titanlite convert export --help"),
         (["import", "a", "--ou", "b"], "did you mean --out?"),
     ):
         with pytest.raises(UsageError) as caught:

@@ -197,7 +197,7 @@ def test_a_folder_without_a_run_is_refused(content: str | None, tmp_path: Path) 
 
 
 def test_a_run_is_required() -> None:
-    with pytest.raises(UsageError, match="RUN is missing"):
+    with pytest.raises(UsageError, match="required: RUN"):
         main([])
 
 
