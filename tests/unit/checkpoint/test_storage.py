@@ -117,7 +117,7 @@ def test_hash_of_hashes_the_bytes_of_a_file(tmp_path: Path, size: int) -> None:
 def test_a_file_in_place_of_the_folder_is_invalid(tmp_path: Path) -> None:
     (tmp_path / "step-5").write_text("")
     with pytest.raises(InvalidCheckpointError, match="is missing"):
-        check_file(tmp_path / "step-5", "a", FileRecord(0, 1, ""), "full")
+        check_file(tmp_path / "step-5", "a", FileRecord(0, 1, ""))
 
 
 @pytest.mark.parametrize(("number", "corrupted"), [(5, True), (13, False), (24, False)])
@@ -133,7 +133,7 @@ def test_only_an_io_error_counts_as_corruption(
     record = record_of(tmp_path / "a")
     monkeypatch.setattr(os, "open", fail)
     with pytest.raises(InvalidCheckpointError if corrupted else OSError, match=os.strerror(number)):
-        check_file(tmp_path, "a", record, "full")
+        check_file(tmp_path, "a", record)
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
