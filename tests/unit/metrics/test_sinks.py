@@ -247,12 +247,10 @@ def test_tensorboard_has_the_same_names(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-    sinks = build_sinks(
-        MetricsConfig(loggers=TENSORBOARD, folder="a/b"), tmp_path, rank=0, total_steps=100, resume_step=0
-    )
+    sinks = build_sinks(MetricsConfig(loggers=TENSORBOARD), tmp_path, rank=0, total_steps=100, resume_step=0)
     sinks.write(RECORD)
     # before closing: written records are readable immediately
-    events = EventAccumulator(str(tmp_path / "a" / "b")).Reload()
+    events = EventAccumulator(str(tmp_path / TENSORBOARD_FOLDER)).Reload()
     assert [event.step for event in events.Scalars("bad_rows")] == [30]
     sinks.write(replace(RECORD, step=40, loss=math.nan, slowest_host="node7"))  # text is no scalar
     events.Reload()
@@ -262,7 +260,7 @@ def test_tensorboard_has_the_same_names(tmp_path: Path) -> None:
     assert "steps = 7" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert b"r-1" in events.Tensors("run/text_summary")[0].tensor_proto.string_val[0]
     assert b"training.steps" in events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    by_tokens = EventAccumulator(str(tmp_path / "a" / "b" / TOKENS_FOLDER)).Reload()
+    by_tokens = EventAccumulator(str(tmp_path / TENSORBOARD_FOLDER / TOKENS_FOLDER)).Reload()
     assert [event.step for event in by_tokens.Scalars("by_tokens/loss")] == [61440, 61440]
     assert events.Scalars("lr")[0].value == pytest.approx(3e-4)
 
