@@ -1,4 +1,4 @@
-"""Measure the README's table of verified layouts: `python -m scripts.layout_table [ranks]`, in the repository root.
+"""Measure the table of docs/layouts.md: `python -m scripts.layout_table [ranks]`, in the repository root.
 
 Prints, for each layout of tests/distributed/layouts.py, the largest relative error over all ranks of any parameter's
 gradient, of the loss over two steps, and of the gradient norm. tests/distributed/test_layouts.py bounds these errors.

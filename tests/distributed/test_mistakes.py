@@ -1,6 +1,6 @@
 """Known mistakes, planted one at a time, are detected by the tests' comparison and reported by `titanlite parity`.
 
-With -s, prints the table of docs/numerics.md: each mistake, its layout, and how it is detected.
+With -s, prints the table of docs/layouts.md: each mistake, its layout, and how it is detected.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Every layout has the weights of one process after three updates by Muon and AdamW; planted mistakes are seen.
 
-With -s, prints the errors of docs/optimizers.md.
+With -s, prints the errors of docs/layouts.md.
 """
 
 import math
