@@ -73,7 +73,7 @@ def note_start(folder: Path, resume_step: int, facts: Mapping[str, Any], *, trai
 
 
 def read_starts(folder: Path) -> list[Started]:
-    """The starts of a run, in order; [] if run.json is damaged or of an older version. Raises OSError."""
+    """The starts of a run, in order; [] if run.json is damaged. Raises OSError."""
     try:
         starts = read_json(folder / RUN_FILE, RunJson)["starts"]
         found = [Started(each["step"], datetime.fromisoformat(each["time"]), each["mesh"]) for each in starts]
