@@ -6,7 +6,6 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 import titanlite
-from titanlite.config.fields import fields_of, literal
+from titanlite.config.fields import fields_of, literal, setting_of
 from titanlite.config.schema import JobConfig
 from titanlite.data.fingerprint import source_facts
 from titanlite.data.loader import Loader
@@ -25,21 +24,6 @@ from titanlite.hf.folder import PREFIX
 from titanlite.runtime.agreement import MODULE
 from titanlite.runtime.distributed import World
 from titanlite.runtime.plugins import MODULE_PREFIX, plugin_digests
-
-MAY_DIFFER = (
-    "job.description",
-    "job.dump_folder",
-    "job.plugins",
-    "tokenizer.path",
-    "tokenizer.chat_template",
-    "checkpoint.initial_load_path",
-    "*.sources.*.path",
-    "*.sources.*.name",
-    "validation.tasks",
-    "data.num_workers",
-)
-"""Patterns of keys that may differ between ranks: names, and paths that may mean the same on each node. The content
-of the files is compared instead, and checkpoints require a folder that all ranks share."""
 
 PACKAGES = ("numpy", "tokenizers", "datasets", "pyarrow")
 """Packages, beside torch, whose version decides tokens or weights."""
@@ -73,7 +57,8 @@ def program_facts(config: JobConfig, world: World, environment: Mapping[str, str
     facts = {
         key: literal(value)
         for key, value in config_values(config)
-        if not any(fnmatch(key, pattern) for pattern in MAY_DIFFER)
+        # the content of the files is compared instead, and checkpoints require a folder that all ranks share
+        if not setting_of(key).per_node
     }
     # Ranks that start in different ways would wait for each other: compare how, as the paths may differ.
     path = config.checkpoint.initial_load_path

@@ -28,6 +28,7 @@ from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.preflight import imported_from
 from titanlite.checkpoint.start import RunFacts, Start, StartFinder
 from titanlite.checkpoint.state import RunState
+from titanlite.config.fields import SECTIONS, keys_of, keys_that_affect
 from titanlite.config.load import CONFIG_COPY, read_copy
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import dump_config
@@ -458,7 +459,17 @@ def about_run(config: JobConfig, tokenizer: Tokenizer | None, sources: Sequence[
         "init_version": INIT_VERSION,
     }
     versions = {"titanlite": titanlite.__version__, "torch": torch.__version__, "draws": DRAW_VERSION}
-    return RunFacts(*(json.loads(json.dumps(part)) for part in (facts, asdict(config), versions)))
+    facts, values, versions = (json.loads(json.dumps(part)) for part in (facts, asdict(config), versions))
+    return RunFacts(facts, values, versions, keys_that_affect("numbers", "reports"))
+
+
+def without_options_of_start(config: JobConfig) -> JobConfig:
+    """The configuration with the defaults of the keys that apply to one start only."""
+    sections = {}
+    for section in SECTIONS:
+        once = {name: key.default for name, key in keys_of(section, None).items() if key.setting.once}
+        sections[section] = replace(getattr(config, section), **once)
+    return replace(config, **sections)
 
 
 def require_no_checkpoints(config: JobConfig) -> None:
@@ -496,11 +507,9 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
     append_errors_to(Path(config.job.dump_folder, LOG_FILE))
     if world.rank == 0:
         open_log_file(Path(config.job.dump_folder, LOG_FILE))
-        # without options that apply to this start only
-        checkpoint = replace(config.checkpoint, load_step=-1, accept_changes=())
-        later = replace(config, job=replace(config.job, take_over=False), checkpoint=checkpoint)
         try:
-            replace_file(Path(config.job.dump_folder, CONFIG_COPY), dump_config(later).encode())  # follows no link
+            copy = dump_config(without_options_of_start(config)).encode()
+            replace_file(Path(config.job.dump_folder, CONFIG_COPY), copy)  # follows no link
             if tokenizer is not None:
                 tokenizer.save(Path(config.job.dump_folder, TOKENIZER_FOLDER))
         except OSError as error:

@@ -32,21 +32,6 @@ _REMOVED = (
 )
 _FRESH = "start a new run from these weights: --checkpoint.initial_load_path FOLDER --job.dump_folder ANOTHER"
 
-# Settings that may change without a log line: layout, logging, when a run stops, those that the facts cover, and those
-# that are resolved to others.
-_SILENT = (
-    *("job.", "parallelism.", "activation_checkpoint.", "compile.", "comm.", "metrics.", "checkpoint.", "faults."),
-    *("model.", "tokenizer.", "memory.", "profiling.", "samples."),
-)
-_SILENT_KEYS = {
-    *("training.steps", "training.local_batch_size", "data.max_bad_rows"),
-    *("training.seq_len", "training.dtype", "optimizer.name", "data.num_streams", "data.sources", "data.shuffle"),
-    *("data.seed", "data.max_piece_bytes", "data.packing", "data.document_mask", "data.add_bos", "data.add_eos"),
-    *("data.num_workers", "data.ledger", "validation.enable", "validation.interval"),
-    "loss.chunk_tokens",
-    "training.tokens",
-}
-
 
 def check_facts(
     saved: Mapping[str, Any], now: Mapping[str, Any], accepted: Collection[Changeable], where: str
@@ -140,7 +125,7 @@ def differences(saved: Any, now: Any, name: str) -> Iterator[str]:
         yield f"{name}: {_shown(saved)} in the checkpoint, {_shown(now)} now"
 
 
-def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], logged: Collection[str]) -> list[str]:
     """Return one line per changed setting that affects the results of later steps.
 
     saved, now: resolved configurations, by section.
@@ -151,7 +136,7 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
     for section, values in now.items():
         for key, value in values.items():
             name = f"{section}.{key}"
-            if not name.startswith(_SILENT) and name not in _SILENT_KEYS:
+            if name in logged:
                 lines += differences(saved.get(section, {}).get(key), value, name)
     before, after = (values.get("model", {}).get("overrides", {}) for values in (saved, now))
     for key in _COEFFICIENTS:

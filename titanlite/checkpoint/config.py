@@ -3,45 +3,14 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Literal
+from typing import ClassVar, Literal
 
-from titanlite.runtime.errors import Needs, Problem, Rules, ranged
+from titanlite.runtime.errors import Problem
+from titanlite.runtime.settings import Affects, Needs, Rules, setting
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 Changeable = Literal["data", "tokenizer", "init_version", "rope", "optimizer"]
 """Facts that accept_changes can accept; the resumed run then differs from an uninterrupted one."""
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """When checkpoints are saved, and which one a run starts from."""
-
-    enable: bool = False
-    """Write checkpoints, and resume from the latest valid one. The last step is always saved."""
-    folder: str = "checkpoint"
-    """Folder of the checkpoints, inside job.dump_folder."""
-    interval: int = ranged(500, "1 saves every step", least=1)
-    """Optimizer steps between checkpoints."""
-    async_mode: AsyncMode = "disabled"
-    """Whether training continues while a checkpoint is written. async first copies the rank's state to host memory,
-    which needs as much memory; async_with_pinned_mem copies to page-locked memory and needs an accelerator."""
-    keep_latest_k: int = ranged(10, "0 keeps all", least=0)
-    """Number of latest checkpoints to keep; 0: all."""
-    keep_every: int = ranged(0, "0 disables it", least=0)
-    """Keep checkpoints at multiples of this step permanently; 0: disabled."""
-    load_step: int = ranged(-1, "-1 selects the latest valid checkpoint", least=-1)
-    """Step to start from; -1: the latest valid checkpoint. Checkpoints of later steps are renamed, not deleted."""
-    initial_load_path: str = ""
-    """Initial state of a run that has no checkpoints yet: a folder step-N, a folder of such folders, "hf:FOLDER" (a
-    model in the Hugging Face format) or "hf:ORGANIZATION/NAME[@REVISION]" (a model on the hub)."""
-    initial_load_model_only: bool = True
-    """Load only the parameters from initial_load_path; if false, also optimizer, step and position in the data."""
-    on_save_error: Literal["stop", "continue"] = "stop"
-    """What to do if a save fails. continue: train on and save again at the next interval. A failed last save always
-    raises an error."""
-    accept_changes: tuple[Changeable, ...] = ()
-    """Differences from the checkpoint, or from an imported model, to accept. rope: the keys model.rope_*, as in a run
-    that extends the context. optimizer: the state of all optimizers then starts anew."""
 
 
 _SAVES = Needs("checkpoint.enable = true", lambda section: section.enable)
@@ -49,16 +18,44 @@ _LOADS = Needs(
     "checkpoint.enable = true or an initial_load_path",
     lambda section: section.enable or section.initial_load_path,
 )
-NEEDS = {
-    **dict.fromkeys(("folder", "interval", "async_mode", "keep_latest_k", "on_save_error", "load_step"), _SAVES),
-    "keep_every": Needs(
-        "checkpoint.enable = true and keep_latest_k above 0",
-        lambda section: section.enable and section.keep_latest_k > 0,
-    ),
-    "initial_load_model_only": Needs("checkpoint.initial_load_path", lambda section: section.initial_load_path),
-    "accept_changes": _LOADS,
-}
-"""See Needs."""
+_KEEPS = Needs(
+    "checkpoint.enable = true and keep_latest_k above 0", lambda section: section.enable and section.keep_latest_k > 0
+)
+_IMPORTS = Needs("checkpoint.initial_load_path", lambda section: section.initial_load_path)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are saved, and which one a run starts from."""
+
+    AFFECTS: ClassVar[Affects] = "nothing"
+
+    enable: bool = False
+    """Write checkpoints, and resume from the latest valid one. The last step is always saved."""
+    folder: str = setting("checkpoint", needs=_SAVES)
+    """Folder of the checkpoints, inside job.dump_folder."""
+    interval: int = setting(500, "1 saves every step", least=1, needs=_SAVES)
+    """Optimizer steps between checkpoints."""
+    async_mode: AsyncMode = setting("disabled", needs=_SAVES)
+    """Whether training continues while a checkpoint is written. async first copies the rank's state to host memory,
+    which needs as much memory; async_with_pinned_mem copies to page-locked memory and needs an accelerator."""
+    keep_latest_k: int = setting(10, "0 keeps all", least=0, needs=_SAVES)
+    """Number of latest checkpoints to keep; 0: all."""
+    keep_every: int = setting(0, "0 disables it", least=0, needs=_KEEPS)
+    """Keep checkpoints at multiples of this step permanently; 0: disabled."""
+    load_step: int = setting(-1, "-1 selects the latest valid checkpoint", least=-1, needs=_SAVES, once=True)
+    """Step to start from; -1: the latest valid checkpoint. Checkpoints of later steps are renamed, not deleted."""
+    initial_load_path: str = setting("", affects="facts", per_node=True)
+    """Initial state of a run that has no checkpoints yet: a folder step-N, a folder of such folders, "hf:FOLDER" (a
+    model in the Hugging Face format) or "hf:ORGANIZATION/NAME[@REVISION]" (a model on the hub)."""
+    initial_load_model_only: bool = setting(True, affects="facts", needs=_IMPORTS)
+    """Load only the parameters from initial_load_path; if false, also optimizer, step and position in the data."""
+    on_save_error: Literal["stop", "continue"] = setting("stop", needs=_SAVES)
+    """What to do if a save fails. continue: train on and save again at the next interval. A failed last save always
+    raises an error."""
+    accept_changes: tuple[Changeable, ...] = setting((), needs=_LOADS, once=True)
+    """Differences from the checkpoint, or from an imported model, to accept. rope: the keys model.rope_*, as in a run
+    that extends the context. optimizer: the state of all optimizers then starts anew."""
 
 
 def check_checkpoint(section: CheckpointConfig, device_type: str, taken: Collection[str] = ()) -> list[Problem]:

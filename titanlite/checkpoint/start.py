@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -59,11 +59,12 @@ Usable = Callable[[Manifest], bool]
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The run's fields of a manifest, as JSON values; see Manifest."""
+    """The run's fields of a manifest, as JSON values; see Manifest. logged: full keys whose change is logged."""
 
     facts: Mapping[str, Any]
     config: Mapping[str, Any]
     versions: Mapping[str, Any]
+    logged: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -313,7 +314,7 @@ class StartFinder:
         if self.state.average().keys() - saved.keys():
             self.state.restart_average()
             log.info("Weight average: begins at the weights of step %d, since the checkpoint has none", manifest.step)
-        for line in changed_settings(manifest.config, self.about.config):
+        for line in changed_settings(manifest.config, self.about.config, self.about.logged):
             log.info("Changed since the checkpoint: %s", line)
 
 

@@ -21,8 +21,8 @@ from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import GroupConfig, OptimizerConfig
 from titanlite.optim.registry import OPTIMIZERS
 from titanlite.optim.schedule import DECAY_SHAPES, ScheduleConfig
-from titanlite.runtime.errors import Range
 from titanlite.runtime.json_files import check_depth
+from titanlite.runtime.settings import Affects, Range, Setting, settings_of
 
 TABLES: Mapping[type, Mapping[str, Sequence[Iterable[str]]]] = {
     SourceConfig: {"kind": [KINDS]},
@@ -36,12 +36,16 @@ TABLES: Mapping[type, Mapping[str, Sequence[Iterable[str]]]] = {
 
 
 class Key(NamedTuple):
-    """What a key takes. type: of its values. range: of numbers. default: also the example in remedies; of a
+    """What a key takes, and what is true of it. type: of its values. default: also the example in remedies; of a
     hyper-parameter, that of the family's first flavor."""
 
     type: Any
-    range: Range | None
     default: Any
+    setting: Setting = Setting()
+
+    @property
+    def range(self) -> Range | None:
+        return self.setting.range
 
 
 @cache
@@ -55,11 +59,12 @@ def columns_of(section_type: type) -> dict[str, Key]:
     for name, tables in TABLES.get(section_type, {}).items():
         choice: Any = Literal[tuple(chain(*tables))]
         hints[name] = tuple[choice, ...] if get_origin(hints[name]) is tuple else choice
+    settings = settings_of(section_type)
     return {
         field.name: Key(
             hints[field.name],
-            field.metadata.get("range"),
             None if field.default is dataclasses.MISSING else field.default,
+            settings[field.name],
         )
         for field in dataclasses.fields(section_type)
     }
@@ -80,6 +85,27 @@ def keys_of(section: str, family: str | None) -> dict[str, Key]:
             first = next(iter(flavors.values()))
             keys |= {name: key._replace(default=getattr(first, name)) for name, key in columns_of(type(first)).items()}
     return keys
+
+
+def keys_that_affect(*affected: Affects) -> set[str]:
+    """Full keys by what they affect: one of `affected`. A hyper-parameter, and a key of a table, counts as its section
+    or array."""
+    return {
+        f"{section}.{name}"
+        for section in SECTIONS
+        for name, key in keys_of(section, None).items()
+        if key.setting.affects in affected
+    }
+
+
+def setting_of(full_key: str) -> Setting:
+    """What is true of a key, as data.sources.0.path; a hyper-parameter affects what its section affects."""
+    section, name, *row = full_key.split(".")
+    key = keys_of(section, None).get(name)
+    if key is None:
+        return Setting(affects="facts")
+    table = row_type(key.type)
+    return columns_of(table)[row[1]].setting if row and table else key.setting
 
 
 def row_type(value_type: Any) -> type | None:

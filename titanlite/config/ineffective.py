@@ -1,44 +1,22 @@
-"""Settings that are given but have no effect under the others: the tables NEEDS of all sections, rules across them."""
+"""Settings that are given but have no effect under the others: what the keys declare, and rules across sections."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
-from titanlite.checkpoint import config as checkpoint
 from titanlite.config.fields import SECTIONS, columns_of, keys_of, literal
 from titanlite.config.schema import JobConfig
-from titanlite.data import config as data
 from titanlite.data.bpe import kept_tokenizer
 from titanlite.data.check import has_key
 from titanlite.data.deal import most_sequences
 from titanlite.data.kinds import KINDS, open_source
 from titanlite.data.sources.config import SourceConfig
-from titanlite.faults import config as faults
-from titanlite.generation import config as samples
-from titanlite.metrics import config as metrics
 from titanlite.models.registry import FAMILIES
-from titanlite.optim import registry as optimizer
-from titanlite.optim import schedule
-from titanlite.parallel import compile as compilation
-from titanlite.parallel import mesh, recompute
-from titanlite.profiling import config as profiling
-from titanlite.runtime.errors import Needs, Problem
+from titanlite.parallel import mesh
+from titanlite.runtime.errors import Problem
+from titanlite.runtime.settings import Needs, settings_of
 
-OF_SECTIONS: Mapping[str, Mapping[str, Needs]] = {
-    "data": data.NEEDS,
-    "validation": data.VALIDATION_NEEDS,
-    "parallelism": mesh.NEEDS,
-    "activation_checkpoint": recompute.NEEDS,
-    "compile": compilation.NEEDS,
-    "optimizer": optimizer.NEEDS,
-    "lr_schedule": schedule.NEEDS,
-    "checkpoint": checkpoint.NEEDS,
-    "faults": faults.NEEDS,
-    "metrics": metrics.NEEDS,
-    "profiling": profiling.NEEDS,
-    "samples": samples.NEEDS,
-}
 SEARCHED = ("parallelism", "activation_checkpoint")
 """Sections of which a search of layouts chooses keys that are not given, so that any other key may have an effect."""
 
@@ -129,7 +107,9 @@ SEVERAL = Needs("several data.sources", lambda facts: len(facts.config.data.sour
 
 def conditional_keys(family: str) -> set[str]:
     """The full keys that have no effect under some other settings, without the index of arrays of tables."""
-    keys = {f"{section}.{key}" for section, needs in OF_SECTIONS.items() for key in needs}
+    keys = {
+        f"{section}.{name}" for section in SECTIONS for name, key in keys_of(section, None).items() if key.setting.needs
+    }
     kinds = {key for key in columns_of(SourceConfig) if _kinds_with(key)}
     keys |= {f"{section}.sources.{key}" for section in ("data", "validation") for key in kinds}
     return keys | {*ACROSS, "data.sources.weight"} | {f"model.{key}" for key in FAMILIES[family].needs}
@@ -179,7 +159,7 @@ def _unmet(facts: Facts, key: str) -> str:
         family, hyper_parameters = facts.config.family, facts.config.hyper_parameters
         needs = [(family.needs.get(name), hyper_parameters)]
     else:
-        own = OF_SECTIONS.get(section, {}).get(name)
+        own = keys_of(section, None)[name].setting.needs
         searched = facts.is_searched and section in SEARCHED and name != "hardware"
         needs = [(None if searched else own, values), (ACROSS.get(key), facts)]
     return next((need.condition for need, of in needs if need is not None and not need.is_met(of)), "")
@@ -204,6 +184,6 @@ def _kinds_with(name: str) -> list[str]:
 
 def _is_automatic(section: Any, name: str) -> bool:
     """Whether the value of a key stands for an automatic choice, as if it were left out."""
-    rules = {key.name: key.metadata.get("range") for key in fields(section)}
-    rule = rules.get(name)
-    return rule is not None and rule.unset is not None and getattr(section, name) == rule.unset
+    found = settings_of(type(section)).get(name)
+    limits = found.range if found else None
+    return limits is not None and limits.unset is not None and getattr(section, name) == limits.unset

@@ -1,7 +1,7 @@
 """The root of the configuration, and the sections [job] and [training], which several modules use."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.data.config import DataConfig, TokenizerConfig, ValidationConfig
@@ -20,22 +20,24 @@ from titanlite.precision import DtypeName
 from titanlite.profiling.config import ProfilingConfig
 from titanlite.runtime.determinism import DebugConfig
 from titanlite.runtime.distributed import CommConfig
-from titanlite.runtime.errors import ranged
 from titanlite.runtime.memory import MemoryConfig
+from titanlite.runtime.settings import Affects, setting
 
 
 @dataclass(frozen=True)
 class JobSection:
     """Name and output folder of the run."""
 
-    dump_folder: str = "outputs"
+    AFFECTS: ClassVar[Affects] = "nothing"
+
+    dump_folder: str = setting("outputs", per_node=True)
     """Folder for all outputs of the run."""
-    description: str = ""
+    description: str = setting("", per_node=True)
     """Free text, logged at the start."""
-    plugins: tuple[str, ...] = ()
+    plugins: tuple[str, ...] = setting((), per_node=True)
     """Modules to import, which add families, sources, optimizers, ...: names, or paths that end in .py, beside the TOML
     file. Runs store them with a digest of their code."""
-    take_over: bool = False
+    take_over: bool = setting(False, once=True)
     """Take dump_folder over from a job on another host that has ended. No effect if that job is known to run."""
 
 
@@ -43,28 +45,29 @@ class JobSection:
 class TrainingConfig:
     """Length, batches and precision of the training."""
 
-    steps: int = ranged(1000, "set a positive number", least=1)
+    steps: int = setting(1000, "set a positive number", least=1, affects="facts")
     """Total optimizer steps of the run."""
-    tokens: int = ranged(-1, "leave it out to give training.steps", least=1, unset=-1)
+    tokens: int = setting(-1, "leave it out to give training.steps", least=1, unset=-1, affects="facts")
     """Total tokens of the run in place of steps, rounded up to full steps of global_batch_size x seq_len."""
-    seq_len: int = ranged(2048, "set a positive number", least=1)
+    seq_len: int = setting(2048, "set a positive number", least=1, affects="facts")
     """Tokens per sequence."""
-    local_batch_size: int = ranged(8, "set a positive number; -1: as many as fit", least=1, unset=-1)
+    local_batch_size: int = setting(8, "set a positive number; -1: as many as fit", least=1, unset=-1, affects="search")
     """Sequences per microbatch and data-parallel rank, at most: a rank's part of global_batch_size is divided into
     equal microbatches. -1: as many as fit into 90 % of rank 0's device, by the estimate of `titanlite plan`; needs a
     global_batch_size, and no pipeline."""
-    global_batch_size: int = ranged(
+    global_batch_size: int = setting(
         -1,
         "it counts sequences: divide a number of tokens by seq_len; -1: local_batch_size x data-parallel ranks",
         least=1,
         most=2**20,
         unset=-1,
+        automatic="local_batch_size x data ranks",
     )
     """Sequences per optimizer step over all ranks; gradient accumulation follows from it.
     -1: local_batch_size x data degree, resolved at the first start and kept by its checkpoints."""
     max_norm: float = 1.0
     """Gradients are clipped to this global norm; 0 or less: no clipping."""
-    dtype: DtypeName = "float32"
+    dtype: DtypeName = setting("float32", affects="facts")
     """Dtype of the parameters, and so of gradients and optimizer state."""
     mixed_precision_param: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
     """Dtype of the computation; auto: bfloat16 on CUDA unless training.dtype is float64; else training.dtype."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import tomli_w
 
-from titanlite.config.fields import SECTIONS, fields_of, literal
+from titanlite.config.fields import SECTIONS, fields_of, literal, setting_of
 from titanlite.config.lengths import LENGTHS, UNSET
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import ModelConfig
@@ -67,21 +67,10 @@ def print_config(
         if isinstance(before, str) and isinstance(value, int):
             return f"{before} ({where})"
         automatic = literal(before).strip(chr(34))
-        return f"{automatic}{': ' if automatic else ''}{_RESOLVED.get(key, literal(value).strip(chr(34)))}"
+        return f"{automatic}{': ' if automatic else ''}{setting_of(key).automatic or literal(value).strip(chr(34))}"
 
     open_keys = {key for key in chosen_later if key not in origins}
     return "\n".join(_lines(config, comment, open_keys)) + "\n"
-
-
-_RESOLVED = {
-    "tokenizer.path": "the model folder in checkpoint.initial_load_path",
-    "training.global_batch_size": "local_batch_size x data ranks",
-    "data.num_streams": "training.global_batch_size",
-    "data.document_mask": "true if a source of data is of kind chat",
-    "data.max_piece_bytes": "64 x training.seq_len",
-    "data.num_workers": "by the devices and the kinds of the sources",
-}
-"""What an automatic value is resolved from; that of any other key is its result."""
 
 
 def _lines(config: JobConfig, comment: Comment, as_comments: Collection[str]) -> Iterator[str]:

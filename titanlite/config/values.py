@@ -28,7 +28,8 @@ from titanlite.config.keys import close_names, unknown_column, unknown_key
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
 from titanlite.optim.schedule import LENGTH_PATTERN, LENGTH_RULE, Length, steps_of
-from titanlite.runtime.errors import Problem, Range
+from titanlite.runtime.errors import Problem
+from titanlite.runtime.settings import Range
 
 INT64 = range(-(2**63), 2**63)
 _TypedDict: Any = TypedDict
@@ -94,7 +95,7 @@ def annotated(key: Key) -> Any:
         build = AfterValidator(lambda values: row(**values))
         return tuple[Annotated[table_type(row.__name__, columns_of(row)), build], ...]  # type: ignore[misc]
     if get_origin(key.type) is tuple:
-        return tuple[annotated(Key(get_args(key.type)[0], None, None)), ...]  # type: ignore[misc]
+        return tuple[annotated(Key(get_args(key.type)[0], None)), ...]  # type: ignore[misc]
     if key.type is bool:
         return Annotated[bool, Strict()]
     if key.type is str:
@@ -189,7 +190,7 @@ def explain(name: str, value: Any, key: Key, fault: str) -> Problem:
         return Problem(name, value, f"an array, each item {describe_type(item)}", f"write {literal(example)}")
     if get_origin(key.type) is tuple:
         item = get_args(key.type)[0]
-        return explain(name, value, Key(item, None, "text" if is_text(item) else 1.0), fault)
+        return explain(name, value, Key(item, "text" if is_text(item) else 1.0), fault)
     if get_origin(key.type) is Literal:
         return not_a_choice(name, value, get_args(key.type))
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -2,27 +2,28 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
-from titanlite.runtime.errors import Needs, Problem, Rules, ranged
+from titanlite.runtime.errors import Problem
+from titanlite.runtime.settings import Affects, Needs, Rules, setting
+
+_SAMPLES = Needs("samples.prompts", lambda section: section.prompts)
 
 
 @dataclass(frozen=True)
 class SamplesConfig:
     """Texts that the model writes during training."""
 
+    AFFECTS: ClassVar[Affects] = "nothing"
+
     prompts: tuple[str, ...] = ()
     """Texts to continue, after every interval-th step and after the last one. Empty: no samples."""
-    interval: int = ranged(1000, "1 after every step", least=1)
+    interval: int = setting(1000, "1 after every step", least=1, needs=_SAMPLES)
     """Steps between samples."""
-    max_new_tokens: int = ranged(64, "set a positive number", least=1)
+    max_new_tokens: int = setting(64, "set a positive number", least=1, needs=_SAMPLES)
     """Maximum tokens per prompt; fewer if the model has fewer positions left, or the document ends."""
-    temperature: float = ranged(0.0, "write 0 for the most likely token", least=0, below=math.inf)
+    temperature: float = setting(0.0, "write 0 for the most likely token", least=0, below=math.inf, needs=_SAMPLES)
     """Divides the logits; 0: always the most likely token. Each step draws with the same seed."""
-
-
-_SAMPLES = Needs("samples.prompts", lambda section: section.prompts)
-NEEDS = dict.fromkeys(("interval", "max_new_tokens", "temperature"), _SAMPLES)
-"""See Needs."""
 
 
 def check_samples(section: SamplesConfig, *, has_tokenizer: bool) -> list[Problem]:

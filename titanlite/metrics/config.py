@@ -1,11 +1,12 @@
 """The [metrics] section."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import ClassVar
 
-from titanlite.runtime.errors import Needs, Problem, Rules, ranged
+from titanlite.runtime.errors import Problem
 from titanlite.runtime.job_lock import JOB_LOCK_FILE
+from titanlite.runtime.settings import Affects, Needs, Rules, setting
 
 METRICS_FILE = "metrics.jsonl"
 RUN_FILE = "run.json"
@@ -29,34 +30,35 @@ PACKAGES = {
 """Logger -> its package, and how to install it."""
 
 
-@dataclass(frozen=True)
-class MetricsConfig:
-    """Logging of metrics."""
-
-    log_freq: int = ranged(10, "1 logs every step", least=1)
-    """Steps between log lines; step 1 and the last step are always logged."""
-    loggers: tuple[str, ...] = ("console", "jsonl")
-    """Where the numbers go: console, jsonl (metrics.jsonl, required), tensorboard, wandb, mlflow: docs/loggers.md."""
-    project: str = ""
-    """Project in W&B, experiment in MLflow. Empty: as their variables say, else titanlite."""
-    group: str = ""
-    """Group of the run in W&B; the tag `group` in MLflow."""
-    tags: tuple[str, ...] = ()
-    """Tags of the run in W&B and MLflow."""
-
-
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
 """Those of titanlite. One that a plugin registers may read any key of [metrics]."""
 
 
-def _has_one(section: MetricsConfig, names: Sequence[str]) -> bool:
-    """Whether the run has one of these loggers, or one of a plugin."""
-    return not {*section.loggers}.isdisjoint(names) or not {*section.loggers} <= {*LOGGERS}
+def _tracks(section: "MetricsConfig") -> bool:
+    """Whether the run has W&B or MLflow, or a logger of a plugin."""
+    loggers = {*section.loggers}
+    return bool(loggers & {"wandb", "mlflow"}) or not loggers <= {*LOGGERS}
 
 
-_TRACKS = Needs('"wandb" or "mlflow" in metrics.loggers', lambda section: _has_one(section, ("wandb", "mlflow")))
-NEEDS = dict.fromkeys(("project", "group", "tags"), _TRACKS)
-"""See Needs."""
+_TRACKS = Needs('"wandb" or "mlflow" in metrics.loggers', _tracks)
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """Logging of metrics."""
+
+    AFFECTS: ClassVar[Affects] = "nothing"
+
+    log_freq: int = setting(10, "1 logs every step", least=1)
+    """Steps between log lines; step 1 and the last step are always logged."""
+    loggers: tuple[str, ...] = ("console", "jsonl")
+    """Where the numbers go: console, jsonl (metrics.jsonl, required), tensorboard, wandb, mlflow: docs/loggers.md."""
+    project: str = setting("", needs=_TRACKS)
+    """Project in W&B, experiment in MLflow. Empty: as their variables say, else titanlite."""
+    group: str = setting("", needs=_TRACKS)
+    """Group of the run in W&B; the tag `group` in MLflow."""
+    tags: tuple[str, ...] = setting((), needs=_TRACKS)
+    """Tags of the run in W&B and MLflow."""
 
 
 def check_metrics(section: MetricsConfig) -> list[Problem]:

@@ -10,12 +10,15 @@ from torch import Tensor, nn
 
 from titanlite.models.attention import AttentionMask, attention_mask
 from titanlite.models.init import Init
-from titanlite.runtime.errors import Needs, Problem, UserError
+from titanlite.runtime.errors import Problem, UserError
+from titanlite.runtime.settings import Affects, Needs
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The [model] section: a family, one of its flavors, and hyper-parameters that override the flavor's."""
+
+    AFFECTS: ClassVar[Affects] = "facts"
 
     family: str = "llama3"
     """Model family."""

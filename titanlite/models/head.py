@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from titanlite.models.losses import CROSS_ENTROPY, Loss
 from titanlite.runtime.dtensors import is_dtensor
-from titanlite.runtime.errors import ranged
+from titanlite.runtime.settings import setting
 
 CHUNK_BYTES = 128 * 2**20
 """Largest logits of an automatic chunk."""
@@ -34,7 +34,9 @@ class LossConfig:
 
     name: str = CROSS_ENTROPY.name
     """The loss of a token: cross_entropy, or one that a plugin has registered (docs/models.md)."""
-    chunk_tokens: int | Literal["auto"] = ranged("auto", 'set a positive number, or "auto"', least=1, unset="auto")
+    chunk_tokens: int | Literal["auto"] = setting(
+        "auto", 'set a positive number, or "auto"', least=1, unset="auto", affects="layout"
+    )
     """Tokens whose logits exist at the same time. auto: as many as take 128 MiB in the dtype of the loss, at least
     float32; on a CPU at most 256. With a narrower compute dtype, two copies in this dtype exist beside them."""
 

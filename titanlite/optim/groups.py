@@ -11,7 +11,8 @@ from torch import Tensor
 
 from titanlite.models.family import Plan
 from titanlite.optim.optimizer import GroupConfig, OptimizerConfig, OptimizerKind
-from titanlite.runtime.errors import Problem, Rules
+from titanlite.runtime.errors import Problem
+from titanlite.runtime.settings import Rules
 
 DEFAULT = GroupConfig()
 """Of the parameters that no group has."""

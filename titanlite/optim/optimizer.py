@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titanlite.parallel.mesh import Sharing
 from titanlite.runtime.dtensors import local_part
-from titanlite.runtime.errors import ranged
+from titanlite.runtime.settings import Needs, setting
 
 
 @dataclass(frozen=True)
@@ -22,50 +22,75 @@ class GroupConfig:
     """Full names of parameters, or shell patterns for them. A name precedes patterns of other groups."""
     optimizer: str = "auto"
     """auto: as without the group."""
-    lr_factor: float = ranged(1.0, "1 is the learning rate of [optimizer]", above=0)
+    lr_factor: float = setting(1.0, "1 is the learning rate of [optimizer]", above=0)
     """Factor of the learning rate."""
-    weight_decay: float = ranged(-1.0, "0 switches weight decay off", least=0, unset=-1)
+    weight_decay: float = setting(-1.0, "0 switches weight decay off", least=0, unset=-1)
     """Weight decay; weight_decay_skip applies in the group, too."""
-    beta2: float = ranged(-1.0, "0.95 is the usual value", least=0, below=1, unset=-1)
+    beta2: float = setting(-1.0, "0.95 is the usual value", least=0, below=1, unset=-1)
     """AdamW, Lion: see [optimizer]."""
+
+
+OWN = frozenset(("AdamW", "Muon", "Lion", "SGD"))
+"""The optimizers of titanlite. One that a plugin registers may read any key of [optimizer]."""
+
+
+def optimizers_of(section: "OptimizerConfig") -> set[str]:
+    """Names of the optimizers that may update parameters. Beside Muon, AdamW updates those that are no matrices."""
+    names = {section.name, *(group.optimizer for group in section.groups)} - {"auto"}
+    return names | ({"AdamW"} if section.name == "Muon" else set())
+
+
+def _uses(*names: str) -> Needs:
+    """Needs one of these optimizers, or one of a plugin."""
+    condition = f"the optimizer {' or '.join(names)}"
+    return Needs(
+        condition, lambda section: bool(optimizers_of(section) & {*names}) or not optimizers_of(section) <= OWN
+    )
+
+
+_ROUNDS = Needs(
+    'optimizer.state_dtype = "bfloat16" and AdamW',
+    lambda section: section.state_dtype == "bfloat16" and "AdamW" in optimizers_of(section),
+)
+_SHRINKS = Needs("weight decay", lambda section: any(each.weight_decay > 0 for each in (section, *section.groups)))
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Optimizer and its hyper-parameters."""
 
-    name: str = "AdamW"
+    name: str = setting("AdamW", affects="facts")
     """Optimizer. Muon updates the matrices of blocks, but no routers; AdamW updates the other parameters."""
-    lr: float = ranged(3e-4, "3e-4 is a usual start", above=0)
+    lr: float = setting(3e-4, "3e-4 is a usual start", above=0)
     """Peak learning rate; [lr_schedule] scales it at each step."""
-    beta1: float = ranged(0.9, "0.9 is the usual value", least=0, below=1)
+    beta1: float = setting(0.9, "0.9 is the usual value", least=0, below=1, needs=_uses("AdamW", "Lion"))
     """AdamW: decay of the first moment. Lion: share of the momentum in the update."""
-    beta2: float = ranged(0.95, "0.95 is the usual value", least=0, below=1)
+    beta2: float = setting(0.95, "0.95 is the usual value", least=0, below=1, needs=_uses("AdamW", "Lion"))
     """AdamW: decay of the second moment. Lion: decay of the momentum; 0.99 is usual."""
-    eps: float = ranged(1e-8, "1e-8 is the usual value", above=0)
+    eps: float = setting(1e-8, "1e-8 is the usual value", above=0, needs=_uses("AdamW"))
     """AdamW: added to the denominator."""
-    state_dtype: Literal["auto", "bfloat16"] = "auto"
+    state_dtype: Literal["auto", "bfloat16"] = setting("auto", needs=_uses("AdamW"))
     """Dtype of AdamW's moments. auto: that of the parameters; bfloat16 takes half of the memory of float32."""
-    state_rounding: Literal["stochastic", "nearest"] = "stochastic"
+    state_rounding: Literal["stochastic", "nearest"] = setting("stochastic", needs=_ROUNDS)
     """How moments are rounded to bfloat16. stochastic: up or down at random, with the same random numbers on every
     mesh, so that small changes are kept on average; nearest: they are lost."""
-    momentum: float = ranged(-1.0, "0.95 is the usual value", least=0, below=1, unset=-1)
+    momentum: float = setting(-1.0, "0.95 is the usual value", least=0, below=1, unset=-1, needs=_uses("Muon", "SGD"))
     """Muon, SGD: decay of the momentum; -1: 0.95 for Muon, and 0, so no momentum, for SGD."""
-    newton_schulz_steps: int = ranged(5, "5 is the usual number", least=1)
+    newton_schulz_steps: int = setting(5, "5 is the usual number", least=1, needs=_uses("Muon"))
     """Muon: iterations of the orthogonalization."""
-    newton_schulz_coefficients: tuple[float, ...] = (3.4445, -4.775, 2.0315)
+    newton_schulz_coefficients: tuple[float, ...] = setting((3.4445, -4.775, 2.0315), needs=_uses("Muon"))
     """Muon: a, b, c of an iteration, a X + b (X X^T) X + c (X X^T)^2 X."""
-    newton_schulz_dtype: Literal["auto", "float64", "float32", "bfloat16"] = "auto"
+    newton_schulz_dtype: Literal["auto", "float64", "float32", "bfloat16"] = setting("auto", needs=_uses("Muon"))
     """Muon: dtype of the orthogonalization, and of the matrices that ranks exchange for it. auto: that of the
     parameters, at least float32."""
-    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    adjust_lr: Literal["match_rms_adamw", "original"] = setting("match_rms_adamw", needs=_uses("Muon"))
     """Muon: factor of the update of a matrix (m, n). match_rms_adamw: 0.2 sqrt(max(m, n)), the size of AdamW's updates,
     so that lr and weight_decay are AdamW's; original: sqrt(max(1, m / n))."""
-    weight_decay: float = ranged(0.1, "0 switches weight decay off", least=0)
+    weight_decay: float = setting(0.1, "0 switches weight decay off", least=0)
     """Decoupled weight decay (AdamW, Muon, Lion), or added to the gradient (SGD)."""
-    weight_decay_skip: tuple[str, ...] = ("*norm*", "*bias*")
+    weight_decay_skip: tuple[str, ...] = setting(("*norm*", "*bias*"), needs=_SHRINKS)
     """Parameters without weight decay: shell patterns, matched against the full parameter name."""
-    ema_decay: float = ranged(0.0, "0 keeps no average; 0.999 is usual for 10,000 steps", least=0, below=1)
+    ema_decay: float = setting(0.0, "0 keeps no average; 0.999 is usual for 10,000 steps", least=0, below=1)
     """Decay per step of an average of the weights, which checkpoints have beside the weights; 0: no average."""
     groups: tuple[GroupConfig, ...] = ()
     """Groups of parameters with an optimizer or hyper-parameters of their own."""

@@ -24,7 +24,8 @@ from titanlite.optim.rounding import rounding_bytes
 from titanlite.optim.sgd import SGD
 from titanlite.optim.weight_average import average_bytes
 from titanlite.parallel.mesh import Sharing
-from titanlite.runtime.errors import Needs, Problem, Rules
+from titanlite.runtime.errors import Problem
+from titanlite.runtime.settings import Rules
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
     "AdamW": ADAMW,
@@ -32,49 +33,12 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
     "Lion": LION,
     "SGD": SGD,
 }
-OWN = frozenset(OPTIMIZERS)
-"""Those of titanlite. One that a plugin registers may read any key of [optimizer]."""
 CPU = torch.device("cpu")
 WIDE_TENSORS = {"AdamW": 6, "Lion": 4}
 """Tensors of the size of a parameter, in float32 at least, that an update by a SkippingOptimizer holds at once."""
 MAX_BETA2_NEAREST = 0.99
 """With moments rounded to the nearest bfloat16, which has 8 bits, a second moment that falls by less than 1 / 2^8 of
 itself in a step does not fall at all."""
-
-
-def optimizers_of(section: OptimizerConfig) -> set[str]:
-    """Names of the optimizers that may update parameters. Beside Muon, AdamW updates those that are no matrices."""
-    names = {section.name, *(group.optimizer for group in section.groups)} - {"auto"}
-    return names | ({"AdamW"} if section.name == "Muon" else set())
-
-
-def _uses(*names: str) -> Needs:
-    return Needs(f"the optimizer {' or '.join(names)}", lambda section: _has_one(section, names))
-
-
-def _has_one(section: OptimizerConfig, names: Sequence[str]) -> bool:
-    """Whether the run has one of these optimizers, or one of a plugin."""
-    used = optimizers_of(section)
-    return not used.isdisjoint(names) or not used <= OWN
-
-
-NEEDS = {
-    **dict.fromkeys(("beta1", "beta2"), _uses("AdamW", "Lion")),
-    **dict.fromkeys(("eps", "state_dtype"), _uses("AdamW")),
-    "state_rounding": Needs(
-        'optimizer.state_dtype = "bfloat16" and AdamW',
-        lambda section: section.state_dtype == "bfloat16" and "AdamW" in optimizers_of(section),
-    ),
-    "momentum": _uses("Muon", "SGD"),
-    **dict.fromkeys(
-        ("newton_schulz_steps", "newton_schulz_coefficients", "newton_schulz_dtype", "adjust_lr"),
-        _uses("Muon"),
-    ),
-    "weight_decay_skip": Needs(
-        "weight decay", lambda section: any(each.weight_decay > 0 for each in (section, *section.groups))
-    ),
-}
-"""See Needs."""
 
 
 def check_optimizer(section: OptimizerConfig) -> list[Problem]:

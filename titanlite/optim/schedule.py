@@ -6,13 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from titanlite.runtime.errors import Needs, ranged
+from titanlite.runtime.settings import Needs, setting
 
 Length = int | str
 LENGTHS = ("warmup_steps", "final_decay_steps", "decay_steps")
 """The keys whose values are a Length."""
 LENGTH_RULE = 'a number of steps, or a text "N tokens" or "N %" (of training.steps, up to 100)'
 LENGTH_PATTERN = r"^(?:([0-9](?:_?[0-9]){0,17}) tokens|(100|[0-9]{1,2}(?:\.[0-9]{1,9})?) ?%)$"
+
+
+_FALLS = Needs(
+    "lr_schedule.min_lr_factor below 1", lambda section: section.decay == "none" or section.min_lr_factor < 1
+)
+_HAS_DECAY = Needs("lr_schedule.decay other than none", lambda section: section.decay != "none")
+_DECAYS = Needs("lr_schedule.decay other than none and min_lr_factor below 1", lambda section: decays(section))
 
 
 @dataclass(frozen=True)
@@ -23,29 +30,20 @@ class ScheduleConfig:
     rounded. At most one key gives the length of the decay; by default, it is over all steps after the warm-up.
     """
 
-    warmup_steps: Length = ranged(100, "0 starts at the full learning rate", least=0)
+    warmup_steps: Length = setting(100, "0 starts at the full learning rate", least=0)
     """Length of the linear warm-up; may exceed training.steps."""
-    decay: str = "linear"
+    decay: str = setting("linear", needs=_FALLS)
     """Shape of the decay from optimizer.lr to min_lr_factor x optimizer.lr; none keeps optimizer.lr."""
-    final_decay_steps: Length = ranged(-1, "leave it out to decay over all steps after the warm-up", least=1, unset=-1)
+    final_decay_steps: Length = setting(-1, "leave it out to decay after the warm-up", least=1, unset=-1, needs=_DECAYS)
     """Length of the decay at the end of the run, at most the entire run: warm-up, stable, decay (WSD)."""
-    decay_ratio: float = ranged(-1.0, "0.2 decays over the last fifth of the run", above=0, most=1, unset=-1)
+    decay_ratio: float = setting(
+        -1.0, "0.2 decays over the last fifth of the run", above=0, most=1, unset=-1, needs=_DECAYS
+    )
     """Length of the decay as a fraction of training.steps, at the end of the run."""
-    decay_steps: Length = ranged(-1, "leave it out to decay over all steps after the warm-up", least=1, unset=-1)
+    decay_steps: Length = setting(-1, "leave it out to decay after the warm-up", least=1, unset=-1, needs=_DECAYS)
     """Length of the decay right after the warm-up; in steps or tokens, independent of training.steps."""
-    min_lr_factor: float = ranged(0.1, "0.1 ends at a tenth of optimizer.lr", least=0, most=1)
+    min_lr_factor: float = setting(0.1, "0.1 ends at a tenth of optimizer.lr", least=0, most=1, needs=_HAS_DECAY)
     """Learning rate at the end of the decay and after it, as a factor of optimizer.lr."""
-
-
-_DECAYS = Needs("lr_schedule.decay other than none and min_lr_factor below 1", lambda section: decays(section))
-NEEDS = {
-    "decay": Needs(
-        "lr_schedule.min_lr_factor below 1", lambda section: section.decay == "none" or section.min_lr_factor < 1
-    ),
-    "min_lr_factor": Needs("lr_schedule.decay other than none", lambda section: section.decay != "none"),
-    **dict.fromkeys(("final_decay_steps", "decay_ratio", "decay_steps"), _DECAYS),
-}
-"""See Needs."""
 
 
 # Position between the peak (0) and the minimum (1) as a function of the completed fraction of the decay. "sqrt" is the

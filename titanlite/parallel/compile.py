@@ -1,7 +1,7 @@
 """torch.compile for each block, and for the cross-entropy."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -10,21 +10,22 @@ from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.family import Plan
 from titanlite.models.head import exponentials_, output_layers_of
 from titanlite.models.losses import CROSS_ENTROPY
-from titanlite.runtime.errors import Needs, Problem, Rules
+from titanlite.runtime.errors import Problem
+from titanlite.runtime.settings import Affects, Needs, Rules, setting
+
+_COMPILES = Needs("compile.enable = true", lambda section: section.enable)
 
 
 @dataclass(frozen=True)
 class CompileConfig:
     """torch.compile."""
 
+    AFFECTS: ClassVar[Affects] = "layout"
+
     enable: bool = False
     """Compile each transformer block without experts separately, and the cross-entropy; no other loss."""
-    backend: str = "inductor"
+    backend: str = setting("inductor", needs=_COMPILES)
     """Backend of torch.compile."""
-
-
-NEEDS = {"backend": Needs("compile.enable = true", lambda section: section.enable)}
-"""See Needs."""
 
 
 def check_compile(section: CompileConfig, *, pp_schedule: str, splits_backward: bool, compiled: bool) -> list[Problem]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.runtime.distributed import CommConfig, World, set_timeout
-from titanlite.runtime.errors import Needs, Problem, Rules, ranged
+from titanlite.runtime.errors import Problem
+from titanlite.runtime.settings import Affects, Needs, Rules, setting
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from the outermost to the innermost, whose ranks are adjacent; ParallelismConfig has their degrees."""
@@ -34,39 +35,46 @@ PipelineSchedule = Literal[
 ]
 
 
+_AUTO = Needs('parallelism.layout = "auto"', lambda section: section.layout == "auto")
+_CONTEXT = Needs("parallelism.cp above 1", lambda section: section.cp > 1)
+_PIPELINE = Needs("parallelism.pp above 1", lambda section: section.pp > 1)
+
+
 @dataclass(frozen=True)
 class ParallelismConfig:
     """Layout of the processes; it does not change the numerics."""
 
+    AFFECTS: ClassVar[Affects] = "search"
+
     layout: Layout = "given"
     """given: the degrees below. auto: the fastest that fits, by the planner, for the number of processes; chooses
     microbatches, schedule and recomputation as well, but keeps the keys that are set."""
-    hardware: str = ""
+    hardware: str = setting("", needs=_AUTO)
     """With layout = "auto": the hardware profile, the name of a shipped one or a TOML file of `titanlite calibrate`.
     Empty: measured at the first start on a machine, in about a minute, and kept in the cache."""
-    dp_replicate: int = ranged(1, "1 switches this axis off", least=1)
+    dp_replicate: int = setting(1, "1 switches this axis off", least=1)
     """Data-parallel replicas of the parameters."""
-    dp_shard: int = ranged(-1, "1 switches this axis off", least=1, unset=-1)
+    dp_shard: int = setting(-1, "1 switches this axis off", least=1, unset=-1)
     """Ranks over which parameters, gradients and optimizer state are sharded; -1: all ranks that the other degrees
     leave."""
-    cp: int = ranged(1, "1 switches this axis off", least=1)
+    cp: int = setting(1, "1 switches this axis off", least=1)
     """Context-parallel ranks: each holds a part of the positions of every row, and a shard of the parameters."""
-    context_parallel: ContextParallel = "heads"
+    context_parallel: ContextParallel = setting("heads", needs=_CONTEXT)
     """How attention sees the other positions. heads: ranks exchange positions for heads, and each attends over entire
     rows with some of the heads. gather: each gathers all keys and values, for models with few heads."""
-    ep: int = ranged(1, "1 gives each rank all experts", least=1)
+    ep: int = setting(1, "1 gives each rank all experts", least=1)
     """Expert-parallel ranks, among those of dp_shard x cp: each holds a part of the experts, to which the others send
     the positions that chose them."""
-    tp: int = ranged(1, "1 switches this axis off", least=1)
+    tp: int = setting(1, "1 switches this axis off", least=1)
     """Tensor-parallel ranks: each holds a shard of every matrix, and of the sequence between the matrices."""
-    pp: int = ranged(1, "1 switches this axis off", least=1)
+    pp: int = setting(1, "1 switches this axis off", least=1)
     """Pipeline-parallel ranks: each holds some of the layers."""
-    pp_schedule: PipelineSchedule = "1F1B"
+    pp_schedule: PipelineSchedule = setting("1F1B", needs=_PIPELINE)
     """Order of the microbatches. GPipe and 1F1B have one stage per rank, all others two; ZBVZeroBubble and DualPipeV
     put the first and the last stage on the same rank."""
-    pp_microbatch_size: int = 1
+    pp_microbatch_size: int = setting(1, needs=_PIPELINE)
     """Sequences per pipeline microbatch, at most: all are equal, and as many as the schedule needs."""
-    pp_split: tuple[str, ...] = ()
+    pp_split: tuple[str, ...] = setting((), needs=_PIPELINE)
     """First module of each stage except the first stage, e.g. ["layers.2", "norm"].
     Empty: balances the parameters of the stages."""
     gradient_sync: GradientSync = "hybrid"
@@ -76,15 +84,6 @@ class ParallelismConfig:
     fsdp_reshard_after_forward: ReshardAfterForward = "default"
     """Whether sharded parameters are freed between forward and backward. default: frees all FSDP units but the last;
     with pp frees none, because every microbatch would gather them again."""
-
-
-_PIPELINE = Needs("parallelism.pp above 1", lambda section: section.pp > 1)
-NEEDS = {
-    "hardware": Needs('parallelism.layout = "auto"', lambda section: section.layout == "auto"),
-    "context_parallel": Needs("parallelism.cp above 1", lambda section: section.cp > 1),
-    **dict.fromkeys(("pp_schedule", "pp_microbatch_size", "pp_split"), _PIPELINE),
-}
-"""See Needs. Not valid if a search chooses the degrees, but for hardware."""
 
 
 def resolve_degrees(section: ParallelismConfig, world_size: int) -> dict[str, int]:

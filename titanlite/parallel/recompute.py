@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch._functorch.config as functorch_config
@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from titanlite.models.family import Plan
 from titanlite.parallel.compile import can_split_compiled_backward
-from titanlite.runtime.errors import Needs, Problem, Rules, ranged
+from titanlite.runtime.errors import Problem
+from titanlite.runtime.settings import Affects, Needs, Rules, setting
 
 SAVED_OPS: tuple[Any, ...] = (
     torch.ops.aten.mm.default,
@@ -30,40 +31,36 @@ PARTITIONING_BACKENDS = ("inductor", "aot_eager")
 """Backends of torch.compile whose partition of forward and backward follows the memory budget."""
 
 
+_SELECTS = Needs('activation_checkpoint.mode = "selective"', lambda section: section.mode == "selective")
+_BUDGETS = Needs('activation_checkpoint.mode = "memory_budget"', lambda section: section.mode == "memory_budget")
+_RECOMPUTES = Needs(
+    'activation_checkpoint.mode = "full" or "selective"', lambda section: section.mode in ("full", "selective")
+)
+
+
 @dataclass(frozen=True)
 class ActivationCheckpointConfig:
     """Activation checkpointing; it does not change the numerics."""
 
-    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
+    AFFECTS: ClassVar[Affects] = "layout"
+
+    mode: Literal["none", "full", "selective", "memory_budget"] = setting("none", affects="search")
     """full: a block saves only its input; selective: see selective_policy; memory_budget: the compiler chooses what to
     recompute, see memory_budget."""
-    selective_policy: Literal["layer", "op"] = "op"
+    selective_policy: Literal["layer", "op"] = setting("op", needs=_SELECTS)
     """layer: every other block saves only its input, the others all activations; op: all blocks save the results of
     matrix products, attention and reductions."""
-    memory_budget: float = ranged(0.5, "0.5 is a start", least=0.0, most=1.0)
+    memory_budget: float = setting(0.5, "0.5 is a start", least=0.0, most=1.0, needs=_BUDGETS)
     """memory_budget: share of the activations that a compiled block may save, of those that it saves with mode "none".
     0: only its input. The compiler recomputes the cheapest operations."""
-    preserve_rng_state: bool = True
+    preserve_rng_state: bool = setting(True, needs=_RECOMPUTES)
     """Restore torch's random state, so that a recomputation draws the same numbers as the forward pass."""
-    determinism_check: Literal["default", "none"] = "default"
+    determinism_check: Literal["default", "none"] = setting("default", needs=_RECOMPUTES)
     """default: compares shapes, dtypes and devices of recomputed tensors with those of the forward pass."""
-    early_stop: bool = True
+    early_stop: bool = setting(True, needs=_RECOMPUTES)
     """Stop a recomputation as soon as backward has all the tensors that it needs."""
-    debug: bool = False
+    debug: bool = setting(False, needs=_RECOMPUTES)
     """Errors of a recomputation list the operations of both passes; slow."""
-
-
-_RECOMPUTES = Needs(
-    'activation_checkpoint.mode = "full" or "selective"', lambda section: section.mode in ("full", "selective")
-)
-NEEDS = {
-    "selective_policy": Needs('activation_checkpoint.mode = "selective"', lambda section: section.mode == "selective"),
-    "memory_budget": Needs(
-        'activation_checkpoint.mode = "memory_budget"', lambda section: section.mode == "memory_budget"
-    ),
-    **dict.fromkeys(("preserve_rng_state", "determinism_check", "early_stop", "debug"), _RECOMPUTES),
-}
-"""See Needs."""
 
 
 def check_activation_checkpoint(

@@ -17,6 +17,7 @@ from math import inf, prod
 from typing import Any, get_args
 
 from titanlite.config.check import check_layout, one_rank, resolve_config
+from titanlite.config.fields import keys_that_affect
 from titanlite.config.schema import JobConfig
 from titanlite.data.deal import most_sequences
 from titanlite.hardware.profile import Profile
@@ -26,7 +27,6 @@ from titanlite.parallel.mesh import (
     LAYOUT,
     ContextParallel,
     GradientSync,
-    ParallelismConfig,
     data_degree,
     resolve_degrees,
 )
@@ -47,11 +47,8 @@ RECOMPUTE: tuple[Settings, ...] = (
 """From the fastest to the one with the least memory."""
 RESHARD = ("never", "default", "always")
 """Values of parallelism.fsdp_reshard_after_forward, from the fastest to the one with the least memory."""
-SEARCHED = {
-    *(f"parallelism.{key}" for key in ParallelismConfig.__annotations__),
-    *("training.local_batch_size", "activation_checkpoint.mode"),
-}
-"""Full keys whose values a search may keep."""
+SEARCHED = keys_that_affect("search")
+"""Full keys whose values a search may choose, unless they are given."""
 PP_SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """Without GPipe and LoopedBFS, which idle as long as 1F1B and Interleaved1F1B, with more memory."""
 SYNC: tuple[GradientSync, ...] = ("last", "hybrid", "every")

@@ -1,16 +1,26 @@
 """The [profiling] section."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from titanlite.runtime.errors import Needs, Problem, Rules, ranged
+from titanlite.runtime.errors import Problem
+from titanlite.runtime.settings import Affects, Needs, Rules, setting
 
 TRACES_FOLDER = "traces"
 SNAPSHOTS_FOLDER = "memory_snapshots"
 
 
+_TRACES = Needs(
+    "profiling.enable_trace or enable_memory_snapshot",
+    lambda section: section.enable_trace or section.enable_memory_snapshot,
+)
+
+
 @dataclass(frozen=True)
 class ProfilingConfig:
     """Traces and memory snapshots of some steps, for their viewers."""
+
+    AFFECTS: ClassVar[Affects] = "nothing"
 
     enable_trace: bool = False
     """Write a trace by torch's profiler into traces/step-N of job.dump_folder. N is the last step in it."""
@@ -18,15 +28,15 @@ class ProfilingConfig:
     """Record allocations of CUDA memory, and write a snapshot into memory_snapshots/step-N of job.dump_folder after the
     last step of each trace, whether traces are enabled or not. The snapshot that a run writes when its memory runs out
     has the recorded allocations, too."""
-    interval: int = ranged(500, "1 with wait = 0, warmup = 0 and active = 1 traces every step", least=1)
+    interval: int = setting(500, "1 with wait = 0, warmup = 0 and active = 1 traces every step", least=1, needs=_TRACES)
     """Steps from one trace to the next. Each interval begins with `wait` steps, then `warmup`, then `active`."""
-    wait: int = ranged(5, "0 starts at the first step", least=0)
+    wait: int = setting(5, "0 starts at the first step", least=0, needs=_TRACES)
     """Steps of an interval before the warm-up of its trace."""
-    warmup: int = ranged(3, "0 for no warm-up", least=0)
+    warmup: int = setting(3, "0 for no warm-up", least=0, needs=_TRACES)
     """Steps with the profiler on whose events are dropped: its start distorts them."""
-    active: int = ranged(2, "set a positive number", least=1)
+    active: int = setting(2, "set a positive number", least=1, needs=_TRACES)
     """Steps in a trace."""
-    ranks: tuple[int, ...] = (0,)
+    ranks: tuple[int, ...] = setting((0,), needs=_TRACES)
     """Ranks that write traces and snapshots."""
 
     @property
@@ -39,18 +49,10 @@ class ProfilingConfig:
         return (step - 1) % self.interval + 1
 
 
-_TRACES = Needs(
-    "profiling.enable_trace or enable_memory_snapshot",
-    lambda section: section.enable_trace or section.enable_memory_snapshot,
-)
-NEEDS = dict.fromkeys(("interval", "wait", "warmup", "active", "ranks"), _TRACES)
-"""See Needs."""
-
-
 def check_profiling(section: ProfilingConfig, *, world_size: int, device_type: str, steps: int) -> list[Problem]:
     """Check [profiling]. steps: training.steps."""
     rules = Rules("profiling", section)
-    if rules.problems or not (section.enable_trace or section.enable_memory_snapshot):
+    if not (section.enable_trace or section.enable_memory_snapshot):
         return rules.problems
     records = not section.enable_memory_snapshot or device_type == "cuda"
     remedy = "leave it out; `titanlite plan` estimates the memory, profiling.enable_trace works on a CPU"

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from titanlite.runtime.errors import ranged
+from titanlite.runtime.settings import setting
 
 
 @dataclass(frozen=True)
 class DebugConfig:
     """Seed and deterministic algorithms."""
 
-    seed: int = ranged(0, "choose any integer in this range", least=0, most=2**63 - 1)
+    seed: int = setting(0, "choose any integer in this range", least=0, most=2**63 - 1)
     """Seed of initial weights and of random numbers drawn by the model; data.seed is the seed of the data order."""
     deterministic: bool = False
     """Use deterministic algorithms only; disables cuDNN's benchmark and sets CUBLAS_WORKSPACE_CONFIG."""

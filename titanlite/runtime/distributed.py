@@ -6,12 +6,14 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
-from titanlite.runtime.errors import UserError, integer_variable, ranged
+from titanlite.runtime.errors import UserError, integer_variable
 from titanlite.runtime.flight_recorder import enable_flight_recorder
+from titanlite.runtime.settings import Affects, setting
 
 JOIN_POLL_S = 0.02
 ELASTIC = "TITANLITE_ELASTIC"
@@ -27,11 +29,13 @@ MAX_TIMEOUT_S = 604_800
 class CommConfig:
     """Timeouts of collectives."""
 
-    init_timeout_s: int = ranged(300, least=1, most=MAX_TIMEOUT_S)
+    AFFECTS: ClassVar[Affects] = "nothing"
+
+    init_timeout_s: int = setting(300, least=1, most=MAX_TIMEOUT_S)
     """Timeout in seconds for a collective during start-up, the first step and the first validation, which compile."""
-    train_timeout_s: int = ranged(100, least=1, most=MAX_TIMEOUT_S)
+    train_timeout_s: int = setting(100, least=1, most=MAX_TIMEOUT_S)
     """Timeout in seconds for a collective in later steps and validations."""
-    save_timeout_s: int = ranged(1800, least=1, most=MAX_TIMEOUT_S)
+    save_timeout_s: int = setting(1800, least=1, most=MAX_TIMEOUT_S)
     """Timeout in seconds for a collective while a checkpoint is written or read."""
 
 

@@ -1,9 +1,8 @@
 """Errors for the user: what is wrong, and how to fix it."""
 
-import math
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -68,100 +67,6 @@ class ConfigError(UsageError):
         super().__init__("\n\n".join([head + ":", *(f"  {problem}" for problem in self.problems)]))
 
 
-@dataclass
-class Rules:
-    """Collect the problems of one section: of rules that the range of a key cannot express.
-
-    name: of the section or table, as in full keys ("training", "data.sources.0"); "--" for the options of a command.
-    section: its dataclass, from which the rules take the value of a key.
-    """
-
-    name: str
-    section: Any
-    problems: list[Problem] = field(default_factory=list)
-
-    def require(self, key: str, ok: object, rule: str, remedy: str) -> bool:
-        """Add a problem of the key unless `ok`; returns whether it is. rule, remedy: see Problem."""
-        if not ok:
-            value = getattr(self.section, key)
-            full = f"--{key.replace('_', '-')}" if self.name == "--" else f"{self.name}.{key}"
-            self.problems.append(Problem(full, [*value] if isinstance(value, tuple) else value, rule, remedy))
-        return bool(ok)
-
-    def needs(self, key: str, ok: object, condition: str) -> bool:
-        """Require a condition for a key that is given: what must hold for it to have an effect."""
-        return self.require(key, ok, f"only with {condition}", "leave it out")
-
-    def divides(self, key: str, divisor_key: str, divisor: int) -> bool:
-        """Require that the value of the key is divisible by that of another one. The remedy has the nearest values."""
-        value = getattr(self.section, key)
-        nearest = dict.fromkeys((max(value // divisor, 1) * divisor, (value // divisor + 1) * divisor))
-        remedy = f"set {self.name}.{key} = {' or '.join(map(str, nearest))}, or change {divisor_key.split(' ')[-1]}"
-        return self.require(key, value % divisor == 0, f"divisible by {divisor_key} = {divisor}", remedy)
-
-
-@dataclass(frozen=True)
-class Range:
-    """The range of a numeric key. unset: an additional valid value that stands for an automatic choice."""
-
-    remedy: str
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
-    below: float | None = None
-    unset: float | str | None = None
-
-    def has(self, value: float) -> bool:
-        return value == self.unset or (
-            (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most)
-            and (self.below is None or value < self.below)
-        )
-
-    def __str__(self) -> str:
-        finite = "a finite number" if self.below == math.inf else ""
-        if finite and self.least is not None:
-            text = f"{finite}, {_number(self.least)} or more"
-        elif finite:
-            text = f"{finite} above {_number(self.above)}" if self.above is not None else finite
-        elif self.least is not None and self.most is not None:
-            text = f"from {_number(self.least)} to {_number(self.most)}"
-        elif self.least == 0 and self.below is None:
-            text = "0 or more"
-        else:
-            bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
-            text = " and ".join(f"{word} {_number(bound)}" for word, bound in bounds.items() if bound is not None)
-        return text if self.unset is None else f"{_number(self.unset)} or {text}"
-
-
-def ranged(default: Any, remedy: str = "leave it out for the default", **bounds: Any) -> Any:
-    """Define a field of a section with a range. bounds: fields of Range."""
-    return field(default=default, metadata={"range": Range(remedy, **bounds)})
-
-
-def check_ranges(section: Any, name: str) -> list[Problem]:
-    """Check each ranged field of a section or table; returns the problems. name: of the section."""
-    problems: list[Problem] = []
-    for key in fields(section):
-        if (rule := key.metadata.get("range")) is not None:
-            value = getattr(section, key.name)
-            if not rule.has(value):
-                problems.append(Problem(f"{name}.{key.name}", value, str(rule), rule.remedy))
-    return problems
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a key needs to have an effect: a condition in words, as after "only with", and whether a section meets it.
-
-    Each section has a table NEEDS of its keys that have no effect under other settings of the section.
-    """
-
-    condition: str
-    is_met: Callable[[Any], bool]
-
-
 def integer_variable(name: str, default: int, *, least: int, most: int) -> int:
     """Read an integer from an environment variable; `default` if it is unset or empty. Raises UsageError."""
     text = os.environ.get(name, "")
@@ -172,9 +77,3 @@ def integer_variable(name: str, default: int, *, least: int, most: int) -> int:
         rule = f"set an integer from {least} to {most}, or unset {name}"
         raise UsageError(f"the environment sets {name}={text[:100]}: {rule}")
     return value
-
-
-def _number(value: float | str) -> str:
-    if isinstance(value, str):
-        return value
-    return "2^63 - 1" if value == 2**63 - 1 else f"{value:,}" if isinstance(value, int) else f"{value:g}"

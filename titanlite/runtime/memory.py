@@ -6,9 +6,11 @@ import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
+
+from titanlite.runtime.settings import Affects
 
 GIB = 2**30
 USABLE = 0.9
@@ -20,6 +22,8 @@ CGROUPS = Path("/sys/fs/cgroup")
 @dataclass(frozen=True)
 class MemoryConfig:
     """The check of the planned memory, before any is allocated."""
+
+    AFFECTS: ClassVar[Affects] = "nothing"
 
     check: Literal["refuse", "warn", "off"] = "refuse"
     """A run that certainly needs more than its device has (parameters, gradients, optimizer state, half of a

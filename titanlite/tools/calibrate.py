@@ -14,8 +14,9 @@ from titanlite.hardware.calibrate import calibrate, cores
 from titanlite.hardware.profile import dump_profile
 from titanlite.precision import DTYPES
 from titanlite.runtime.distributed import CommConfig, connect, world_from_environment
-from titanlite.runtime.errors import ConfigError, Problem, UserError, ranged
+from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.logging import setup_logging
+from titanlite.runtime.settings import setting
 from titanlite.tools.command import File, OptionalCount, check_options, check_output_file, read_options, run_command
 
 DEFAULT_DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16",)}
@@ -32,7 +33,7 @@ class Options:
 
     out: File = None
     """write the profile to this TOML file; without it, print it"""
-    processes: OptionalCount = ranged(None, "give the number of ranks of a training on this machine", least=1)
+    processes: OptionalCount = setting(None, "give the number of ranks of a training on this machine", least=1)
     """processes; by default, one per GPU, or per CPU core"""
     dtypes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="DTYPE ...")] = ()
     """dtypes of computation; by default bfloat16 on GPUs, float32 on CPUs"""

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
@@ -18,8 +18,9 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_
 
 import tyro
 
-from titanlite.runtime.errors import Problem, UsageError, UserError, check_ranges
+from titanlite.runtime.errors import Problem, UsageError, UserError
 from titanlite.runtime.failure import describe_user_error, raise_on_interrupt
+from titanlite.runtime.settings import check_ranges
 from titanlite.runtime.signal_thread import stop_signals
 
 ConfigFile = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG")]
@@ -149,8 +150,7 @@ def read_options_and_overrides(kind: Any, argv: Sequence[str], command: str) -> 
 
 def check_options(options: Any) -> list[Problem]:
     """Problems of numbers that are out of range, and, in a program, of values that are no choice."""
-    found = check_ranges(options, "options")
-    problems = [replace(problem, key=_flag(problem.key.partition(".")[2])) for problem in found]
+    problems = check_ranges(options)
     for name, hint in get_type_hints(type(options), include_extras=True).items():
         choices = _settings(hint)[0].get("choices", ())
         value, default = getattr(options, name), type(options).__dataclass_fields__[name].default

@@ -47,9 +47,10 @@ from titanlite.runtime.distributed import (
     set_timeout,
     world_from_environment,
 )
-from titanlite.runtime.errors import ConfigError, Problem, Rules, ranged
+from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.positions import watch_ranks
+from titanlite.runtime.settings import Rules, setting
 from titanlite.runtime.signals import StopRequest
 from titanlite.runtime.text import counted
 from titanlite.tools.command import (
@@ -91,7 +92,7 @@ class Options:
     """file, folder or glob; its kind follows from the file names"""
     tasks: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE")]] = ()
     """questions as JSON lines: multiple choice or cloze (docs/evaluation.md)"""
-    steps: OptionalCount = ranged(None, "leave it out to evaluate on all of the data", least=1)
+    steps: OptionalCount = setting(None, "leave it out to evaluate on all of the data", least=1)
     """batches of training.global_batch_size sequences per source; None: all of its data"""
     weights: Weights = "last"
     """last: the weights of the checkpoint's step; ema: their average, of a run with optimizer.ema_decay above 0"""

@@ -24,7 +24,7 @@ from titanlite.data.sources.pieces import BAD_FILE, STARTS_DOCUMENT, BadRowError
 from titanlite.data.sources.tokens import Tokens, documents_file, manifests_of, open_tokens
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.parallel.mesh import AXES
-from titanlite.runtime.errors import ranged
+from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
 from titanlite.tools.command import ConfigFile, Count, read_options_and_overrides, run_command
 from titanlite.tools.documents import config_of_data
@@ -51,7 +51,7 @@ class Options:
 
     config: ConfigFile
     """TOML file, or the name of a shipped configuration"""
-    sequences: Count = ranged(3, "write a number in this range, 0 to show none", least=0, most=2**63 - 1)
+    sequences: Count = setting(3, "write a number in this range, 0 to show none", least=0, most=2**63 - 1)
     """number of the run's first sequences to show"""
     all: bool = False
     """read all documents for the statistics, not a sample of each source"""

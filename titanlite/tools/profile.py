@@ -38,10 +38,11 @@ from titanlite.profiling.trace import Trace, output_file
 from titanlite.runtime.agreement import require_equal, run_on_all_ranks, share_from_rank_0
 from titanlite.runtime.distributed import World, connect, world_from_environment
 from titanlite.runtime.environment import raise_open_file_limit
-from titanlite.runtime.errors import ConfigError, UserError, ranged
+from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.logging import setup_logging
 from titanlite.runtime.positions import watch_ranks
+from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
 from titanlite.tools.command import (
     ConfigFile,
@@ -67,9 +68,9 @@ class Options:
 
     config: ConfigFile
     """TOML file, or the name of a shipped configuration"""
-    steps: Count = ranged(10, "set a positive number", least=1)
+    steps: Count = setting(10, "set a positive number", least=1)
     """number of timed steps"""
-    operations: Count = ranged(10, "0 shows none", least=0)
+    operations: Count = setting(10, "0 shows none", least=0)
     """number of operations to show: those with the longest time by themselves"""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """new folder for the trace; None: a new temporary folder"""

@@ -19,7 +19,8 @@ from titanlite.data.corpus import Texts
 from titanlite.data.kinds import open_source
 from titanlite.data.sources.pieces import ENDS_DOCUMENT
 from titanlite.data.sources.tokens import FORMAT_VERSION, MANIFEST, UNFINISHED, read_manifest
-from titanlite.runtime.errors import UserError, ranged
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
 from titanlite.tools.command import ConfigFile, Count, Folder, cannot_write, read_options_and_overrides, run_command
 from titanlite.tools.documents import UsableRows, config_of_data, piece_bytes, pieces_with_progress
@@ -41,9 +42,9 @@ class Options:
     """TOML file, or the name of a shipped configuration"""
     out: Folder
     """new folder, or that of an interrupted command"""
-    workers: Count = ranged(len(os.sched_getaffinity(0)), "write 0 to tokenize in this process", least=0)
+    workers: Count = setting(len(os.sched_getaffinity(0)), "write 0 to tokenize in this process", least=0)
     """worker processes; 0: none, tokenize in this process"""
-    shard_tokens: Annotated[int, tyro.conf.arg(metavar="M")] = ranged(SHARD_TOKENS, least=1)
+    shard_tokens: Annotated[int, tyro.conf.arg(metavar="M")] = setting(SHARD_TOKENS, least=1)
     """minimum tokens of a shard, which ends with the document that reaches it"""
 
 

@@ -11,7 +11,8 @@ from titanlite.data.bpe import MIN_VOCAB_SIZE, special_tokens_fault, train_bpe
 from titanlite.data.corpus import Texts
 from titanlite.data.kinds import text_sources
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.runtime.errors import ConfigError, Problem, ranged
+from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
 from titanlite.tools.command import (
     ConfigFile,
@@ -36,7 +37,7 @@ class Options:
     """TOML file, or the name of a shipped configuration"""
     out: Folder
     """new folder for tokenizer.json"""
-    vocab_size: OptionalCount = ranged(
+    vocab_size: OptionalCount = setting(
         None, "leave room for a token for each byte, EOS, and the merges", least=MIN_VOCAB_SIZE
     )
     """number of tokens; None: model.vocab_size"""

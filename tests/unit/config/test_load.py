@@ -218,7 +218,7 @@ def any_value(kind: Key, choose: random.Random) -> Any:
     if get_origin(kind.type) is Literal:
         return choose.choice(get_args(kind.type))
     if get_origin(kind.type) is tuple:
-        item = Key(get_args(kind.type)[0], None, None)
+        item = Key(get_args(kind.type)[0], None)
         return tuple(any_value(item, choose) for _ in range(choose.randrange(4)))
     noise = "".join(choose.choices(string.printable + "\u00e4\u4e2d", k=5))
     values: list[Any] = {bool: [True, False], int: INTS, float: FLOATS, str: [*STRINGS, noise]}[kind.type]
@@ -235,7 +235,7 @@ def any_config(choose: random.Random) -> JobConfig:
     for name, section_type in SECTIONS.items():
         if section_type is ModelConfig:
             family = choose.choice(list(FAMILIES))
-            family_only = Key(Literal[family], None, None)
+            family_only = Key(Literal[family], None)
             values = any_values(keys_of(name, family) | {"family": family_only}, choose)
             names = ("family", "flavor")
             overrides = {key: value for key, value in values.items() if key not in names and choose.random() < 0.5}

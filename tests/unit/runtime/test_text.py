@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from titanlite.runtime.errors import Range
+from titanlite.runtime.settings import Range
 from titanlite.runtime.text import counted
 
 

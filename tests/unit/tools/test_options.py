@@ -12,8 +12,9 @@ from typing import Annotated, Literal
 import pytest
 import tyro
 
-from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, ranged
+from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError
 from titanlite.runtime.failure import end_on_interrupt
+from titanlite.runtime.settings import setting
 from titanlite.tools.command import (
     EITHER,
     ConfigFile,
@@ -36,9 +37,9 @@ class Options:
 
     config: ConfigFile
     """a file"""
-    num_steps: Count = ranged(3, "give a positive number", least=1)
+    num_steps: Count = setting(3, "give a positive number", least=1)
     """steps"""
-    rate: float = ranged(0.5, least=0, below=math.inf)
+    rate: float = setting(0.5, least=0, below=math.inf)
     """a rate"""
     device: Literal["cpu", "cuda"] = "cpu"
     """a device"""

@@ -1,9 +1,9 @@
 """Configuration of one source: a [[data.sources]] or [[validation.sources]] table."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from titanlite.runtime.errors import ranged
+from titanlite.runtime.settings import Affects, setting
 
 CHAT = "chat"
 """The kind of sources of conversations."""
@@ -16,15 +16,17 @@ CONVERSATION_FIELDS = ("messages", "conversations")
 class SourceConfig:
     """One [[data.sources]] table."""
 
+    AFFECTS: ClassVar[Affects] = "facts"
+
     kind: str = "python-stdlib"
     """Type of the source. hf: a dataset of the Hugging Face hub, or a folder in its layout. python-stdlib: the *.py
     files of the running interpreter's standard library, without a path."""
-    path: str = ""
+    path: str = setting("", per_node=True)
     """File, folder or glob (** for any depth). A folder includes all files of the kind below it. hf: a folder, or a
     name on the hub like "user/dataset"."""
     field: str = ""
     """jsonl, parquet, csv, arrow, hf: field (column) of the text; default "text"."""
-    name: str = ""
+    name: str = setting("", per_node=True)
     """Name in messages; default: the kind and the path."""
     document: Literal["", "file", "paragraph", "line"] = ""
     """text: unit of one document; default "file". Blank lines separate paragraphs."""
@@ -43,9 +45,9 @@ class SourceConfig:
     too_long: Literal["truncate", "skip"] = "truncate"
     """chat: conversations of more than training.seq_len + 1 tokens: truncate keeps their beginning, skip leaves them
     out. Both count them."""
-    weight: float = ranged(-1.0, "write its share of the sequences, or remove the source", above=0, unset=-1)
+    weight: float = setting(-1.0, "write its share of the sequences, or remove the source", above=0, unset=-1)
     """Share of the sequences, relative to the weights of the other sources. Default: proportional to the sizes."""
-    epochs: int = ranged(-1, "leave it out", least=1, unset=-1)
+    epochs: int = setting(-1, "leave it out", least=1, unset=-1)
     """Number of epochs; the run ends when a finite source is exhausted. -1: no limit."""
 
     @property

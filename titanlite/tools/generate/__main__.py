@@ -24,8 +24,9 @@ from titanlite.generation.sampling import Sampling
 from titanlite.hf.generation_defaults import GenerationDefaults
 from titanlite.models.family import LanguageModel
 from titanlite.precision import DTYPES
-from titanlite.runtime.errors import ConfigError, Problem, Rules, UserError, ranged
+from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.logging import log, setup_logging
+from titanlite.runtime.settings import Rules, setting
 from titanlite.tools.command import (
     AllowImport,
     Count,
@@ -61,20 +62,20 @@ class Options:
     """text to continue"""
     prompt_file: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE")]] = ()
     """file with a text to continue; -: stdin"""
-    max_new_tokens: OptionalCount = ranged(None, f"leave it out for {DEFAULT_NEW_TOKENS}", least=1)
+    max_new_tokens: OptionalCount = setting(None, f"leave it out for {DEFAULT_NEW_TOKENS}", least=1)
     """maximum tokens to generate per prompt; None: 200, with --chat 1,024, or fewer if the model has fewer positions
     left"""
-    temperature: Annotated[float | None, tyro.conf.arg(metavar="T")] = ranged(
+    temperature: Annotated[float | None, tyro.conf.arg(metavar="T")] = setting(
         None, "write 0 for the most likely token, or about 0.8 for varied text", least=0, below=math.inf
     )
     """divides the logits; 0: always the most likely token; None: the model's own default, else 0.8"""
-    top_k: Annotated[int | None, tyro.conf.arg(metavar="K")] = ranged(None, "write 0 to sample from all", least=ALL)
+    top_k: Annotated[int | None, tyro.conf.arg(metavar="K")] = setting(None, "write 0 to sample from all", least=ALL)
     """sample from the K most likely tokens; 0: from all; None: the model's own default, else all"""
-    top_p: Annotated[float | None, tyro.conf.arg(metavar="P")] = ranged(
+    top_p: Annotated[float | None, tyro.conf.arg(metavar="P")] = setting(
         None, "write 1 to sample from all", above=0, most=1
     )
     """sample from the fewest most likely tokens with total probability P; None: the model's own default, else 1"""
-    seed: Count = ranged(0, "write a number in this range", least=0, most=2**63 - 1)
+    seed: Count = setting(0, "write a number in this range", least=0, most=2**63 - 1)
     """seed of the sampling"""
     ignore_eos: bool = False
     """continue after the end of a document, and print the token that ends it"""

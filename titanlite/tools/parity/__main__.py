@@ -12,7 +12,8 @@ import tyro
 from titanlite.config.load import parse
 from titanlite.config.schema import JobConfig
 from titanlite.planning.estimate import require_estimate
-from titanlite.runtime.errors import ConfigError, Problem, ranged
+from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.runtime.settings import setting
 from titanlite.tools.command import (
     EITHER,
     ConfigFile,
@@ -73,10 +74,10 @@ class Options:
 
     config: ConfigFile
     """TOML file, or the name of a shipped configuration"""
-    ranks: Annotated[Count, EITHER] = ranged(4, "give a number in this range", least=1, most=MAX_RANKS)
+    ranks: Annotated[Count, EITHER] = setting(4, "give a number in this range", least=1, most=MAX_RANKS)
     """compare all layouts of N ranks, and N - 1 data ranks"""
     layouts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LAYOUT ...", help=LAYOUTS_HELP), EITHER] = ()
-    steps: Annotated[int, tyro.conf.arg(metavar="K")] = ranged(2, least=1)
+    steps: Annotated[int, tyro.conf.arg(metavar="K")] = setting(2, least=1)
     """optimizer steps"""
     shrink: bool = False
     """reduce layers, widths, sequence length and batch, keeping divisibility"""

@@ -17,8 +17,9 @@ from titanlite.planning.batch import fit_local_batch_size
 from titanlite.planning.estimate import estimate, require_estimate
 from titanlite.planning.search import search
 from titanlite.planning.step_time import predict
-from titanlite.runtime.errors import ConfigError, Problem, UsageError, ranged
+from titanlite.runtime.errors import ConfigError, Problem, UsageError
 from titanlite.runtime.memory import GIB
+from titanlite.runtime.settings import setting
 from titanlite.tools.command import ConfigFile, Count, check_options, read_options_and_overrides, run_command
 from titanlite.tools.plan.choices import describe_choices
 from titanlite.tools.plan.cost import Price, describe_time
@@ -36,19 +37,19 @@ class Options:
 
     config: ConfigFile
     """TOML file, or the name of a shipped configuration"""
-    world_size: Count = ranged(MISSING, "give the number of processes of the run", least=1)
+    world_size: Count = setting(MISSING, "give the number of processes of the run", least=1)
     """number of processes"""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
     """profile of the machine: the name of a shipped one, or a TOML file of `titanlite calibrate`"""
     search: bool = False
     """search the fastest layouts for these ranks; needs --hardware"""
-    price_per_hour: Annotated[float | None, tyro.conf.arg(metavar="PRICE")] = ranged(
+    price_per_hour: Annotated[float | None, tyro.conf.arg(metavar="PRICE")] = setting(
         None, "give the price of one rank for an hour, in any currency", above=0, below=math.inf
     )
     """price of one rank for an hour, for the cost of the training; needs --hardware"""
     device: Annotated[Literal["cuda", "cpu"] | None, tyro.conf.arg(metavar="cuda|cpu")] = None
     """device that "auto" dtypes are resolved for; by default that of --hardware, else cuda"""
-    device_memory_gib: Annotated[float | None, tyro.conf.arg(metavar="GIB")] = ranged(
+    device_memory_gib: Annotated[float | None, tyro.conf.arg(metavar="GIB")] = setting(
         None, "set the memory of one device in GiB, for example 80 for an H100", above=0, below=math.inf
     )
     """memory of one device; by default that of --hardware, else 80"""

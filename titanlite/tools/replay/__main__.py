@@ -13,8 +13,9 @@ from titanlite.assembly.facts import code_facts
 from titanlite.config.load import CONFIG_COPY
 from titanlite.faults.record import read_records
 from titanlite.runtime.distributed import world_from_environment
-from titanlite.runtime.errors import ConfigError, UsageError, UserError, ranged
+from titanlite.runtime.errors import ConfigError, UsageError, UserError
 from titanlite.runtime.logging import setup_logging
+from titanlite.runtime.settings import setting
 from titanlite.tools.command import AllowImport, Count, check_options, read_options, run_command
 from titanlite.tools.parity.measure import own_dtypes
 from titanlite.tools.replay.compare import judge
@@ -44,11 +45,11 @@ class Options:
 
     dump_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DUMP_FOLDER")]
     """job.dump_folder of the run"""
-    step: Annotated[int, tyro.conf.arg(metavar="K")] = ranged(MISSING, "a step of the run", least=1)
+    step: Annotated[int, tyro.conf.arg(metavar="K")] = setting(MISSING, "a step of the run", least=1)
     """the step to compute again"""
     from_checkpoint_only: bool = False
     """do not compute earlier steps again: needs a checkpoint of step K - 1"""
-    sequences: Count = ranged(5, least=0)
+    sequences: Count = setting(5, least=0)
     """number of sequences to show: those with the largest losses"""
     allow_import: AllowImport = False
 

@@ -16,6 +16,7 @@ from titanlite.checkpoint.compatibility import changed_settings
 from titanlite.checkpoint.start import StartFinder
 from titanlite.checkpoint.state import RunState
 from titanlite.config.check import check_config, resolve_config
+from titanlite.config.fields import keys_that_affect
 from titanlite.config.load import CONFIG_COPY, config_from_values, parse, read_copy
 from titanlite.config.plugins import import_plugins_of
 from titanlite.config.schema import JobConfig
@@ -172,7 +173,7 @@ def require_same_settings(
     others = [other.about["config"] for other in records if any(first <= taken < step for taken in other.steps)]
     others += [saved.manifest.config] if saved is not None else []
     for other in others:
-        changed = changed_settings(other, record.about["config"])
+        changed = changed_settings(other, record.about["config"], keys_that_affect("numbers", "reports"))
         changed = [line for line in changed if not line.startswith(f"{AVERAGE_KEY}:")]
         if changed:
             raise UserError(

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import torch
 
-from titanlite.runtime.errors import ConfigError, UserError, integer_variable, ranged
+from titanlite.runtime.errors import ConfigError, UserError, integer_variable
 from titanlite.runtime.gpus import usable_gpus
+from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
 from titanlite.tools.command import (
     EITHER,
@@ -44,7 +45,7 @@ class Options:
 
     config: ConfigFile
     """TOML file, or name of a shipped configuration; --section.key VALUE[,VALUE ...] overrides its keys"""
-    nproc: OptionalCount = ranged(None, "write the number of processes of each run", least=1, most=MAX_PROCESSES)
+    nproc: OptionalCount = setting(None, "write the number of processes of each run", least=1, most=MAX_PROCESSES)
     """processes of each run on this machine; default: the number of GPUs, else 1; in a Slurm script, GPUs per node"""
     strict: bool = False
     """refuse settings without effect, as titanlite train --strict does"""

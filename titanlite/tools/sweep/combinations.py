@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.arguments import split_arguments
-from titanlite.config.fields import columns_of, fields_of, is_text, keys_of, literal, row_type
+from titanlite.config.fields import columns_of, fields_of, is_text, keys_of, literal, row_type, setting_of
 from titanlite.config.files import CONFIG_FILE
 from titanlite.config.load import parse, read_copy, resolve
 from titanlite.config.plugins import PLUGINS
@@ -24,12 +24,6 @@ DUMP_FOLDER = "job.dump_folder"
 MAX_RUNS = 1000
 MAX_VALUE_CHARS = 40
 """Of a value in the name of a folder; a longer one is cut."""
-RUNNING = (
-    *("job.", "parallelism.", "activation_checkpoint.", "compile.", "comm.", "metrics.", "checkpoint.", "faults."),
-    *("memory.", "profiling.", "samples.", "validation.", "loss.chunk_tokens"),
-    *("training.local_batch_size", "data.num_workers", "data.ledger", "data.max_bad_rows"),
-)
-"""Keys that do not decide what a finished run has learned, or the starts of their names."""
 
 
 @dataclass(frozen=True)
@@ -237,5 +231,5 @@ def _settings(config: JobConfig) -> dict[str, Any]:
         for section, values in fields_of(config).items()
         for key, value in fields_of(values).items()
     }
-    learned = {key: value for key, value in found.items() if not key.startswith(RUNNING)}
+    learned = {key: found[key] for key in found if setting_of(key).affects in ("numbers", "facts")}
     return learned | {PLUGINS: plugin_digests(config.job.plugins)}
