@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from titanlite.runtime.settings import Range
+from titanlite.runtime.settings import Range, Rules
+from titanlite.config.schema import TrainingConfig
 from titanlite.runtime.text import counted
 
 
@@ -25,3 +26,17 @@ def test_a_number_and_its_noun() -> None:
 )
 def test_a_range(bounds: dict[str, float], text: str) -> None:
     assert str(Range("", **bounds)) == text
+
+
+def test_rules_name_the_key_and_take_its_value() -> None:
+    rules = Rules("training", TrainingConfig(seq_len=10))
+    assert rules.divides("seq_len", "parallelism.tp", 5)
+    assert not rules.divides("seq_len", "parallelism.tp", 4)
+    assert not rules.needs("steps", False, "a wish")
+    first, second = rules.problems
+    assert (first.key, first.value, first.rule) == ("training.seq_len", 10, "divisible by parallelism.tp = 4")
+    assert first.remedy == "set training.seq_len = 8 or 12, or change parallelism.tp"
+    assert (second.key, second.rule, second.remedy) == ("training.steps", "only with a wish", "leave it out")
+    options = Rules("--", TrainingConfig())
+    options.require("seq_len", False, "", "")
+    assert options.problems[0].key == "--seq-len"
