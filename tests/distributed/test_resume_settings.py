@@ -17,7 +17,7 @@ from tests.distributed.reference import TOKENS
 from tests.distributed.resuming import CORPUS, Outcome, Start, checkpoints_of, hashes, numbers, start_runs
 from tests.distributed.test_resume import write_text
 from titanlite.assembly import run as build_module
-from titanlite.checkpoint.manifest import read_manifest, write_manifest
+from titanlite.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 
 pytestmark = pytest.mark.slow
 
@@ -307,7 +307,9 @@ def test_model_only_checkpoint_provides_only_weights(tmp_path: Path) -> None:
     full = "checkpoint.initial_load_model_only=false"
     (source,) = start_runs(tmp_path, [Start(FOUR, run="source")])
     saved = tmp_path / "source/checkpoint/step-4"
-    write_manifest(saved, replace(read_manifest(saved), content="model"))  # as an import of a model has it
+    manifest = replace(read_manifest(saved), content="model")  # as an import of a model has it
+    (saved / MANIFEST_FILE).unlink()
+    write_manifest(saved, manifest)
     weights, everything = start_runs(
         tmp_path, [Start((*FOUR, path), run="weights"), Start((*FOUR, path, full), run="everything")]
     )

@@ -4,7 +4,7 @@ import gc
 import math
 from time import monotonic
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from titanlite.metrics.sinks import Sinks
 from titanlite.runtime.agreement import DataEnd
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.failure import FailureReport
+from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.signals import StopRequest
 
 
@@ -118,7 +119,8 @@ def trained(max_bad_rows: int = 1000) -> tuple[list[Record], list[str]]:
     gc.collect = collected
     run.mesh.set_timeout = lambda _: calls.append("after the first step")  # type: ignore[method-assign]
     try:
-        train.train(config, run, FailureReport())
+        with patch.object(train, "PacedGarbageCollection", lambda: PacedGarbageCollection(interval=3)):
+            train.train(config, run, FailureReport())
     except UserError as error:
         calls.append(str(error))
     finally:
