@@ -31,7 +31,7 @@ from titanlite.planning.layout import agree_on_layout
 from titanlite.planning.out_of_memory import explained_out_of_memory
 from titanlite.preview import preview
 from titanlite.profiling.regions import region
-from titanlite.runtime.agreement import RanksError, require_equal
+from titanlite.runtime.agreement import RanksError, require_equal, watch_ranks
 from titanlite.runtime.distributed import (
     ELASTIC,
     World,
@@ -45,7 +45,6 @@ from titanlite.runtime.errors import DataError, UserError
 from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.job_lock import job_lock
 from titanlite.runtime.logging import keep_for_log_file, log, setup_logging
-from titanlite.runtime.positions import watch_ranks
 from titanlite.runtime.signals import StopRequest
 from titanlite.summary import summarize
 from titanlite.trainer import Trainer

@@ -9,12 +9,6 @@ def test_defaults_are_valid() -> None:
     assert check_training(TrainingConfig(), ParallelismConfig()) == []
 
 
-def test_an_invalid_batch_size() -> None:
-    (problem,) = check_training(TrainingConfig(global_batch_size=-2), ParallelismConfig())
-    assert problem.key == "training.global_batch_size"
-    assert "-1" in problem.remedy
-
-
 def test_tp_ranks_share_each_sequence_evenly() -> None:
     assert check_training(TrainingConfig(seq_len=16), ParallelismConfig(tp=4)) == []
     (problem,) = check_training(TrainingConfig(seq_len=18), ParallelismConfig(tp=4))

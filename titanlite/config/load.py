@@ -24,12 +24,11 @@ from titanlite.config.fields import (
 )
 from titanlite.config.files import CONFIG_FILE, Content, read_file
 from titanlite.config.ineffective import ineffective
-from titanlite.config.keys import unknown_column, unknown_key
 from titanlite.config.lengths import check_lengths, override_lengths
 from titanlite.config.plugins import PLUGINS, import_plugins
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import COMMAND_LINE, tables_of
-from titanlite.config.values import read_values
+from titanlite.config.values import read_values, unknown_column, unknown_key
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import ConfigError, Problem

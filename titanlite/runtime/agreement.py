@@ -13,8 +13,10 @@ import torch.distributed as dist
 
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import LateRanksError, UsageError, UserError
+from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.logging import log
 from titanlite.runtime.memory import describe_out_of_memory, is_out_of_memory
+from titanlite.runtime.positions import Positions
 
 T = TypeVar("T")
 
@@ -262,3 +264,14 @@ class DataEnd:
 
     def _submit(self, ended: Sequence[bool]) -> None:
         self._agreement.exchange([not source for source in ended])
+
+
+def watch_ranks(
+    failure: FailureReport, world: World, store: dist.Store, dump_folder: str | None, silence_s: float
+) -> None:
+    """Let all ranks of a program report failures together from now on. dump_folder, silence_s: see Positions."""
+    local = world.local_ranks
+    store = dist.PrefixStore("positions", store)
+    failure.connected(
+        Positions(store, world.rank, world.size, local, dump_folder, silence_s, on_silence=failure.end_from_thread)
+    )

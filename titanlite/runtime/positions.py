@@ -15,9 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from titanlite.runtime.deadline import ANSWER_S, SETTLE_S, call_within
-from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import LateRanksError
-from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.flight_recorder import last_numbers, ranks_behind, recorded_collectives
 
 INTERVAL_S = 0.5
@@ -282,14 +280,3 @@ def describe(
 def _names(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
-def watch_ranks(
-    failure: FailureReport, world: World, store: dist.Store, dump_folder: str | None, silence_s: float
-) -> None:
-    """Let all ranks of a program report failures together from now on. dump_folder, silence_s: see Positions."""
-    local = world.local_ranks
-    store = dist.PrefixStore("positions", store)
-    failure.connected(
-        Positions(store, world.rank, world.size, local, dump_folder, silence_s, on_silence=failure.end_from_thread)
-    )

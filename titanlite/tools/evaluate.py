@@ -37,7 +37,7 @@ from titanlite.metrics.validation import SetTotals, sum_of
 from titanlite.models.attention import pin_kernels
 from titanlite.models.family import saved_tensors
 from titanlite.parallel.mesh import LAYOUT, Mesh, ParallelismConfig
-from titanlite.runtime.agreement import require_equal, share_from_rank_0
+from titanlite.runtime.agreement import require_equal, share_from_rank_0, watch_ranks
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import (
     CommConfig,
@@ -49,7 +49,6 @@ from titanlite.runtime.distributed import (
 )
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.runtime.logging import log, setup_logging
-from titanlite.runtime.positions import watch_ranks
 from titanlite.runtime.settings import Rules, setting
 from titanlite.runtime.signals import StopRequest
 from titanlite.runtime.text import counted

@@ -35,13 +35,12 @@ from titanlite.profiling.breakdown import Operation, host_events, time_by_cause,
 from titanlite.profiling.config import TRACES_FOLDER
 from titanlite.profiling.regions import region
 from titanlite.profiling.trace import Trace, output_file
-from titanlite.runtime.agreement import require_equal, run_on_all_ranks, share_from_rank_0
+from titanlite.runtime.agreement import require_equal, run_on_all_ranks, share_from_rank_0, watch_ranks
 from titanlite.runtime.distributed import World, connect, world_from_environment
 from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.logging import setup_logging
-from titanlite.runtime.positions import watch_ranks
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
 from titanlite.tools.command import (

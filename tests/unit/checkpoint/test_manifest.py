@@ -30,7 +30,7 @@ def full_manifest() -> Manifest:
         10,
         files,
         lineage=(Branch("a1", 0), Branch("b2", 5)),
-        counts={"tokens_seen": 2**62, "skipped_steps": 0},
+        counts={"tokens_seen": 2**62, "skipped_steps": 0, "by_source": {"a": [1.0]}, "interval": [0.5, 2.0]},
         facts={"model": {"dim": 8, "eps": 1e-5, "tie": False}, "tokenizer": None, "seq": [1, "\u4e2d", []]},
         config={"job": {"description": f'{ZEROS} quo"te \\ \n \u00e4 \U0001f642'}, "optimizer": {"lr": 0.1 + 0.2}},
         versions={"titanlite": "1"},

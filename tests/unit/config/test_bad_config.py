@@ -9,8 +9,8 @@ import pytest
 
 from tests.configuration import parse_config
 from tests.seeds import seeds
-from titanlite.config.keys import full_keys
 from titanlite.config.load import load_config
+from titanlite.config.values import full_keys
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import ConfigError, Problem
 
@@ -306,6 +306,10 @@ BAD = [
     Bad("parallelism.dp_shard", "-1 or at least 1", "axis off", argv="--parallelism.dp_shard -2"),
     Bad("optimizer.groups.0.lr_factor", "above 0", "", toml=f"{GROUP}lr_factor = 0.0"),
     Bad("optimizer.groups.0.weight_decay", "-1 or 0 or more", "", toml=f"{GROUP}weight_decay = -2.0"),
+    Bad("profiling.active", "at least 1", "positive", argv="--profiling.active 0"),
+    Bad("profiling.warmup", "0 or more", "no warm-up", argv="--profiling.warmup -1"),
+    Bad("profiling.interval", "at least 1", "traces every", argv="--profiling.interval 0"),
+    Bad("training.global_batch_size", "-1 or from 1", "-1:", argv="--training.global_batch_size -2"),
     # Outputs.
     Bad("job.dump_folder", "the path of a folder", '"outputs"', toml='job.dump_folder = ""'),
     Bad("job.dump_folder", "the path of a folder", '"outputs"', toml='job.dump_folder = "  "'),

@@ -11,9 +11,9 @@ from tests.configuration import parse_config
 from tests.unit.checkpoint.making import make
 from titanlite.checkpoint.dropped import DROPPED, remove_dropped
 from titanlite.config.fields import literal
-from titanlite.config.keys import full_keys
 from titanlite.config.load import config_from_values, load_config
 from titanlite.config.schema import JobConfig
+from titanlite.config.values import full_keys
 from titanlite.runtime.errors import ConfigError, Problem
 
 OTHERS: dict[str, Any] = {key: "x" if default is None else [default] for key, (default, _) in DROPPED.items()}

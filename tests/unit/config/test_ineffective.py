@@ -6,9 +6,9 @@ import pytest
 
 from titanlite.config.files import shipped_names
 from titanlite.config.ineffective import conditional_keys, describe
-from titanlite.config.keys import full_keys
 from titanlite.config.load import load_config, parse, without_effect
 from titanlite.config.toml import dump_config
+from titanlite.config.values import full_keys
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import ConfigError
 

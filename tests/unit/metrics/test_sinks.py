@@ -362,10 +362,3 @@ def test_tensorboard_that_cannot_start_is_one_warning(tmp_path: Path, caplog: py
 def test_the_defaults_have_no_problem() -> None:
     assert check_metrics(MetricsConfig()) == []
     assert check_metrics(MetricsConfig(log_freq=1)) == []
-
-
-def test_all_problems_at_once() -> None:
-    assert [problem.key for problem in check_metrics(MetricsConfig(log_freq=0, loggers=("console",)))] == [
-        "metrics.log_freq",
-        "metrics.loggers",
-    ]

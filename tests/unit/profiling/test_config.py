@@ -24,7 +24,6 @@ def keys(section: ProfilingConfig, *, world_size: int = 4, device_type: str = "c
         (ProfilingConfig(enable_memory_snapshot=True, ranks=(4,)), ["ranks"]),
         (ProfilingConfig(enable_trace=True, ranks=(-1,)), ["ranks"]),
         (ProfilingConfig(ranks=(4,), interval=9, wait=1000), []),  # not enabled
-        (ProfilingConfig(active=0, warmup=-1, interval=0), ["interval", "warmup", "active"]),
     ],
 )
 def test_problems(section: ProfilingConfig, problems: list[str]) -> None:

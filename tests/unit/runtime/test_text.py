@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from titanlite.runtime.settings import Range, Rules
 from titanlite.config.schema import TrainingConfig
+from titanlite.runtime.settings import Range, Rules
 from titanlite.runtime.text import counted
 
 

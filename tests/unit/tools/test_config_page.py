@@ -6,8 +6,8 @@ import pytest
 
 from titanlite.config.describe import describe_config
 from titanlite.config.help import print_help
-from titanlite.config.keys import full_keys
 from titanlite.config.schema import JobConfig
+from titanlite.config.values import full_keys
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
 from titanlite.tools.config_page import document
