@@ -23,7 +23,7 @@ from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.models.attention import pin_kernels
-from titanlite.models.registry import resolve_model
+from titanlite.models.family import resolve_model
 from titanlite.parallel.mesh import Mesh
 from titanlite.planning.microbatches import divide_step
 from titanlite.runtime.distributed import CommConfig, World, init_process_group

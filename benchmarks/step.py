@@ -48,8 +48,8 @@ from titanlite.data.loader import build_loader
 from titanlite.forward import on_device
 from titanlite.metrics.meter import Meter
 from titanlite.models.attention import attention_dtype
+from titanlite.models.family import resolve_model
 from titanlite.models.init import init_parameters_
-from titanlite.models.registry import resolve_model
 from titanlite.precision import DTYPES
 from titanlite.profiling.breakdown import CAUSES, cause_of, host_events, time_by_cause
 from titanlite.runtime.garbage import PacedGarbageCollection

@@ -40,9 +40,8 @@ from titanlite.preview import preview
 from titanlite.runtime.agreement import describe_differences
 from titanlite.runtime.distributed import ELASTIC, World
 from titanlite.runtime.environment import raise_open_file_limit
-from titanlite.runtime.errors import ConfigError, UsageError, UserError
+from titanlite.runtime.errors import ConfigError, Rules, UsageError, UserError
 from titanlite.runtime.gpus import set_allocator
-from titanlite.runtime.settings import Rules
 from titanlite.runtime.signal_thread import stop_signals
 
 TRAIN = "titanlite.train"

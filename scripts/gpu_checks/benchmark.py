@@ -29,7 +29,7 @@ from gpu_checks.workload import (
 )
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
-from titanlite.models.registry import resolve_model
+from titanlite.models.family import resolve_model
 from titanlite.runtime.memory import GIB, is_out_of_memory
 from titanlite.runtime.peak_flops import device_peak_flops
 from titanlite.tools.parity.measure import full_tensor, named_parameters

@@ -32,7 +32,7 @@ from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
 from titanlite.models.attention import pin_kernels
-from titanlite.models.registry import resolve_model
+from titanlite.models.family import resolve_model
 from titanlite.parallel.mesh import Mesh
 from titanlite.planning.estimate import estimate
 from titanlite.planning.microbatches import divide_step

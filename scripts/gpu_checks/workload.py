@@ -16,9 +16,9 @@ from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.models.attention import pin_kernels
 from titanlite.models.experts import mixtures_of
+from titanlite.models.family import resolve_model
 from titanlite.models.init import local_region
 from titanlite.models.losses import LOSSES
-from titanlite.models.registry import resolve_model
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.distributed import World, connect, init_process_group
 from titanlite.tools.parity.measure import full_tensor, named_parameters

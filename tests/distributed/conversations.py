@@ -23,7 +23,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import train_bpe
 from titanlite.data.loader import build_loader
 from titanlite.forward import ModelOnMesh
-from titanlite.models.registry import resolve_model
+from titanlite.models.family import resolve_model
 from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.signals import StopRequest
 from titanlite.validation import Evaluator

@@ -13,10 +13,9 @@ from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import rows_of, with_filler
 from titanlite.models.experts import mixtures_of
-from titanlite.models.family import LanguageModel
+from titanlite.models.family import LanguageModel, resolve_model
 from titanlite.models.init import init_parameters_
 from titanlite.models.randomness import row_keys
-from titanlite.models.registry import resolve_model
 
 TOKENS = Path(__file__).parents[1] / "golden" / "tokens.npy"
 SEQ_LEN = 16

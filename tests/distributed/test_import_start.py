@@ -20,7 +20,7 @@ from titanlite.hf import folder as folder_module
 from titanlite.hf import safetensors
 from titanlite.hf.folder import ModelFolder, open_folder
 from titanlite.hf.safetensors import StoredTensor, write_tensors
-from titanlite.models.registry import resolve_model
+from titanlite.models.family import resolve_model
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.tools.convert.__main__ import main as convert
 from titanlite.trainer import Trainer

@@ -22,8 +22,8 @@ from tests.simulated import simulated_mesh
 from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
+from titanlite.models.family import resolve_model
 from titanlite.models.head import CPU_CHUNK_TOKENS
-from titanlite.models.registry import resolve_model
 from titanlite.parallel.data import wrapped_modules
 from titanlite.parallel.mesh import shard_logits
 from titanlite.planning.activations import MicrobatchShape, activation_bytes

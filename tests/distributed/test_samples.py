@@ -16,7 +16,7 @@ from titanlite.generation.model import gather_model
 from titanlite.generation.prompts import Prompt
 from titanlite.generation.samples import Samples
 from titanlite.metrics.samples import SamplesRecord
-from titanlite.models.registry import resolve_model
+from titanlite.models.family import resolve_model
 
 FOUR = (
     Layout((1, 2, 2, 1), QWEN3),

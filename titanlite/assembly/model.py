@@ -34,9 +34,8 @@ from titanlite.parallel.pipeline import (
 from titanlite.planning.microbatches import divide_step
 from titanlite.planning.stages import ModelPart
 from titanlite.precision import DTYPES
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, Rules
 from titanlite.runtime.logging import log
-from titanlite.runtime.settings import Rules
 from titanlite.runtime.signals import StopRequest
 from titanlite.tasks import RowShape, TaskEvaluator
 from titanlite.trainer import Trainer

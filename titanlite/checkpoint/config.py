@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import ClassVar, Literal
 
-from titanlite.runtime.errors import Problem
-from titanlite.runtime.settings import Affects, Needs, Rules, setting
+from titanlite.runtime.errors import Problem, Rules
+from titanlite.runtime.settings import Affects, Needs, setting
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 Changeable = Literal["data", "tokenizer", "init_version", "rope", "optimizer"]

@@ -9,8 +9,7 @@ from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.folder import ever_published, latest_manifest, published_steps, read_or_none, step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE
 from titanlite.hf.folder import PREFIX
-from titanlite.runtime.errors import Problem
-from titanlite.runtime.settings import Rules
+from titanlite.runtime.errors import Problem, Rules
 
 
 def check_start(section: CheckpointConfig, dump_folder: str) -> list[Problem]:

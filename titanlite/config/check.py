@@ -27,9 +27,8 @@ from titanlite.parallel.pipeline import check_pipeline, splits_backward
 from titanlite.parallel.recompute import check_activation_checkpoint
 from titanlite.precision import DTYPES, check_precision
 from titanlite.profiling.config import check_profiling
-from titanlite.runtime.errors import Problem
+from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.plugins import is_of_program
-from titanlite.runtime.settings import Rules
 
 BELOW_ONE = ("beta1", "beta2", "momentum")
 """Keys of optimizers that must be below 1 also in the dtype of the arithmetic."""

@@ -8,9 +8,8 @@ from titanlite.data.config import DataConfig, TokenizerConfig, ValidationConfig
 from titanlite.faults.config import FaultsConfig
 from titanlite.generation.config import SamplesConfig
 from titanlite.metrics.config import MetricsConfig
-from titanlite.models.family import Family, ModelConfig
+from titanlite.models.family import Family, ModelConfig, resolve_model
 from titanlite.models.head import LossConfig
-from titanlite.models.registry import resolve_model
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.schedule import ScheduleConfig
 from titanlite.parallel.compile import CompileConfig

@@ -10,8 +10,7 @@ import tomli_w
 from titanlite.config.fields import SECTIONS, fields_of, literal, setting_of
 from titanlite.config.lengths import LENGTHS, UNSET
 from titanlite.config.schema import JobConfig
-from titanlite.models.family import ModelConfig
-from titanlite.models.registry import resolve_model
+from titanlite.models.family import ModelConfig, resolve_model
 
 COMMAND_LINE = "command line"
 """The origin of a value that the command line sets."""

@@ -22,9 +22,8 @@ from titanlite.data.sources.text import Text
 from titanlite.data.sources.tokens import Tokens, manifests_of
 from titanlite.data.tasks import check_tasks, tasks_with_conversations
 from titanlite.data.tokenizer import Tokenizer, read_chat_template, tokenizer_file
-from titanlite.runtime.errors import Problem, UserError
+from titanlite.runtime.errors import Problem, Rules, UserError
 from titanlite.runtime.plugins import is_of_program
-from titanlite.runtime.settings import Rules
 
 TRAIN_TOKENIZER = "titanlite train-tokenizer CONFIG --out DIR"
 

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from titanlite.runtime.errors import Problem
-from titanlite.runtime.settings import Affects, Needs, Rules, setting
+from titanlite.runtime.errors import Problem, Rules
+from titanlite.runtime.settings import Affects, Needs, setting
 
 _SAMPLES = Needs("samples.prompts", lambda section: section.prompts)
 

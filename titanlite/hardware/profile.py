@@ -13,9 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
+import tomli_w
 import torch
 
-from titanlite.config.fields import literal
 from titanlite.runtime.errors import UsageError
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -249,9 +249,8 @@ def _links(key: str, table: dict[str, Any]) -> dict[str, Link]:
 
 def dump_profile(profile: Profile) -> str:
     """TOML that reads back as `profile`, up to DIGITS digits."""
-    lines = [
-        f"{name} = {literal(getattr(profile, name))}" for name in ("name", "device", "ranks_per_node", "computing")
-    ]
+    facts = {name: getattr(profile, name) for name in ("name", "device", "ranks_per_node", "computing")}
+    lines = tomli_w.dumps(facts).splitlines()
     lines += [f"memory_gib = {_rounded(profile.memory_gib)}"]
     lines += [
         f"operation_us = {_rounded(profile.operation_s / MICRO)}",
@@ -268,7 +267,7 @@ def dump_profile(profile: Profile) -> str:
     }
     for key, (axes, grid) in {**grids, "memory": (MEMORY, profile.memory)}.items():
         rate, unit = RATES[axes]
-        lines += ["", f"[{key}]", *(f"{axis} = {literal([*map(int, sizes)])}" for axis, sizes in grid.sizes.items())]
+        lines += ["", f"[{key}]", *(f"{axis} = {[*map(int, sizes)]}" for axis, sizes in grid.sizes.items())]
         row = len(grid.sizes[axes[-1]])  # a line for each value of the other axes
         rows = [
             _array([value / unit for value in grid.values[at : at + row]]) for at in range(0, len(grid.values), row)
@@ -280,7 +279,7 @@ def dump_profile(profile: Profile) -> str:
         for operation, link in links.items():
             latency, rate = _rounded(link.latency_s / MICRO), _rounded(link.bytes_per_s / GIGA)
             lines += [f"{operation} = {{ latency_us = {latency}, gb_per_s = {rate} }}"]
-    lines += ["", "[sources]", *(f"{key} = {literal(text)}" for key, text in profile.sources.items())]
+    lines += ["", *tomli_w.dumps({"sources": profile.sources}).splitlines()]
     return "\n".join(lines) + "\n"
 
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import ClassVar
 
-from titanlite.runtime.errors import Problem
+from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.job_lock import JOB_LOCK_FILE
-from titanlite.runtime.settings import Affects, Needs, Rules, setting
+from titanlite.runtime.settings import Affects, Needs, setting
 
 METRICS_FILE = "metrics.jsonl"
 RUN_FILE = "run.json"

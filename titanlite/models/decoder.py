@@ -15,8 +15,8 @@ from titanlite.models.family import DecoderConfig, LanguageModel, Plan, TensorSt
 from titanlite.models.head import OutputLayer
 from titanlite.models.init import Init
 from titanlite.models.layers import Attention, FeedForward, RMSNorm, RopeScaling, RotaryEmbedding, RotaryTables
-from titanlite.runtime.errors import Problem
-from titanlite.runtime.settings import Range, Rules
+from titanlite.runtime.errors import Problem, Rules
+from titanlite.runtime.settings import Range
 
 
 class Block(nn.Module):

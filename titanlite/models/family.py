@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -203,3 +203,17 @@ class Family:
                 f"the family {self.name!r} has no format for transformers: its Family does not set hugging_face"
             )
         return self.hugging_face
+
+
+FAMILIES: dict[str, Family] = {}
+"""The model families by name: those of titanlite/models/registry.py, and those that plugins register."""
+
+
+def resolve_model(section: ModelConfig) -> tuple[Family, Any]:
+    """The family of `section`, and its hyper-parameters: those of the flavor with the overrides.
+
+    Raises KeyError if the family or flavor is unknown, TypeError if an override is.
+    """
+    family = FAMILIES[section.family]
+    flavor = family.flavors[section.flavor]
+    return family, replace(flavor, **section.overrides) if section.overrides else flavor

@@ -27,8 +27,8 @@ from titanlite.models.hugging_face import (
     rope_fields,
 )
 from titanlite.models.layers import Attention, Llama3Scaling
-from titanlite.runtime.errors import Problem
-from titanlite.runtime.settings import Needs, Rules
+from titanlite.runtime.errors import Problem, Rules
+from titanlite.runtime.settings import Needs
 
 
 @dataclass(frozen=True)

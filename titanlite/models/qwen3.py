@@ -23,8 +23,8 @@ from titanlite.models.hugging_face import (
     rope_fields,
 )
 from titanlite.models.layers import Attention, RMSNorm, YarnScaling
-from titanlite.runtime.errors import Problem
-from titanlite.runtime.settings import Needs, Rules
+from titanlite.runtime.errors import Problem, Rules
+from titanlite.runtime.settings import Needs
 
 
 @dataclass(frozen=True)

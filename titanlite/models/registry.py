@@ -1,36 +1,28 @@
 """Table of the model families, and the choice by the [model] section."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from titanlite.models.family import Family, ModelConfig, Plan
+from titanlite.models.family import FAMILIES as FAMILIES
+from titanlite.models.family import ModelConfig, Plan, resolve_model
 from titanlite.models.llama3 import LLAMA3
 from titanlite.models.olmoe import OLMOE
 from titanlite.models.qwen3 import QWEN3
 from titanlite.models.qwen3_moe import QWEN3_MOE
 from titanlite.runtime.errors import Problem
 
-FAMILIES: dict[str, Family] = {
-    LLAMA3.name: LLAMA3,
-    QWEN3.name: QWEN3,
-    QWEN3_MOE.name: QWEN3_MOE,
-    OLMOE.name: OLMOE,
-}
-
-
-def resolve_model(section: ModelConfig) -> tuple[Family, Any]:
-    """The family of `section`, and its hyper-parameters: those of the flavor with the overrides.
-
-    Raises KeyError if the family or flavor is unknown, TypeError if an override is.
-    """
-    family = FAMILIES[section.family]
-    flavor = family.flavors[section.flavor]
-    return family, replace(flavor, **section.overrides) if section.overrides else flavor
+FAMILIES.update(
+    {
+        LLAMA3.name: LLAMA3,
+        QWEN3.name: QWEN3,
+        QWEN3_MOE.name: QWEN3_MOE,
+        OLMOE.name: OLMOE,
+    }
+)
 
 
 def full_parameters(section: ModelConfig) -> tuple[Mapping[str, nn.Parameter], Plan]:

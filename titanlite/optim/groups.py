@@ -11,8 +11,7 @@ from torch import Tensor
 
 from titanlite.models.family import Plan
 from titanlite.optim.optimizer import GroupConfig, OptimizerConfig, OptimizerKind
-from titanlite.runtime.errors import Problem
-from titanlite.runtime.settings import Rules
+from titanlite.runtime.errors import Problem, Rules
 
 DEFAULT = GroupConfig()
 """Of the parameters that no group has."""

@@ -24,8 +24,7 @@ from titanlite.optim.rounding import rounding_bytes
 from titanlite.optim.sgd import SGD
 from titanlite.optim.weight_average import average_bytes
 from titanlite.parallel.mesh import Sharing
-from titanlite.runtime.errors import Problem
-from titanlite.runtime.settings import Rules
+from titanlite.runtime.errors import Problem, Rules
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
     "AdamW": ADAMW,

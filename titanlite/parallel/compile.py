@@ -10,8 +10,8 @@ from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.family import Plan
 from titanlite.models.head import exponentials_, output_layers_of
 from titanlite.models.losses import CROSS_ENTROPY
-from titanlite.runtime.errors import Problem
-from titanlite.runtime.settings import Affects, Needs, Rules, setting
+from titanlite.runtime.errors import Problem, Rules
+from titanlite.runtime.settings import Affects, Needs, setting
 
 _COMPILES = Needs("compile.enable = true", lambda section: section.enable)
 

@@ -20,8 +20,7 @@ from titanlite.models.attention import AttentionMask, attend, attention_mask
 from titanlite.models.family import DecoderConfig, LanguageModel, Plan
 from titanlite.models.layers import Attention
 from titanlite.parallel.mesh import ContextParallel, ParallelismConfig, part_of_rows
-from titanlite.runtime.errors import ConfigError, Problem
-from titanlite.runtime.settings import Rules
+from titanlite.runtime.errors import ConfigError, Problem, Rules
 
 
 def apply_context_parallel(

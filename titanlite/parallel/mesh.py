@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.runtime.distributed import CommConfig, World, set_timeout
-from titanlite.runtime.errors import Problem
-from titanlite.runtime.settings import Affects, Needs, Rules, setting
+from titanlite.runtime.errors import Problem, Rules
+from titanlite.runtime.settings import Affects, Needs, setting
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from the outermost to the innermost, whose ranks are adjacent; ParallelismConfig has their degrees."""

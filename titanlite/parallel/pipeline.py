@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.models.family import Plan
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule, ReshardAfterForward
 from titanlite.profiling.regions import Region, in_region
-from titanlite.runtime.errors import Problem
-from titanlite.runtime.settings import Rules
+from titanlite.runtime.errors import Problem, Rules
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from titanlite.models.family import Plan
 from titanlite.parallel.compile import can_split_compiled_backward
-from titanlite.runtime.errors import Problem
-from titanlite.runtime.settings import Affects, Needs, Rules, setting
+from titanlite.runtime.errors import Problem, Rules
+from titanlite.runtime.settings import Affects, Needs, setting
 
 SAVED_OPS: tuple[Any, ...] = (
     torch.ops.aten.mm.default,

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -65,6 +65,38 @@ class ConfigError(UsageError):
         checked = "command line" if of_command else "configuration"
         head = f"the {checked} has {count} problem{'s' if count > 1 else ''}"
         super().__init__("\n\n".join([head + ":", *(f"  {problem}" for problem in self.problems)]))
+
+
+@dataclass
+class Rules:
+    """Collect the problems of one section: of rules that the range of a key cannot express.
+
+    name: of the section or table, as in full keys ("training", "data.sources.0"); "--" for the options of a command.
+    section: its dataclass, from which the rules take the value of a key.
+    """
+
+    name: str
+    section: Any
+    problems: list[Problem] = field(default_factory=list)
+
+    def require(self, key: str, ok: object, rule: str, remedy: str) -> bool:
+        """Add a problem of the key unless `ok`; returns whether it is. rule, remedy: see Problem."""
+        if not ok:
+            value = getattr(self.section, key)
+            full = f"--{key.replace('_', '-')}" if self.name == "--" else f"{self.name}.{key}"
+            self.problems.append(Problem(full, [*value] if isinstance(value, tuple) else value, rule, remedy))
+        return bool(ok)
+
+    def needs(self, key: str, ok: object, condition: str) -> bool:
+        """Require a condition for a key that is given: what must hold for it to have an effect."""
+        return self.require(key, ok, f"only with {condition}", "leave it out")
+
+    def divides(self, key: str, divisor_key: str, divisor: int) -> bool:
+        """Require that the value of the key is divisible by that of another one. The remedy has the nearest values."""
+        value = getattr(self.section, key)
+        nearest = dict.fromkeys((max(value // divisor, 1) * divisor, (value // divisor + 1) * divisor))
+        remedy = f"set {self.name}.{key} = {' or '.join(map(str, nearest))}, or change {divisor_key.split(' ')[-1]}"
+        return self.require(key, value % divisor == 0, f"divisible by {divisor_key} = {divisor}", remedy)
 
 
 def integer_variable(name: str, default: int, *, least: int, most: int) -> int:

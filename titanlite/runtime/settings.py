@@ -1,11 +1,9 @@
-"""What is declared with a key: its range, what it affects, what it needs; and rules across keys of a section."""
+"""What is declared with a key: its range, what it affects, what it needs."""
 
 import math
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Literal
-
-from titanlite.runtime.errors import Problem
 
 Affects = Literal["nothing", "layout", "search", "reports", "numbers", "facts"]
 """What depends on the value of a key.
@@ -97,47 +95,6 @@ def settings_of(section_type: Any) -> dict[str, Setting]:
     of_section = getattr(section_type, "AFFECTS", "numbers")
     found = {each.name: each.metadata.get("setting", Setting()) for each in fields(section_type)}
     return {name: replace(each, affects=each.affects or of_section) for name, each in found.items()}
-
-
-def check_ranges(options: Any) -> list[Problem]:
-    """Problems of the options of a command that are out of range."""
-    rules = Rules("--", options)
-    for name, found in settings_of(options).items():
-        if (limits := found.range) is not None:
-            rules.require(name, limits.has(getattr(options, name)), str(limits), limits.remedy)
-    return rules.problems
-
-
-@dataclass
-class Rules:
-    """Collect the problems of one section: of rules that the range of a key cannot express.
-
-    name: of the section or table, as in full keys ("training", "data.sources.0"); "--" for the options of a command.
-    section: its dataclass, from which the rules take the value of a key.
-    """
-
-    name: str
-    section: Any
-    problems: list[Problem] = field(default_factory=list)
-
-    def require(self, key: str, ok: object, rule: str, remedy: str) -> bool:
-        """Add a problem of the key unless `ok`; returns whether it is. rule, remedy: see Problem."""
-        if not ok:
-            value = getattr(self.section, key)
-            full = f"--{key.replace('_', '-')}" if self.name == "--" else f"{self.name}.{key}"
-            self.problems.append(Problem(full, [*value] if isinstance(value, tuple) else value, rule, remedy))
-        return bool(ok)
-
-    def needs(self, key: str, ok: object, condition: str) -> bool:
-        """Require a condition for a key that is given: what must hold for it to have an effect."""
-        return self.require(key, ok, f"only with {condition}", "leave it out")
-
-    def divides(self, key: str, divisor_key: str, divisor: int) -> bool:
-        """Require that the value of the key is divisible by that of another one. The remedy has the nearest values."""
-        value = getattr(self.section, key)
-        nearest = dict.fromkeys((max(value // divisor, 1) * divisor, (value // divisor + 1) * divisor))
-        remedy = f"set {self.name}.{key} = {' or '.join(map(str, nearest))}, or change {divisor_key.split(' ')[-1]}"
-        return self.require(key, value % divisor == 0, f"divisible by {divisor_key} = {divisor}", remedy)
 
 
 def _number(value: float | str) -> str:

@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_
 
 import tyro
 
-from titanlite.runtime.errors import Problem, UsageError, UserError
+from titanlite.runtime.errors import Problem, Rules, UsageError, UserError
 from titanlite.runtime.failure import describe_user_error, raise_on_interrupt
-from titanlite.runtime.settings import check_ranges
+from titanlite.runtime.settings import settings_of
 from titanlite.runtime.signal_thread import stop_signals
 
 ConfigFile = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG")]
@@ -150,13 +150,16 @@ def read_options_and_overrides(kind: Any, argv: Sequence[str], command: str) -> 
 
 def check_options(options: Any) -> list[Problem]:
     """Problems of numbers that are out of range, and, in a program, of values that are no choice."""
-    problems = check_ranges(options)
+    rules = Rules("--", options)
+    for name, found in settings_of(type(options)).items():
+        if (limits := found.range) is not None:
+            rules.require(name, limits.has(getattr(options, name)), str(limits), limits.remedy)
     for name, hint in get_type_hints(type(options), include_extras=True).items():
         choices = _settings(hint)[0].get("choices", ())
         value, default = getattr(options, name), type(options).__dataclass_fields__[name].default
         if choices and value not in (*choices, default):
-            problems.append(Problem(_flag(name), value, f"one of {', '.join(choices)}", "write one of these"))
-    return problems
+            rules.require(name, False, f"one of {', '.join(choices)}", "write one of these")
+    return rules.problems
 
 
 def _flag(name: str) -> str:

@@ -47,9 +47,9 @@ from titanlite.runtime.distributed import (
     set_timeout,
     world_from_environment,
 )
-from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.runtime.errors import ConfigError, Problem, Rules
 from titanlite.runtime.logging import log, setup_logging
-from titanlite.runtime.settings import Rules, setting
+from titanlite.runtime.settings import setting
 from titanlite.runtime.signals import StopRequest
 from titanlite.runtime.text import counted
 from titanlite.tools.command import (

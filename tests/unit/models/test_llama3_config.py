@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tests.unit.models.counting import count_parameters
-from titanlite.models.family import ModelConfig
+from titanlite.models.family import ModelConfig, resolve_model
 from titanlite.models.llama3 import FLAVORS, LLAMA3
-from titanlite.models.registry import FAMILIES, check_model, resolve_model
+from titanlite.models.registry import FAMILIES, check_model
 
 PUBLISHED = {  # flavor: parameters, dim, layers, heads, key/value heads, feed-forward, rotary factor, tied
     "debug": (6_139_136, 256, 6, 16, 16, 768, 1.0, False),

@@ -10,9 +10,9 @@ from tests.distributed.layouts import EXPERTS
 from tests.distributed.reference import small_config
 from tests.simulated import simulated_mesh
 from titanlite.assembly.model import build_parts
+from titanlite.models.family import resolve_model
 from titanlite.models.head import OutputLayer
 from titanlite.models.llama3 import Llama3, Llama3Config, plan
-from titanlite.models.registry import resolve_model
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.data import AT_ONCE_BYTES, replicates_at_once
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from titanlite.models.family import ModelConfig, Plan
-from titanlite.models.registry import resolve_model
+from titanlite.models.family import ModelConfig, Plan, resolve_model
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import (
     SCHEDULES,

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.distributed.reference import small_config
-from titanlite.models.registry import resolve_model
+from titanlite.models.family import resolve_model
 from titanlite.planning.estimate import estimate
 
 

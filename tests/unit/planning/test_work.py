@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.distributed.reference import small_config
-from titanlite.models.family import LanguageModel
-from titanlite.models.registry import resolve_model
+from titanlite.models.family import LanguageModel, resolve_model
 from titanlite.planning.activations import MicrobatchShape
 from titanlite.planning.work import Elementwise, Work, block_work, embedding_work, head_work
 

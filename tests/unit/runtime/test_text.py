@@ -5,7 +5,8 @@ import math
 import pytest
 
 from titanlite.config.schema import TrainingConfig
-from titanlite.runtime.settings import Range, Rules
+from titanlite.runtime.errors import Rules
+from titanlite.runtime.settings import Range
 from titanlite.runtime.text import counted
 
 

@@ -10,10 +10,9 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.jsonl import Jsonl, json_text, rows_fault
 from titanlite.data.sources.parquet import column_fault
 from titanlite.data.sources.pieces import BadRowError, FieldError, KindError
-from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.runtime.errors import ConfigError, Problem, Rules
 from titanlite.runtime.files import open_regular
 from titanlite.runtime.retry import http_status, is_transient, reason
-from titanlite.runtime.settings import Rules
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder

@@ -7,8 +7,7 @@ from typing import Any
 
 from titanlite.data.sources.pieces import BadRowError, read_range, utf8_text
 from titanlite.data.sources.text import Text
-from titanlite.runtime.errors import Problem, UserError
-from titanlite.runtime.settings import Rules
+from titanlite.runtime.errors import Problem, Rules, UserError
 
 HELD_OUT_EVERY = 20
 """Every HELD_OUT_EVERY-th file belongs to the split "validation"."""

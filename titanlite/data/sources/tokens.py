@@ -20,9 +20,8 @@ from titanlite.data.sources.base import Source
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import EMPTY, EpochSize, TokenPiece
 from titanlite.runtime.cache import file_facts, has_hash
-from titanlite.runtime.errors import Problem, UserError
+from titanlite.runtime.errors import Problem, Rules, UserError
 from titanlite.runtime.json_files import JsonError, parse_json, read_regular
-from titanlite.runtime.settings import Rules
 
 FORMAT_VERSION = 1
 MANIFEST = "tokens.json"

@@ -24,9 +24,9 @@ from titanlite.generation.sampling import Sampling
 from titanlite.hf.generation_defaults import GenerationDefaults
 from titanlite.models.family import LanguageModel
 from titanlite.precision import DTYPES
-from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.errors import ConfigError, Problem, Rules, UserError
 from titanlite.runtime.logging import log, setup_logging
-from titanlite.runtime.settings import Rules, setting
+from titanlite.runtime.settings import setting
 from titanlite.tools.command import (
     AllowImport,
     Count,

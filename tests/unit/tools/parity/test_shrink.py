@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.distributed.reference import small_config
-from titanlite.models.family import ModelConfig
-from titanlite.models.registry import FAMILIES, check_model, resolve_model
+from titanlite.models.family import ModelConfig, resolve_model
+from titanlite.models.registry import FAMILIES, check_model
 from titanlite.tools.parity.layouts import ONE_PROCESS, Layout, candidate_layouts, check_layout, layout_from_text
 from titanlite.tools.parity.shrink import (
     comparable_config,
