@@ -138,15 +138,6 @@ def test_blocks_with_different_optimizers_are_compared_with_a_pattern() -> None:
     assert optimizer_differences(muon, {name: muon.get(name, "Muon") for name in other}) == []
 
 
-def test_a_checkpoint_from_before_a_key_existed_has_its_default() -> None:
-    config = JobConfig()
-    saved = resolved(config)
-    for key in ("groups", "momentum", "state_dtype", "newton_schulz_coefficients"):
-        del saved["optimizer"][key]
-    del saved["loss"]["name"]
-    assert changed_settings(saved, resolved(config)) == []
-
-
 def test_one_error_lists_all_differences() -> None:
     with pytest.raises(UserError) as caught:
         check_facts(FACTS, CHANGED, (), "here")
