@@ -144,7 +144,7 @@ def test_unknown_choices_are_refused(tmp_path: Path, key: str, value: str) -> No
 
 
 def saved_config(batch: int, streams: int) -> dict[str, Any]:
-    return {"training": {"global_batch_size": batch}, "data": {"num_streams": streams}}
+    return {"training": {"global_batch_size": batch}, "data": {"num_streams": streams, "document_mask": False}}
 
 
 def job(tmp_path: Path, **checkpoint: Any) -> JobConfig:
