@@ -54,7 +54,7 @@ class ActivationBytes:
 
 
 def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) -> ActivationBytes:
-    """Count the saved bytes of the model's forward pass, operation by operation. docs/parallelism.md has the error.
+    """Count the saved bytes of the model's forward pass, operation by operation. docs/planning.md has the error.
 
     With tensor parallelism the residual stream is sharded along the sequence, the inside of attention and feed-forward
     by heads and features. The inputs of the column layers are gathered, so each rank has them in full. The selective

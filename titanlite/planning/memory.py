@@ -1,4 +1,4 @@
-"""Compute the peak memory of a rank in a step, analytically. docs/parallelism.md has the error against measurements."""
+"""Compute the peak memory of a rank in a step, analytically. docs/planning.md has the error against measurements."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
