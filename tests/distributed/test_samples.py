@@ -111,4 +111,3 @@ def test_prompts_need_a_tokenizer() -> None:
     (problem,) = check_samples(SamplesConfig(("a",)), has_tokenizer=False)
     assert problem.key == "samples.prompts"
     assert check_samples(SamplesConfig(), has_tokenizer=False) == []
-    assert [found.key for found in check_samples(SamplesConfig(interval=0), has_tokenizer=True)] == ["samples.interval"]

@@ -152,7 +152,7 @@ def resolve(
         found = check_config(placed, world_size=world_size, device_type=device_type, checks_files=readable)
         found = [_with_origin(problem, parsed.config, config) for problem in found]
         found = [_with_file(problem, parsed.origins, parsed.path) for problem in found]
-        problems += [problem for problem in found if not _follows_from(problem, parsed.problems)]
+        problems += without_consequences(found, parsed.problems)
     if problems:
         raise ConfigError(problems)
     config = resolve_config(config, world_size=world_size, device_type=device_type)
@@ -242,6 +242,12 @@ def _with_origin(problem: Problem, given: JobConfig, kept: JobConfig) -> Problem
         return problem
     rule = f"{problem.rule}; the run's checkpoints were saved with {now}"
     return replace(problem, rule=rule, remedy="start fewer data ranks, or a new run")
+
+
+def without_consequences(found: list[Problem], earlier: list[Problem]) -> list[Problem]:
+    """The found problems, without those of keys that have a problem of type or range, or that mention such a key: a
+    key with a problem has its default."""
+    return [problem for problem in found if not _follows_from(problem, earlier)]
 
 
 def _follows_from(problem: Problem, earlier: list[Problem]) -> bool:

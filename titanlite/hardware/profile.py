@@ -6,13 +6,13 @@ per second and seconds.
 """
 
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
+import tomli
 import tomli_w
 import torch
 
@@ -163,7 +163,7 @@ def load_profile(name: str) -> Profile:
     """Read a shipped profile by its name, or a TOML file. Raises UsageError, which names the file and key."""
     path = Path(name) if name.endswith(".toml") else PROFILES / f"{name}.toml"
     try:
-        table = tomllib.loads(path.read_text("utf-8"))
+        table = tomli.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         shipped = ", ".join(profile_names())
         raise UsageError(f"hardware profile {name!r} does not exist: give a TOML file, or one of {shipped}") from None

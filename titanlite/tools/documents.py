@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from titanlite.config.check import start_model, with_model_tokenizer
-from titanlite.config.load import parse
+from titanlite.config.load import parse, without_consequences
 from titanlite.config.schema import JobConfig
 from titanlite.data.check import check_data, check_tokenizer
 from titanlite.data.config import PIECE_BYTES_PER_POSITION, DataConfig
@@ -36,18 +36,18 @@ def config_of_data(
     source is valid, and the vocabulary must fit the model. reads_chat: sources of conversations are valid.
     """
     parsed = parse(["--job.config_file", options.config, *overrides])
-    config, problems = parsed.config, parsed.problems
-    if not problems:  # else these checks would also report problems of the defaults that replace invalid values
+    config, problems = parsed.config, [*parsed.problems, *check_options(options)]
+    if parsed.file_is_read:
         config = with_model_tokenizer(config)
         data, vocab_size = config.data, config.hyper_parameters.vocab_size
         room = vocab_size if reads_tokens else 0
-        problems = check_data(data, global_batch_size=0, data_degree=0, vocab_size=room)
-        problems = problems or ([] if reads_tokens else _check_text(data, reads_chat=reads_chat))
+        found = check_data(data, global_batch_size=0, data_degree=0, vocab_size=room)
+        found = found or ([] if reads_tokens else _check_text(data, reads_chat=reads_chat))
         if needs_tokenizer:
             # An existing tokenizer may be larger than this model's vocabulary; one that is trained here must fit it.
             room = vocab_size if reads_tokens or not config.tokenizer.path else 0
-            problems += check_tokenizer(config.tokenizer, data, vocab_size=room, model=start_model(config))
-    problems += check_options(options)
+            found += check_tokenizer(config.tokenizer, data, vocab_size=room, model=start_model(config))
+        problems += without_consequences(found, parsed.problems)
     if problems:
         raise ConfigError(problems)
     return config

@@ -310,6 +310,8 @@ BAD = [
     Bad("profiling.warmup", "0 or more", "no warm-up", argv="--profiling.warmup -1"),
     Bad("profiling.interval", "at least 1", "traces every", argv="--profiling.interval 0"),
     Bad("training.global_batch_size", "-1 or from 1", "-1:", argv="--training.global_batch_size -2"),
+    Bad("samples.interval", "at least 1", "every step", argv="--samples.interval 0"),
+    Bad("data.max_piece_bytes", "-1 or at least 16", "leave it out", argv="--data.max_piece_bytes 8"),
     # Outputs.
     Bad("job.dump_folder", "the path of a folder", '"outputs"', toml='job.dump_folder = ""'),
     Bad("job.dump_folder", "the path of a folder", '"outputs"', toml='job.dump_folder = "  "'),

@@ -13,7 +13,7 @@ from tests.unit.data.conversations import TEMPLATE, write_conversations
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.config.check import resolve_config
 from titanlite.config.ineffective import ineffective
-from titanlite.config.load import load_config
+from titanlite.config.load import parse, resolve
 from titanlite.config.schema import JobConfig
 from titanlite.data.chat.source import Chat, conversation
 from titanlite.data.check import check_source
@@ -49,7 +49,7 @@ def load(folder: Path, kind: str = "chat", file: str = "chat.jsonl", **settings:
         "job.dump_folder": str(folder / "out"),
     }
     values |= {key.replace("__", "."): value for key, value in settings.items()}
-    return load_config([], world_size=1, device_type="cpu", values=values)
+    return resolve(parse([], values), world_size=1, device_type="cpu")
 
 
 def problem_of(folder: Path, **settings: Any) -> Problem:

@@ -363,8 +363,6 @@ def test_check_data(write_jsonl: Callable[..., Path]) -> None:
     assert problem_keys(good) == []
     assert problem_keys(replace(good, num_streams=4)) == []
     assert problem_keys(replace(good, num_streams=3), data_degree=0) == []
-    assert problem_keys(replace(good, max_piece_bytes=8)) == ["data.max_piece_bytes"]
-    assert problem_keys(replace(good, num_streams=-2, seed=-1)) == ["data.num_streams", "data.seed"]
     missing = SourceConfig(kind="text", path="nowhere")
     assert problem_keys(replace(good, sources=(SourceConfig(), missing))) == ["data.sources.1.path"]
     tokens = SourceConfig(kind="tokens", path=str(write_jsonl(["1"], "tokens.bin")), dtype="uint16")

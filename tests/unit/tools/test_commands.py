@@ -236,6 +236,6 @@ def test_a_name_that_is_too_long_is_one_line(
 
 @pytest.mark.parametrize("name", ["tokenize", "train_tokenizer"])
 def test_they_are_commands(name: str, tmp_path: Path) -> None:
-    program = start_command(tmp_path, "--help", program=("-m", f"titanlite.data.{name}"))
+    program = start_command(tmp_path, "--help", program=("-m", f"titanlite.tools.{name}"))
     assert program.wait() == 0, program.output
     assert "--out" in program.output

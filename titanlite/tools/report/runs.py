@@ -2,7 +2,6 @@
 
 import json
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import numpy as np
+import tomli
 
 from titanlite.config.load import CONFIG_COPY
 from titanlite.metrics.about import Started, read_starts
@@ -143,7 +143,7 @@ def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         with open_regular(path) as file:
             text = file.read().decode()
-        return text, dict(_flat(tomllib.loads(text)))
+        return text, dict(_flat(tomli.loads(text)))
     except FileNotFoundError:
         return "", {}
     except (OSError, ValueError, RecursionError) as error:

@@ -2,13 +2,14 @@
 
 import hashlib
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
+
+import tomli
 
 from titanlite.config.arguments import split_arguments
 from titanlite.config.fields import columns_of, fields_of, is_text, keys_of, literal, row_type, setting_of
@@ -132,7 +133,7 @@ def _unquoted(text: str) -> str:
     if len(text) < 2 or text[0] not in "\"'" or text[-1] != text[0]:
         return text
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        value = tomli.loads(f"value = {text}")["value"]
     except (ValueError, KeyError):
         return text
     return value if isinstance(value, str) else text
