@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from titanlite.assembly.job import job_of
 from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import Batch
 from titanlite.config.load import load_config
@@ -168,7 +169,7 @@ def build(config: JobConfig, device: torch.device = CPU) -> tuple[Trainer, list[
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = Mesh(config.parallelism, World(rank, rank, size, device.type))
     mesh.connect(config.comm)
-    trainer = build_trainer(config, build_model(config, mesh, device), mesh, device)
+    trainer = build_trainer(job_of(config, mesh.world.size), build_model(config, mesh, device), mesh, device)
     step = divide_step(config, mesh.data_degree)
     rows, count = step.rows_per_batch, step.batches
     tokens = torch.randint(

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from titanlite.assembly.facts import config_values
+from titanlite.assembly.resolve import resolve_job
 from titanlite.config.files import CONFIG_FILE
 from titanlite.config.ineffective import describe
 from titanlite.config.load import check_and_resolve, parse, resolve, text_of, without_effect
@@ -20,7 +21,6 @@ from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.history import last_row, read_rows
 from titanlite.metrics.tasks import TaskScores
 from titanlite.metrics.validation import SetTotals, sum_of
-from titanlite.planning.layout import agree_on_layout
 from titanlite.runtime.distributed import ELASTIC, CommConfig, World, connect, world_from_environment
 from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import ConfigError, UsageError, UserError
@@ -146,11 +146,12 @@ def run(config: JobConfig | str | Path, overrides: Mapping[str, Any] | None = No
             parsed = parse(_argv(config), overrides)
             config = resolve(parsed, world_size=world.size, device_type=world.device_type)
         store = connect(world, config.comm)
-        config = agree_on_layout(config, _changed_keys(config), world, store)
+        given = parsed.origins.keys() if parsed is not None else _changed_keys(config)
+        job = resolve_job(config, given, world, store, environment)
         if parsed is not None and world.rank == 0:
-            for problem in without_effect(parsed, config, world.size):
+            for problem in without_effect(parsed, job.config, world.size):
                 log.warning("Without effect: %s", describe(problem))
-        end = run_locked(config, world, store, EmbeddedReport(cleanup), environment, cleanup)
+        end = run_locked(job, world, store, EmbeddedReport(cleanup), environment, cleanup)
         trained = TrainedRun(end.config, end.step, None, end.how)
         loss = end.record.loss if end.record else last_row(trained.folder / METRICS_FILE).get("loss")
         return replace(trained, loss=loss)

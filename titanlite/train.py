@@ -17,7 +17,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from titanlite.assembly.facts import program_facts
+from titanlite.assembly.job import Job
+from titanlite.assembly.resolve import resolve_job
 from titanlite.assembly.run import Run, build_run
 from titanlite.batch import Batch
 from titanlite.config.command_line import read_command_line
@@ -26,8 +27,6 @@ from titanlite.config.load import most_ranks, resolve, without_effect
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.metrics.meter import Record, is_log_step
-from titanlite.planning.batch import agree_on_local_batch_size
-from titanlite.planning.layout import agree_on_layout
 from titanlite.planning.out_of_memory import explained_out_of_memory
 from titanlite.preview import preview
 from titanlite.profiling.regions import region
@@ -94,12 +93,12 @@ def main() -> None:
         if used < launched.size:
             log.info("Ranks: %d of %d, the most that the layout fits; the others wait idle", used, launched.size)
         watch_ranks(failure, world, store, config.job.dump_folder, config.comm.train_timeout_s)
-        config = agree_on_layout(config, parsed.origins.keys(), world, store)
+        job = resolve_job(config, parsed.origins.keys(), world, store, environment)
         if world.rank == 0:
-            for problem in without_effect(parsed, config, world.size):
+            for problem in without_effect(parsed, job.config, world.size):
                 log.warning("Without effect: %s", describe(problem))
         cleanup = ExitStack()  # not entered: an error ends the process, which must not wait for other ranks before
-        end = run_locked(config, world, store, failure, environment, cleanup)
+        end = run_locked(job, world, store, failure, environment, cleanup)
         if end.stop is None and world.rank == 0:
             note_finished(store)
         if end.stop is not None and is_elastic:
@@ -107,7 +106,7 @@ def main() -> None:
 
 
 def run_locked(
-    config: JobConfig,
+    job: Job,
     world: World,
     store: dist.Store,
     failure: FailureReport,
@@ -116,13 +115,12 @@ def run_locked(
 ) -> End:
     """Run the job in its dump folder, which is locked for it. A collective.
 
-    config: with a layout. environment: the variables at program start. cleanup: empty, and again on return; after an
+    environment: the variables at program start. cleanup: empty, and again on return; after an
     error, closing it closes what was built.
     """
-    facts = program_facts(config, world, environment)
-    require_equal("program", facts, world, store, config.comm.init_timeout_s)
+    config = job.config
     with job_lock(config.job.dump_folder, world.rank, take_over=config.job.take_over, environment=environment):
-        return run_job(config, world, store, failure, environment, cleanup)
+        return run_job(job, world, store, failure, environment, cleanup)
 
 
 def wait_for_launcher(stopped: StopRequest, seconds: float) -> None:
@@ -136,7 +134,7 @@ def wait_for_launcher(stopped: StopRequest, seconds: float) -> None:
 
 
 def run_job(
-    config: JobConfig,
+    job: Job,
     world: World,
     store: dist.Store,
     failure: FailureReport,
@@ -144,8 +142,8 @@ def run_job(
     cleanup: ExitStack,
 ) -> End:
     """Build the run, train, log how it ended. The dump folder is locked for this job. cleanup: see run_locked."""
-    config = agree_on_local_batch_size(config, world, store)
-    run = build_run(config, world, store, environment, cleanup)
+    config = job.config
+    run = build_run(job, world, store, environment, cleanup)
     first_step = run.trainer.step + 1
     ended = run.data_end.before_training()
     if run.validation is not None and run.validation.missing:  # a kill or a signal prevented it

@@ -28,6 +28,7 @@ from gpu_checks.workload import (
     split,
     step_errors,
 )
+from titanlite.assembly.job import job_of
 from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
@@ -197,7 +198,9 @@ def rank_step(send: Send, setup: Setup, rank: int, store: str, transport: str, s
     world = connect(setup, rank, store, transport, config)
     mesh = Mesh(config.parallelism, world)
     mesh.connect(config.comm)
-    trainer = build_trainer(config, build_model(config, mesh, world.device), mesh, world.device)
+    trainer = build_trainer(
+        job_of(config, mesh.world.size), build_model(config, mesh, world.device), mesh, world.device
+    )
     batch = layout_batch(config)
     parts = divide_step(config, mesh.data_degree).batches
     own = on_this_device(trainer, split(batch, parts, mesh.data_rank, mesh.data_degree))
@@ -226,7 +229,7 @@ def simulated_trainer(setup: Setup, config: JobConfig) -> Trainer:
     mesh = Mesh(config.parallelism, World(0, 0, SIMULATED, setup.device_type))
     mesh.connect(None)
     model = build_model(config, mesh, setup.device, draws_weights=False)
-    trainer = build_trainer(config, model, mesh, setup.device)
+    trainer = build_trainer(job_of(config, mesh.world.size), model, mesh, setup.device)
     fill_(trainer)
     return trainer
 

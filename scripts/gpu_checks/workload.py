@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titanlite.assembly.job import job_of
 from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import IGNORE_INDEX, Batch, StepStats, rows_and_tokens
 from titanlite.config.load import load_config
@@ -138,7 +139,7 @@ def build(setup: Setup, config: JobConfig, *, draws_weights: bool = True) -> Tra
     mesh = Mesh(config.parallelism, World(0, 0, 1, setup.device_type))
     mesh.connect(config.comm)
     model = build_model(config, mesh, setup.device, draws_weights=draws_weights)
-    trainer = build_trainer(config, model, mesh, setup.device)
+    trainer = build_trainer(job_of(config, mesh.world.size), model, mesh, setup.device)
     if not draws_weights:
         fill_(trainer)
     return trainer

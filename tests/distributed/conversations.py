@@ -18,6 +18,7 @@ from tests.distributed.gradients import build_on_mesh, compare, has_weights
 from tests.distributed.layouts import Layout
 from tests.distributed.reference import plain_model
 from titanlite.assembly.data import build_tokenizer, build_validation_data, loader_of
+from titanlite.assembly.job import job_of
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import train_bpe
@@ -102,7 +103,7 @@ def chat_step(layout: Layout, folder: str, *, mixture: bool = False, planted: bo
     reference = documents_reference(config, batch)
     trainer, mesh = build_on_mesh(config)
     same = has_weights(trainer, reference.weights)
-    loader = loader_of(config, config.data, mesh, build_tokenizer(config))
+    loader = loader_of(job_of(config, mesh.world.size), config.data, mesh, build_tokenizer(config))
     with patch.object(ModelOnMesh, "forward_arguments", mean_over_rows if planted else CORRECT):
         stats = trainer.train_step(loader.next_step())
     loader.close()
@@ -146,7 +147,7 @@ def validation_counts(layouts: Sequence[Layout], folder: str, seq_len: int) -> l
         )
         trainer, mesh = build_on_mesh(config)
         evaluator = Evaluator(trainer, dist.new_group(backend="gloo"), None, StopRequest())
-        for loader in build_validation_data(config, mesh, build_tokenizer(config)).values():
+        for loader in build_validation_data(job_of(config, mesh.world.size), mesh, build_tokenizer(config)).values():
             totals, _ = evaluator.totals(loader, steps=-1, failure=FailureReport())
             loader.close()
             found.append((totals.num_valid, totals.too_long))

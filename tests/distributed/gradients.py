@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.reference import Reference, global_batch, rank_batches, reference_step, small_config
+from titanlite.assembly.job import job_of
 from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
@@ -73,7 +74,7 @@ def connected_mesh(section: ParallelismConfig, device_type: str = "cpu") -> Mesh
 def build_on_mesh(config: JobConfig) -> tuple[Trainer, Mesh]:
     """Build the trainer as training does."""
     mesh = mesh_of(config)
-    return build_trainer(config, build_model(config, mesh, CPU), mesh, CPU), mesh
+    return build_trainer(job_of(config, mesh.world.size), build_model(config, mesh, CPU), mesh, CPU), mesh
 
 
 def local_batches(config: JobConfig, mesh: Mesh, batch: Batch, accumulation: int | None = None) -> list[Batch]:

@@ -18,8 +18,8 @@ from tests.distributed.gradients import replaced
 from tests.distributed.layouts import EVERY, EXPERTS, GATHER, LAST, OLMOE, PAIRS, QWEN3, Layout, schedule
 from titanlite import trainer as trainer_module
 from titanlite.assembly import model as build_module
+from titanlite.assembly.job import Job
 from titanlite.batch import IGNORE_INDEX, Batch
-from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.forward import positions_of
@@ -169,8 +169,8 @@ def rows_of_the_first_rank() -> Iterator[None]:
         del rank
         return rank_batches(batch, 0, degree, accumulation, **division)
 
-    def data_of_rank_0(config: JobConfig, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
-        return build_data(config, Mesh(config.parallelism, replace(mesh.world, rank=0)), tokenizer)
+    def data_of_rank_0(job: Job, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
+        return build_data(job, Mesh(job.config.parallelism, replace(mesh.world, rank=0)), tokenizer)
 
     with replaced(gradients, "rank_batches", rows_of_rank_0), replaced(parity_module, "build_data", data_of_rank_0):
         yield

@@ -24,6 +24,7 @@ from tests.distributed.program import rows
 from tests.distributed.reference import TOKENS, small_config
 from tests.pool import run_ranks
 from titanlite import train
+from titanlite.assembly.job import job_of
 from titanlite.assembly.run import Run, build_run
 from titanlite.batch import FILLER, Batch
 from titanlite.metrics.goodput import COLUMNS
@@ -200,7 +201,7 @@ def _start(folder: str, store: str, rank: int, start: Start) -> dict[str, Any]:
             )
             with job_lock(config.job.dump_folder, rank, take_over=False, environment={}):
                 world, connection = World(rank, rank, start.ranks, "cpu"), dist.FileStore(store, start.ranks)
-                train.run_job(config, world, connection, FailureReport(), {}, ExitStack())
+                train.run_job(job_of(config, world.size), world, connection, FailureReport(), {}, ExitStack())
     except UserError as error:
         found["error"] = str(error)
     except KilledError:

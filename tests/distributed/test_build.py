@@ -14,6 +14,7 @@ from tests.distributed.gradients import replaced
 from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN, TOKENS, VOCAB_SIZE, small_config
 from tests.pool import run_ranks
 from titanlite.assembly import run as build_module
+from titanlite.assembly.job import job_of
 from titanlite.assembly.run import Run, build_run
 from titanlite.batch import StepStats
 from titanlite.runtime.distributed import World
@@ -26,7 +27,9 @@ def build(folder: str, *settings: str) -> Run:
     config = small_config(size, f"job.dump_folder={folder}/run", *settings)
     dist.barrier()  # until all ranks are connected
     dist.destroy_process_group()
-    return build_run(config, World(rank, rank, size, "cpu"), dist.FileStore(f"{folder}/store", size), {}, ExitStack())
+    return build_run(
+        job_of(config, size), World(rank, rank, size, "cpu"), dist.FileStore(f"{folder}/store", size), {}, ExitStack()
+    )
 
 
 def timeouts_of_a_run(folder: str) -> tuple[list[float], list[float], bool]:

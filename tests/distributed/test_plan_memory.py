@@ -19,6 +19,7 @@ from tests.distributed.layouts import GATHER
 from tests.distributed.reference import small_config
 from tests.pool import run_ranks
 from tests.simulated import simulated_mesh
+from titanlite.assembly.job import job_of
 from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
@@ -212,7 +213,7 @@ def measured_update(world_size: int, settings: list[str]) -> int:
     """
     config, _ = configuration(world_size, settings, 1)
     with simulated_mesh(config, world_size) as mesh:
-        trainer = build_trainer(config, build_model(config, mesh, CPU), mesh, CPU)
+        trainer = build_trainer(job_of(config, mesh.world.size), build_model(config, mesh, CPU), mesh, CPU)
         trainer.optimizer.init_state()
         for parameter in chain(*(part.parameters() for part in trainer.model_parts)):
             parameter.grad = torch.zeros_like(parameter)

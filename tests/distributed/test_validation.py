@@ -31,6 +31,7 @@ from tests.distributed.layouts import (
 from tests.distributed.reference import SEQ_LEN, TOKENS, VOCAB_SIZE, global_batch, plain_model
 from tests.pool import run_ranks
 from titanlite.assembly.data import build_validation_data
+from titanlite.assembly.job import job_of
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.data.loader import Loader
 from titanlite.runtime.failure import FailureReport
@@ -118,7 +119,7 @@ def trained(
     torch._dynamo.reset()
     config = layout.config(*settings)
     trainer, mesh = build_on_mesh(config)
-    loaders = build_validation_data(config, mesh, None).values()
+    loaders = build_validation_data(job_of(config, mesh.world.size), mesh, None).values()
     evaluator = Evaluator(trainer, dist.new_group(backend="gloo"), BYTES, StopRequest())
     row_losses = trainer.row_losses
 

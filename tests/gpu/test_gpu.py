@@ -19,6 +19,7 @@ from tests.distributed.gradients import connected_mesh, difference, full_tensor
 from tests.distributed.layouts import BOUNDS, LEARNING_RATE, Layout, reference_losses, schedule
 from tests.distributed.program import REPOSITORY, TORCHRUN, clean_environment, rows
 from tests.distributed.reference import global_batch, rank_batches, reference_step
+from titanlite.assembly.job import job_of
 from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import Batch
 from titanlite.forward import on_device
@@ -130,7 +131,7 @@ def on_gpu(layout: Layout, settings: Sequence[str], batch: Batch | None = None) 
     device = torch.device("cuda", torch.cuda.current_device())
     config = layout.config(*settings)
     mesh = connected_mesh(config.parallelism, "cuda")
-    trainer = build_trainer(config, build_model(config, mesh, device), mesh, device)
+    trainer = build_trainer(job_of(config, mesh.world.size), build_model(config, mesh, device), mesh, device)
     parts = divide_step(config, mesh.data_degree).batches
     batch = global_batch("silent_ranks", 0, layout.rows) if batch is None else batch
     local = rank_batches(batch, mesh.data_rank, mesh.data_degree, parts)

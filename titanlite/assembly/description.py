@@ -9,6 +9,7 @@ import torch
 
 import titanlite
 from titanlite.assembly.facts import config_values
+from titanlite.assembly.job import Job
 from titanlite.assembly.model import describe_attention
 from titanlite.config.fields import literal
 from titanlite.config.schema import JobConfig
@@ -19,7 +20,6 @@ from titanlite.models.registry import full_parameters
 from titanlite.optim.registry import describe_groups
 from titanlite.optim.schedule import describe_schedule, in_steps
 from titanlite.parallel.mesh import Mesh
-from titanlite.planning.microbatches import divide_step
 from titanlite.runtime.environment import environment_lines, overridden
 from titanlite.runtime.logging import log
 from titanlite.runtime.memory import device_memory_bytes
@@ -34,11 +34,12 @@ def describe_job(config: JobConfig, device: torch.device) -> None:
     log.info("Device: %s, %.1f GiB", device_name(device), device_memory_bytes(device) / 2**30)
 
 
-def describe_training(config: JobConfig, mesh: Mesh, environment: Mapping[str, str]) -> None:
+def describe_training(job: Job, mesh: Mesh, environment: Mapping[str, str]) -> None:
     """Log kernels, loss, optimizer, batch and learning rate, and the variables that titanlite has changed.
 
     environment: environment variables at program start.
     """
+    config = job.config
     if attention := describe_attention(config, mesh.world.device):
         log.info("Attention: %s", attention)
     if not config.loss.is_cross_entropy:
@@ -46,15 +47,16 @@ def describe_training(config: JobConfig, mesh: Mesh, environment: Mapping[str, s
         log.info('Loss: "%s", terms of the objective: %s', config.loss.name, terms)
     for line in describe_groups(config.optimizer, *full_parameters(config.model)):
         log.info("Optimizer: %s", line)
-    describe_batch(config, mesh)
+    describe_batch(job, mesh)
     log.info("Learning rate: %s", describe_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps))
     for line in overridden(environment, os.environ):
         log.info("Environment: %s", line)
 
 
-def describe_batch(config: JobConfig, mesh: Mesh) -> None:
+def describe_batch(job: Job, mesh: Mesh) -> None:
     """Log the batch sizes, the number of steps and the share of filler."""
-    training, step = config.training, divide_step(config, mesh.data_degree)
+    config, step = job.config, job.step
+    training = config.training
     warmup = in_steps(config.lr_schedule.warmup_steps)
     if config.parallelism.pp > 1:
         log.info("Pipeline: %s of %s per pass", counted(step.per_batch, "microbatch"), counted(step.size, "sequence"))

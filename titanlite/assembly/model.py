@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titanlite.assembly.job import Job
 from titanlite.config.schema import JobConfig
 from titanlite.faults.spikes import SpikeGate
 from titanlite.forward import ModelOnMesh
@@ -31,7 +32,6 @@ from titanlite.parallel.pipeline import (
     resolve_reshard_after_forward,
     split_stages,
 )
-from titanlite.planning.microbatches import divide_step
 from titanlite.planning.stages import ModelPart
 from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Rules
@@ -140,31 +140,30 @@ def describe_attention(config: JobConfig, device: torch.device) -> str | None:
     return chosen_kernel(device, dtype, *heads, hyper_parameters.head_dim)
 
 
-def build_forward(config: JobConfig, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> ModelOnMesh:
+def build_forward(job: Job, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> ModelOnMesh:
     """Build the forward pass and loss of this rank's model parts, for commands that do not train."""
-    return ModelOnMesh(**forward_parts(config, model_parts, mesh, device))
+    return ModelOnMesh(**forward_parts(job, model_parts, mesh, device))
 
 
-def build_task_evaluator(
-    config: JobConfig, model: ModelOnMesh, group: dist.ProcessGroup, stop: StopRequest
-) -> TaskEvaluator:
+def build_task_evaluator(job: Job, model: ModelOnMesh, group: dist.ProcessGroup, stop: StopRequest) -> TaskEvaluator:
     """Build what scores the model on tasks, in batches of as many tokens as those of training.
 
     A pipeline and context parallelism need rows of one length. Compiled code must not see another one: it would be
     compiled again, for training, too.
     """
+    config = job.config
     section = config.parallelism
     is_fixed = section.pp > 1 or section.cp > 1 or config.compile.enable
-    rows = divide_step(config, model.mesh.data_degree).rows_per_batch
-    return TaskEvaluator(model, group, RowShape(rows, config.training.seq_len, is_fixed), stop)
+    return TaskEvaluator(model, group, RowShape(job.step.rows_per_batch, config.training.seq_len, is_fixed), stop)
 
 
-def build_trainer(config: JobConfig, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> Trainer:
+def build_trainer(job: Job, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> Trainer:
     """Build the trainer of this rank's model parts."""
+    config = job.config
     faults = config.faults
     named = {name: parameter for part in model_parts for name, parameter in part.named_parameters()}
     return Trainer(
-        **forward_parts(config, model_parts, mesh, device),
+        **forward_parts(job, model_parts, mesh, device),
         optimizer=build_optimizers(config, named, mesh, device),
         schedule=build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps),
         sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh.degrees),
@@ -184,13 +183,12 @@ def build_optimizers(
     return build_optimizer(section, named, plan, device, sharing, config.debug.seed)
 
 
-def forward_parts(
-    config: JobConfig, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device
-) -> dict[str, Any]:
+def forward_parts(job: Job, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> dict[str, Any]:
     """Arguments of ModelOnMesh."""
+    config = job.config
     return {
         "model_parts": model_parts,
-        "pipeline": build_pipeline(config, model_parts, mesh, device) if config.parallelism.pp > 1 else None,
+        "pipeline": build_pipeline(job, model_parts, mesh, device) if config.parallelism.pp > 1 else None,
         "mesh": mesh,
         "device": device,
         "seed": config.debug.seed,
@@ -198,14 +196,13 @@ def forward_parts(
 
 
 def build_pipeline(
-    config: JobConfig,
+    job: Job,
     model_parts: list[LanguageModel],
     mesh: Mesh,
     device: torch.device,
 ) -> Pipeline:
     """Build the pipeline of this rank's stages."""
-    hyper_parameters = config.hyper_parameters
-    step = divide_step(config, mesh.data_degree)
+    config, step = job.config, job.step
     return Pipeline(
         model_parts,
         config.parallelism,
@@ -214,6 +211,6 @@ def build_pipeline(
         microbatches=step.per_batch,
         microbatch_size=step.size,
         seq_len=config.training.seq_len,
-        dim=hyper_parameters.dim,
+        dim=job.hyper_parameters.dim,
         dtype=DTYPES[config.training.mixed_precision_param],
     )

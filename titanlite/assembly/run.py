@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 import titanlite
-from titanlite.assembly.data import build_data, build_tasks, build_tokenizer, build_validation_data, pin_revisions
+from titanlite.assembly.data import build_data, build_tasks, build_tokenizer, build_validation_data
 from titanlite.assembly.description import describe_job, describe_run, describe_training
 from titanlite.assembly.facts import code_facts, content_facts
+from titanlite.assembly.job import Job
 from titanlite.assembly.learning_rate import describe_jump, describe_moved_decay
 from titanlite.assembly.model import (
     allocate_parts,
@@ -113,24 +114,22 @@ class Run:
     memory: Memory | None
 
 
-def build_run(
-    config: JobConfig, world: World, store: dist.Store, environment: Mapping[str, str], cleanup: ExitStack
-) -> Run:
+def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[str, str], cleanup: ExitStack) -> Run:
     """Build all parts of the run; logs a line for each part.
 
-    config: validated and resolved. store: shared by all ranks. environment: environment variables at program start.
+    store: shared by all ranks. environment: environment variables at program start.
     cleanup: gets what closes the parts, also those that exist if the build fails; the process group last.
     """
     began = time.monotonic()
+    config = job.config
     apply_determinism(config.debug)
     pin_kernels(world.device)
     require_no_checkpoints(config)
-    config = pin_revisions(config, world, store)
     imported = fetch_imported(config, world, store)
     describe_job(config, world.device)
     # Build the data before the process group, so that a long index build on one rank does not cause a timeout.
     mesh = Mesh(config.parallelism, world)
-    data = build_run_data(config, mesh, cleanup)
+    data = build_run_data(job, mesh, cleanup)
     weights = imported.files() if imported else []
     content = content_facts(config, data.tokenizer, data.loader, data.held_out, data.tasks, weights)
     require_equal("content", content, world, store, config.comm.init_timeout_s)
@@ -141,8 +140,8 @@ def build_run(
         "Building %d-D device mesh with %s, %s", len(mesh.degrees), list(mesh.degrees), list(mesh.degrees.values())
     )
     profiling = Profiling(config.profiling, config.job.dump_folder, world.rank, world.device)
-    trainer, memory = build_planned_trainer(config, mesh, store)
-    describe_training(config, mesh, environment)
+    trainer, memory = build_planned_trainer(job, mesh, store)
+    describe_training(job, mesh, environment)
     meter = build_meter(config, world, mesh, group)
     hosts = run_on_all_ranks(socket.gethostname, group)
     checks = build_checks(config, trainer, data.loader, group, environment)
@@ -167,7 +166,7 @@ def build_run(
         trainer.before_update = checkpoints.before_update
     validation = None
     if config.validation.enable:
-        validation = build_validation(config, trainer, data, meter, sinks, stop, start)
+        validation = build_validation(job, trainer, data, meter, sinks, stop, start)
     return Run(
         trainer,
         data.loader,
@@ -200,27 +199,27 @@ class RunData:
     tasks: Sequence[EncodedTask]
 
 
-def build_run_data(config: JobConfig, mesh: Mesh, cleanup: ExitStack) -> RunData:
+def build_run_data(job: Job, mesh: Mesh, cleanup: ExitStack) -> RunData:
     """Open all data. cleanup: gets what closes the loaders."""
-    tokenizer = build_tokenizer(config)
-    loader = build_data(config, mesh, tokenizer)
+    tokenizer = build_tokenizer(job.config)
+    loader = build_data(job, mesh, tokenizer)
     cleanup.callback(loader.close)
-    held_out = build_validation_data(config, mesh, tokenizer)
+    held_out = build_validation_data(job, mesh, tokenizer)
     for each in held_out.values():
         cleanup.callback(each.close)
-    return RunData(tokenizer, loader, held_out, build_tasks(config, tokenizer))
+    return RunData(tokenizer, loader, held_out, build_tasks(job.config, tokenizer))
 
 
-def build_planned_trainer(config: JobConfig, mesh: Mesh, store: dist.Store) -> tuple[Trainer, Memory | None]:
+def build_planned_trainer(job: Job, mesh: Mesh, store: dist.Store) -> tuple[Trainer, Memory | None]:
     """Allocate the model and its optimizer if the plan of the memory fits; the plan is None if the family has none."""
-    world = mesh.world
+    config, world = job.config, mesh.world
     parts = build_parts(config, mesh)
     memory = plan_memory(config, mesh, parts)
     if memory is not None:
         check_memory(config, memory, world, store)
     with explained_out_of_memory(config, memory, world, lambda: "before the first step"):
         model_parts = allocate_parts(config, parts, world.device)
-        return build_trainer(config, model_parts, mesh, world.device), memory
+        return build_trainer(job, model_parts, mesh, world.device), memory
 
 
 @dataclass(frozen=True)
@@ -376,7 +375,7 @@ def build_expert_loads(config: JobConfig, mesh: Mesh, trainer: Trainer) -> Exper
 
 
 def build_validation(
-    config: JobConfig,
+    job: Job,
     trainer: Trainer,
     data: RunData,
     meter: Meter,
@@ -385,6 +384,7 @@ def build_validation(
     start: Start,
 ) -> Validation:
     """Build the validation of the run. A collective: creates a process group."""
+    config = job.config
     group = trainer.mesh.new_group(config.comm.init_timeout_s)
     metrics_file = Path(config.job.dump_folder, METRICS_FILE)
     hyper_parameters = config.hyper_parameters
@@ -397,7 +397,7 @@ def build_validation(
         config.validation,
         Evaluator(trainer, group, token_bytes, stop, in_nats),
         data.held_out,
-        build_task_evaluator(config, trainer, group, stop),
+        build_task_evaluator(job, trainer, group, stop),
         data.tasks,
         meter,
         sinks,

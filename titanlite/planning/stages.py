@@ -12,8 +12,7 @@ from torch import Tensor
 
 from titanlite.config.schema import JobConfig
 from titanlite.models.experts import Experts
-from titanlite.models.family import LanguageModel, ModelConfig, Plan, resolve_model
-from titanlite.models.registry import FAMILIES
+from titanlite.models.family import FAMILIES, LanguageModel, ModelConfig, Plan, resolve_model
 from titanlite.optim.newton_schulz import flops
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.registry import memory_bytes, names_of_muon

@@ -21,7 +21,7 @@ import torch
 from titanlite.config.schema import JobConfig
 from titanlite.hardware.profile import Profile
 from titanlite.models.attention import attention_dtype
-from titanlite.models.registry import FAMILIES
+from titanlite.models.family import FAMILIES
 from titanlite.optim.muon import muon_dtype
 from titanlite.parallel.compile import compiles_blocks
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule

@@ -19,9 +19,11 @@ from typing import Annotated, Any
 import torch.distributed as dist
 import tyro
 
-from titanlite.assembly.data import build_tasks, build_validation_data, pin_revisions
+from titanlite.assembly.data import build_tasks, build_validation_data
 from titanlite.assembly.facts import content_facts, program_facts
+from titanlite.assembly.job import job_of
 from titanlite.assembly.model import build_forward, build_model, build_task_evaluator
+from titanlite.assembly.resolve import pin_revisions
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.manifest import MANIFEST_FILE, copy_id
 from titanlite.config.check import check_config, resolve_config
@@ -280,10 +282,11 @@ def evaluate(
     pin_kernels(world.device)
     facts = program_facts(config, world, os.environ)
     require_equal("program", facts, world, store, config.comm.init_timeout_s)
-    config = pin_revisions(config, world, store)
+    job = job_of(pin_revisions(config, world, store), world.size)
+    config = job.config
     # As in training, data comes before the process group: building an index may exceed its timeout.
     mesh = Mesh(config.parallelism, world)
-    loaders = build_validation_data(config, mesh, tokenizer)
+    loaders = build_validation_data(job, mesh, tokenizer)
     for loader in loaders.values():
         cleanup.callback(loader.close)
     tasks = build_tasks(config, tokenizer)
@@ -299,7 +302,7 @@ def evaluate(
     saved.load({name: tensor for part in parts for name, tensor in saved_tensors(part).items()}, control)
     set_timeout([control], config.comm.init_timeout_s)
     log.info("Loaded %s", saved.path)
-    model = build_forward(config, parts, mesh, world.device)
+    model = build_forward(job, parts, mesh, world.device)
     in_nats, token_bytes = config.loss.is_cross_entropy, None
     if in_nats and loaders:
         token_bytes = build_token_bytes(tokenizer, saved.hyper_parameters.vocab_size, world.device)
@@ -312,7 +315,7 @@ def evaluate(
     ):
         totals[name], time_s[name] = found, perf_counter() - start
         start = perf_counter()
-    task_evaluator = build_task_evaluator(config, model, control, stop)
+    task_evaluator = build_task_evaluator(job, model, control, stop)
     scores = {encoded.task.name: task_evaluator.scores(encoded) for encoded in tasks}
     why = ""
     if loaders and token_bytes is None:

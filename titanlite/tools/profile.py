@@ -20,7 +20,7 @@ import torch.distributed as dist
 import tyro
 
 from titanlite.assembly.description import device_name
-from titanlite.assembly.facts import program_facts
+from titanlite.assembly.resolve import resolve_job
 from titanlite.assembly.run import Run, build_run
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.config.load import load_config
@@ -29,13 +29,12 @@ from titanlite.forward import on_device
 from titanlite.generation.config import SamplesConfig
 from titanlite.metrics.config import MetricsConfig
 from titanlite.metrics.meter import Record
-from titanlite.planning.batch import agree_on_local_batch_size
 from titanlite.planning.out_of_memory import explained_out_of_memory
 from titanlite.profiling.breakdown import Operation, host_events, time_by_cause, time_by_region, top_operations
 from titanlite.profiling.config import TRACES_FOLDER
 from titanlite.profiling.regions import region
 from titanlite.profiling.trace import Trace, output_file
-from titanlite.runtime.agreement import require_equal, run_on_all_ranks, share_from_rank_0, watch_ranks
+from titanlite.runtime.agreement import run_on_all_ranks, share_from_rank_0, watch_ranks
 from titanlite.runtime.distributed import World, connect, world_from_environment
 from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import ConfigError, UserError
@@ -104,12 +103,11 @@ def main(argv: Sequence[str]) -> None:
         config = load_config(arguments, world_size=world.size, device_type=world.device_type)
         store = connect(world, config.comm)
         watch_ranks(failure, world, store, None, config.comm.init_timeout_s)
-        facts = program_facts(config, world, environment)
-        require_equal("program", facts, world, store, config.comm.init_timeout_s)
         folder = output_folder(options.out, world, store, config.comm.init_timeout_s)
-        config = agree_on_local_batch_size(profiled_config(config, options.steps, folder), world, store)
+        job = resolve_job(profiled_config(config, options.steps, folder), (), world, store, environment)
+        config = job.config
         cleanup = ExitStack()
-        run = build_run(config, world, store, environment, cleanup)
+        run = build_run(job, world, store, environment, cleanup)
         with explained_out_of_memory(config, run.memory, world, lambda: f"in step {run.trainer.step + 1}"):
             found = measure(config, run, options, failure)
         waits = waits_by_rank(found)

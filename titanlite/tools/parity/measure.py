@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import titanlite
 from titanlite.assembly.data import build_data, build_tokenizer
+from titanlite.assembly.job import job_of
 from titanlite.assembly.model import build_model, build_optimizers, build_trainer
 from titanlite.batch import FILLER, IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
@@ -120,9 +121,9 @@ def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path, own:
     """
     if config.compile.enable:
         torch._dynamo.reset()  # the compiled blocks of all layouts share the recompilation limit
-    loader = build_data(config, mesh, build_tokenizer(config))
+    loader = build_data(job_of(config, mesh.world.size), mesh, build_tokenizer(config))
     try:
-        trainer = build_trainer(config, build_model(config, mesh, CPU), mesh, CPU)
+        trainer = build_trainer(job_of(config, mesh.world.size), build_model(config, mesh, CPU), mesh, CPU)
         weights = {name: hash_of(full_tensor(parameter.detach())) for name, parameter in named_parameters(trainer)}
         measured = []
         routing = routing_of(trainer, config.training.global_batch_size, config.training.seq_len)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
 from titanlite.assembly.data import build_data, build_tokenizer
+from titanlite.assembly.job import job_of
 from titanlite.batch import IGNORE_INDEX, Batch, rows_and_tokens
 from titanlite.config.schema import JobConfig
 from titanlite.models.attention import document_arguments
@@ -66,7 +67,7 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
     ]
     training = config.training
     routing = Routing(mixtures, training.global_batch_size * training.seq_len)
-    loader = build_data(config, Mesh(config.parallelism, World(0, 0, 1, "cpu")), build_tokenizer(config))
+    loader = build_data(job_of(config, 1), Mesh(config.parallelism, World(0, 0, 1, "cpu")), build_tokenizer(config))
     modules = ModuleTracker()
     watch = PrecisionWatch(model, modules)
     measured = []

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.assembly.data import build_data, build_tokenizer
+from titanlite.assembly.job import job_of
 from titanlite.assembly.model import build_model, build_trainer
 from titanlite.assembly.run import about_run, build_meter, fetch_imported
 from titanlite.batch import IGNORE_INDEX, Batch
@@ -198,11 +199,13 @@ def replay(config: JobConfig, start: SavedRun | None, step: int, world: World) -
     imported = fetch_imported(config, world, store) if start is None else None
     mesh = Mesh(config.parallelism, world)
     tokenizer = build_tokenizer(config)
-    loader = build_data(config, mesh, tokenizer)
+    loader = build_data(job_of(config, mesh.world.size), mesh, tokenizer)
     group = init_process_group(world, store, config.comm)
     mesh.connect(config.comm)
     try:
-        trainer = build_trainer(config, build_model(config, mesh, world.device), mesh, world.device)
+        trainer = build_trainer(
+            job_of(config, mesh.world.size), build_model(config, mesh, world.device), mesh, world.device
+        )
         norms = trainer.spikes.norms if trainer.spikes else None
         state = RunState(trainer.model_parts, trainer.optimizer, loader, mesh, norms, trainer.average)
         about = about_run(config, tokenizer, loader.sources)
@@ -241,7 +244,9 @@ def recompute(trainer: Trainer, loader: Loader, step: int) -> list[RecordedStep]
 def copy_in_float64(config: JobConfig, trainer: Trainer, mesh: Mesh, device: torch.device) -> Trainer:
     """A trainer with the same weights at the same step, in float64, without clipping."""
     config = passes(config)[0]
-    exact = build_trainer(config, build_model(config, mesh, device, draws_weights=False), mesh, device)
+    exact = build_trainer(
+        job_of(config, mesh.world.size), build_model(config, mesh, device, draws_weights=False), mesh, device
+    )
     exact.step = trainer.step
     weights = {name: tensor for part in trainer.model_parts for name, tensor in saved_tensors(part).items()}
     for part in exact.model_parts:
