@@ -19,6 +19,7 @@ from tests.distributed.reference import SEQ_LEN, VOCAB_SIZE, plain_model
 from tests.distributed.test_validation import COMPILE, differences, training_state
 from tests.pool import run_ranks
 from titanlite import tasks
+from titanlite.assembly.job import job_of
 from titanlite.assembly.model import build_task_evaluator
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
@@ -78,7 +79,9 @@ def scored(layout: Layout, planted: Callable[[], Any] = nullcontext) -> tuple[li
     config = layout.config()
     trainer, _ = build_on_mesh(config)
     stop = StopRequest()
-    evaluator = build_task_evaluator(config, trainer, dist.new_group(backend="gloo"), stop)
+    evaluator = build_task_evaluator(
+        job_of(config, trainer.mesh.world.size), trainer, dist.new_group(backend="gloo"), stop
+    )
     both = encoded(config)
     heads = output_layers_of(trainer.model_parts)
     for head in heads:

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from titanlite.config import schema
 from titanlite.runtime.settings import Needs, setting
 
+_TRAINS = Needs("training.steps above 1", lambda section: section.steps > 1)
+
 
 @dataclass(frozen=True)
 class TrainingConfig(schema.TrainingConfig):
