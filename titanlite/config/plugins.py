@@ -11,13 +11,15 @@ from titanlite.runtime.plugins import PluginError, load_plugins, missing_plugins
 PLUGINS = "job.plugins"
 
 
-def import_plugins(tables: dict[str, dict[str, Any]], texts: dict[str, str | None]) -> Problem | None:
+def import_plugins(tables: dict[str, Any], texts: dict[str, str | None]) -> Problem | None:
     """Import the plugins of the command line, or of the file; put their entries with digests into `tables`.
 
     Removes them from `texts`, the keys of the command line.
     """
-    text = texts.get(PLUGINS)
-    value = tables.get("job", {}).get("plugins", []) if text is None else value_from_text(text, tuple[str, ...])
+    job, text = tables.get("job", {}), texts.get(PLUGINS)
+    if not isinstance(job, dict):
+        return None  # has its own problem
+    value = job.get("plugins", []) if text is None else value_from_text(text, tuple[str, ...])
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
         return None  # has its own problem
     try:

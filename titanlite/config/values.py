@@ -185,7 +185,7 @@ def explain(name: str, value: Any, key: Key, fault: str) -> Problem:
     number, words = alternatives(key.type)
     if key.type == Length and isinstance(value, str) and re.fullmatch(LENGTH_PATTERN, value) and key.range:
         return Problem(name, value, str(key.range), key.range.remedy)
-    if key.type == Length and not isinstance(value, int):
+    if key.type == Length and (isinstance(value, bool) or not isinstance(value, int)):
         return Problem(name, value, LENGTH_RULE, 'write for example 100, "2_000_000 tokens" or "5 %"')
     if get_origin(key.type) is tuple and fault == "tuple_type":
         item, example = get_args(key.type)[0], [value] if isinstance(value, str) else key.default

@@ -106,6 +106,8 @@ BAD = [
     Bad("data.path", "a key of [data]", "did you mean data.sources.0.path?", toml='data.path = "x"'),
     # Shapes of tables.
     Bad("training", "a table of keys", "write [training]", toml="training = 5"),
+    Bad("job", "a table of keys", "write [job]", toml="job = 5"),
+    Bad("lr_schedule.decay_steps", "a number of steps", '"5 %"', toml="lr_schedule.decay_steps = true"),
     Bad("training", "a table of keys", "write [training]", toml="[[training]]\nsteps = 5"),
     Bad("data.sources", "an array of tables", "[[data.sources]]", toml='[data.sources]\nkind = "text"'),
     Bad("data.sources", "an array of tables", "[[data.sources]]", toml='data.sources = ["text"]'),
