@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.fields import value_from_text
+from titanlite.config.fields import Key, value_from_text
+from titanlite.config.values import explain
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.plugins import PluginError, load_plugins, missing_plugins
 
@@ -17,9 +18,14 @@ def import_plugins(tables: dict[str, dict[str, Any]], texts: dict[str, str | Non
     Removes them from `texts`, the keys of the command line.
     """
     text = texts.get(PLUGINS)
-    value = tables.get("job", {}).get("plugins", []) if text is None else value_from_text(text, tuple[str, ...])
-    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+    job = tables.get("job", {})
+    if not isinstance(job, dict):
         return None  # has its own problem
+    value = job.get("plugins", []) if text is None else value_from_text(text, tuple[str, ...])
+    wrong = [entry for entry in value if not isinstance(entry, str)] if isinstance(value, list) else [value]
+    if wrong:
+        fault = "string_type" if isinstance(value, list) else "tuple_type"
+        return explain(PLUGINS, wrong[0], Key(tuple[str, ...], ("my_package.model",)), fault)
     try:
         entries = load_plugins(value)
     except PluginError as error:
