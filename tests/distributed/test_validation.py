@@ -230,7 +230,7 @@ def around_an_update(settings: tuple[str, ...], planted: bool) -> list[float]:
     """Loss on the first set before and after halving all weights. planted: parameters stay gathered."""
     layout = Layout((1, 1, 2, 1), NEVER, rows=16)
     trainer, mesh = build_on_mesh(layout.config(*settings))
-    loaders = build_validation_data(layout.config(*settings), mesh, None)
+    loaders = build_validation_data(job_of(layout.config(*settings), mesh.world.size), mesh, None)
     evaluator = Evaluator(trainer, dist.new_group(backend="gloo"), None, StopRequest())
     shards = [parameter.data for parameter in trainer.model_parts[0].parameters()]
     found = []

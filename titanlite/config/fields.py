@@ -154,10 +154,10 @@ def value_from_text(text: str, value_type: Any) -> Any:
     Text that is not valid TOML, or nested too deeply, is returned as a string, which is then refused.
     """
     number_type, words = alternatives(value_type)
-    if is_text(number_type) or text in words:
+    if is_text(number_type) or text in words or text.endswith("\n"):
         return text
     try:
-        table = tomli.loads(f"table = {{value = {text}}}")  # inline, so that a comment or a second line is an error
+        table = tomli.loads(f"table = {{value = {text}}}")  # inline, so that a comment is an error
         check_depth(table)
     except (ValueError, RecursionError):
         return text

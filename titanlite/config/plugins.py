@@ -4,24 +4,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.fields import value_from_text
+from titanlite.config.fields import Key, value_from_text
+from titanlite.config.values import explain
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.plugins import PluginError, load_plugins, missing_plugins
 
 PLUGINS = "job.plugins"
 
 
-def import_plugins(tables: dict[str, Any], texts: dict[str, str | None]) -> Problem | None:
+def import_plugins(tables: dict[str, dict[str, Any]], texts: dict[str, str | None]) -> Problem | None:
     """Import the plugins of the command line, or of the file; put their entries with digests into `tables`.
 
     Removes them from `texts`, the keys of the command line.
     """
-    job, text = tables.get("job", {}), texts.get(PLUGINS)
+    text = texts.get(PLUGINS)
+    job = tables.get("job", {})
     if not isinstance(job, dict):
         return None  # has its own problem
     value = job.get("plugins", []) if text is None else value_from_text(text, tuple[str, ...])
-    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        return None  # has its own problem
+    wrong = [entry for entry in value if not isinstance(entry, str)] if isinstance(value, list) else [value]
+    if wrong:
+        fault = "string_type" if isinstance(value, list) else "tuple_type"
+        return explain(PLUGINS, wrong[0], Key(tuple[str, ...], ("my_package.model",)), fault)
     try:
         entries = load_plugins(value)
     except PluginError as error:

@@ -9,7 +9,16 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError, with_config
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    with_config,
+)
 from pydantic_core import ErrorDetails
 from typing_extensions import TypedDict
 
@@ -112,7 +121,7 @@ def _number(kind: type, rule: Range) -> Any:
     if kind is int:
         bounds |= {"ge": INT64.start if rule.least is None else rule.least, "le": rule.most or INT64.stop - 1}
     bounds["lt"] = None if rule.below == math.inf else rule.below
-    number: Any = Annotated[kind, Strict(), Field(**bounds)]
+    number: Any = Annotated[kind, Strict(), Field(**bounds), BeforeValidator(_sized)]
     if not isinstance(rule.unset, int | float) or replace(rule, unset=None).has(rule.unset):
         return number
     return Literal[kind(rule.unset)] | number
@@ -124,6 +133,12 @@ def _length(text: str, rule: Range) -> str:
     return text
 
 
+def _sized(value: Any) -> Any:
+    if isinstance(value, int) and value not in INT64:
+        raise ValueError
+    return value
+
+
 def _clean(text: str) -> str:
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError
@@ -133,7 +148,8 @@ def _clean(text: str) -> str:
 def _remove(tables: dict[str, Any], location: Sequence[str | int]) -> None:
     """Remove a value with a problem: a key, a key of a table in an array, or an entry that is no section."""
     section, *path = location
-    *above, last = [section, *path[: 3 if isinstance(_at(tables, location[:3]), dict) else 1]]
+    is_in_row = len(path) > 2 and isinstance(_at(tables, location[:3]), dict)
+    *above, last = [section, *path[: 3 if is_in_row else 1]]
     table = _at(tables, above)
     if isinstance(table, dict):
         table.pop(last, None)
@@ -185,7 +201,7 @@ def explain(name: str, value: Any, key: Key, fault: str) -> Problem:
     number, words = alternatives(key.type)
     if key.type == Length and isinstance(value, str) and re.fullmatch(LENGTH_PATTERN, value) and key.range:
         return Problem(name, value, str(key.range), key.range.remedy)
-    if key.type == Length and (isinstance(value, bool) or not isinstance(value, int)):
+    if key.type == Length and (not isinstance(value, int) or isinstance(value, bool)):
         return Problem(name, value, LENGTH_RULE, 'write for example 100, "2_000_000 tokens" or "5 %"')
     if get_origin(key.type) is tuple and fault == "tuple_type":
         item, example = get_args(key.type)[0], [value] if isinstance(value, str) else key.default
