@@ -12,7 +12,7 @@ from titanlite.runtime.plugins import PluginError, load_plugins, missing_plugins
 PLUGINS = "job.plugins"
 
 
-def import_plugins(tables: dict[str, dict[str, Any]], texts: dict[str, str | None]) -> Problem | None:
+def import_plugins(tables: dict[str, Any], texts: dict[str, str | None]) -> Problem | None:
     """Import the plugins of the command line, or of the file; put their entries with digests into `tables`.
 
     Removes them from `texts`, the keys of the command line.
