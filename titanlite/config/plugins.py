@@ -18,7 +18,7 @@ def import_plugins(tables: dict[str, Any], texts: dict[str, str | None]) -> Prob
     Removes them from `texts`, the keys of the command line.
     """
     text = texts.get(PLUGINS)
-    job = tables.get("job", {})
+    job: Any = tables.get("job", {})
     if not isinstance(job, dict):
         return None  # has its own problem
     value = job.get("plugins", []) if text is None else value_from_text(text, tuple[str, ...])

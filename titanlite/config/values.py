@@ -17,6 +17,7 @@ from pydantic import (
     Strict,
     TypeAdapter,
     ValidationError,
+    WithJsonSchema,
     with_config,
 )
 from pydantic_core import ErrorDetails
@@ -124,7 +125,10 @@ def _number(kind: type, rule: Range) -> Any:
     number: Any = Annotated[kind, Strict(), Field(**bounds), BeforeValidator(_sized)]
     if not isinstance(rule.unset, int | float) or replace(rule, unset=None).has(rule.unset):
         return number
-    return Literal[kind(rule.unset)] | number
+    value, name = kind(rule.unset), "integer" if kind is int else "number"
+    # no Literal: that of 0.0 takes false
+    exact = WithJsonSchema({"const": value, "type": name})
+    return Annotated[kind, Strict(), Field(ge=value, le=value), exact] | number
 
 
 def _length(text: str, rule: Range) -> str:

@@ -147,6 +147,8 @@ BAD = [
     Bad("training.steps", "to 2^63 - 1", "in this range", toml="training.steps = 9223372036854775808"),
     Bad("samples.temperature", "to 2^63 - 1", "in this range", toml="samples.temperature = 9223372036854775808"),
     Bad("samples.prompts", "a string", '"text"', toml="samples.prompts = [{a = 1}]"),
+    Bad("faults.spike_factor", "a number", "a number", toml="faults.spike_factor = false"),
+    Bad("training.tokens", "an integer", "write -1", toml="training.tokens = -1.0"),
     Bad("job", "a table of keys", "write [job]", toml="[[job]]\ndump_folder = 'a'"),
     Bad("job.plugins", "an array", '["my_plugin"]', toml="job.plugins = 'my_plugin'\nmodel.family = 'of_my_plugin'"),
     Bad("job.plugins", "a string", '"5"', toml="job.plugins = [5]\nmodel.family = 'of_my_plugin'"),
