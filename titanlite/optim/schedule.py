@@ -41,7 +41,7 @@ class ScheduleConfig:
     )
     """Length of the decay as a fraction of training.steps, at the end of the run."""
     decay_steps: Length = setting(-1, "leave it out to decay after the warm-up", least=1, unset=-1, needs=_DECAYS)
-    """Length of the decay right after the warm-up; in steps or tokens, independent of training.steps."""
+    """Length of the decay right after the warm-up. In steps or tokens, it is independent of training.steps."""
     min_lr_factor: float = setting(0.1, "0.1 ends at a tenth of optimizer.lr", least=0, most=1, needs=_HAS_DECAY)
     """Learning rate at the end of the decay and after it, as a factor of optimizer.lr."""
 
