@@ -6,6 +6,7 @@ from typing import Protocol
 
 from titanlite.metrics.records import LogRecord
 from titanlite.runtime.logging import log
+from titanlite.runtime.text import one_line
 
 MAX_PENDING = 10_000
 CLOSE_S = 60.0
@@ -68,15 +69,8 @@ class BackgroundSink:
                 service.write(record)
             service.close()
         except (Exception, SystemExit) as error:  # of a plugin; a thread ends silently by a SystemExit
-            self._warn(describe(error))
+            self._warn(one_line(error))
 
     def _warn(self, why: str) -> None:
         log.warning("%s: %s; the run continues without it, metrics.jsonl has the same numbers", self._name, why)
         self._has_failed = True
-
-
-def describe(error: BaseException) -> str:
-    """The error on one line, with its type unless it is one of the file system."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

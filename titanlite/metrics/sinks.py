@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from titanlite.metrics.about import AboutRun
-from titanlite.metrics.background import BackgroundSink, Service, describe
+from titanlite.metrics.background import BackgroundSink, Service
 from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, SAMPLES_FILE, TENSORBOARD_FOLDER, MetricsConfig
 from titanlite.metrics.console import ConsoleSink
 from titanlite.metrics.experts import ExpertsRecord, ExpertsRow
@@ -19,6 +19,7 @@ from titanlite.metrics.tensorboard import TensorBoardSink
 from titanlite.metrics.validation import ValidationRecord
 from titanlite.metrics.wandb import WandbService
 from titanlite.runtime.logging import log
+from titanlite.runtime.text import one_line
 
 OWN_LOGGERS = ("console", "jsonl", "tensorboard")
 SERVICES: dict[str, Callable[[MetricsConfig, Path, AboutRun], Service]] = {
@@ -99,5 +100,5 @@ def build_sinks(
                 try:
                     sinks.append(BackgroundSink(SERVICES[name](section, folder, about)))
                 except Exception as error:
-                    log.warning("%s: %s; the run continues without this logger", name, describe(error))
+                    log.warning("%s: %s; the run continues without this logger", name, one_line(error))
     return Sinks(sinks)

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlite.metrics.about import AboutRun
-from titanlite.metrics.background import describe
 from titanlite.metrics.experts import ExpertsRecord
 from titanlite.metrics.records import LogRecord
 from titanlite.metrics.samples import SamplesRecord
 from titanlite.runtime.logging import log
+from titanlite.runtime.text import one_line
 
 WRITER_MODULE = "tensorboard.summary.writer.event_file_writer"
 TOKENS_FOLDER = "by_tokens"
@@ -99,7 +99,7 @@ class TensorBoardSink:
             log.warning(
                 "cannot write TensorBoard's files in %s: %s; the run continues without them, metrics.jsonl has the "
                 "same numbers",
-                *(self._folder, describe(error)),
+                *(self._folder, one_line(error)),
             )
 
 

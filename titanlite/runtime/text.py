@@ -5,3 +5,10 @@ def counted(count: int, noun: str) -> str:
     """A number and its noun: 1 file, 2,000 files, 3 meshes, 4 processes."""
     plural = f"{noun}es" if noun.endswith(("ch", "sh", "ss")) else f"{noun}s"
     return f"{count:,} {noun if count == 1 else plural}"
+
+
+def one_line(error: BaseException) -> str:
+    """The error on one line, with its type unless it is one of the file system."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
