@@ -30,17 +30,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.measuring import (
-    CPU,
-    Layout,
-    Row,
-    build,
-    case,
-    configuration,
-    ratios,
-    report,
-    threads_per_process,
-)
+from benchmarks.measuring import CPU, Layout, Row, build, case, configuration, ratios, report, threads_per_process
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import prepare_tokenizer

@@ -22,12 +22,7 @@ def build(arguments: Arguments) -> torch.optim.Optimizer:
     titanlite.optim.optimizer needs no copy.
     """
     section = arguments.section
-    return torch.optim.RAdam(
-        arguments.groups,
-        lr=section.lr,
-        eps=section.eps,
-        decoupled_weight_decay=True,
-    )
+    return torch.optim.RAdam(arguments.groups, lr=section.lr, eps=section.eps, decoupled_weight_decay=True)
 
 
 titanlite.register_optimizer("RAdam", OptimizerKind(build, options=("beta1", "beta2")))

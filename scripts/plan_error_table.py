@@ -5,14 +5,7 @@ keeps between forward and backward; the peak of a step without parameters and op
 pipeline rank).
 """
 
-from tests.distributed.test_plan_memory import (
-    DTYPE,
-    KEPT_LAYOUTS,
-    RECOMPUTE,
-    STEP_LAYOUTS,
-    kept_errors,
-    peak_errors,
-)
+from tests.distributed.test_plan_memory import DTYPE, KEPT_LAYOUTS, RECOMPUTE, STEP_LAYOUTS, kept_errors, peak_errors
 
 
 def main() -> None:

@@ -284,9 +284,7 @@ def export_run(
     with _problems_of_keywords():
         out = Path(out)
         options = convert.ExportOptions(
-            *(Path(), out, dtype, _weights(run, weights), shard_size),
-            verify=verify is True,
-            no_verify=verify is False,
+            *(Path(), out, dtype, _weights(run, weights), shard_size), verify=verify is True, no_verify=verify is False
         )
         if problems := check_options(options):
             raise ConfigError(problems)

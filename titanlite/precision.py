@@ -8,11 +8,7 @@ import torch
 from titanlite.runtime.errors import Problem
 
 DtypeName = Literal["float32", "float64", "bfloat16"]
-DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-}
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
 def check_precision(values: Mapping[str, float], below_one: Mapping[str, float], dtype: str) -> list[Problem]:

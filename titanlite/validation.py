@@ -85,12 +85,7 @@ class Evaluator:
     in_nats: bool = True
 
     def totals(
-        self,
-        loader: Loader,
-        *,
-        steps: int,
-        failure: FailureReport,
-        after_batch: Callable[[int], None] = lambda _: None,
+        self, loader: Loader, *, steps: int, failure: FailureReport, after_batch: Callable[[int], None] = lambda _: None
     ) -> tuple[SetTotals, int]:
         """(totals over the loader's data, number of rows skipped as bad).
 

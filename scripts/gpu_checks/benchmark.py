@@ -227,12 +227,7 @@ def free(setup: Setup) -> None:
 
 
 def measure_case(
-    setup: Setup,
-    name: str,
-    case: Case,
-    layers: int,
-    kind: type[OwnLoop] | type[PlainLoop],
-    measured: list[Measured],
+    setup: Setup, name: str, case: Case, layers: int, kind: type[OwnLoop] | type[PlainLoop], measured: list[Measured]
 ) -> tuple[Row, Loop | None]:
     """Build a loop and measure it; adds to `measured`. Returns the row, and the loop unless it failed."""
     loops: list[Loop] = []

@@ -104,12 +104,7 @@ def find_transport(emit: Emit, setup: Setup) -> tuple[str, Variables, str]:
     return "gloo", no_variables, "; ".join(reasons)
 
 
-def run_ranks(
-    setup: Setup,
-    function: Callable[..., None],
-    environment: Variables,
-    *args: Any,
-) -> list[Outcome]:
+def run_ranks(setup: Setup, function: Callable[..., None], environment: Variables, *args: Any) -> list[Outcome]:
     """Call function(send, setup, rank, store, *args) on two ranks; the last of args is the time limit."""
     *others, limit_s = args
     with tempfile.TemporaryDirectory() as folder:

@@ -88,20 +88,14 @@ def local_batches(config: JobConfig, mesh: Mesh, batch: Batch, accumulation: int
 
 
 def step_errors(
-    settings: Sequence[str],
-    masks: str,
-    accumulation: int,
-    mutate: Callable[[Trainer], object] | None = None,
+    settings: Sequence[str], masks: str, accumulation: int, mutate: Callable[[Trainer], object] | None = None
 ) -> Errors:
     """Build a trainer, take one step, compare with the reference. mutate: changes the trainer before the step."""
     return errors_of_step(small_config(dist.get_world_size(), *settings), global_batch(masks), accumulation, mutate)
 
 
 def errors_of_step(
-    config: JobConfig,
-    batch: Batch,
-    accumulation: int | None = None,
-    mutate: Callable[[Trainer], object] | None = None,
+    config: JobConfig, batch: Batch, accumulation: int | None = None, mutate: Callable[[Trainer], object] | None = None
 ) -> Errors:
     """Like step_errors, for a configuration and a global batch."""
     reference = reference_step(config, batch)

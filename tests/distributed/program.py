@@ -173,11 +173,7 @@ def start_command(
     environment: dict[str, str] | None = None,
 ) -> Program:
     """Like start_program, without default arguments."""
-    settings = {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(REPOSITORY),
-        "TITANLITE_CACHE": str(workplace / "cache"),
-    }
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "TITANLITE_CACHE": str(workplace / "cache")}
     environment = clean_environment() | settings | (environment or {})
     output = workplace / name
     output.write_bytes(b"")

@@ -21,12 +21,7 @@ from titanlite.metrics.meter import MeterState
 from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.signals import StopRequest
 
-SHAPES = {
-    "model/weight": (7, 3),
-    "model/norm": (5,),
-    "optimizer/weight/exp_avg": (7, 3),
-    "optimizer/weight/step": (),
-}
+SHAPES = {"model/weight": (7, 3), "model/norm": (5,), "optimizer/weight/exp_avg": (7, 3), "optimizer/weight/step": ()}
 SHARDED = ("model/weight", "optimizer/weight/exp_avg")
 NUM_STREAMS = 4
 

@@ -6,16 +6,7 @@ from random import Random
 
 import pytest
 
-from tests.distributed.chaos import (
-    FAULTS,
-    PROGRAM,
-    REPLICA,
-    SETTINGS,
-    Chaos,
-    Mesh,
-    assert_resumed_each_time,
-    survive,
-)
+from tests.distributed.chaos import FAULTS, PROGRAM, REPLICA, SETTINGS, Chaos, Mesh, assert_resumed_each_time, survive
 from tests.distributed.chaos_train import ORDER_FILE
 from tests.distributed.program import Starter
 from tests.distributed.recovered import Undisturbed, assert_matches_undisturbed, start_saving

@@ -18,11 +18,7 @@ from titanlite.parallel.data import cast_parameters, running_dtypes, set_gradien
 from titanlite.parallel.mesh import GradientSync
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-5}
-LAYOUTS = {
-    1: [(1, 1)],
-    2: [(1, 2), (2, 1)],
-    4: [(2, 2)],
-}
+LAYOUTS = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(2, 2)]}
 """World size: (dp_replicate, dp_shard)."""
 MASKS = {"uneven": (1, 4), "silent_ranks": (2,)}
 """Masks: accumulation factors."""

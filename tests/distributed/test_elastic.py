@@ -34,15 +34,7 @@ QUICK = ("--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=5,last_cal
 class Nodes:
     """Torchruns that share a run, with one rank each. fewest, most: nodes of the run."""
 
-    def __init__(
-        self,
-        start: Starter,
-        workplace: Path,
-        *arguments: str,
-        fewest: int,
-        most: int,
-        restarts: int,
-    ) -> None:
+    def __init__(self, start: Starter, workplace: Path, *arguments: str, fewest: int, most: int, restarts: int) -> None:
         self._start, self._workplace, self._arguments = start, workplace, arguments
         self._port = free_port()
         rendezvous = (

@@ -74,8 +74,7 @@ def state_of(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "settings"),
-    [(0, ()), (2, ("--parallelism.cp", "2")), pytest.param(3, (), marks=pytest.mark.soak)],
+    ("ranks", "settings"), [(0, ()), (2, ("--parallelism.cp", "2")), pytest.param(3, (), marks=pytest.mark.soak)]
 )
 def test_numbers_are_those_of_the_validation_in_the_run(trained: Path, ranks: int, settings: tuple[str, ...]) -> None:
     """A job uses the folder meanwhile; its files do not change."""

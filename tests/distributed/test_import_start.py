@@ -82,9 +82,7 @@ def steps_by_layout(path: str) -> list[tuple[str, dict[str, Any], int]]:
     return found
 
 
-def test_step_after_an_import_matches_one_process_and_ranks_read_only_their_part(
-    tmp_path: Path,
-) -> None:
+def test_step_after_an_import_matches_one_process_and_ranks_read_only_their_part(tmp_path: Path) -> None:
     write_initial(tmp_path / "model")
     read: dict[str, list[int]] = {}
     for found in run_ranks(steps_by_layout, 2, str(tmp_path / "model")):

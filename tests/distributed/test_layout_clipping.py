@@ -13,14 +13,8 @@ from tests.pool import run_ranks
 
 MAX_NORM = 0.01
 TWO = [Layout((1, 1, 1, 2)), Layout((2, 1, 1, 1), schedule("Interleaved1F1B"))]
-FOUR = [
-    Layout((1, 1, 2, 2), ("model.tie_embeddings=true",)),
-    Layout((2, 1, 1, 2), schedule("ZBVZeroBubble")),
-]
-SOAK = [
-    Layout((1, 2, 1, 2)),
-    Layout((2, 1, 2, 1)),
-]
+FOUR = [Layout((1, 1, 2, 2), ("model.tie_embeddings=true",)), Layout((2, 1, 1, 2), schedule("ZBVZeroBubble"))]
+SOAK = [Layout((1, 2, 1, 2)), Layout((2, 1, 2, 1))]
 
 
 def clipped(layouts: list[Layout]) -> list[dict[str, Any]]:

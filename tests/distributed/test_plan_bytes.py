@@ -104,8 +104,7 @@ def planned_bytes(settings: tuple[str, ...], world_size: int, rank: int, pp_rank
 
 
 @pytest.mark.parametrize(
-    "world_size",
-    [*(pytest.param(n, marks=pytest.mark.slow if n < 4 else pytest.mark.soak) for n in (1, 2, 4, 8))],
+    "world_size", [*(pytest.param(n, marks=pytest.mark.slow if n < 4 else pytest.mark.soak) for n in (1, 2, 4, 8))]
 )
 def test_bytes_match_a_running_rank(world_size: int) -> None:
     layouts = [("training.local_batch_size=1", *settings) for settings in LAYOUTS[world_size]]

@@ -58,10 +58,7 @@ SOAK = [
 ]
 
 LAYOUTS: dict[int, list[list[str]]] = {
-    2: [
-        TP,
-        MUON,
-    ],
+    2: [TP, MUON],
     4: [
         ["parallelism.tp=2", "training.dtype=float32", "training.mixed_precision_param=bfloat16", *DEEP],
         *[

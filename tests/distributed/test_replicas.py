@@ -39,9 +39,7 @@ CASES: dict[str, list[tuple[Flip, str]]] = {
         (("norm.weight", (3,)), "norm.weight: rank 3 differs from rank 2"),
         (("output.weight", (3,)), ""),  # no rank has the same shard
     ],
-    "dp_replicate=4": [
-        (("norm.weight/exp_avg_sq", (2,)), "norm.weight/exp_avg_sq: rank 2 differs from ranks 0, 1, 3"),
-    ],
+    "dp_replicate=4": [(("norm.weight/exp_avg_sq", (2,)), "norm.weight/exp_avg_sq: rank 2 differs from ranks 0, 1, 3")],
 }
 
 

@@ -34,17 +34,9 @@ FOUR = (
     (4, ("parallelism.pp=2", "parallelism.dp_shard=2", "parallelism.pp_schedule=ZBVZeroBubble")),
     (2, ("parallelism.tp=2", ASYNC)),
 )
-TIED = (
-    (2, ("parallelism.tp=2", SYNC)),
-    (1, (ASYNC,)),
-    (2, ("parallelism.dp_shard=2", SYNC)),
-)
+TIED = ((2, ("parallelism.tp=2", SYNC)), (1, (ASYNC,)), (2, ("parallelism.dp_shard=2", SYNC)))
 
-DEALT_OUT = (
-    (2, ("parallelism.ep=2", ASYNC)),
-    (1, (SYNC,)),
-    (2, ("parallelism.cp=2", "parallelism.ep=2", SYNC)),
-)
+DEALT_OUT = ((2, ("parallelism.ep=2", ASYNC)), (1, (SYNC,)), (2, ("parallelism.cp=2", "parallelism.ep=2", SYNC)))
 UNEVEN = (
     (4, ("parallelism.dp_shard=4", SYNC)),
     (3, ("parallelism.dp_shard=3", "parallelism.ep=3", ASYNC)),

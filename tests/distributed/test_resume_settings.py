@@ -106,12 +106,7 @@ def test_other_changes_are_logged_accepted_or_ignored(tmp_path: Path) -> None:
     shutil.copy(tmp_path / CORPUS, tmp_path / "moved.npy")
     cases: list[tuple[str, tuple[str, ...], int, tuple[str, ...]]] = [
         ("base", (), 1, ()),
-        (
-            "base",
-            ("training.local_batch_size=8", "metrics.log_freq=4", "parallelism.dp_shard=2"),
-            2,
-            (),
-        ),
+        ("base", ("training.local_batch_size=8", "metrics.log_freq=4", "parallelism.dp_shard=2"), 2, ()),
         ("base", (f"data.sources.0.path={tmp_path / 'moved.npy'}", "activation_checkpoint.mode=full"), 1, ()),
         (
             "base",

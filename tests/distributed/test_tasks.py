@@ -195,7 +195,7 @@ def test_mistakes_are_detected() -> None:
 def test_short_rows_are_more_rows_of_the_same_tokens() -> None:
     shape = RowShape(3, 4096, is_fixed=False)
     assert [shape.fitting(n, 2) for n in (4096, 2049, 2048, 65, 64, 1)] == [
-        *((3, 4096), (3, 4096), (6, 2048), (96, 128), (192, 64), (384, 32)),
+        *((3, 4096), (3, 4096), (6, 2048), (96, 128), (192, 64), (384, 32))
     ]
     assert RowShape(3, 4096, is_fixed=True).fitting(1, 1) == (3, 4096)
     assert RowShape(1, 96, is_fixed=False).fitting(1, 5) == (1, 96)

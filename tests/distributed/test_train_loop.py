@@ -94,9 +94,7 @@ def run_of(config: JobConfig, *sinks: RecordSink) -> Run:
 
 def trained(max_bad_rows: int = 1000) -> tuple[list[Record], list[str]]:
     """(records, calls in order) of a run of 6 steps with a log line every 4 steps"""
-    config = config_of_two(
-        *("training.steps=6", "metrics.log_freq=4", f"data.max_bad_rows={max_bad_rows}"),
-    )
+    config = config_of_two(*("training.steps=6", "metrics.log_freq=4", f"data.max_bad_rows={max_bad_rows}"))
     sink, calls = RecordSink(), []
     run = run_of(config, sink)
     trainer, meter = run.trainer, run.meter

@@ -107,11 +107,7 @@ def tree_of(source: str) -> ast.Module:
 
 def violations(module: str, source: str, modules: set[str]) -> list[str]:
     tree = tree_of(source)
-    found = [
-        *import_violations(module, tree, modules),
-        *name_violations(module, tree),
-        *value_violations(module, tree),
-    ]
+    found = [*import_violations(module, tree, modules), *name_violations(module, tree), *value_violations(module, tree)]
     return [f"{module} {text}" for text in found]
 
 

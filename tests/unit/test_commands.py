@@ -67,8 +67,7 @@ def test_completion_needs_one_shell(
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["--tyro-print-completion", "zsh"], ["--tyro-print-completion=zsh"], ["--tyro_print_completion", "zsh"]],
+    "words", [["--tyro-print-completion", "zsh"], ["--tyro-print-completion=zsh"], ["--tyro_print_completion", "zsh"]]
 )
 def test_spellings_of_completion(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[str, list[str]]] = []

@@ -43,11 +43,7 @@ ALL_PARTS = [part.name for stage in gpu_check.STAGES for part in stage.parts]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "parts",
-    [
-        pytest.param(["facts", "kernels"], id="some"),
-        pytest.param(ALL_PARTS, id="all", marks=pytest.mark.soak),
-    ],
+    "parts", [pytest.param(["facts", "kernels"], id="some"), pytest.param(ALL_PARTS, id="all", marks=pytest.mark.soak)]
 )
 def test_what_a_cpu_can_run_passes(
     parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -89,11 +89,7 @@ def test_failed_set_up_fails_the_script(checkout: Checkout) -> None:
     (checkout.log.parent / "log.no-pip").touch()
     done = checkout.run(script=SCRIPT)
     assert done.returncode == 1
-    assert summary(done.stdout) == [
-        "3.11 FAILED: no environment",
-        "3.12: not found",
-        "3.13 FAILED: no environment",
-    ]
+    assert summary(done.stdout) == ["3.11 FAILED: no environment", "3.12: not found", "3.13 FAILED: no environment"]
     assert pytest_calls(checkout) == []
 
 

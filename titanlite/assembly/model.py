@@ -195,12 +195,7 @@ def forward_parts(job: Job, model_parts: list[LanguageModel], mesh: Mesh, device
     }
 
 
-def build_pipeline(
-    job: Job,
-    model_parts: list[LanguageModel],
-    mesh: Mesh,
-    device: torch.device,
-) -> Pipeline:
+def build_pipeline(job: Job, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> Pipeline:
     """Build the pipeline of this rank's stages."""
     config, step = job.config, job.step
     return Pipeline(

@@ -18,12 +18,7 @@ from titanlite.assembly.description import describe_job, describe_run, describe_
 from titanlite.assembly.facts import code_facts, content_facts
 from titanlite.assembly.job import Job
 from titanlite.assembly.learning_rate import describe_jump, describe_moved_decay
-from titanlite.assembly.model import (
-    allocate_parts,
-    build_parts,
-    build_task_evaluator,
-    build_trainer,
-)
+from titanlite.assembly.model import allocate_parts, build_parts, build_task_evaluator, build_trainer
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.preflight import imported_from
@@ -375,13 +370,7 @@ def build_expert_loads(config: JobConfig, mesh: Mesh, trainer: Trainer) -> Exper
 
 
 def build_validation(
-    job: Job,
-    trainer: Trainer,
-    data: RunData,
-    meter: Meter,
-    sinks: Sinks,
-    stop: StopRequest,
-    start: Start,
+    job: Job, trainer: Trainer, data: RunData, meter: Meter, sinks: Sinks, stop: StopRequest, start: Start
 ) -> Validation:
     """Build the validation of the run. A collective: creates a process group."""
     config = job.config
@@ -407,12 +396,7 @@ def build_validation(
 
 
 def build_samples(
-    config: JobConfig,
-    trainer: Trainer,
-    tokenizer: Tokenizer | None,
-    meter: Meter,
-    sinks: Sinks,
-    start: Start,
+    config: JobConfig, trainer: Trainer, tokenizer: Tokenizer | None, meter: Meter, sinks: Sinks, start: Start
 ) -> Samples:
     """Build the samples of the run. A collective: creates a process group. Raises ConfigError if a prompt is too long
     or empty."""

@@ -15,8 +15,7 @@ Changeable = Literal["data", "tokenizer", "init_version", "rope", "optimizer"]
 
 _SAVES = Needs("checkpoint.enable = true", lambda section: section.enable)
 _LOADS = Needs(
-    "checkpoint.enable = true or an initial_load_path",
-    lambda section: section.enable or section.initial_load_path,
+    "checkpoint.enable = true or an initial_load_path", lambda section: section.enable or section.initial_load_path
 )
 _KEEPS = Needs(
     "checkpoint.enable = true and keep_latest_k above 0", lambda section: section.enable and section.keep_latest_k > 0

@@ -62,9 +62,7 @@ def columns_of(section_type: type) -> dict[str, Key]:
     settings = settings_of(section_type)
     return {
         field.name: Key(
-            hints[field.name],
-            None if field.default is dataclasses.MISSING else field.default,
-            settings[field.name],
+            hints[field.name], None if field.default is dataclasses.MISSING else field.default, settings[field.name]
         )
         for field in dataclasses.fields(section_type)
     }

@@ -48,12 +48,7 @@ READS = {
 
 
 def check_data(
-    section: DataConfig,
-    *,
-    global_batch_size: int,
-    data_degree: int,
-    vocab_size: int,
-    checks_files: bool = True,
+    section: DataConfig, *, global_batch_size: int, data_degree: int, vocab_size: int, checks_files: bool = True
 ) -> list[Problem]:
     """Problems of the [data] section. A fact that is 0 or -1 is unknown: checks that need it are skipped.
 
@@ -296,12 +291,7 @@ def _check_written_with(data: DataConfig) -> list[Problem]:
 
 
 def _check_without_path(
-    rules: Rules,
-    data: DataConfig,
-    held_out: Sequence[SourceConfig],
-    tasks: Sequence[str],
-    vocab_size: int,
-    model: str,
+    rules: Rules, data: DataConfig, held_out: Sequence[SourceConfig], tasks: Sequence[str], vocab_size: int, model: str
 ) -> list[Problem]:
     kinds = {source.kind for source in data.sources}
     needing = sorted(kind for kind in kinds if KINDS[kind].holds == "text" and KINDS[kind] is not PythonStdlib)

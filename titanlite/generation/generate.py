@@ -68,11 +68,7 @@ class Transcript:
 
 
 def _after(
-    reading: Reading | Rereading,
-    tokens: Tensor,
-    sampling: Sampling,
-    max_new_tokens: int,
-    eos_ids: Collection[int],
+    reading: Reading | Rereading, tokens: Tensor, sampling: Sampling, max_new_tokens: int, eos_ids: Collection[int]
 ) -> Iterator[list[int | None]]:
     """See `generate`. tokens: the columns that are not read yet, at least one."""
     has_ended = [False] * len(tokens)

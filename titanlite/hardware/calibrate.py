@@ -64,12 +64,7 @@ def device_name(world: World) -> str:
 
 
 def _compute(
-    world: World,
-    clock: Clock,
-    dtypes: Sequence[str],
-    computing: int,
-    node: dict[str, Link],
-    cluster: dict[str, Link],
+    world: World, clock: Clock, dtypes: Sequence[str], computing: int, node: dict[str, Link], cluster: dict[str, Link]
 ) -> Profile:
     wide = [str(torch.promote_types(DTYPES[name], torch.float32)).removeprefix("torch.") for name in dtypes]
     rates = {name: DTYPES[name] for name in sorted({*dtypes, *wide})}  # routers compute in the wide one

@@ -192,14 +192,7 @@ class Meter:
             self._by_source.copy_(torch.tensor(totals, dtype=torch.float64).T)
 
     def update(
-        self,
-        step: int,
-        stats: StepStats,
-        *,
-        lr: float,
-        data_wait_s: float,
-        bad_rows: int,
-        compute_s: float = 0.0,
+        self, step: int, stats: StepStats, *, lr: float, data_wait_s: float, bad_rows: int, compute_s: float = 0.0
     ) -> None:
         """Note a finished step. Launches at most a few small kernels; never waits for the device.
 

@@ -11,11 +11,7 @@ from torch import Tensor
 from titanlite.models.family import DecoderConfig
 from titanlite.runtime.errors import Problem, UserError
 
-MODULE_NAMES = {
-    "tok_embeddings": "model.embed_tokens",
-    "norm": "model.norm",
-    "output": "lm_head",
-}
+MODULE_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 BLOCK_NAMES = {
     "attention_norm": "input_layernorm",
     "attention.wq": "self_attn.q_proj",

@@ -83,13 +83,7 @@ _LLAMA_3_2_1B = Llama3Config(
     tie_embeddings=True,
 )
 _LLAMA_3_1_8B = Llama3Config(
-    dim=4096,
-    n_layers=32,
-    n_heads=32,
-    n_kv_heads=8,
-    ffn_dim=14_336,
-    vocab_size=_VOCAB_SIZE,
-    rope_scaling_factor=8.0,
+    dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14_336, vocab_size=_VOCAB_SIZE, rope_scaling_factor=8.0
 )
 
 FLAVORS = {

@@ -80,14 +80,7 @@ class OlmoeConfig(DecoderConfig):
 
 FLAVORS = {
     "debug": OlmoeConfig(
-        dim=256,
-        n_layers=4,
-        n_heads=4,
-        n_kv_heads=4,
-        ffn_dim=256,
-        vocab_size=2000,
-        n_experts=8,
-        n_active_experts=2,
+        dim=256, n_layers=4, n_heads=4, n_kv_heads=4, ffn_dim=256, vocab_size=2000, n_experts=8, n_active_experts=2
     ),
     "1B-7B": OlmoeConfig(dim=2048, n_layers=16, n_heads=16, n_kv_heads=16, ffn_dim=1024, vocab_size=50_304),
 }
@@ -125,11 +118,7 @@ def check(config: OlmoeConfig, seq_len: int, tp: int, pp: int) -> list[Problem]:
     return [*check_decoder(config, seq_len, tp, pp), *check_width(config)]
 
 
-BLOCK_NAMES = {
-    **DECODER_BLOCK_NAMES,
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-}
+BLOCK_NAMES = {**DECODER_BLOCK_NAMES, "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
 SUPPORTED = {"norm_topk_prob": False, "clip_qkv": None}
 
 

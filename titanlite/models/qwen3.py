@@ -136,11 +136,7 @@ SUPPORTED_SCALING = {"attention_factor": None, "mscale": None, "mscale_all_dim":
 """Fields of YaRN in config.json that other models change."""
 
 
-BLOCK_NAMES = {
-    **DECODER_BLOCK_NAMES,
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-}
+BLOCK_NAMES = {**DECODER_BLOCK_NAMES, "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
 
 
 def names(config: Qwen3Config) -> dict[str, str | tuple[str, ...]]:

@@ -15,14 +15,7 @@ from titanlite.models.qwen3 import QWEN3
 from titanlite.models.qwen3_moe import QWEN3_MOE
 from titanlite.runtime.errors import Problem
 
-FAMILIES.update(
-    {
-        LLAMA3.name: LLAMA3,
-        QWEN3.name: QWEN3,
-        QWEN3_MOE.name: QWEN3_MOE,
-        OLMOE.name: OLMOE,
-    }
-)
+FAMILIES.update({LLAMA3.name: LLAMA3, QWEN3.name: QWEN3, QWEN3_MOE.name: QWEN3_MOE, OLMOE.name: OLMOE})
 
 
 def full_parameters(section: ModelConfig) -> tuple[Mapping[str, nn.Parameter], Plan]:

@@ -26,12 +26,7 @@ from titanlite.optim.weight_average import average_bytes
 from titanlite.parallel.mesh import Sharing
 from titanlite.runtime.errors import Problem, Rules
 
-OPTIMIZERS: dict[str, OptimizerKind] = {
-    "AdamW": ADAMW,
-    "Muon": MUON,
-    "Lion": LION,
-    "SGD": SGD,
-}
+OPTIMIZERS: dict[str, OptimizerKind] = {"AdamW": ADAMW, "Muon": MUON, "Lion": LION, "SGD": SGD}
 CPU = torch.device("cpu")
 WIDE_TENSORS = {"AdamW": 6, "Lion": 4}
 """Tensors of the size of a parameter, in float32 at least, that an update by a SkippingOptimizer holds at once."""

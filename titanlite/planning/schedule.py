@@ -52,11 +52,7 @@ def _order(pp: int, name: PipelineSchedule, num_microbatches: int) -> tuple[list
     stages = [
         # the only attributes of a stage that a schedule reads before it runs
         SimpleNamespace(
-            stage_index=index,
-            num_stages=num_stages(section),
-            group_size=section.pp,
-            group_rank=0,
-            submod=nn.Identity(),
+            stage_index=index, num_stages=num_stages(section), group_size=section.pp, group_rank=0, submod=nn.Identity()
         )
         for index in local_stages(section, 0)
     ]

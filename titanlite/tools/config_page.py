@@ -60,11 +60,7 @@ One table per group of parameters, see [optimizers.md](optimizers.md#groups). `-
 command line sets a key of the first one.
 """
 
-ARRAYS = {
-    "data.sources": SOURCES,
-    "validation.sources": VALIDATION_SOURCES,
-    "optimizer.groups": OPTIMIZER_GROUPS,
-}
+ARRAYS = {"data.sources": SOURCES, "validation.sources": VALIDATION_SOURCES, "optimizer.groups": OPTIMIZER_GROUPS}
 """The introduction of each array of tables."""
 
 MODEL = """\

@@ -132,8 +132,7 @@ def test_load_config_reports_all_problems_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("on_save_error", "ignore"), ("async_mode", "sync"), ("accept_changes", '["model"]')],
+    ("key", "value"), [("on_save_error", "ignore"), ("async_mode", "sync"), ("accept_changes", '["model"]')]
 )
 def test_unknown_choices_are_refused(tmp_path: Path, key: str, value: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -163,10 +162,7 @@ def kept_settings(config: JobConfig) -> tuple[int, int]:
         replace(found.training, global_batch_size=-1),
         replace(found.data, num_streams=-1, document_mask="auto"),
     )
-    assert unchanged == (
-        replace(config.training, global_batch_size=-1),
-        replace(config.data, num_streams=-1),
-    )
+    assert unchanged == (replace(config.training, global_batch_size=-1), replace(config.data, num_streams=-1))
     return found.training.global_batch_size, found.data.num_streams
 
 

@@ -160,12 +160,7 @@ def test_resolved_values_for_cuda() -> None:
 
 @pytest.mark.parametrize(
     ("device_type", "kinds", "workers"),
-    [
-        ("cuda", ("text",), 1),
-        ("cuda", ("tokens", "jsonl"), 1),
-        ("cuda", ("tokens",), 0),
-        ("cpu", ("text",), 0),
-    ],
+    [("cuda", ("text",), 1), ("cuda", ("tokens", "jsonl"), 1), ("cuda", ("tokens",), 0), ("cpu", ("text",), 0)],
 )
 def test_workers_by_device_and_sources(device_type: str, kinds: tuple[str, ...], workers: int) -> None:
     config = JobConfig(data=DataConfig(sources=tuple(SourceConfig(kind=kind) for kind in kinds)))

@@ -85,11 +85,7 @@ def padded(row: list[tuple[list[int], list[bool]]], seq_len: int) -> tuple[list[
         positions += range(len(tokens))
     rest = max(0, seq_len - len(inputs))
     positions += range(len(row[-1][0]), seq_len)  # the padding continues the positions of the last conversation
-    return (
-        [*inputs, *[PAD] * rest][:seq_len],
-        [*labels, *[IGNORE_INDEX] * rest][:seq_len],
-        positions[:seq_len],
-    )
+    return ([*inputs, *[PAD] * rest][:seq_len], [*labels, *[IGNORE_INDEX] * rest][:seq_len], positions[:seq_len])
 
 
 @seeds(12, 400)

@@ -21,11 +21,7 @@ DRAWN = Sampling(0.9, 40, 0.95, seed=11)
 
 
 def written(
-    model: LanguageModel,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling = GREEDY,
-    *,
-    count: int = NEW,
+    model: LanguageModel, prompts: Sequence[Sequence[int]], sampling: Sampling = GREEDY, *, count: int = NEW
 ) -> list[list[int]]:
     """All new tokens of each prompt."""
     steps = list(generate(model, prompts, sampling, max_new_tokens=count, eos_ids=()))

@@ -50,7 +50,7 @@ def test_the_configuration_check_reports_problems_of_a_folder(tmp_path: Path) ->
     assert check_source(text, LLAMA3, replace(config, max_seq_len=8)) == []
     found = check_source(text, LLAMA3, replace(config, vocab_size=140, rope_theta=1e4, tie_embeddings=True))
     assert [(problem.key, problem.value) for problem in found] == [
-        *(("model.vocab_size", 140), ("model.rope_theta", 1e4), ("model.tie_embeddings", True)),
+        *(("model.vocab_size", 140), ("model.rope_theta", 1e4), ("model.tie_embeddings", True))
     ]
     assert found[0].rule == f"that of config.json in {text}, 131"
     assert found[0].remedy.startswith("write vocab_size = 131 in [model], and use the folder's tokenizer")

@@ -92,12 +92,7 @@ def test_the_remedy_for_a_width_is_valid(dim: int, nearest: tuple[int, int]) -> 
 
 @pytest.mark.parametrize(
     ("tp", "overrides", "keys"),
-    [
-        (2, {}, []),
-        (16, {}, []),
-        (32, {}, ["model.n_heads", "model.n_kv_heads"]),
-        (4, {"vocab_size": 131}, []),
-    ],
+    [(2, {}, []), (16, {}, []), (32, {}, ["model.n_heads", "model.n_kv_heads"]), (4, {"vocab_size": 131}, [])],
 )
 def test_tensor_parallelism_requires_divisible_dimensions(tp: int, overrides: dict[str, Any], keys: list[str]) -> None:
     problems = check_model(ModelConfig(overrides=overrides), seq_len=128, tp=tp, pp=1)

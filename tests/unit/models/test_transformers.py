@@ -33,20 +33,10 @@ VOCAB_SIZE, SEQ_LEN = 131, 40
 
 LLAMA3 = Llama3Config(32, 2, 4, 2, 48, VOCAB_SIZE, norm_eps=1e-3, rope_theta=1000.0, max_seq_len=64)
 SCALED = replace(
-    LLAMA3,
-    rope_scaling_factor=8.0,
-    rope_low_freq_factor=1.5,
-    rope_high_freq_factor=3.0,
-    rope_original_seq_len=32,
+    LLAMA3, rope_scaling_factor=8.0, rope_low_freq_factor=1.5, rope_high_freq_factor=3.0, rope_original_seq_len=32
 )
 QWEN3 = Qwen3Config(32, 2, 4, 2, 48, VOCAB_SIZE, head_dim=16, norm_eps=1e-3, rope_theta=1000.0, max_seq_len=64)
-YARN = replace(
-    QWEN3,
-    rope_scaling_factor=8.0,
-    rope_beta_fast=4.0,
-    rope_beta_slow=0.5,
-    rope_original_seq_len=32,
-)
+YARN = replace(QWEN3, rope_scaling_factor=8.0, rope_beta_fast=4.0, rope_beta_slow=0.5, rope_original_seq_len=32)
 EXPERTS = Qwen3MoeConfig(
     *(32, 2, 4, 2, 24, VOCAB_SIZE),
     head_dim=16,
@@ -264,10 +254,7 @@ MISTAKES = {
     "a head norm is missing": ("qwen3", missing_head_norm),
     "w1 and w3 swapped": ("llama3", swapped("layers.0.feed_forward.w1.weight", "layers.0.feed_forward.w3.weight")),
     "norms of a block swapped": ("llama3", swapped("layers.1.attention_norm.weight", "layers.1.ffn_norm.weight")),
-    "head norms swapped": (
-        "qwen3",
-        swapped("layers.1.attention.q_norm.weight", "layers.1.attention.k_norm.weight"),
-    ),
+    "head norms swapped": ("qwen3", swapped("layers.1.attention.q_norm.weight", "layers.1.attention.k_norm.weight")),
     "heads normalized one by one": ("olmoe", norms_by_head),
     "weights of experts normalized": ("olmoe", normalized_weights),
     "another rotary base": ("qwen3", other_theta),

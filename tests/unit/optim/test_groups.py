@@ -84,10 +84,7 @@ def test_names_precede_patterns_and_groups_the_defaults() -> None:
         "block.wide.bias": ("Lion", lion | {"weight_decay": 0.0}),
         "block.experts": ("Lion", lion),
         "block.router.weight": ("Lion", lion),
-        "block.tall.weight": (
-            "Muon",
-            {"lr_factor": 1.0, "weight_decay": 0.3, "betas": (0.9, 0.9), "momentum": 0.6},
-        ),
+        "block.tall.weight": ("Muon", {"lr_factor": 1.0, "weight_decay": 0.3, "betas": (0.9, 0.9), "momentum": 0.6}),
         "output.weight": ("SGD", {"lr_factor": 1.0, "weight_decay": 0.0, "betas": (0.9, 0.9), "momentum": 0.6}),
     }
 

@@ -144,14 +144,7 @@ def test_sgd_has_the_bits_of_its_foreach_form(dtype: torch.dtype, momentum: floa
 
 def test_adamw_matches_the_formula() -> None:
     """Every value differs from torch's default and ours, so that an ignored value shows."""
-    section = OptimizerConfig(
-        lr=0.05,
-        beta1=0.7,
-        beta2=0.6,
-        eps=0.3,
-        weight_decay=0.2,
-        weight_decay_skip=("*.bias",),
-    )
+    section = OptimizerConfig(lr=0.05, beta1=0.7, beta2=0.6, eps=0.3, weight_decay=0.2, weight_decay_skip=("*.bias",))
     model = small_model()
     optimizer = optimizer_of(model, section)
     expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

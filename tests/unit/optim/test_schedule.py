@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 
-from titanlite.optim.schedule import (
-    ScheduleConfig,
-    build_schedule,
-    depends_on_steps,
-    describe_schedule,
-)
+from titanlite.optim.schedule import ScheduleConfig, build_schedule, depends_on_steps, describe_schedule
 
 
 def rates(section: ScheduleConfig, steps: int, upto: int | None = None) -> list[float]:

@@ -13,16 +13,7 @@ from titanlite.config.load import load_config
 from titanlite.hardware.profile import Profile, load_profile
 from titanlite.parallel.mesh import ContextParallel, PipelineSchedule
 from titanlite.planning.estimate import estimate
-from titanlite.planning.search import (
-    PP_SCHEDULES,
-    RECOMPUTE,
-    RESHARD,
-    SEARCHED,
-    SYNC,
-    Found,
-    search,
-    with_settings,
-)
+from titanlite.planning.search import PP_SCHEDULES, RECOMPUTE, RESHARD, SEARCHED, SYNC, Found, search, with_settings
 from titanlite.planning.step_time import predict
 from titanlite.runtime.memory import GIB, USABLE
 

@@ -73,9 +73,7 @@ def test_recomputation_takes_the_planned_flops() -> None:
     plan = estimate(config_of(1, ("activation_checkpoint.mode=full",)), 1, device_type="cuda").ranks[0]
     assert found.parts["recomputation"] == pytest.approx(plan.recomputed_flops / RATE, rel=1e-2)
     by_op = predicted(1, "activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=op")
-    half = predicted(
-        *(1, "activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=layer"),
-    )
+    half = predicted(*(1, "activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=layer"))
     assert by_op.parts["recomputation"] < 0.05 * found.parts["recomputation"]
     assert half.parts["recomputation"] == pytest.approx(found.parts["recomputation"] / 2)
 

@@ -47,10 +47,7 @@ def traces(folder: Path) -> dict[str, list[int]]:
 def test_one_trace_per_interval(tmp_path: Path) -> None:
     section = ProfilingConfig(enable_trace=True, interval=6, wait=1, warmup=2, active=2, ranks=(3,))
     take_steps(Profiling(section, str(tmp_path), 3, CPU), 1, 15)
-    assert traces(tmp_path) == {
-        "traces/step-11/rank-3.json.gz": [10, 11],
-        "traces/step-5/rank-3.json.gz": [4, 5],
-    }
+    assert traces(tmp_path) == {"traces/step-11/rank-3.json.gz": [10, 11], "traces/step-5/rank-3.json.gz": [4, 5]}
     found = names(tmp_path / "traces/step-5/rank-3.json.gz")
     assert found.count("forward") == 2  # not those of the warm-up
     assert found.count("aten::add_") == 2

@@ -72,7 +72,4 @@ def test_a_value_is_printed_on_one_line() -> None:
 def test_only_changes_of_the_users_values_are_overridden() -> None:
     before = {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO", "TORCH_X": "1", "HOME": "/"}
     now = {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "WARN", "TORCH_FR_BUFFER_SIZE": "512"}
-    assert overridden(before, now) == [
-        "NCCL_DEBUG=WARN (overridden by titanlite; was INFO)",
-        "TORCH_X removed (was 1)",
-    ]
+    assert overridden(before, now) == ["NCCL_DEBUG=WARN (overridden by titanlite; was INFO)", "TORCH_X removed (was 1)"]

@@ -15,10 +15,7 @@ from titanlite.runtime.agreement import Agreement
 from titanlite.runtime.launch import RankError
 
 # Flags of each rank at the end of each step, and the agreed flags at the end of the next step.
-FLAGS = [
-    [[0, 0], [0, 0], [2, 0], [2, 0], [0, 0]],
-    [[0, 0], [0, 1], [0, 0], [15, 0], [0, 0]],
-]
+FLAGS = [[[0, 0], [0, 0], [2, 0], [2, 0], [0, 0]], [[0, 0], [0, 1], [0, 0], [15, 0], [0, 0]]]
 AGREED = [[0, 0], [0, 1], [2, 0], [15, 0], [0, 0]]
 
 

@@ -140,8 +140,7 @@ def test_before_activation_signals_keep_their_effect(start: Start) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak), (signal.SIGTERM, -signal.SIGTERM)],
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak), (signal.SIGTERM, -signal.SIGTERM)]
 )
 def test_a_signal_during_activation_ends_the_process_or_is_recorded(number: signal.Signals, code: int) -> None:
     """A tracer sends the signal before the n-th line of the activation, for each n."""

@@ -160,10 +160,7 @@ def test_an_error_in_a_worker_is_raised_in_the_parent(write_jsonl: Callable[...,
     job = Job((source,), 60, tokenizer.arguments, add_bos=False, add_eos=True)
     encoder = JobEncoder(job)
     moved = dataclasses.replace(job, tokenizer=job.tokenizer | {"file": "nowhere"})
-    with (
-        encoded(encoder, moved, [range(2)], 1) as chunks,
-        pytest.raises(UserError, match="nowhere is not a readable"),
-    ):
+    with encoded(encoder, moved, [range(2)], 1) as chunks, pytest.raises(UserError, match="nowhere is not a readable"):
         next(chunks)
     with encoded(encoder, job, [range(10**6)], 1) as chunks, pytest.raises(RuntimeError, match="IndexError"):
         next(chunks)

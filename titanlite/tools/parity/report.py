@@ -131,11 +131,7 @@ def last_line(results: Sequence[Result]) -> str:
 
 
 def json_results(
-    config_file: str,
-    config: JobConfig,
-    reference: Measurement,
-    results: Sequence[Result],
-    refused: Sequence[Refusal],
+    config_file: str, config: JobConfig, reference: Measurement, results: Sequence[Result], refused: Sequence[Refusal]
 ) -> Any:
     """The table's contents, and the error of every parameter in every step."""
     content = {

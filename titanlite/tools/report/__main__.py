@@ -21,8 +21,7 @@ class Options:
     """Write a report of one or several runs: one HTML file with charts, which loads nothing from the network."""
 
     runs: Annotated[
-        tyro.conf.Positional[tuple[Path, ...]],
-        tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)"),
+        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)")
     ]
     """dump folders of runs, also of runs in progress"""
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("report.html")

@@ -59,9 +59,7 @@ def transformers_tokenizer(tokenizer: Tokenizer) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
-        tokenizer_file=tokenizer.arguments["file"],
-        chat_template=tokenizer.chat_template,
-        **tokenizer.special_tokens,
+        tokenizer_file=tokenizer.arguments["file"], chat_template=tokenizer.chat_template, **tokenizer.special_tokens
     )
 
 

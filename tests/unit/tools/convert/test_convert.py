@@ -297,8 +297,7 @@ def test_shards_keep_to_their_size_and_the_index_names_each_tensor(run: Path, tm
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [("5GB", 5 * 10**9), ("1.5 GiB", 3 * 2**29), ("500mb", 5 * 10**8), ("7", 7), ("3KB", 3000)],
+    ("text", "expected"), [("5GB", 5 * 10**9), ("1.5 GiB", 3 * 2**29), ("500mb", 5 * 10**8), ("7", 7), ("3KB", 3000)]
 )
 def test_sizes(text: str, expected: int) -> None:
     assert size_in_bytes(text) == expected

@@ -94,8 +94,7 @@ def test_a_prompt_is_required() -> None:
 
 @pytest.mark.usefixtures("never_opened")
 @pytest.mark.parametrize(
-    "arguments",
-    [("--system=x", "--prompt=x"), ("--chat-template=nowhere", "--chat"), ("--ignore-eos", "--chat")],
+    "arguments", [("--system=x", "--prompt=x"), ("--chat-template=nowhere", "--chat"), ("--ignore-eos", "--chat")]
 )
 def test_options_of_conversations(arguments: tuple[str, str]) -> None:
     (problem,) = problems_of(*arguments)

@@ -9,13 +9,7 @@ from tests.distributed.layouts import EXPERTS
 from tests.distributed.reference import small_config
 from titanlite.parallel.mesh import PipelineSchedule
 from titanlite.runtime.errors import Problem
-from titanlite.tools.parity.layouts import (
-    Layout,
-    candidate_layouts,
-    choose_layouts,
-    config_of,
-    layout_from_text,
-)
+from titanlite.tools.parity.layouts import Layout, candidate_layouts, choose_layouts, config_of, layout_from_text
 
 SCHEDULES = set(get_args(PipelineSchedule))
 

@@ -122,9 +122,7 @@ def test_a_second_interrupt_ends_the_run_at_once() -> None:
 
 
 def test_exit_code_and_results(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def start(fails: str) -> Callable[..., FakeProcess]:
         def started(run: Run, processes: int) -> FakeProcess:
