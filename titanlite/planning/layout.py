@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.schema import JobConfig
-from titanlite.hardware.calibrate import calibrate, device_name
-from titanlite.hardware.profile import Profile, dump_profile, load_profile
 from titanlite.planning.estimate import require_estimate
+from titanlite.planning.hardware.calibrate import calibrate, device_name
+from titanlite.planning.hardware.profile import Profile, dump_profile, load_profile
 from titanlite.planning.search import Found, search, with_settings
 from titanlite.runtime.agreement import share_from_rank_0
 from titanlite.runtime.cache import cache_folder, content_key

@@ -20,11 +20,11 @@ from titanlite.config.check import check_layout, one_rank, resolve_config
 from titanlite.config.fields import keys_that_affect
 from titanlite.config.schema import JobConfig
 from titanlite.data.deal import most_sequences
-from titanlite.hardware.profile import Profile
 from titanlite.parallel.data import resolve_gradient_sync
 from titanlite.parallel.mesh import AXES, LAYOUT, ContextParallel, GradientSync, data_degree, resolve_degrees
 from titanlite.parallel.pipeline import SCHEDULES, local_stages, stage_owners
 from titanlite.planning.estimate import Estimate, estimate, estimate_memory
+from titanlite.planning.hardware.profile import Profile
 from titanlite.planning.microbatches import divide_step
 from titanlite.planning.stages import plan_stages
 from titanlite.planning.step_time import StepTime, predict, times

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from titanlite.config.schema import JobConfig
-from titanlite.hardware.profile import Profile
 from titanlite.models.attention import attention_dtype
 from titanlite.models.family import FAMILIES
 from titanlite.optim.muon import muon_dtype
@@ -30,6 +29,7 @@ from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
 from titanlite.planning.activations import MicrobatchShape
 from titanlite.planning.communication import Operation, StepShape, Traffic, exchanges, reductions
 from titanlite.planning.estimate import Estimate, RankPlan, microbatch_shape
+from titanlite.planning.hardware.profile import Profile
 from titanlite.planning.schedule import DURATION, Action, Kind, schedule_order, simulate
 from titanlite.planning.stages import Stage
 from titanlite.planning.work import Elementwise, Work, block_work, embedding_work, head_work

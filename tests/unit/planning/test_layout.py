@@ -8,8 +8,8 @@ import torch.distributed as dist
 from tests.unit.planning.test_step_time import config_of, profile
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
-from titanlite.hardware.profile import Profile, dump_profile
 from titanlite.planning import layout
+from titanlite.planning.hardware.profile import Profile, dump_profile
 from titanlite.planning.layout import agree_on_layout
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import ConfigError, UsageError

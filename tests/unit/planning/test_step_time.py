@@ -8,8 +8,8 @@ import pytest
 
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
-from titanlite.hardware.profile import Grid, Link, Profile
 from titanlite.planning.estimate import estimate
+from titanlite.planning.hardware.profile import Grid, Link, Profile
 from titanlite.planning.step_time import PARTS, StepTime, predict
 from titanlite.runtime.errors import UsageError
 

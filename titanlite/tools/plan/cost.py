@@ -5,9 +5,9 @@ import textwrap
 from dataclasses import dataclass
 
 from titanlite.config.schema import JobConfig
-from titanlite.hardware.profile import Profile
 from titanlite.models.decoder import flops_per_token
 from titanlite.planning.estimate import Estimate
+from titanlite.planning.hardware.profile import Profile
 from titanlite.planning.step_time import StepTime
 
 SHOWN = 0.001

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite.hardware.profile import Collective, Grid, Link
 from titanlite.models.attention import attend, attention_dtype
 from titanlite.models.llama3 import LLAMA3
+from titanlite.planning.hardware.profile import Collective, Grid, Link
 
 Operation = Callable[[], object]
 

@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 import torch
 import torch.distributed as dist
 
-from titanlite.hardware.measure import (
+from titanlite.models.attention import attention_dtype
+from titanlite.planning.hardware.measure import (
     Clock,
     attention_rates,
     links,
@@ -18,8 +19,7 @@ from titanlite.hardware.measure import (
     operation_seconds,
     unit_seconds,
 )
-from titanlite.hardware.profile import Link, Profile
-from titanlite.models.attention import attention_dtype
+from titanlite.planning.hardware.profile import Link, Profile
 from titanlite.precision import DTYPES
 from titanlite.runtime.agreement import share_from_rank_0
 from titanlite.runtime.distributed import CommConfig, World, init_process_group

@@ -6,9 +6,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.pool import run_ranks
-from titanlite.hardware import calibrate, measure
-from titanlite.hardware.measure import Clock, line, links
-from titanlite.hardware.profile import dump_profile, load_profile
+from titanlite.planning.hardware import calibrate, measure
+from titanlite.planning.hardware.measure import Clock, line, links
+from titanlite.planning.hardware.profile import dump_profile, load_profile
 from titanlite.runtime.distributed import World
 
 
