@@ -17,8 +17,9 @@ from tests.distributed.documents import documents, documents_reference
 from tests.distributed.gradients import build_on_mesh, compare, has_weights
 from tests.distributed.layouts import Layout
 from tests.distributed.reference import plain_model
-from titanlite.assembly.data import build_tokenizer, build_validation_data, loader_of
+from titanlite.assembly.data import build_tokenizer, loader_of
 from titanlite.assembly.job import job_of
+from titanlite.assembly.validation import build_evaluator, build_validation_data
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import train_bpe
@@ -27,7 +28,6 @@ from titanlite.forward import ModelOnMesh
 from titanlite.models.family import resolve_model
 from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.signals import StopRequest
-from titanlite.validation import Evaluator
 
 ANSWERS = (1, 500, 2, 3, 90, 1, 1, 250, 17, 1, 400, 5, 40, 1, 8, 2)
 """Tokens of the answers, the end of the turn included."""
@@ -146,8 +146,9 @@ def validation_counts(layouts: Sequence[Layout], folder: str, seq_len: int) -> l
             validation=replace(config.validation, enable=True, sources=sources),
         )
         trainer, mesh = build_on_mesh(config)
-        evaluator = Evaluator(trainer, dist.new_group(backend="gloo"), None, StopRequest())
-        for loader in build_validation_data(job_of(config, mesh.world.size), mesh, build_tokenizer(config)).values():
+        job, tokenizer = job_of(config, mesh.world.size), build_tokenizer(config)
+        evaluator = build_evaluator(job, trainer, dist.new_group(backend="gloo"), StopRequest(), tokenizer)
+        for loader in build_validation_data(job, mesh, tokenizer).values():
             totals, _ = evaluator.totals(loader, steps=-1, failure=FailureReport())
             loader.close()
             found.append((totals.num_valid, totals.too_long))

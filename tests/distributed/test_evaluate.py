@@ -256,7 +256,7 @@ import signal
 import sys
 import time
 from titanlite.tools import evaluate
-from titanlite.validation import Evaluator
+from titanlite.evaluation.evaluator import Evaluator
 
 killed = os.environ["RANK"] == "1"
 Evaluator._totals_of = lambda *_: os.kill(os.getpid(), signal.SIGKILL) if killed else time.sleep(100)

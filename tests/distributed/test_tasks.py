@@ -18,16 +18,18 @@ from tests.distributed.layouts import EP, EXPERTS, PAIRS, Layout, schedule
 from tests.distributed.reference import SEQ_LEN, VOCAB_SIZE, plain_model
 from tests.distributed.test_validation import COMPILE, differences, training_state
 from tests.pool import run_ranks
-from titanlite import tasks
 from titanlite.assembly.job import job_of
-from titanlite.assembly.model import build_task_evaluator
+from titanlite.assembly.validation import build_evaluator
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
 from titanlite.data.tasks import EncodedTask, Question, Scored, Task
+from titanlite.evaluation import evaluator as evaluation
+from titanlite.evaluation import task_rows
+from titanlite.evaluation.task_rows import RowShape
 from titanlite.models.head import output_layers_of
 from titanlite.models.losses import Loss, cross_entropy
+from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.signals import StoppedError, StopRequest
-from titanlite.tasks import RowShape, TaskEvaluator
 
 DOUBLE = Loss("double", lambda logits, labels: 2 * cross_entropy(logits, labels))
 CHOICES = (2, 3, 2, 4, 2)
@@ -79,8 +81,8 @@ def scored(layout: Layout, planted: Callable[[], Any] = nullcontext) -> tuple[li
     config = layout.config()
     trainer, _ = build_on_mesh(config)
     stop = StopRequest()
-    evaluator = build_task_evaluator(
-        job_of(config, trainer.mesh.world.size), trainer, dist.new_group(backend="gloo"), stop
+    evaluator = build_evaluator(
+        job_of(config, trainer.mesh.world.size), trainer, dist.new_group(backend="gloo"), stop, None
     )
     both = encoded(config)
     heads = output_layers_of(trainer.model_parts)
@@ -159,7 +161,7 @@ def test_scores_are_those_of_plain_torch_on_every_mesh(layouts: list[Layout]) ->
 
 def shifted() -> Any:
     """Labels begin one token late."""
-    padded = tasks._padded
+    padded = task_rows._padded
 
     def late(rows: list[Scored], per_rank: int, length: int) -> Batch:
         batch = padded(rows, per_rank, length)
@@ -167,19 +169,18 @@ def shifted() -> Any:
         labels[:, 1:] = batch.labels[:, :-1]
         return batch._replace(labels=labels)
 
-    return replaced(tasks, "_padded", late)
+    return replaced(task_rows, "_padded", late)
 
 
 def counted_twice() -> Any:
     """Rows of the first data rank are also counted by the others."""
-    batches = TaskEvaluator._batches
 
-    def all_rows(self: TaskEvaluator, rows: list[Scored]) -> Any:
-        rank, self.model.mesh.data_rank = self.model.mesh.data_rank, 0
-        yield from list(batches(self, rows))
-        self.model.mesh.data_rank = rank
+    def all_rows(rows: list[Scored], shape: RowShape, mesh: Mesh) -> Any:
+        rank, mesh.data_rank = mesh.data_rank, 0
+        yield from list(task_rows.task_batches(rows, shape, mesh))
+        mesh.data_rank = rank
 
-    return replaced(TaskEvaluator, "_batches", all_rows)
+    return replaced(evaluation, "task_batches", all_rows)
 
 
 def planted_and_scored(layout: Layout, mistakes: list[Callable[[], Any]]) -> list[Any]:

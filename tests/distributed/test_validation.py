@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,14 @@ from tests.distributed.layouts import (
 )
 from tests.distributed.reference import SEQ_LEN, TOKENS, VOCAB_SIZE, global_batch, plain_model
 from tests.pool import run_ranks
-from titanlite.assembly.data import build_validation_data
 from titanlite.assembly.job import job_of
+from titanlite.assembly.validation import build_evaluator, build_validation_data
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.data.loader import Loader
+from titanlite.evaluation.evaluator import Evaluator
 from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.signals import StopRequest
 from titanlite.trainer import Trainer
-from titanlite.validation import Evaluator
 
 SETS = {"two batches": 16 * 21 + 6, "three windows": 16 * 3 + 1, "two tokens": 3}
 """Number of tokens by set; a global batch is 16 windows of 16."""
@@ -119,8 +120,10 @@ def trained(
     torch._dynamo.reset()
     config = layout.config(*settings)
     trainer, mesh = build_on_mesh(config)
-    loaders = build_validation_data(job_of(config, mesh.world.size), mesh, None).values()
-    evaluator = Evaluator(trainer, dist.new_group(backend="gloo"), BYTES, StopRequest())
+    job = job_of(config, mesh.world.size)
+    loaders = build_validation_data(job, mesh, None).values()
+    evaluator = build_evaluator(job, trainer, dist.new_group(backend="gloo"), StopRequest(), None)
+    evaluator = replace(evaluator, token_bytes=BYTES)
     row_losses = trainer.row_losses
 
     def without_graph(batch: Batch) -> Tensor:
@@ -230,8 +233,9 @@ def around_an_update(settings: tuple[str, ...], planted: bool) -> list[float]:
     """Loss on the first set before and after halving all weights. planted: parameters stay gathered."""
     layout = Layout((1, 1, 2, 1), NEVER, rows=16)
     trainer, mesh = build_on_mesh(layout.config(*settings))
-    loaders = build_validation_data(job_of(layout.config(*settings), mesh.world.size), mesh, None)
-    evaluator = Evaluator(trainer, dist.new_group(backend="gloo"), None, StopRequest())
+    job = job_of(layout.config(*settings), mesh.world.size)
+    loaders = build_validation_data(job, mesh, None)
+    evaluator = build_evaluator(job, trainer, dist.new_group(backend="gloo"), StopRequest(), None)
     shards = [parameter.data for parameter in trainer.model_parts[0].parameters()]
     found = []
     with replaced(FSDPModule, "reshard", (lambda _: None) if planted else FSDPModule.reshard):

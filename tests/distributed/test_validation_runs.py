@@ -14,8 +14,8 @@ from tests.distributed.program import Starter
 from tests.distributed.reference import TOKENS
 from tests.distributed.resuming import Outcome, Start, numbers, start_runs
 from tests.distributed.test_resume import write_text
-from titanlite import validation
 from titanlite.assembly.run import Run
+from titanlite.runtime import logging
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +59,7 @@ def request_stop(run: Run, step: int) -> None:
 
 def impatient() -> AbstractContextManager[Any]:
     """Log progress after each batch."""
-    return mock.patch.object(validation, "PROGRESS_EVERY_S", 0.0)
+    return mock.patch.object(logging, "PROGRESS_EVERY_S", 0.0)
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

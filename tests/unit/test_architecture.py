@@ -197,7 +197,11 @@ def test_ignore_index_is_defined_in_batch() -> None:
         ("titanlite.trainer", "import titanlite.assembly", "imports titanlite.assembly, which does not lie below it"),
         ("titanlite.trainer", "from titanlite import assembly", "imports titanlite.assembly, which does not lie below"),
         ("titanlite.trainer", "from titanlite.config.schema import X", "imports titanlite.config.schema, which does"),
-        ("titanlite.validation", "from titanlite.trainer import X", "imports titanlite.trainer, which does not"),
+        (
+            "titanlite.evaluation.validation",
+            "from titanlite.trainer import X",
+            "imports titanlite.trainer, which does not",
+        ),
         ("titanlite.runtime.logging", "from titanlite.metrics.meter import X", "which does not lie below it"),
         ("titanlite.assembly.run", "from titanlite.train import main", "which does not lie below it"),
         ("titanlite.data.loader", "from titanlite.tools.tokenize import X", "which does not lie below it"),

@@ -1,15 +1,11 @@
 """Tokenizer and data loaders of a run."""
 
-from dataclasses import replace
-
 from titanlite.assembly.job import Job
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.config import DataConfig
-from titanlite.data.kinds import source_names
 from titanlite.data.loader import Loader, build_loader
 from titanlite.data.sources.base import TextSource
-from titanlite.data.tasks import EncodedTask, encode_task, read_task
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.logging import log
@@ -33,32 +29,6 @@ def build_data(job: Job, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
                 log.info("Not read: %s in %s, by kind = %r", unread, source.config.path, source.kind)
         log.info("Epochs: %s", loader.describe_epochs(job.config.training.steps))
     return loader
-
-
-def build_validation_data(job: Job, mesh: Mesh, tokenizer: Tokenizer | None) -> dict[str, Loader]:
-    """Build this data rank's loaders of the validation data, by source. Each source is read once, unshuffled."""
-    config = job.config
-    sources = config.validation.sources if config.validation.enable else ()
-    loaders = {}
-    for name, source in zip(source_names(sources), sources, strict=True):
-        section = replace(config.data, sources=(replace(source, epochs=1),), shuffle=False, num_workers=0)
-        loaders[name] = loader_of(job, section, mesh, tokenizer)
-        log.info("Validation data: %s", loaders[name].description)
-    return loaders
-
-
-def build_tasks(config: JobConfig, tokenizer: Tokenizer | None) -> list[EncodedTask]:
-    """Read and tokenize all questions of validation.tasks, the same on all ranks. Raises UserError."""
-    paths = config.validation.tasks if config.validation.enable else ()
-    tasks = []
-    for path in paths:
-        assert tokenizer is not None, "see check_validation"
-        task = read_task(path)
-        tasks.append(encode_task(task, tokenizer, seq_len=config.training.seq_len, add_bos=config.data.add_bos))
-        log.info("Task: %s", tasks[-1].describe())
-    if tasks and tokenizer is not None and tokenizer.prefix_ids and not config.data.add_bos:
-        log.info("Tasks: contexts begin as the post-processor of tokenizer.json defines, although data.add_bos = false")
-    return tasks
 
 
 def loader_of(job: Job, section: DataConfig, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from titanlite.assembly.job import Job
@@ -36,8 +35,6 @@ from titanlite.planning.stages import ModelPart
 from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Rules
 from titanlite.runtime.logging import log
-from titanlite.runtime.signals import StopRequest
-from titanlite.tasks import RowShape, TaskEvaluator
 from titanlite.trainer import Trainer
 
 
@@ -143,18 +140,6 @@ def describe_attention(config: JobConfig, device: torch.device) -> str | None:
 def build_forward(job: Job, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> ModelOnMesh:
     """Build the forward pass and loss of this rank's model parts, for commands that do not train."""
     return ModelOnMesh(**forward_parts(job, model_parts, mesh, device))
-
-
-def build_task_evaluator(job: Job, model: ModelOnMesh, group: dist.ProcessGroup, stop: StopRequest) -> TaskEvaluator:
-    """Build what scores the model on tasks, in batches of as many tokens as those of training.
-
-    A pipeline and context parallelism need rows of one length. Compiled code must not see another one: it would be
-    compiled again, for training, too.
-    """
-    config = job.config
-    section = config.parallelism
-    is_fixed = section.pp > 1 or section.cp > 1 or config.compile.enable
-    return TaskEvaluator(model, group, RowShape(job.step.rows_per_batch, config.training.seq_len, is_fixed), stop)
 
 
 def build_trainer(job: Job, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> Trainer:

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 import titanlite
-from titanlite.assembly.data import build_data, build_tasks, build_tokenizer, build_validation_data
+from titanlite.assembly.data import build_data, build_tokenizer
 from titanlite.assembly.description import describe_job, describe_run, describe_training
 from titanlite.assembly.facts import code_facts, content_facts
 from titanlite.assembly.job import Job
 from titanlite.assembly.learning_rate import describe_jump, describe_moved_decay
-from titanlite.assembly.model import allocate_parts, build_parts, build_task_evaluator, build_trainer
+from titanlite.assembly.model import allocate_parts, build_parts, build_trainer
+from titanlite.assembly.validation import build_evaluator, build_tasks, build_validation_data
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.preflight import imported_from
@@ -36,6 +37,7 @@ from titanlite.data.order import STREAM_VERSION
 from titanlite.data.sources.base import Source
 from titanlite.data.tasks import EncodedTask
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
+from titanlite.evaluation.validation import Validation
 from titanlite.faults.record import RECORD_FOLDER, StepRecorder
 from titanlite.faults.replicas import Replicas
 from titanlite.faults.skipped import SkippedSteps
@@ -77,7 +79,6 @@ from titanlite.runtime.logging import append_errors_to, log, open_log_file
 from titanlite.runtime.peak_flops import device_peak_flops
 from titanlite.runtime.signals import StopRequest
 from titanlite.trainer import Trainer
-from titanlite.validation import Evaluator, Validation, build_token_bytes
 
 
 @dataclass(frozen=True)
@@ -376,17 +377,10 @@ def build_validation(
     config = job.config
     group = trainer.mesh.new_group(config.comm.init_timeout_s)
     metrics_file = Path(config.job.dump_folder, METRICS_FILE)
-    hyper_parameters = config.hyper_parameters
-    in_nats, token_bytes = config.loss.is_cross_entropy, None
-    if in_nats and data.held_out:
-        token_bytes = build_token_bytes(data.tokenizer, hyper_parameters.vocab_size, trainer.device)
-    elif not in_nats:
-        log.info('Validation: the loss is "%s", so there are no perplexity and no bits per byte', config.loss.name)
     return Validation(
         config.validation,
-        Evaluator(trainer, group, token_bytes, stop, in_nats),
+        build_evaluator(job, trainer, group, stop, data.tokenizer),
         data.held_out,
-        build_task_evaluator(job, trainer, group, stop),
         data.tasks,
         meter,
         sinks,

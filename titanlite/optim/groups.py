@@ -12,6 +12,7 @@ from torch import Tensor
 from titanlite.models.family import Plan
 from titanlite.optim.optimizer import GroupConfig, OptimizerConfig, OptimizerKind
 from titanlite.runtime.errors import Problem, Rules
+from titanlite.runtime.text import aligned
 
 DEFAULT = GroupConfig()
 """Of the parameters that no group has."""
@@ -176,8 +177,7 @@ def describe(groups: Sequence[Group], kinds: Mapping[str, OptimizerKind]) -> lis
                 ", ".join(f"{decay:g}" for decay in decays),
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
+    return aligned(rows)
 
 
 def state_kinds(groups: Sequence[Group], label: Callable[[Group], str]) -> str | dict[str, str]:

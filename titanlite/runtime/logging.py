@@ -4,14 +4,18 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from time import perf_counter
 from typing import TextIO
 
 from titanlite.runtime.files import open_to_append
 
 log = logging.getLogger("titanlite")
+
+PROGRESS_EVERY_S = 30.0
+"""Seconds between two lines of Progress."""
 
 _error_file: Path | None = None
 
@@ -119,6 +123,21 @@ def logging_restored() -> Iterator[None]:
                 handler.stream.close()
         log.handlers[:], level, log.propagate, _error_file = before
         log.setLevel(level)
+
+
+class Progress:
+    """Logs how far a long computation is, at most every PROGRESS_EVERY_S. clock: seconds."""
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self._clock = clock
+        self._start = self._last = clock()
+
+    def note(self, done: str) -> None:
+        """Log what is done, and after how many seconds, if the last line is old enough."""
+        now = self._clock()
+        if now - self._last >= PROGRESS_EVERY_S:
+            self._last = now
+            log.info("%s, after %.0f s", done, now - self._start)
 
 
 def log_last_error(message: str) -> None:

@@ -1,4 +1,6 @@
-"""Text of messages."""
+"""Text of messages and tables."""
+
+from collections.abc import Sequence
 
 
 def counted(count: int, noun: str) -> str:
@@ -12,3 +14,15 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+
+def aligned(rows: Sequence[Sequence[str]], *, left: int = 0) -> list[str]:
+    """The lines of a table: the first `left` columns aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]

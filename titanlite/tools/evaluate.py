@@ -19,11 +19,11 @@ from typing import Annotated, Any
 import torch.distributed as dist
 import tyro
 
-from titanlite.assembly.data import build_tasks, build_validation_data
 from titanlite.assembly.facts import content_facts, program_facts
 from titanlite.assembly.job import job_of
-from titanlite.assembly.model import build_forward, build_model, build_task_evaluator
+from titanlite.assembly.model import build_forward, build_model
 from titanlite.assembly.resolve import pin_revisions
+from titanlite.assembly.validation import build_evaluator, build_tasks, build_validation_data
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.manifest import MANIFEST_FILE, copy_id
 from titanlite.config.check import check_config, resolve_config
@@ -53,7 +53,7 @@ from titanlite.runtime.errors import ConfigError, Problem, Rules
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.settings import setting
 from titanlite.runtime.signals import StopRequest
-from titanlite.runtime.text import counted
+from titanlite.runtime.text import aligned, counted
 from titanlite.tools.command import (
     AllowImport,
     File,
@@ -66,7 +66,6 @@ from titanlite.tools.command import (
     write_json,
 )
 from titanlite.tools.saved_run import SavedRun, Weights, open_run, reading
-from titanlite.validation import Evaluator, build_token_bytes, why_no_bytes
 
 SECTIONS = ("validation", "data", "training", "parallelism", "compile", "loss", "comm")
 """Sections whose keys may be overridden; the model, its tokenizer and its training stay as saved."""
@@ -303,11 +302,7 @@ def evaluate(
     set_timeout([control], config.comm.init_timeout_s)
     log.info("Loaded %s", saved.path)
     model = build_forward(job, parts, mesh, world.device)
-    in_nats, token_bytes = config.loss.is_cross_entropy, None
-    if in_nats and loaders:
-        token_bytes = build_token_bytes(tokenizer, saved.hyper_parameters.vocab_size, world.device)
-    stop = StopRequest()
-    evaluator = Evaluator(model, control, token_bytes, stop, in_nats)
+    evaluator = build_evaluator(job, model, control, StopRequest(), tokenizer)
     failure.enter(saved.manifest.step, "evaluating")
     totals, time_s, start = {}, {}, perf_counter()
     for name, found in evaluator.totals_by_name(
@@ -315,12 +310,8 @@ def evaluate(
     ):
         totals[name], time_s[name] = found, perf_counter() - start
         start = perf_counter()
-    task_evaluator = build_task_evaluator(job, model, control, stop)
-    scores = {encoded.task.name: task_evaluator.scores(encoded) for encoded in tasks}
-    why = ""
-    if loaders and token_bytes is None:
-        why = why_no_bytes(tokenizer) if in_nats else "the loss is not the cross-entropy"
-    return Found(totals, time_s, why, scores)
+    scores = {encoded.task.name: evaluator.scores(encoded) for encoded in tasks}
+    return Found(totals, time_s, evaluator.why_no_bytes, scores)
 
 
 def conditions(config: JobConfig, saved: SavedRun) -> dict[str, Any]:
@@ -377,7 +368,7 @@ def loss_lines(config: JobConfig, found: Found) -> list[str]:
         meaning = f'loss "{config.loss.name}" (loss.name) per token, without its terms'
     return [
         "",
-        *_aligned(table),
+        *aligned(table),
         "",
         f"loss: the mean {meaning}",
         *([f"no bits per byte: {found.why_no_bytes}"] if found.why_no_bytes else []),
@@ -401,7 +392,7 @@ def task_lines(config: JobConfig, found: Found) -> list[str]:
     cut = {name: scores.num_truncated for name, scores in found.tasks.items() if scores.num_truncated}
     return [
         "",
-        *_aligned(table),
+        *aligned(table),
         "",
         "acc: share of right answers; acc_norm: by log-likelihood per character; perplexity: of an entire answer",
         *(
@@ -411,11 +402,6 @@ def task_lines(config: JobConfig, found: Found) -> list[str]:
         ),
         *([] if config.loss.is_cross_entropy else ["tasks: by the cross-entropy"]),
     ]
-
-
-def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in table]
 
 
 def json_results(config: JobConfig, saved: SavedRun, found: Found) -> dict[str, Any]:

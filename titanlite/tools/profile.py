@@ -8,7 +8,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +41,7 @@ from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.logging import setup_logging
 from titanlite.runtime.settings import setting
-from titanlite.runtime.text import counted
+from titanlite.runtime.text import aligned, counted
 from titanlite.tools.command import (
     ConfigFile,
     Count,
@@ -270,18 +270,14 @@ def report_lines(config: JobConfig, run: Run, found: Profile, waits: Sequence[fl
     return lines
 
 
-def table(
-    head: str, seconds: Mapping[str, float], found: Profile, calls: Mapping[str, str] | None = None
-) -> Iterable[str]:
+def table(head: str, seconds: Mapping[str, float], found: Profile, calls: Mapping[str, str] | None = None) -> list[str]:
     """Milliseconds per step and share of the time, the longest first for all but regions. calls: per step."""
     rows = [[head, "ms", "share", *(["calls"] if calls else [])]]
     order = list(seconds) if head == "region" else sorted(seconds, key=lambda name: -seconds[name])
     for name in order:
         share = f"{seconds[name] / found.elapsed_s:.1%}"
         rows.append([name, f"{1000 * seconds[name] / found.steps:,.1f}", share, *([calls[name]] if calls else [])])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *cells in rows:
-        yield "  ".join([first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))])
+    return aligned(rows, left=1)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.runtime.logging import (
+    Progress,
     append_errors_to,
     keep_for_log_file,
     log,
@@ -195,3 +196,14 @@ def test_a_last_error_that_cannot_be_written_is_dropped(error_file: Path) -> Non
     error_file.unlink()
     error_file.mkdir()
     log_last_error("lost")
+
+
+def test_progress_is_logged_every_30_s(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(0)
+    now = 100.0
+    progress = Progress(clock=lambda: now)
+    for batch in range(1, 92):
+        now += 1.0
+        progress.note(f"batch {batch}")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("batch ")[2] for line in lines] == ["30, after 30 s", "60, after 60 s", "90, after 90 s"]

@@ -1,14 +1,14 @@
 """Format the plan as text."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from titanlite.config.schema import JobConfig
 from titanlite.models.decoder import describe_size
 from titanlite.planning.estimate import Estimate, RankPlan
 from titanlite.planning.remedies import remedies
 from titanlite.runtime.memory import GIB, USABLE
-from titanlite.runtime.text import counted
+from titanlite.runtime.text import aligned, counted
 
 DEFAULT_GIB = 80.0
 """Memory of a device that is not known."""
@@ -81,10 +81,3 @@ def _work_table(ranks: Sequence[RankPlan]) -> list[str]:
         cells = [f"{sent[key].sent_bytes / GIB:.2f} ({sent[key].calls:,})" if key in sent else "-" for key in keys]
         rows.append([str(rank.pp_rank), f"{rank.flops / 1e15:.2f}", f"{rank.recomputed_flops / 1e15:.2f}", *cells])
     return aligned(rows)
-
-
-def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table, its columns aligned to the right."""
-    rows = list(rows)
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

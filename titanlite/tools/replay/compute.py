@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,7 @@ from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, connect, init_process_group
 from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import ConfigError, UsageError, UserError
-from titanlite.runtime.logging import log
+from titanlite.runtime.logging import Progress, log
 from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
 from titanlite.tools.parity.measure import passes
 from titanlite.tools.saved_run import SavedRun, checkpoint_steps, initial_checkpoint
@@ -42,8 +41,6 @@ from titanlite.trainer import Trainer
 
 AVERAGE_KEY = "optimizer.ema_decay"
 """The setting that changes the average of the weights, but no step."""
-PROGRESS_S = 30.0
-"""Seconds between two lines of progress."""
 
 
 @dataclass(frozen=True)
@@ -231,13 +228,11 @@ def replay(config: JobConfig, start: SavedRun | None, step: int, world: World) -
 def recompute(trainer: Trainer, loader: Loader, step: int) -> list[RecordedStep]:
     """Take the steps before `step`; returns their numbers."""
     steps: list[RecordedStep] = []
-    logged = perf_counter()
+    progress = Progress()
     while trainer.step < step - 1:
         batches = [on_device(batch, trainer.device) for batch in loader.next_step()]
         steps.append(take_step(trainer, batches, loader))
-        if perf_counter() - logged > PROGRESS_S:
-            log.info("Computed step %d again, %d to go", trainer.step, step - 1 - trainer.step)
-            logged = perf_counter()
+        progress.note(f"Computed step {trainer.step} again, {step - 1 - trainer.step} to go")
     return steps
 
 

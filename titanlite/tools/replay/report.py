@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from titanlite.faults.record import Record, RecordedStep
+from titanlite.runtime.text import aligned
 from titanlite.tools.replay.compare import GRAD_NORM, LOSS, Verdict
 from titanlite.tools.replay.compute import Replayed
 from titanlite.tools.sequences import printable
@@ -34,10 +35,7 @@ def report_lines(
     for name, values in rows.items():
         difference = f"{verdict.differences[name]:.1e}" if verdict.differences else "-"
         table.append([name, *(f"{value:.8g}" for value in values), difference])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    yield ""
-    for first, *others in table:
-        yield "  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])
+    yield from ("", *aligned(table, left=1))
     if len(names) > SHOWN_PARAMETERS:
         yield f"and the gradient norms of {len(names) - SHOWN_PARAMETERS} parameters that differ less"
     worst = sorted(range(len(replayed.rows)), key=lambda row: -_per_token(exact, replayed, row))[:sequences]

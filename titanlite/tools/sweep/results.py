@@ -7,6 +7,7 @@ import numpy as np
 
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.history import Series, read_series
+from titanlite.runtime.text import aligned
 from titanlite.summary import titanlite
 from titanlite.tools.sweep.combinations import Run, short_names
 from titanlite.tools.sweep.training import State, folders, state_of
@@ -19,9 +20,7 @@ def results(runs: Sequence[Run], codes: Mapping[str, int]) -> list[str]:
     """The lines of the table, and the command of the report. codes: exit codes, by name."""
     names = list(short_names(list(runs[0].values)).values())
     head = [*names, "step", "loss", "validation loss", "tokens/s", "state"]
-    rows = [head, *(_row(run, codes.get(run.name, 0)) for run in runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = aligned([head, *(_row(run, codes.get(run.name, 0)) for run in runs)])
     if found := folders(runs):
         paths = [*found, "--out", runs[0].folder.parent / REPORT]
         lines += ["", f"Report: {titanlite()} report {shlex.join(map(str, paths))}"]

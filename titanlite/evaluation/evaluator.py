@@ -1,0 +1,167 @@
+"""Evaluation of a model, independent of the mesh: its loss over data sets, each token once, and its scores on tasks."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite.batch import IGNORE_INDEX, Batch
+from titanlite.data.loader import Loader
+from titanlite.data.tasks import EncodedTask
+from titanlite.evaluation.task_rows import RowShape, task_batches
+from titanlite.forward import ModelOnMesh, cross_entropy_in, forward_only, on_device
+from titanlite.metrics.tasks import TaskScores, score_choices, score_cloze
+from titanlite.metrics.validation import SetTotals
+from titanlite.runtime.agreement import RanksError
+from titanlite.runtime.errors import DataError
+from titanlite.runtime.failure import FailureReport
+from titanlite.runtime.logging import Progress
+from titanlite.runtime.signals import StoppedError, StopRequest
+from titanlite.runtime.text import counted
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Computes losses and scores of a model. Its methods are collectives; weights, gradients and random state stay.
+
+    group: gloo group of all ranks, to agree before each step. stop: this rank's stop request; if a rank has one, the
+    methods raise StoppedError on all ranks. shape: of the rows of tasks. token_bytes: int64 (vocab_size,), number of
+    text bytes of each token, on the device; None if unknown, why_no_bytes says why. in_nats: whether the model's loss
+    is the cross-entropy in nats.
+    """
+
+    model: ModelOnMesh
+    group: dist.ProcessGroup
+    stop: StopRequest
+    shape: RowShape
+    token_bytes: Tensor | None = None
+    why_no_bytes: str = ""
+    in_nats: bool = True
+
+    def totals(
+        self, loader: Loader, *, steps: int, failure: FailureReport, after_batch: Callable[[int], None] = lambda _: None
+    ) -> tuple[SetTotals, int]:
+        """(totals over the loader's data, number of rows skipped as bad).
+
+        steps: maximum number of steps of the loader; -1: all. after_batch: called with the number of each step, from 1.
+        The loader must be at its beginning, and is reset to it afterwards, so that the position in the training data
+        does not change. One host read, at the end. Raises DataError if this rank's data is invalid, after `failure` has
+        collected the data errors of all ranks in this step.
+        """
+        model = self.model
+        # loss_sum, num_valid, num_bytes, bad_rows, too_long; the counts are exact up to 2^53.
+        totals = torch.zeros(5, dtype=torch.float64, device=model.device)
+        try:
+            with forward_only(model):
+                for number, batches in enumerate(self._batches(loader, steps, failure), start=1):
+                    for batch in batches:
+                        totals[:3] += self._totals_of(on_device(batch, model.device))
+                    after_batch(number)
+            totals[:3] *= model.counts_loss
+            too_long = loader.too_long_by_name(counts=model.counts_rows)
+            totals[3] += loader.bad_rows * model.counts_rows
+            totals[4] += sum(too_long.values())
+        finally:
+            loader.restart()
+        dist.all_reduce(totals)
+        loss_sum, *counts = totals.tolist()
+        num_valid, num_bytes, bad_rows, num_too_long = (int(count) for count in counts)
+        known_bytes = None if self.token_bytes is None else num_bytes
+        return SetTotals(loss_sum, num_valid, known_bytes, self.in_nats, num_too_long if too_long else None), bad_rows
+
+    def totals_by_name(
+        self, loaders: Mapping[str, Loader], *, steps: int, max_bad_rows: int, failure: FailureReport
+    ) -> Iterator[tuple[str, SetTotals]]:
+        """(name, totals) of one loader after the other; steps and failure: see `totals`.
+
+        After the last loader, raises RanksError if there were more than `max_bad_rows` bad rows in total,
+        or no token to predict in any of them.
+        """
+        bad_rows, too_long, any_valid, progress = 0, 0, False, Progress()
+        limit = "" if steps < 0 else f" of at most {steps:,}"
+        for number, (name, loader) in enumerate(loaders.items(), start=1):
+            source = f"validation: source {number} of {len(loaders)}, {name}"
+
+            def note(batch: int, source: str = source) -> None:
+                progress.note(f"{source}: batch {batch:,}{limit}")
+
+            totals, bad = self.totals(loader, steps=steps, failure=failure, after_batch=note)
+            bad_rows += bad
+            too_long += totals.too_long or 0
+            any_valid |= totals.num_valid > 0
+            yield name, totals
+        if bad_rows > max_bad_rows:
+            raise RanksError(
+                f"data.max_bad_rows = {max_bad_rows}: {bad_rows} rows of the validation data were skipped as bad; fix "
+                "them, or increase data.max_bad_rows"
+            )
+        if loaders and not any_valid:
+            why = f" ({counted(too_long, 'conversation')} of more than training.seq_len + 1 tokens)" if too_long else ""
+            raise RanksError(f"validation.sources: they contain no token to predict{why}; add data")
+
+    def scores(self, encoded: EncodedTask) -> TaskScores:
+        """Compute the scores of a task, by the cross-entropy whatever the loss of training is; the same on all ranks.
+
+        The data ranks share the rows. One host read, at the end, except for the answers of a cloze.
+        """
+        model, task, rows = self.model, encoded.task, encoded.rows
+        is_cloze = task.format == "cloze"
+        # Loss and misses of each row. One rank adds each of them to zeros, so that their sum is exact.
+        found = torch.zeros(len(rows), 2, dtype=torch.float64, device=model.device)
+        done, progress = 0, Progress()
+        with forward_only(model), cross_entropy_in(model):
+            for own, batch, size in task_batches(rows, self.shape, model.mesh):
+                self._any_has_data(True)
+                batch = on_device(batch, model.device)
+                losses, misses = model.row_misses(batch) if is_cloze else (model.row_losses(batch), torch.zeros(()))
+                if model.counts_loss:
+                    both = torch.stack([losses, misses.to(losses).expand_as(losses)], dim=1)[: len(own)]
+                    found[own] = both.to(found.dtype)
+                done += size
+                progress.note(f"task {task.name}: {done:,} of {len(rows):,} rows")
+        dist.all_reduce(found)
+        losses, misses = found.T.tolist()
+        questions, sums = task.questions, iter(-loss for loss in losses)
+        if is_cloze:
+            return score_cloze(list(sums), [count == 0 for count in misses], encoded.truncated)
+        grouped = [[next(sums) for _ in question.choices] for question in questions]
+        choices = [question.choices for question in questions]
+        return score_choices(grouped, choices, [question.answer for question in questions], encoded.truncated)
+
+    def _batches(self, loader: Loader, steps: int, failure: FailureReport) -> Iterator[Sequence[Batch]]:
+        """Batches of each step of the loader, until the loaders of all ranks are exhausted."""
+        done = 0
+        while done != steps:
+            batches, error, has_data = None, None, not all(loader.ended)
+            if has_data:
+                try:
+                    batches = loader.next_step()
+                except DataError as raised:
+                    error = raised
+                    failure.note_data_error(error)
+            if not self._any_has_data(has_data):
+                return
+            if error is not None:
+                raise error
+            yield batches if batches is not None else loader.next_step()
+            done += 1
+
+    def _any_has_data(self, has_data: bool) -> bool:
+        """Whether any rank has data left. A CPU all-reduce. Raises StoppedError if a rank has a stop request."""
+        flags = torch.tensor([has_data, self.stop.number], dtype=torch.int64)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        any_has_data, stop = flags.tolist()
+        if stop:
+            raise StoppedError(stop)
+        return bool(any_has_data)
+
+    def _totals_of(self, batch: Batch) -> Tensor:
+        """float64 (3,): summed loss, number of targets, and their bytes, of this rank's rows."""
+        valid = batch.labels != IGNORE_INDEX
+        num_bytes = torch.zeros((), device=valid.device)
+        if self.token_bytes is not None:
+            num_bytes = torch.where(valid, self.token_bytes[batch.labels.clamp(min=0)], 0).sum()
+        loss_sum = self.model.row_losses(batch).to(torch.float64).sum()
+        return torch.stack([value.to(torch.float64) for value in (loss_sum, valid.sum(), num_bytes)])

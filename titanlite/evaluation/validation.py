@@ -1,0 +1,61 @@
+"""Validation of a run: when, on what, and where its results go."""
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from titanlite.data.config import ValidationConfig
+from titanlite.data.loader import Loader
+from titanlite.data.tasks import EncodedTask
+from titanlite.evaluation.evaluator import Evaluator
+from titanlite.metrics.meter import Meter
+from titanlite.metrics.sinks import Sinks
+from titanlite.metrics.validation import ValidationRecord
+from titanlite.runtime.failure import FailureReport
+from titanlite.runtime.logging import log
+from titanlite.runtime.signals import StoppedError
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Validation of a run: its interval, sources, tasks and outputs.
+
+    loaders: of this rank, by name of the source. max_bad_rows: data.max_bad_rows, for each validation. missing: whether
+    the step from which the run resumes has not been validated yet.
+    """
+
+    section: ValidationConfig
+    evaluator: Evaluator
+    loaders: Mapping[str, Loader]
+    tasks: Sequence[EncodedTask]
+    meter: Meter
+    sinks: Sinks
+    max_bad_rows: int
+    missing: bool
+
+    def is_due(self, step: int, last: bool) -> bool:
+        """Whether to validate after `step`. last: whether it is the last step of the run."""
+        return last or step % self.section.interval == 0
+
+    def after_step(self, step: int, failure: FailureReport) -> int:
+        """Validate and write a row; return 0, or the number of the signal that interrupted the validation.
+
+        A collective over all ranks. Raises RanksError if there is no token to predict or there are too
+        many bad rows, DataError as Evaluator.totals does.
+        """
+        with self.meter.left_out() as clock:
+            try:
+                totals = self.evaluator.totals_by_name(
+                    self.loaders, steps=self.section.steps, max_bad_rows=self.max_bad_rows, failure=failure
+                )
+                by_source = dict(totals)
+                scores = {encoded.task.name: self.evaluator.scores(encoded) for encoded in self.tasks}
+            except StoppedError as stopped:
+                name = signal.Signals(stopped.number).name
+                log.info(
+                    "validation after step %d: cut by %s after %.0f s, without a result; the next start repeats it",
+                    *(step, name, clock()),
+                )
+                return stopped.number
+            self.sinks.write(ValidationRecord(step, by_source, clock(), self.meter.tokens_seen, scores))
+        return 0
