@@ -22,10 +22,10 @@ from titanlite.metrics.history import last_row, read_rows
 from titanlite.metrics.tasks import TaskScores
 from titanlite.metrics.validation import SetTotals, sum_of
 from titanlite.runtime.distributed import ELASTIC, CommConfig, World, connect, world_from_environment
-from titanlite.runtime.environment import raise_open_file_limit
+from titanlite.runtime.environment import raise_open_file_limit, start_rank
 from titanlite.runtime.errors import ConfigError, UsageError, UserError
 from titanlite.runtime.failure import EmbeddedReport
-from titanlite.runtime.logging import keep_for_log_file, log, setup_logging
+from titanlite.runtime.logging import keep_for_log_file, log
 from titanlite.runtime.process_state import restored_process
 from titanlite.tools import evaluate
 from titanlite.tools.command import check_options
@@ -133,9 +133,7 @@ def run(config: JobConfig | str | Path, overrides: Mapping[str, Any] | None = No
     are. The process is not ended, but a rank that has lost another one waits for the timeout of its collective.
     """
     with _in_this_process() as (world, cleanup):
-        environment = dict(os.environ)
-        raise_open_file_limit()
-        setup_logging(world.rank)
+        _, environment = start_rank()
         if world.rank == 0:
             keep_for_log_file()
         if isinstance(config, JobConfig):

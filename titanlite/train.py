@@ -5,7 +5,6 @@ from titanlite.runtime.failure import FailureReport, end_process, prepare_proces
 if __name__ == "__main__":  # before the imports that take seconds
     prepare_process()
 
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -31,19 +30,12 @@ from titanlite.planning.out_of_memory import explained_out_of_memory
 from titanlite.preview import preview
 from titanlite.profiling.regions import region
 from titanlite.runtime.agreement import RanksError, require_equal, watch_ranks
-from titanlite.runtime.distributed import (
-    ELASTIC,
-    World,
-    connect,
-    note_finished,
-    wait_until_finished,
-    world_from_environment,
-)
-from titanlite.runtime.environment import raise_open_file_limit
+from titanlite.runtime.distributed import ELASTIC, World, connect, note_finished, wait_until_finished
+from titanlite.runtime.environment import start_rank
 from titanlite.runtime.errors import DataError, UserError
 from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.job_lock import job_lock
-from titanlite.runtime.logging import keep_for_log_file, log, setup_logging
+from titanlite.runtime.logging import keep_for_log_file, log
 from titanlite.runtime.signals import StopRequest
 from titanlite.summary import summarize
 from titanlite.trainer import Trainer
@@ -70,10 +62,7 @@ class End:
 def main() -> None:
     """Read the configuration, build the run, train; the same program on every rank."""
     with FailureReport() as failure:
-        raise_open_file_limit()
-        environment = dict(os.environ)
-        launched = world_from_environment()
-        setup_logging(launched.rank)
+        launched, environment = start_rank()
         if launched.rank == 0:
             keep_for_log_file()
         parsed = read_command_line(sys.argv[1:])

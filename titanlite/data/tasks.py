@@ -1,16 +1,16 @@
 """Tasks: files of questions, as JSON lines, and their tokens."""
 
 import hashlib
-import re
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from titanlite.data.chat.encoder import ChatEncoder
 from titanlite.data.chat.messages import ASSISTANT, Message, parse_conversation
@@ -20,6 +20,9 @@ from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.json_files import JsonError, parse_json, read_regular
 
 TaskFormat = Literal["multiple choice", "cloze"]
+Text = Annotated[str, Field(min_length=1)]
+MaybeEmpty = Annotated[str, Field(min_length=0)]
+"""With a limit, pydantic also refuses unpaired surrogates, which no tokenizer takes."""
 FORMATS = (
     'write "context" (a text) or "messages" (a conversation), and "choices" and "answer" (an index from 0) or "answer" '
     "(a text)"
@@ -93,13 +96,14 @@ def read_task(path: str | Path) -> Task:
     text = content.removeprefix(BOM_UTF8)  # written by some programs; not part of the JSON
     if not text.strip():
         raise UserError(f"{path} has no questions: {FORMATS}, one question per line")
-    questions, formats = [], []
+    questions: list[Question] = []
+    formats: list[TaskFormat] = []
     for number, line in enumerate(text.rstrip().split(b"\n"), start=1):
         try:
             if not line.strip():
                 raise JsonError("is blank: remove the line")
             row = parse_json(line)
-            formats.append(_format_of(row))
+            formats.append("multiple choice" if "choices" in row else "cloze")
             questions.append(_question(row, formats[-1]))
             if formats[-1] != formats[0]:
                 raise JsonError(f"is {formats[-1]}, and line 1 is {formats[0]}: write one file for each format")
@@ -201,74 +205,48 @@ def _fault_of(tokens: Sized, begin: int, question: Question, choice: str, seq_le
     return ""
 
 
-def _format_of(row: dict[str, Any]) -> TaskFormat:
-    return "multiple choice" if "choices" in row else "cloze"
+class _Cloze(BaseModel):
+    """A row with the answer as a text. messages: checked by parse_conversation."""
+
+    model_config = ConfigDict(strict=True)
+
+    context: MaybeEmpty = ""
+    messages: Any = None
+    answer: Text
+
+
+class _MultipleChoice(_Cloze):
+    """A row with the answer as an index of its choices."""
+
+    choices: Annotated[list[Text], Field(min_length=2)]
+    answer: Annotated[int, Field(ge=0)]  # type: ignore[assignment]
 
 
 def _question(row: dict[str, Any], form: TaskFormat) -> Question:
     """The question of a row, which may have other names, too. Raises JsonError."""
-    if "answer" not in row:
-        raise JsonError(f"has no 'answer', but {_keys(row)}: {FORMATS}")
-    context, answer = _context(row), row["answer"]
-    choices = row["choices"] if form == "multiple choice" else [answer]
-    if not isinstance(choices, list) or len(choices) < 1 + (form == "multiple choice"):
-        raise JsonError(f"has choices that are {_kind(choices)}: write a list of at least two texts")
-    for choice in choices:
-        if not isinstance(choice, str) or not choice:
-            name = "a choice" if form == "multiple choice" else "an answer"
-            remedy = "write a text" if form == "multiple choice" else 'write a text, or add "choices"'
-            raise JsonError(f"has {name} that is {_kind(choice)}: {remedy}")
-    for text in (context, *choices):
-        if isinstance(text, str) and (found := re.search("[\ud800-\udfff]", text)):
-            raise JsonError(f"has a text with an unpaired surrogate, \\u{ord(found[0]):04x}: remove it")
-    if form == "cloze":
-        return Question(context, (answer,), 0)
-    if type(answer) is not int:
-        raise JsonError(f"has an answer that is {_kind(answer)}: write the index of the right choice, from 0")
-    if not 0 <= answer < len(choices):
-        raise JsonError(f"has answer {answer} for {len(choices)} choices: write an index from 0 to {len(choices) - 1}")
-    return Question(context, tuple(choices), answer)
+    if len(row.keys() & {"context", "messages"}) != 1:
+        raise JsonError(f"has {'both' if 'context' in row else 'none of'} 'context' and 'messages': {FORMATS}")
+    try:
+        found = (_Cloze if form == "cloze" else _MultipleChoice).model_validate(row)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        place = ", item ".join(map(repr, fault["loc"]))
+        raise JsonError(f"has a fault at {place} ({fault['msg']}): {FORMATS}") from None
+    context = _conversation(found.messages) if "messages" in row else found.context
+    if not isinstance(found, _MultipleChoice):
+        return Question(context, (found.answer,), 0)
+    last = len(found.choices) - 1
+    if found.answer > last:
+        raise JsonError(f"has answer {found.answer} for {last + 1} choices: write an index from 0 to {last}")
+    return Question(context, tuple(found.choices), found.answer)
 
 
-def _context(row: dict[str, Any]) -> str | tuple[Message, ...]:
-    """Raises JsonError."""
-    given = [name for name in ("context", "messages") if name in row]
-    if not given:
-        raise JsonError(f"has neither 'context' nor 'messages', but {_keys(row)}: {FORMATS}")
-    if len(given) > 1:
-        raise JsonError("has both 'context' and 'messages': remove one of them")
-    if given == ["messages"]:
-        try:
-            messages = parse_conversation({"messages": row["messages"]})
-        except BadRowError as bad:
-            raise JsonError(f"has messages that cannot be used: {bad}") from None
-        if messages[-1]["role"] == ASSISTANT:
-            raise JsonError("has messages that end with a turn of the assistant, whose turn is next: remove it")
-        return tuple(messages)
-    if not isinstance(row["context"], str):
-        raise JsonError(f"has a context that is {_kind(row['context'])}: write a text, which may be empty")
-    return row["context"]
-
-
-def _keys(row: dict[str, Any]) -> str:
-    return ", ".join(repr(key) for key in list(row)[:8]) or "no keys"
-
-
-def _kind(value: object) -> str:
-    """A value of JSON in words."""
-    match value:
-        case "":
-            return "an empty text"
-        case str():
-            return "a text"
-        case []:
-            return "an empty list"
-        case [_]:
-            return "a list of one"
-        case bool():
-            return "true or false"
-        case int() | float():
-            return "a number"
-        case None:
-            return "null"
-    return "a list" if isinstance(value, list) else "an object"
+def _conversation(given: Any) -> tuple[Message, ...]:
+    """The turns before an answer. Raises JsonError."""
+    try:
+        messages = parse_conversation({"messages": given})
+    except BadRowError as bad:
+        raise JsonError(f"has messages that cannot be used: {bad}") from None
+    if messages[-1]["role"] == ASSISTANT:
+        raise JsonError("has messages that end with a turn of the assistant, whose turn is next: remove it")
+    return tuple(messages)

@@ -41,16 +41,10 @@ from titanlite.models.family import saved_tensors
 from titanlite.parallel.mesh import LAYOUT, Mesh, ParallelismConfig
 from titanlite.runtime.agreement import require_equal, share_from_rank_0, watch_ranks
 from titanlite.runtime.determinism import apply_determinism
-from titanlite.runtime.distributed import (
-    CommConfig,
-    World,
-    connect,
-    init_process_group,
-    set_timeout,
-    world_from_environment,
-)
+from titanlite.runtime.distributed import CommConfig, World, connect, init_process_group, set_timeout
+from titanlite.runtime.environment import start_rank
 from titanlite.runtime.errors import ConfigError, Problem, Rules
-from titanlite.runtime.logging import log, setup_logging
+from titanlite.runtime.logging import log
 from titanlite.runtime.settings import setting
 from titanlite.runtime.signals import StopRequest
 from titanlite.runtime.text import aligned, counted
@@ -120,8 +114,7 @@ def main(argv: Sequence[str]) -> None:
     """Evaluate, on every rank; rank 0 prints the table."""
     with FailureReport() as failure:
         options, overrides = read_arguments(argv)
-        world = world_from_environment()
-        setup_logging(world.rank)
+        world, _ = start_rank()
         store = connect(world, CommConfig())
         watch_ranks(failure, world, store, None, CommConfig.train_timeout_s)
         cleanup = ExitStack()  # not entered: an error ends the process at once

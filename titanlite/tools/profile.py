@@ -5,7 +5,6 @@ from titanlite.runtime.failure import FailureReport, end_process, prepare_proces
 if __name__ == "__main__":  # before the imports that take seconds
     prepare_process()
 
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -35,11 +34,10 @@ from titanlite.profiling.config import TRACES_FOLDER
 from titanlite.profiling.regions import region
 from titanlite.profiling.trace import Trace, output_file
 from titanlite.runtime.agreement import run_on_all_ranks, share_from_rank_0, watch_ranks
-from titanlite.runtime.distributed import World, connect, world_from_environment
-from titanlite.runtime.environment import raise_open_file_limit
+from titanlite.runtime.distributed import World, connect
+from titanlite.runtime.environment import start_rank
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.garbage import PacedGarbageCollection
-from titanlite.runtime.logging import setup_logging
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import aligned, counted
 from titanlite.tools.command import (
@@ -92,13 +90,10 @@ class Profile:
 def main(argv: Sequence[str]) -> None:
     """Profile, on every rank; rank 0 prints the report."""
     with FailureReport() as failure:
-        raise_open_file_limit()
-        environment = dict(os.environ)
         options, overrides = read_options_and_overrides(Options, argv, "profile")
         if problems := check_options(options):
             raise ConfigError(problems)
-        world = world_from_environment()
-        setup_logging(world.rank)
+        world, environment = start_rank()
         arguments = ["--job.config_file", options.config, *overrides]
         config = load_config(arguments, world_size=world.size, device_type=world.device_type)
         store = connect(world, config.comm)
