@@ -48,8 +48,8 @@ class ModelOnMesh:
         arguments = self.forward_arguments(batch, torch.ones((), dtype=torch.int64, device=self.device))
         arguments.pop("row_keys", None)  # no random numbers without keys
         forward = self.model_parts[0] if self.pipeline is None else self.pipeline.row_losses
-        losses: Tensor = forward(self.own_positions(batch.tokens), **arguments)
-        return self.over_positions(losses)
+        losses: Tensor = forward(self.cp_shard(batch.tokens), **arguments)
+        return self.sum_over_cp(losses)
 
     def row_misses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """As row_losses, and the number of labels of each row that are not the most likely token, both (rows,)."""
@@ -63,13 +63,13 @@ class ModelOnMesh:
             for head in heads:
                 head.misses = None
         misses = torch.cat(counts).to(losses.dtype) if counts else torch.zeros_like(losses)
-        return losses, self.over_positions(misses)
+        return losses, self.sum_over_cp(misses)
 
-    def own_positions(self, rows: Tensor) -> Tensor:
-        """The columns of `rows`, (rows, seq_len), that are positions of this rank."""
+    def cp_shard(self, rows: Tensor) -> Tensor:
+        """This rank's columns of `rows`, (rows, seq_len): its positions on the cp axis."""
         return part_of_rows(rows, self.mesh.coordinate["cp"], self.mesh.degrees["cp"], self.mesh.context_parallel)
 
-    def over_positions(self, losses: Tensor) -> Tensor:
+    def sum_over_cp(self, losses: Tensor) -> Tensor:
         """The losses of entire rows, (rows,), from those of this rank's positions. With cp, an all-reduce over it."""
         if self.mesh.cp_group is not None:
             losses = losses.contiguous()
@@ -88,14 +88,14 @@ class ModelOnMesh:
         part = coordinate["pp"] * cp + coordinate["cp"]
         seed_microbatch(self.seed, self.step, batch.sequences.tolist()[0], part, self.device)
         arguments = document_arguments(batch.positions)
-        arguments |= {"labels": self.own_positions(batch.labels), "num_valid": num_valid.expand(len(batch.labels))}
+        arguments |= {"labels": self.cp_shard(batch.labels), "num_valid": num_valid.expand(len(batch.labels))}
         if cp > 1:
-            arguments["positions"] = self.own_positions(arguments.get("positions", positions_of(batch.tokens)))
+            arguments["positions"] = self.cp_shard(arguments.get("positions", positions_of(batch.tokens)))
             if self.mesh.context_parallel == "gather":  # its mask is also that of causal attention
                 arguments.setdefault("document_ids", torch.zeros_like(batch.tokens))
         if self.mixtures and batch.lengths is not None and int(batch.lengths.min()) < batch.tokens.shape[1]:
             is_token = positions_of(batch.tokens) < to_device(batch.lengths, self.device).unsqueeze(1)
-            arguments["is_token"] = self.own_positions(is_token)
+            arguments["is_token"] = self.cp_shard(is_token)
         if self.model_parts[0].draws:
             arguments["row_keys"] = to_device(row_keys(self.seed, self.step, batch.sequences), self.device)
         return arguments

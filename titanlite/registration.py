@@ -31,7 +31,7 @@ from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import Arguments, GatedOptimizer, OptimizerConfig, OptimizerKind, skips_by_itself
 from titanlite.optim.registry import OPTIMIZERS
 from titanlite.optim.schedule import DECAY_SHAPES
-from titanlite.parallel.mesh import Sharing
+from titanlite.parallel.mesh import ShardGroups
 from titanlite.runtime.plugins import RegistrationError, add_entry
 
 CPU = torch.device("cpu")
@@ -223,7 +223,7 @@ def _build_for_matrix(check: _Check, kind: OptimizerKind) -> tuple[nn.Parameter,
     weights = nn.Parameter(torch.ones(2, 3))
     options = {"lr_factor": 1.0, "weight_decay": 0.0, "betas": (0.9, 0.95), "momentum": kind.momentum}
     groups = [{"params": [("weights", weights)], **options}]
-    optimizer = kind.build(Arguments(groups, OptimizerConfig(), CPU, Sharing(), 0))
+    optimizer = kind.build(Arguments(groups, OptimizerConfig(), CPU, ShardGroups(), 0))
     check.require(isinstance(optimizer, torch.optim.Optimizer), "build must return a torch.optim.Optimizer")
     kept = all({"lr_factor", "param_names"} <= group.keys() for group in optimizer.param_groups)
     check.require(kept, "build must pass the groups to torch's optimizer as they are, with names of parameters")

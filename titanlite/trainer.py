@@ -131,11 +131,11 @@ class Trainer(ModelOnMesh):
         The shares of all microbatches and data ranks add up to the mean loss. In a pipeline they are 0 except on the
         last stage.
         """
-        arguments, tokens = self.forward_arguments(batch, num_valid), self.own_positions(batch.tokens)
+        arguments, tokens = self.forward_arguments(batch, num_valid), self.cp_shard(batch.tokens)
         if self.pipeline is not None:
-            return self.over_positions(self.pipeline.forward_backward(tokens, **arguments))
+            return self.sum_over_cp(self.pipeline.forward_backward(tokens, **arguments))
         with region("forward"):
             shares: Tensor = self.model_parts[0](tokens, **arguments)
         with region("backward"):
             shares.sum().backward()
-        return self.over_positions(shares.detach())
+        return self.sum_over_cp(shares.detach())

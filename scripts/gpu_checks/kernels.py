@@ -19,7 +19,7 @@ from titanlite.models.head import OutputLayer
 from titanlite.models.layers import FeedForward, RMSNorm, RotaryEmbedding
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.registry import build_optimizer
-from titanlite.parallel.mesh import Sharing, part_of_rows
+from titanlite.parallel.mesh import ShardGroups, part_of_rows
 
 CHECK = "2 kernels"
 SUMS = 256
@@ -235,7 +235,7 @@ def adamw(setup: Setup) -> Found:
     first, second = torch.zeros_like(weight), torch.zeros_like(weight)
     before = weight.clone()
     plan, named = Plan((), {}, {}), dict(model.named_parameters())
-    optimizer = build_optimizer(section, named, plan, setup.device, Sharing(), 0)
+    optimizer = build_optimizer(section, named, plan, setup.device, ShardGroups(), 0)
     generator = torch.Generator().manual_seed(0)
     for step in range(3):
         gradient = torch.randn(weight.shape, generator=generator)
@@ -261,7 +261,7 @@ def updates(section: OptimizerConfig, bound: float, setup: Setup) -> Found:
         weight = torch.randn(48, 64, generator=generator, dtype=torch.float64)
         block = nn.ParameterDict({"w": weight.to(device, dtype, copy=True)})
         named = {f"block.{name}": parameter for name, parameter in block.named_parameters()}
-        optimizer = build_optimizer(section, named, Plan((), {"block": 0}, {}), device, Sharing(), 0)
+        optimizer = build_optimizer(section, named, Plan((), {"block": 0}, {}), device, ShardGroups(), 0)
         for step in range(3):
             gradient = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
             block["w"].grad = gradient.to(device, dtype)

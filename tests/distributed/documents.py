@@ -84,7 +84,7 @@ def documents_step(layout: Layout) -> dict[str, Any]:
     used = [positions_seen(part) for part in trainer.model_parts]
     local = local_batches(config, mesh, batch)
     stats = trainer.train_step(local)
-    positions = torch.cat([trainer.own_positions(part.positions) for part in local if part.positions is not None])
+    positions = torch.cat([trainer.cp_shard(part.positions) for part in local if part.positions is not None])
     restarts = all(torch.equal(torch.cat(seen), positions) for seen in used)
     errors = compare(trainer, stats.mean_loss, stats.grad_norm, reference, same)
     return {**asdict(errors), "restarts": restarts}

@@ -307,13 +307,13 @@ def valid_tokens_of_own_positions(trainer: Trainer) -> None:
     """Each rank divides by the valid tokens of its own positions."""
     count = trainer.count_valid_tokens
     trainer.count_valid_tokens = lambda batches: count(  # type: ignore[method-assign]
-        [batch._replace(labels=trainer.own_positions(batch.labels)) for batch in batches]
+        [batch._replace(labels=trainer.cp_shard(batch.labels)) for batch in batches]
     )
 
 
 def loss_of_own_positions(trainer: Trainer) -> None:
     """The loss is not summed over the positions of other ranks. The gradients are correct."""
-    trainer.over_positions = lambda losses: losses  # type: ignore[method-assign]
+    trainer.sum_over_cp = lambda losses: losses  # type: ignore[method-assign]
 
 
 def documents_of_own_positions(trainer: Trainer) -> None:
@@ -322,7 +322,7 @@ def documents_of_own_positions(trainer: Trainer) -> None:
 
     def repeated(batch: Batch, num_valid: Tensor) -> dict[str, Tensor]:
         arguments = forward_arguments(batch, num_valid)
-        own = trainer.own_positions(arguments["document_ids"])
+        own = trainer.cp_shard(arguments["document_ids"])
         return arguments | {"document_ids": own.repeat(1, trainer.mesh.degrees["cp"])}
 
     trainer.forward_arguments = repeated  # type: ignore[method-assign]
@@ -363,7 +363,7 @@ def gradients_of_own_queries() -> Iterator[None]:
         parts = gradient.chunk(2 * cp, dim=2)
         return torch.cat((parts[rank], parts[2 * cp - 1 - rank]), dim=2), None
 
-    with replaced(context_module._Gather, "backward", staticmethod(own)):
+    with replaced(context_module._GatherPositions, "backward", staticmethod(own)):
         yield
 
 

@@ -134,7 +134,7 @@ def warm_trainer(config: JobConfig, batches: list[Batch]) -> Trainer:
 
 def forward_loss(trainer: Trainer, batch: Batch) -> Tensor:
     arguments = trainer.forward_arguments(batch, torch.tensor(batch.labels.numel()))
-    loss: Tensor = trainer.model_parts[0](trainer.own_positions(batch.tokens), **arguments).sum()
+    loss: Tensor = trainer.model_parts[0](trainer.cp_shard(batch.tokens), **arguments).sum()
     return loss
 
 

@@ -21,7 +21,7 @@ from titanlite.optim.registry import build_optimizer, has_owners
 from titanlite.optim.schedule import build_schedule
 from titanlite.optim.weight_average import WeightAverage
 from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
-from titanlite.parallel.mesh import Mesh, Sharing, shard_logits
+from titanlite.parallel.mesh import Mesh, ShardGroups, shard_logits
 from titanlite.parallel.parallelize import parallelize
 from titanlite.parallel.pipeline import (
     Pipeline,
@@ -164,8 +164,8 @@ def build_optimizers(
 ) -> GatedOptimizer:
     """Build the optimizers of this rank's parameters, by name. A collective: it may create a process group."""
     section, (full, plan) = config.optimizer, full_parameters(config.model)
-    sharing = mesh.sharing() if has_owners(section, full, plan) else Sharing()
-    return build_optimizer(section, named, plan, device, sharing, config.debug.seed)
+    shard_groups = mesh.shard_groups() if has_owners(section, full, plan) else ShardGroups()
+    return build_optimizer(section, named, plan, device, shard_groups, config.debug.seed)
 
 
 def forward_parts(job: Job, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> dict[str, Any]:

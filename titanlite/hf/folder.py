@@ -17,10 +17,9 @@ from torch import Tensor
 from titanlite.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from titanlite.hf.generation_defaults import GENERATION_FILE, defaults_of_config
 from titanlite.hf.safetensors import SUFFIX, StoredStack, StoredTensor, read_box_, read_header, read_object
-from titanlite.models.family import Family
+from titanlite.models.family import FAMILIES, Family
 from titanlite.models.hugging_face import stored_names
 from titanlite.models.init import local_region
-from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.json_files import JsonError, read_regular
 

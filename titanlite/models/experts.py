@@ -29,7 +29,7 @@ def router_scores(x: Tensor, weight: Tensor) -> Tensor:
     return functional.linear(x.to(wide), weight.to(wide))
 
 
-class FeedForward(Protocol):
+class ExpertsFunction(Protocol):
     """SwiGLU of each row by its expert. rows: (rows, dim), sorted by expert; counts: of rows, int64 (n_experts,)."""
 
     def __call__(self, rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor: ...
@@ -44,7 +44,7 @@ class Experts(nn.Module):
     def __init__(self, n_experts: int, dim: int, hidden_dim: int) -> None:
         super().__init__()
         self.n_experts = n_experts
-        self.feed_forward: FeedForward = feed_forward
+        self.feed_forward: ExpertsFunction = feed_forward
         self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
@@ -109,7 +109,7 @@ class _Permuted(torch.autograd.Function):
 
 
 def feed_forward(rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    """The FeedForward of experts that are all on this rank. In bfloat16 on CUDA the host does not read the counts, if
+    """The ExpertsFunction of experts that are all on this rank. In bfloat16 on CUDA the host does not read the counts, if
     dim and hidden_dim (per tp rank) are multiples of 8, as grouped matrix products need."""
     is_aligned = rows.shape[1] % 8 == 0 and w1.shape[1] % 8 == 0
     if rows.device.type == "cuda" and rows.dtype == torch.bfloat16 and len(rows) and is_aligned:

@@ -330,9 +330,9 @@ class _AtOnce(torch.autograd.Function):
         gradients, buffer = Gradients(x, weight, scoring), scoring.buffer(x, weight)
         for tokens in scoring.chunks(len(x)):
             scores = scoring.scores(x[tokens], weight, buffer)
-            losses[tokens], of_scores, factor = scoring.losses_and_gradient_(scores, labels[tokens], weights[tokens])
-            gradients.add(tokens, of_scores, factor)
-            del scores, of_scores
+            losses[tokens], scores_grad, factor = scoring.losses_and_gradient_(scores, labels[tokens], weights[tokens])
+            gradients.add(tokens, scores_grad, factor)
+            del scores, scores_grad
         ctx.gradients = gradients.result()
         return losses.mul_(weights)
 
@@ -340,9 +340,9 @@ class _AtOnce(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # The gradient of the weight is summed over all tokens already: they must have the same factor.
         factor = torch.where((gradient == gradient[0]).all(), gradient[0], torch.nan)
-        of_x, of_weight = ctx.gradients
+        x_grad, weight_grad = ctx.gradients
         del ctx.gradients
-        return of_x.mul_(factor), of_weight.mul_(factor), None, None, None
+        return x_grad.mul_(factor), weight_grad.mul_(factor), None, None, None
 
 
 class _Recomputed(torch.autograd.Function):
@@ -384,21 +384,21 @@ class Gradients:
         wide = torch.promote_types(weight.dtype, torch.float32)
         self._weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
 
-    def add(self, tokens: slice, of_scores: Tensor, factor: Tensor | None) -> None:
+    def add(self, tokens: slice, scores_grad: Tensor, factor: Tensor | None) -> None:
         """Add the gradients of a chunk, from that of its scores. factor: of each token, (tokens, 1); None: 1."""
         if self._scoring.gathers:
-            of_scores = of_scores[:, self._scoring.start :][:, : len(self._of)]
-        of_scores = of_scores.to(self._of.dtype)
+            scores_grad = scores_grad[:, self._scoring.start :][:, : len(self._of)]
+        scores_grad = scores_grad.to(self._of.dtype)
         if self._x is not None:
-            product = of_scores @ self._of
+            product = scores_grad @ self._of
             self._x[tokens] = product if factor is None else product * factor
         if self._weight is not None:
             inputs = self._inputs[tokens]
             scaled = inputs if factor is None else (inputs * factor).to(self._of.dtype)
             if self._weight.dtype == scaled.dtype:
-                self._weight.addmm_(of_scores.T, scaled)
+                self._weight.addmm_(scores_grad.T, scaled)
                 return
-            parts = zip(self._weight.split(PART_IDS), of_scores.split(PART_IDS, 1), strict=True)
+            parts = zip(self._weight.split(PART_IDS), scores_grad.split(PART_IDS, 1), strict=True)
             for of_part, of_ids in parts:
                 of_part += of_ids.T @ scaled
 

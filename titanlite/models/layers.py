@@ -146,8 +146,8 @@ class _RMSNorm(torch.autograd.Function):
         wide = inverse.dtype
         product = (gradient.to(wide) * x).mul_(inverse)
         mean = ctx.total(product @ weight.to(wide)).div_(ctx.dim).unsqueeze(-1)
-        of_x = (gradient.to(wide) * weight).addcmul_(x, mean * inverse, value=-1).mul_(inverse)
-        return of_x.to(x.dtype), product.flatten(0, -2).sum(0).to(weight.dtype), None, None, None
+        x_grad = (gradient.to(wide) * weight).addcmul_(x, mean * inverse, value=-1).mul_(inverse)
+        return x_grad.to(x.dtype), product.flatten(0, -2).sum(0).to(weight.dtype), None, None, None
 
 
 class RotaryTables:

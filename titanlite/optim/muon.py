@@ -14,7 +14,7 @@ from torch import Tensor
 from titanlite.optim.newton_schulz import flops, orthogonalize
 from titanlite.optim.optimizer import Arguments, OptimizerConfig, OptimizerKind, SkippingOptimizer
 from titanlite.optim.owners import Matrix, Owners
-from titanlite.parallel.mesh import Sharing
+from titanlite.parallel.mesh import ShardGroups
 from titanlite.precision import DTYPES
 from titanlite.runtime.dtensors import local_part
 
@@ -40,7 +40,7 @@ def muon_dtype(section: OptimizerConfig, parameters: torch.dtype) -> torch.dtype
 
 
 class Muon(SkippingOptimizer):
-    """Muon for matrices (rows, columns), and stacks of them. `step` is a collective of `sharing`.
+    """Muon for matrices (rows, columns), and stacks of them. `step` is a collective of `shard_groups`.
 
     State: momentum, of the parameter's shape, dtype and placement. Nothing is read from the device.
     """
@@ -54,7 +54,7 @@ class Muon(SkippingOptimizer):
         coefficients: tuple[float, float, float],
         dtype: torch.dtype,
         adjustment: Adjustment,
-        sharing: Sharing,
+        shard_groups: ShardGroups,
     ) -> None:
         """groups: see Arguments. dtype: of the orthogonalization and its messages."""
         super().__init__(groups, {"lr": lr})
@@ -62,7 +62,7 @@ class Muon(SkippingOptimizer):
         self._orthogonalize = partial(orthogonalize, steps=steps, coefficients=coefficients)
         self._parameters = list(self.each())
         self._wide = torch.promote_types(self._parameters[0][0].dtype, torch.float32)
-        self._owners = Owners([parameter for parameter, _ in self._parameters], sharing, partial(flops, steps=steps))
+        self._owners = Owners([parameter for parameter, _ in self._parameters], shard_groups, partial(flops, steps=steps))
 
     def zero_state(self, parameter: Tensor) -> dict[str, Tensor]:
         return {"momentum": torch.zeros_like(parameter, requires_grad=False)}
@@ -108,7 +108,7 @@ def build(arguments: Arguments) -> Muon:
         coefficients=(a, b, c),
         dtype=muon_dtype(section, first.dtype),
         adjustment=section.adjust_lr,
-        sharing=arguments.sharing,
+        shard_groups=arguments.shard_groups,
     )
 
 

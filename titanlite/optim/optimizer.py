@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from titanlite.parallel.mesh import Sharing
+from titanlite.parallel.mesh import ShardGroups
 from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.settings import Needs, setting
 
@@ -114,13 +114,13 @@ class Arguments:
     """What an optimizer is built from.
 
     groups: torch's parameter groups: pairs of name and parameter, lr_factor, weight_decay, betas, momentum, decays.
-    sharing: the ranks that hold parts of the parameters. seed: of random numbers.
+    shard_groups: the ranks that hold parts of the parameters. seed: of random numbers.
     """
 
     groups: list[dict[str, Any]]
     section: OptimizerConfig
     device: torch.device
-    sharing: Sharing
+    shard_groups: ShardGroups
     seed: int
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.parallel.mesh import Sharing
+from titanlite.parallel.mesh import ShardGroups
 from titanlite.runtime.dtensors import is_dtensor, local_part
 
 Part = tuple[slice, ...]
@@ -63,16 +63,16 @@ class Owners:
     cost: of a matrix of (rows, columns), in any unit.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], sharing: Sharing, cost: Callable[[int, int], float]) -> None:
-        self._sharing = sharing
+    def __init__(self, parameters: Sequence[Tensor], shard_groups: ShardGroups, cost: Callable[[int, int], float]) -> None:
+        self._sharing = shard_groups
         self._device = local_part(parameters[0]).device
         self.rank, self.replica, self.size, self.replicas = 0, 0, 1, 1
         ranks = [dist.get_rank() if dist.is_initialized() else 0]
-        if sharing.shards is not None:
-            ranks = dist.get_process_group_ranks(sharing.shards)
-            self.rank, self.size = sharing.shards.rank(), len(ranks)
-        if sharing.replicas is not None:
-            self.replica, self.replicas = sharing.replicas.rank(), sharing.replicas.size()
+        if shard_groups.shards is not None:
+            ranks = dist.get_process_group_ranks(shard_groups.shards)
+            self.rank, self.size = shard_groups.shards.rank(), len(ranks)
+        if shard_groups.replicas is not None:
+            self.replica, self.replicas = shard_groups.replicas.rank(), shard_groups.replicas.size()
         self.rounds = deal(
             parameters, divisions(parameters, ranks), cost, rank=self.rank, size=self.size, replicas=self.replicas
         )

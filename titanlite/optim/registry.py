@@ -23,7 +23,7 @@ from titanlite.optim.optimizer import (
 from titanlite.optim.rounding import rounding_bytes
 from titanlite.optim.sgd import SGD
 from titanlite.optim.weight_average import average_bytes
-from titanlite.parallel.mesh import Sharing
+from titanlite.parallel.mesh import ShardGroups
 from titanlite.runtime.errors import Problem, Rules
 
 OPTIMIZERS: dict[str, OptimizerKind] = {"AdamW": ADAMW, "Muon": MUON, "Lion": LION, "SGD": SGD}
@@ -73,29 +73,29 @@ def build_optimizer(
     named: Mapping[str, nn.Parameter],
     plan: Plan,
     device: torch.device,
-    sharing: Sharing,
+    shard_groups: ShardGroups,
     seed: int,
 ) -> GatedOptimizer:
     """Build the optimizers of these parameters, by name.
 
-    plan: of the full model. sharing: the ranks that hold parts of the parameters. seed: of random numbers.
+    plan: of the full model. shard_groups: the ranks that hold parts of the parameters. seed: of random numbers.
     """
-    return GatedOptimizer(_optimizers(section, divide(section, OPTIMIZERS, named, plan), device, sharing, seed))
+    return GatedOptimizer(_optimizers(section, divide(section, OPTIMIZERS, named, plan), device, shard_groups, seed))
 
 
 def _optimizers(
-    section: OptimizerConfig, groups: Sequence[Group], device: torch.device, sharing: Sharing, seed: int
+    section: OptimizerConfig, groups: Sequence[Group], device: torch.device, shard_groups: ShardGroups, seed: int
 ) -> list[torch.optim.Optimizer]:
     by_name: dict[str, list[dict[str, Any]]] = {}
     for group in groups:
         by_name.setdefault(group.optimizer, []).append({"params": list(group.parameters.items()), **group.options})
     return [
-        OPTIMIZERS[name].build(Arguments(torchs, section, device, sharing, seed)) for name, torchs in by_name.items()
+        OPTIMIZERS[name].build(Arguments(torchs, section, device, shard_groups, seed)) for name, torchs in by_name.items()
     ]
 
 
 def has_owners(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> bool:
-    """Whether an update needs `sharing`. named, plan: of the full model, so that all ranks agree."""
+    """Whether an update needs `shard_groups`. named, plan: of the full model, so that all ranks agree."""
     return any(OPTIMIZERS[group.optimizer].takes_matrices for group in divide(section, OPTIMIZERS, named, plan))
 
 
@@ -141,7 +141,7 @@ def memory_bytes(section: OptimizerConfig, shards: Mapping[str, Tensor], plan: P
             for dtype in {p.dtype for p in group.parameters.values()}
         }
         named = {str(dtype): sample for dtype, sample in samples.items()}
-        (optimizer,) = _optimizers(section, [replace(group, parameters=named)], CPU, Sharing(), 0)
+        (optimizer,) = _optimizers(section, [replace(group, parameters=named)], CPU, ShardGroups(), 0)
         gated = GatedOptimizer([optimizer])
         gated.init_state()
         own = 0

@@ -59,8 +59,8 @@ def attend_over_heads(
     cp = group.size()
     if keys.shape[1] < cp:
         keys, values = (x.repeat_interleave(cp // x.shape[1], dim=1) for x in (keys, values))
-    queries, keys, values = (_Exchange.apply(x, group, 1, 2) for x in (queries, keys, values))  # type: ignore[no-untyped-call]
-    attended: Tensor = _Exchange.apply(attend(queries, keys, values, mask), group, 2, 1)  # type: ignore[no-untyped-call]
+    queries, keys, values = (_HeadsForPositions.apply(x, group, 1, 2) for x in (queries, keys, values))  # type: ignore[no-untyped-call]
+    attended: Tensor = _HeadsForPositions.apply(attend(queries, keys, values, mask), group, 2, 1)  # type: ignore[no-untyped-call]
     return attended
 
 
@@ -68,7 +68,7 @@ def attend_to_gathered(
     queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None, *, group: dist.ProcessGroup
 ) -> Tensor:
     """As attend_over_heads. mask: of this rank's queries and entire rows of keys, see mask_of_own_queries."""
-    keys, values = (_Gather.apply(x, group) for x in (keys, values))  # type: ignore[no-untyped-call]
+    keys, values = (_GatherPositions.apply(x, group) for x in (keys, values))  # type: ignore[no-untyped-call]
     if mask is None or mask.shape[-2] != queries.shape[2]:
         raise RuntimeError(
             'the mask is not one of this rank\'s queries: with parallelism.context_parallel = "gather" a family builds '
@@ -92,7 +92,7 @@ def mask_of_own_queries(
 _operations = torch.ops._c10d_functional
 
 
-class _Exchange(torch.autograd.Function):
+class _HeadsForPositions(torch.autograd.Function):
     """All-to-all: split along dimension `split` over the ranks, joined along dimension `join`."""
 
     @staticmethod
@@ -113,7 +113,7 @@ def _exchange(x: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Ten
     return torch.cat(received.unbind(), dim=join)
 
 
-class _Gather(torch.autograd.Function):
+class _GatherPositions(torch.autograd.Function):
     """All-gather of this rank's positions, the third of four dimensions, into entire rows in their order. The gradient
     is the sum over the ranks."""
 

@@ -101,7 +101,7 @@ def is_wrapped(
 def sharded_dimension(shape: Sequence[int], ranks: int) -> int:
     """The dimension along which `ranks` ranks shard a parameter of this shape.
 
-    Of stacked experts, the second if there are not equally many per rank: some ranks would hold no expert.
+    Stacked experts are sharded along dim 1 if their number is not divisible by the ranks: some ranks would hold none.
     """
     n_experts, *others = shape
     return 1 if len(others) == 2 and n_experts % ranks and others[0] % ranks == 0 else 0

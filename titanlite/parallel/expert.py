@@ -53,7 +53,7 @@ def _forward(experts: Experts, tp: dist.ProcessGroup | None, x: Tensor, chosen: 
 def exchanged_feed_forward(
     rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *, group: dist.ProcessGroup
 ) -> Tensor:
-    """The FeedForward of experts of which each rank of `group` has an equal number, in the order of the ranks.
+    """The ExpertsFunction of experts of which each rank of `group` has an equal number, in the order of the ranks.
 
     w1, w2, w3: those of this rank. Results return in the order of `rows`.
     """
@@ -72,11 +72,11 @@ def exchanged_feed_forward(
 
 def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     """The rows that all ranks have for this one. sent, received: numbers of rows for and from each rank."""
-    result: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _ExchangeRows.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Exchange(torch.autograd.Function):
+class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.arguments = received, sent, group

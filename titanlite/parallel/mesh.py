@@ -102,9 +102,9 @@ def data_degree(section: ParallelismConfig, world_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """Who holds parts of the same parameters. shards: the ranks of dp_shard x cp x tp, in this order, which together
-    have each parameter; replicas: the ranks of dp_replicate with the same parts. None: only this rank."""
+class ShardGroups:
+    """Process groups of a parameter's shards and replicas. shards: the ranks of dp_shard x cp x tp, in this order, which
+    together have each parameter; replicas: the ranks of dp_replicate with the same parts. None: only this rank."""
 
     shards: dist.ProcessGroup | None = None
     replicas: dist.ProcessGroup | None = None
@@ -206,7 +206,7 @@ class Mesh:
         found: dist.ProcessGroup = self.device_mesh.get_group(axis)
         return found
 
-    def sharing(self) -> Sharing:
+    def shard_groups(self) -> ShardGroups:
         """The ranks that hold parts of the same parameters. A collective if there are several."""
         shards = self.device_mesh["dp_shard"].size() * self.device_mesh["tp"].size()
         replicas = self.device_mesh["dp_replicate"].size()
@@ -214,7 +214,7 @@ class Mesh:
         if shards > 1:
             group = self.device_mesh["dp_shard", "tp"]._flatten("dp_shard_tp").get_group()
             self.groups.append(group)
-        return Sharing(group, self.group("dp_replicate") if replicas > 1 else None)
+        return ShardGroups(group, self.group("dp_replicate") if replicas > 1 else None)
 
     def new_group(self, timeout_s: int, *, keeps_timeout: bool = False) -> dist.ProcessGroup:
         """Create a gloo group of all ranks, for communication between hosts. A collective.

@@ -129,16 +129,16 @@ def local_weight(weight: Tensor, gradient: Placement | None = None) -> Tensor:
 
 def _gather_input(_module: nn.Module, args: tuple[Any, ...], group: dist.ProcessGroup) -> tuple[Any, ...]:
     """Gather the first argument along the sequence. Its gradients on the ranks are parts of a sum."""
-    return _Gather.apply(args[0], group), *args[1:]  # type: ignore[no-untyped-call]
+    return _GatherSequence.apply(args[0], group), *args[1:]  # type: ignore[no-untyped-call]
 
 
 def summed_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum `x`, (batch, seq_len, dim), over the ranks; returns this rank's part of the sequence."""
-    part: Tensor = _Scatter.apply(x, group)  # type: ignore[no-untyped-call]
+    part: Tensor = _ScatterSequence.apply(x, group)  # type: ignore[no-untyped-call]
     return part
 
 
-class _Gather(torch.autograd.Function):
+class _GatherSequence(torch.autograd.Function):
     """All-gather along the sequence: (batch, seq_len / tp, dim) -> (batch, seq_len, dim)."""
 
     @staticmethod
@@ -151,7 +151,7 @@ class _Gather(torch.autograd.Function):
         return _reduce_scatter(gradient, ctx.group), None
 
 
-class _Scatter(torch.autograd.Function):
+class _ScatterSequence(torch.autograd.Function):
     """Reduce-scatter along the sequence: (batch, seq_len, dim) -> (batch, seq_len / tp, dim)."""
 
     @staticmethod

@@ -129,15 +129,15 @@ def test_a_split_backward_pass_computes_each_gradient_once() -> None:
     right = torch.autograd.grad(plain_shares(head, body(x), labels, num_valid).sum(), (x, body.weight, head.weight))
     parameters = [*body.parameters(), *head.parameters()]
     loss = head(body(x), labels, num_valid).sum()
-    logits, of_input, of_weight = (ROWS * SEQ_LEN, VOCAB_SIZE), (ROWS * SEQ_LEN, DIM), (VOCAB_SIZE, DIM)
+    logits, of_input, weight_grad = (ROWS * SEQ_LEN, VOCAB_SIZE), (ROWS * SEQ_LEN, DIM), (VOCAB_SIZE, DIM)
     with CountedProducts() as first:
-        (of_x, *_), groups = stage_backward_input([loss], None, [x], iter(parameters))
+        (x_grad, *_), groups = stage_backward_input([loss], None, [x], iter(parameters))
     assert first.shapes == {logits: 1, of_input: 2}, "of head and body"
     assert head.weight.grad is None
     with CountedProducts() as second:
         stage_backward_weight(iter(parameters), groups)
-    assert second.shapes == {logits: 1, of_weight: 1, (DIM, DIM): 1}
-    for found, expected in zip((of_x, body.weight.grad, head.weight.grad), right, strict=True):
+    assert second.shapes == {logits: 1, weight_grad: 1, (DIM, DIM): 1}
+    for found, expected in zip((x_grad, body.weight.grad, head.weight.grad), right, strict=True):
         assert found is not None
         assert (found - expected).norm() <= 1e-14 * expected.norm()
 

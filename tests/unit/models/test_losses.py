@@ -77,9 +77,9 @@ def test_a_split_backward_pass_counts_terms_once() -> None:
     objective, _, terms = plain_objective(nn.functional.linear(body(x), head.weight).flatten(0, 1), labels.flatten())
     right = torch.autograd.grad(objective, (x, body.weight, head.weight))
     parameters = [*body.parameters(), *head.parameters()]
-    (of_x, *_), groups = stage_backward_input([head(body(x), labels, num_valid).sum()], None, [x], iter(parameters))
+    (x_grad, *_), groups = stage_backward_input([head(body(x), labels, num_valid).sum()], None, [x], iter(parameters))
     stage_backward_weight(iter(parameters), groups)
-    for found, expected in zip((of_x, body.weight.grad, head.weight.grad), right, strict=True):
+    for found, expected in zip((x_grad, body.weight.grad, head.weight.grad), right, strict=True):
         assert found is not None
         assert (found - expected).norm() <= 1e-13 * expected.norm()
     torch.testing.assert_close(head.term_sums, torch.stack(terms), rtol=1e-13, atol=0)

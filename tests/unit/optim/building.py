@@ -6,7 +6,7 @@ from torch import nn
 from titanlite.models.family import Plan
 from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig
 from titanlite.optim.registry import build_optimizer
-from titanlite.parallel.mesh import Sharing
+from titanlite.parallel.mesh import ShardGroups
 
 PLAN = Plan((), {"block": 0}, {"block.router": "router"})
 """The parameters of the module "block" are those of a transformer block."""
@@ -14,4 +14,4 @@ PLAN = Plan((), {"block": 0}, {"block.router": "router"})
 
 def optimizer_of(model: nn.Module, section: OptimizerConfig, plan: Plan = PLAN) -> GatedOptimizer:
     named = dict(model.named_parameters())
-    return build_optimizer(section, named, plan, torch.device("cpu"), Sharing(), 0)
+    return build_optimizer(section, named, plan, torch.device("cpu"), ShardGroups(), 0)

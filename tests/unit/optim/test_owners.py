@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tests.pool import run_ranks
 from titanlite.optim.newton_schulz import flops, orthogonalize
 from titanlite.optim.owners import Matrix, Owners, deal, divisions_of
-from titanlite.parallel.mesh import Sharing
+from titanlite.parallel.mesh import ShardGroups
 from titanlite.runtime.dtensors import local_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -68,8 +68,8 @@ def applied(sizes: tuple[int, ...], placements: Sequence[Sequence[Placement]]) -
     tensors = [full(shape, number) for number, shape in enumerate(SHAPES)]
     parameters = [distribute_tensor(each, mesh, place) for each, place in zip(tensors, placements, strict=True)]
     expected = [distribute_tensor(of_each_matrix(each), mesh, p) for each, p in zip(tensors, placements, strict=True)]
-    sharing = Sharing(mesh["shards", "tp"]._flatten("all").get_group(), mesh["replicas"].get_group())
-    owners = Owners(parameters, sharing, cost)
+    shard_groups = ShardGroups(mesh["shards", "tp"]._flatten("all").get_group(), mesh["replicas"].get_group())
+    owners = Owners(parameters, shard_groups, cost)
     found = apply(owners, [local_part(parameter) for parameter in parameters])
     errors = [
         ((a - local_part(b)).norm() / local_part(b).norm()).item()
@@ -92,7 +92,7 @@ def test_results_are_those_of_one_process(name: str) -> None:
 
 def test_one_process_needs_no_group() -> None:
     parts = [full(shape, number) for number, shape in enumerate(SHAPES)]
-    for found, part in zip(apply(Owners(parts, Sharing(), cost), parts), parts, strict=True):
+    for found, part in zip(apply(Owners(parts, ShardGroups(), cost), parts), parts, strict=True):
         assert torch.equal(found, of_each_matrix(part))
 
 
@@ -127,7 +127,7 @@ def messages(sizes: tuple[int, ...], count: int) -> tuple[int, int, int]:
     placements = PLACEMENTS["shard 4"][1][0]
     parameters = [distribute_tensor(full((12, 8), number), mesh, placements) for number in range(count)]
     replicas = mesh["replicas"].get_group() if sizes[0] > 1 else None
-    owners = Owners(parameters, Sharing(mesh["shards", "tp"]._flatten("all").get_group(), replicas), cost)
+    owners = Owners(parameters, ShardGroups(mesh["shards", "tp"]._flatten("all").get_group(), replicas), cost)
     exchanged, passed_on = [], []
     all_to_all, broadcast = dist.all_to_all_single, dist.broadcast
 

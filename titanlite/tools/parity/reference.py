@@ -24,7 +24,7 @@ from titanlite.models.randomness import row_keys
 from titanlite.models.registry import full_parameters
 from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_schedule
-from titanlite.parallel.mesh import Mesh, Sharing
+from titanlite.parallel.mesh import Mesh, ShardGroups
 from titanlite.precision import DTYPES
 from titanlite.runtime.distributed import World
 from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
@@ -117,7 +117,7 @@ def measure_updates(config: JobConfig, steps: int, folder: Path) -> dict[str, fl
     before = read_tensors(weights_file(folder, 0))
     named = {name: nn.Parameter(value.clone()) for name, value in before.items()}
     _, plan = full_parameters(config.model)
-    optimizer = build_optimizer(section, named, plan, CPU, Sharing(), config.debug.seed)
+    optimizer = build_optimizer(section, named, plan, CPU, ShardGroups(), config.debug.seed)
     schedule = build_schedule(config.lr_schedule, section.lr, config.training.steps)
     for step in range(steps):
         gradients = read_tensors(gradient_file(folder, step))

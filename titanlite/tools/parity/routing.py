@@ -68,7 +68,7 @@ def routing_of(trainer: Trainer, global_batch_size: int, seq_len: int) -> Routin
     forward_arguments = trainer.forward_arguments
 
     def with_places(batch: Batch, num_valid: Tensor) -> dict[str, Tensor]:
-        places = trainer.own_positions(places_of(batch, global_batch_size))
+        places = trainer.cp_shard(places_of(batch, global_batch_size))
         return {**forward_arguments(batch, num_valid), **({"is_token": places} if trainer.mixtures else {})}
 
     trainer.forward_arguments = with_places  # type: ignore[method-assign]
