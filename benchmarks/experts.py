@@ -12,6 +12,7 @@ same processes. With --device cuda, it needs two GPUs and is left out on one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter, process_time
@@ -34,6 +35,7 @@ from benchmarks.measuring import (
 )
 from titanlite.models.experts import MixtureOfExperts, grouped_feed_forward, router_scores
 from titanlite.models.layers import FeedForward
+from titanlite.models.qwen3_moe import QWEN3_MOE
 from titanlite.runtime.errors import UsageError
 from titanlite.runtime.launch import run_ranks
 
@@ -86,8 +88,10 @@ def build_layers(shape: Shape, dim: int, dtype: torch.dtype, device: torch.devic
     """The layers of the first table. All mixtures have the same weights."""
     n_experts, hidden, n_active = shape
     torch.manual_seed(0)
+    sizes = {"dim": dim, "ffn_dim": hidden, "n_experts": n_experts, "n_active_experts": n_active}
+    config = replace(QWEN3_MOE.flavors["debug"], **sizes, balance_loss=0.0)
     with torch.device(device):
-        titanlite, grouped = (MixtureOfExperts(dim, hidden, n_experts, n_active).to(dtype) for _ in range(2))
+        titanlite, grouped = (MixtureOfExperts(config).to(dtype) for _ in range(2))
         dense = FeedForward(dim, n_active * hidden).to(dtype)
     for weight in titanlite.parameters():
         nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)

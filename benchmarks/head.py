@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.measuring import MIB, Row, peak_bytes, ratios, report, reset_peak
-from titanlite.models.head import OutputLayer
+from titanlite.models.head import LossComputation, OutputLayer
 from titanlite.runtime.launch import run_ranks
 
 CASES = ("all logits", "gradients in forward", "logits again in backward")
 
 
 def shares(case: str, head: OutputLayer, x: Tensor, labels: Tensor, num_valid: Tensor) -> Tensor:
-    head.recomputes = case == "logits again in backward"
+    head.computation = LossComputation(recomputes=case == "logits again in backward")
     if case != "all logits":
         found: Tensor = head(x, labels, num_valid)
         return found

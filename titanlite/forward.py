@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from titanlite.batch import Batch
 from titanlite.models.attention import document_arguments
 from titanlite.models.experts import mixtures_of
 from titanlite.models.family import LanguageModel
-from titanlite.models.head import output_layers_of
+from titanlite.models.head import count_misses, output_layers_of
 from titanlite.models.losses import CROSS_ENTROPY
 from titanlite.models.randomness import row_keys
 from titanlite.parallel.data import wrapped_modules
@@ -41,7 +41,7 @@ class ModelOnMesh:
         self.counts_loss = self.mesh.is_loss_leader and (self.pipeline is None or self.pipeline.owns_last)
         self.counts_rows = self.mesh.is_data_leader
         self.mixtures = mixtures_of(self.model_parts)
-        self.heads_with_terms = [head for head in output_layers_of(self.model_parts) if head.loss.terms]
+        self.heads_with_terms = [head for head in output_layers_of(self.model_parts) if head.computation.loss.terms]
 
     def row_losses(self, batch: Batch) -> Tensor:
         """Summed loss of each row, (rows,), without backward; 0 except on the last stage of a pipeline."""
@@ -53,15 +53,8 @@ class ModelOnMesh:
 
     def row_misses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """As row_losses, and the number of labels of each row that are not the most likely token, both (rows,)."""
-        heads = output_layers_of(self.model_parts)
-        counts: list[Tensor] = []
-        for head in heads:
-            head.misses = counts
-        try:
+        with count_misses(output_layers_of(self.model_parts)) as counts:
             losses = self.row_losses(batch)
-        finally:
-            for head in heads:
-                head.misses = None
         misses = torch.cat(counts).to(losses.dtype) if counts else torch.zeros_like(losses)
         return losses, self.sum_over_cp(misses)
 
@@ -123,14 +116,14 @@ def forward_only(model: ModelOnMesh) -> Iterator[None]:
 def cross_entropy_in(model: ModelOnMesh) -> Iterator[None]:
     """Inside, the model's loss is the cross-entropy, also if it is trained by a registered loss."""
     heads = output_layers_of(model.model_parts)
-    losses = [head.loss for head in heads]
+    before = [head.computation for head in heads]
     for head in heads:
-        head.loss = CROSS_ENTROPY
+        head.computation = replace(head.computation, loss=CROSS_ENTROPY)
     try:
         yield
     finally:
-        for head, loss in zip(heads, losses, strict=True):
-            head.loss = loss
+        for head, computation in zip(heads, before, strict=True):
+            head.computation = computation
 
 
 def positions_of(tokens: Tensor) -> Tensor:

@@ -108,22 +108,19 @@ class Trainer(ModelOnMesh):
         counts = to_device(torch.tensor(rows_and_tokens(batches)), self.device)
         dist.all_reduce(counts, group=self.data_group)
         for mixture in self.mixtures:
-            mixture.num_rows, mixture.num_tokens = counts.clamp(min=1).unbind()
+            mixture.start_step(*counts.clamp(min=1).unbind())
 
     def count_terms(self, batches: Sequence[Batch]) -> None:
         """Set the denominators of the terms of the loss, if it has terms; one all-reduce over the data axes."""
         for head in self.heads_with_terms:
-            head.denominators = torch.stack([head.loss.counts(batch.labels) for batch in batches]).sum(0)
-            dist.all_reduce(head.denominators, group=self.data_group)
+            counts = torch.stack([head.computation.loss.counts(batch.labels) for batch in batches]).sum(0)
+            dist.all_reduce(counts, group=self.data_group)
+            head.start_step(counts)
 
     def term_shares(self) -> list[Tensor]:
-        """StepStats.terms of the microbatches since the last call."""
-        shares: list[Tensor] = []
-        for head in self.heads_with_terms:
-            if head.term_sums is not None:
-                shares += (head.term_sums * self.counts_positions).unbind()
-            head.term_sums = None
-        return shares
+        """StepStats.terms of the step."""
+        sums = [head.term_sums for head in self.heads_with_terms if head.term_sums is not None]
+        return [share for each in sums for share in (each * self.counts_positions).unbind()]
 
     def forward_backward(self, batch: Batch, num_valid: Tensor) -> Tensor:
         """Accumulate the gradients of this microbatch's share of the mean loss; return the share of each row, (rows,).

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from titanlite.models.attention import attend, attention_mask, document_argument
 from titanlite.models.experts import feed_forward as expert_loop
 from titanlite.models.experts import grouped_feed_forward
 from titanlite.models.family import Plan
-from titanlite.models.head import OutputLayer
+from titanlite.models.head import LossComputation, OutputLayer
 from titanlite.models.layers import FeedForward, RMSNorm, RotaryEmbedding
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.registry import build_optimizer
@@ -112,7 +112,7 @@ def kernels(setup: Setup) -> dict[str, Kernel]:
     own = part_of_rows(torch.arange(seq_len).unsqueeze(0), 0, 2, "gather").squeeze(0)
     with torch.device("meta"):  # their weights are inputs of the kernels
         feed_forward, output, norm = FeedForward(dim, wide), OutputLayer(dim, vocab), RMSNorm(dim, 1e-5)
-    output.chunk_tokens = 48  # does not divide the tokens
+    output.computation = LossComputation(chunk_tokens=48)  # does not divide the tokens
     return {
         "product": Kernel(lambda x, w: x @ w.T, lambda x, w: x @ w.T, ((rows, dim), (wide, dim)), 2),
         "attention, causal": Kernel(
@@ -197,7 +197,7 @@ def _experts(fast: bool, x: Tensor, *weights: Tensor) -> Tensor:
 
 def _loss(head: OutputLayer, labels: Tensor, recomputes: bool, x: Tensor, weight: Tensor) -> Tensor:
     """Share of each row in the mean loss, from titanlite's output layer."""
-    head.recomputes = recomputes
+    head.computation = replace(head.computation, recomputes=recomputes)
     num_valid = (labels >= 0).sum().expand(len(labels))
     arguments = (x, labels.to(x.device), num_valid.to(x.device))
     out: Tensor = torch.func.functional_call(head, {"weight": weight}, arguments)

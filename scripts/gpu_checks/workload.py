@@ -178,7 +178,7 @@ def reference(config: JobConfig, batch: Batch) -> Reference:
     if key not in _references:
         model = plain_model(config)
         for mixture in mixtures_of([model]):
-            mixture.num_rows, mixture.num_tokens = rows_and_tokens([batch])
+            mixture.start_step(*rows_and_tokens([batch]))
         objective = objective_of(LOSSES[config.loss.name], [batch])
         loss = forward_backward(model, batch, objective, config.debug.seed, 1)
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -493,13 +493,13 @@ def mixtures(trainer: Trainer) -> Iterator[MixtureOfExperts]:
 
 def balance_of_each_rank(trainer: Trainer) -> None:
     for mixture in mixtures(trainer):
-        mixture.own_share = 1.0
+        mixture.placement = replace(mixture.placement, own_share=1.0)
 
 
 def balance_of_own_positions(trainer: Trainer) -> None:
     """Each rank balances its own part of a row."""
     for mixture in mixtures(trainer):
-        mixture.row_group = None
+        mixture.placement = replace(mixture.placement, row_group=None)
 
 
 def balance_of_own_rows(trainer: Trainer) -> None:

@@ -104,8 +104,8 @@ def plain_model(config: JobConfig) -> LanguageModel:
     model.init_buffers(torch.device("cpu"))
     init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
     for mixture in mixtures_of([model]):
-        mixture.num_rows = config.training.global_batch_size
-        mixture.num_tokens = config.training.global_batch_size * config.training.seq_len
+        rows = config.training.global_batch_size
+        mixture.start_step(rows, rows * config.training.seq_len)
     return model
 
 
@@ -140,7 +140,7 @@ def backward(model: LanguageModel, config: JobConfig, batch: Batch, step: int) -
     if batch.lengths is not None:
         keys["is_token"] = torch.arange(batch.tokens.shape[1]) < batch.lengths.unsqueeze(1)
         for mixture in mixtures_of([model]):
-            mixture.num_rows, mixture.num_tokens = int((batch.lengths > 0).sum()), int(batch.lengths.sum())
+            mixture.start_step(int((batch.lengths > 0).sum()), int(batch.lengths.sum()))
     logits = model(batch.tokens, **keys)
     total = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100, reduction="sum")
     loss = total / max(1, int((batch.labels != -100).sum()))

@@ -116,7 +116,7 @@ def mean_of_each_microbatch() -> Iterator[None]:
 
     def forward_backward(trainer: Trainer, batch: Batch, num_valid: Tensor) -> Tensor:
         for head in trainer.heads_with_terms:
-            head.denominators = head.loss.counts(batch.labels) * 2 * dist.get_world_size()
+            head.denominators = head.computation.loss.counts(batch.labels) * 2 * dist.get_world_size()
         return right(trainer, batch, num_valid)
 
     with replaced(Trainer, "forward_backward", forward_backward):
@@ -129,7 +129,7 @@ def counts_of_this_rank() -> Iterator[None]:
 
     def count(trainer: Trainer, batches: Sequence[Batch]) -> None:
         for head in trainer.heads_with_terms:
-            head.denominators = torch.stack([head.loss.counts(batch.labels) for batch in batches]).sum(0)
+            head.start_step(torch.stack([head.computation.loss.counts(batch.labels) for batch in batches]).sum(0))
 
     with replaced(Trainer, "count_terms", count):
         yield

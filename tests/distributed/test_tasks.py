@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def scored(layout: Layout, planted: Callable[[], Any] = nullcontext) -> tuple[li
     both = encoded(config)
     heads = output_layers_of(trainer.model_parts)
     for head in heads:
-        head.loss = DOUBLE
+        head.computation = replace(head.computation, loss=DOUBLE)
     before = training_state(trainer)
     with planted():
         found = [evaluator.scores(task) for task in both]
@@ -100,7 +100,7 @@ def scored(layout: Layout, planted: Callable[[], Any] = nullcontext) -> tuple[li
     stop.number = 15
     with pytest.raises(StoppedError):
         evaluator.scores(both[0])
-    assert all(head.loss is DOUBLE and head.misses is None for head in heads)
+    assert all(head.computation.loss is DOUBLE and head.misses is None for head in heads)
     return [asdict(scores) for scores in found], changed
 
 

@@ -81,7 +81,9 @@ def test_the_optimizer_is_radam_and_can_skip() -> None:
     options = {"lr_factor": 1.0, "weight_decay": 0.1, "betas": (0.8, 0.9), "momentum": 0.0}
     groups = [{"params": [("weights", ours)], **options}]
     section = OptimizerConfig(lr=0.01)
-    gated = GatedOptimizer([OPTIMIZERS["RAdam"].build(Arguments(groups, section, torch.device("cpu"), ShardGroups(), 0))])
+    gated = GatedOptimizer(
+        [OPTIMIZERS["RAdam"].build(Arguments(groups, section, torch.device("cpu"), ShardGroups(), 0))]
+    )
     reference = torch.optim.RAdam([theirs], lr=0.01, betas=(0.8, 0.9), weight_decay=0.1, decoupled_weight_decay=True)
     gated.set_lr(0.01)
     for step in range(3):

@@ -79,11 +79,11 @@ class ExpertLoads:
         sums = torch.zeros(blocks, n_experts + len(TERMS), dtype=torch.float64, device=self._device)
         biases = torch.full((blocks, 2), -math.inf, dtype=torch.float64, device=self._device)
         for mixture in self._mixtures:
-            if mixture.load is not None and mixture.terms is not None and self._counts:
-                sums[mixture.block] = torch.cat((mixture.load.to(torch.float64), mixture.terms))
-            mixture.load = mixture.terms = None
+            block, found = mixture.placement.block, mixture.take_totals()
+            if found is not None and self._counts:
+                sums[block] = torch.cat((found[0].to(torch.float64), found[1]))
             if mixture.bias is not None:
-                biases[mixture.block] = torch.stack((mixture.bias.amax(), -mixture.bias.amin()))
+                biases[block] = torch.stack((mixture.bias.amax(), -mixture.bias.amin()))
         dist.all_reduce(sums)  # the loads stay exact: they are far below 2^53
         dist.all_reduce(biases, dist.ReduceOp.MAX)
         return sums[:, :n_experts].to(torch.int64), sums[:, n_experts:], biases

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.models.attention import AttentionMask
-from titanlite.models.experts import MixtureOfExperts, mixtures_of
+from titanlite.models.experts import mixtures_of
 from titanlite.models.family import DecoderConfig, LanguageModel, Plan, TensorStyle
 from titanlite.models.head import OutputLayer
 from titanlite.models.init import Init
@@ -106,20 +106,6 @@ class Decoder(LanguageModel):
             x = layer(x, rope, mask, *of_experts)
         x = x if self.norm is None else self.norm(x)
         return x if self.output is None else self.output(x, labels, num_valid)
-
-
-def mixture_of_experts(config: DecoderConfig, *, normalize: bool = True) -> MixtureOfExperts:
-    """Feed-forward module of one block, with experts. normalize: see MixtureOfExperts."""
-    return MixtureOfExperts(
-        config.dim,
-        config.ffn_dim,
-        config.n_experts,
-        config.n_active_experts,
-        balance_loss=config.balance_loss,
-        z_loss=config.z_loss,
-        bias_rate=config.bias_rate,
-        normalize=normalize,
-    )
 
 
 def init(config: DecoderConfig, name: str) -> Init:

@@ -5,12 +5,15 @@ results of the experts of a position are added up in the order of their choice.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+
+from titanlite.models.family import DecoderConfig
 
 
 class Router(nn.Linear):
@@ -133,59 +136,66 @@ def _swiglu(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, w1: Tensor, 
     return product(functional.silu(product(x, w1)) * product(x, w3), w2)
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Place of a mixture in the full model and on the mesh.
+
+    block: index of the block in the full model. own_share: share of this rank in the losses of its positions; 0 if
+    another rank has the same ones. row_group: the ranks that hold the other positions of the same rows, if there are
+    any.
+    """
+
+    block: int = 0
+    own_share: float = 1.0
+    row_group: dist.ProcessGroup | None = None
+
+
 class MixtureOfExperts(nn.Module):
-    """Feed-forward layer of `n_experts` experts, of which each position uses the `n_active` most probable.
+    """Feed-forward layer of n_experts experts, of which each position uses the n_active_experts most probable.
 
     The probabilities are the softmax of the router's scores. The weights of the chosen experts are their probabilities,
-    divided by their sum if `normalize`. balance_loss, z_loss: coefficients of these losses, whose gradients each
-    backward pass adds. bias_rate: if above 0, experts are chosen by probability plus `bias`, float32 (n_experts,),
-    which `end_step` moves by this rate toward equal loads (Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy
-    for Mixture-of-Experts", 2024); the weights do not contain it.
+    divided by their sum if `normalize`. config: its balance_loss and z_loss are coefficients of these losses, whose
+    gradients each backward pass adds. bias_rate: if above 0, experts are chosen by probability plus `bias`, float32
+    (n_experts,), which `end_step` moves by this rate toward equal loads (Wang et al., "Auxiliary-Loss-Free Load
+    Balancing Strategy for Mixture-of-Experts", 2024); the weights do not contain it.
 
-    num_rows, num_tokens: of the global batch, over which these losses are means; the trainer sets them. own_share:
-    share of this rank in the losses of its positions; 0 if another rank has the same ones. row_group: the ranks that
-    hold the other positions of the same rows, if there are any. block: index of the block in the full model.
-    Parallelism sets them.
-
+    placement: parallelism replaces it. num_rows, num_tokens: see start_step.
     step_load: positions of this rank that chose each expert, int64 (n_experts,), in the backward passes of this step.
     load: of all steps since it was None; terms: float64 (len(TERMS),), the sums of TERMS since it was None.
     """
 
     bias: Tensor | None
 
-    def __init__(
-        self,
-        dim: int,
-        hidden_dim: int,
-        n_experts: int,
-        n_active: int,
-        *,
-        balance_loss: float = 0.0,
-        z_loss: float = 0.0,
-        bias_rate: float = 0.0,
-        normalize: bool = True,
-    ) -> None:
+    def __init__(self, config: DecoderConfig, *, normalize: bool = True) -> None:
         super().__init__()
-        self.n_active = n_active
+        self.n_active = config.n_active_experts
         self.normalize = normalize
-        self.balance_loss = balance_loss
-        self.z_loss = z_loss
-        self.bias_rate = bias_rate
+        self.balance_loss = config.balance_loss
+        self.z_loss = config.z_loss
+        self.bias_rate = config.bias_rate
+        self.placement = Placement()
         self.num_rows: Tensor | int = 1
         self.num_tokens: Tensor | int = 1
-        self.own_share = 1.0
-        self.block = 0
         self.step_load: Tensor | None = None
         self.load: Tensor | None = None
         self.terms: Tensor | None = None
-        self.row_group: dist.ProcessGroup | None = None
-        self.router = Router(dim, n_experts)
-        self.experts = Experts(n_experts, dim, hidden_dim)
-        self.register_buffer("bias", torch.zeros(n_experts) if bias_rate else None)
+        self.router = Router(config.dim, config.n_experts)
+        self.experts = Experts(config.n_experts, config.dim, config.ffn_dim)
+        self.register_buffer("bias", torch.zeros(config.n_experts) if config.bias_rate else None)
 
     def init_buffers(self, device: torch.device) -> None:
         if self.bias is not None:
             self.bias = torch.zeros(self.bias.shape, dtype=torch.float32, device=device)
+
+    def start_step(self, num_rows: Tensor | int, num_tokens: Tensor | int) -> None:
+        """Set the denominators of the router's losses, at least 1: rows and tokens of the global batch."""
+        self.num_rows, self.num_tokens = num_rows, num_tokens
+
+    def take_totals(self) -> tuple[Tensor, Tensor] | None:
+        """(load, terms) since the last call; None without a backward pass."""
+        load, terms = self.load, self.terms
+        self.load = self.terms = None
+        return None if load is None or terms is None else (load, terms)
 
     def forward(self, x: Tensor, is_token: Tensor | None = None) -> Tensor:
         """x: (batch, seq_len, dim). is_token: bool (batch, seq_len), whether a position holds a token of a document:
@@ -219,16 +229,17 @@ class MixtureOfExperts(nn.Module):
 
         if is_token is not None:
             probabilities = probabilities.where(is_token.unsqueeze(-1), 0.0)
-        of_rows = balance(probabilities, counts, self.n_active, self.row_group).sum()
+        row_group = self.placement.row_group
+        of_rows = balance(probabilities, counts, self.n_active, row_group).sum()
         logsumexp = scores.logsumexp(dim=-1)
         squares = held(logsumexp.square()).sum()
         loss = self.balance_loss * of_rows / self.num_rows + self.z_loss * squares / self.num_tokens
         with torch.no_grad():
             entropy = (held(logsumexp) - (probabilities * scores).sum(dim=-1)).sum()
             num_rows = (counts.sum(dim=1) > 0).sum()
-            counts_rows = self.row_group is None or self.row_group.rank() == 0
+            counts_rows = row_group is None or row_group.rank() == 0
             terms = torch.stack((of_rows * counts_rows, num_rows * counts_rows, squares, entropy)).to(torch.float64)
-        return loss * self.own_share, terms
+        return loss * self.placement.own_share, terms
 
     def note(self, counts: Tensor, terms: Tensor) -> None:
         """Add those of a backward pass."""

@@ -5,7 +5,8 @@ at the same time differs.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -224,31 +225,52 @@ class RegisteredLoss(Scoring):
             self.sums.add_(torch.stack([each.to(torch.float64) for each in term_sums]) * self.shares)
 
 
-class OutputLayer(nn.Linear):
-    """Linear layer without bias from the residual stream to logits, or with labels to the loss of each row.
+def exponentials_(scores: Tensor, top: Tensor, ids: Tensor, is_own: Tensor) -> Tensor:
+    """Replace the scores, (tokens, ids), by exp(scores - top). Returns (2, tokens): their sum; the label's score - top.
+
+    ids, is_own: see CrossEntropy.own_ids; 0 for a label that is not there.
+    """
+    own = torch.where(is_own, scores.gather(1, ids).squeeze(1) - top, 0)
+    total = scores.sub_(top.unsqueeze(1)).exp_().sum(1)
+    return torch.stack([total, own])
+
+
+@dataclass(frozen=True)
+class LossComputation:
+    """How an output layer computes the loss on a layout.
 
     chunk_tokens: see LossConfig. recomputes: whether backward computes the logits again. Otherwise forward computes the
     gradients at once and keeps them, (vocab_size, dim) for the weight, per microbatch in flight: one product less, and
     no more memory if only one microbatch is in flight. gathers_logits, exponentials: see Scoring and CrossEntropy.
+    """
 
-    denominators: of the terms of the loss, float64 (terms,), over the global batch; the trainer sets them before each
-    step. The terms are in the gradients, not in the loss of a row. term_sums: this rank's share of each term since the
-    trainer has set it to None, float64 (terms,).
+    loss: Loss = CROSS_ENTROPY
+    chunk_tokens: int | Literal["auto"] = "auto"
+    recomputes: bool = False
+    gathers_logits: bool = False
+    exponentials: Exponentials = exponentials_
 
-    misses: of each forward pass with labels since it was set to a list, the number of valid labels in each row that are
-    not the most likely token, (batch,); None: not counted. Without gradients only.
+
+class OutputLayer(nn.Linear):
+    """Linear layer without bias from the residual stream to logits, or with labels to the loss of each row.
+
+    computation: of the loss; parallelism replaces it.
+    denominators: of the terms of the loss, float64 (terms,), over the global batch. term_sums: this rank's share of
+    each term in the current step, float64 (terms,). The terms are in the gradients, not in the loss of a row. See
+    start_step.
+    misses: if a list, each evaluation forward appends the wrong predictions per row. See count_misses.
     """
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
-        self.chunk_tokens: int | Literal["auto"] = "auto"
-        self.recomputes = False
-        self.gathers_logits = False
-        self.exponentials: Exponentials = exponentials_
-        self.loss = CROSS_ENTROPY
+        self.computation = LossComputation()
         self.denominators: Tensor | None = None
         self.term_sums: Tensor | None = None
         self.misses: list[Tensor] | None = None
+
+    def start_step(self, denominators: Tensor) -> None:
+        """Set the denominators of the terms, and their sums to 0."""
+        self.denominators, self.term_sums = denominators, torch.zeros_like(denominators)
 
     def forward(self, x: Tensor, labels: Tensor | None = None, num_valid: Tensor | None = None) -> Tensor:
         """Logits of x, (batch, seq_len, vocab_size), or with labels the share of each row in the mean loss, (batch,).
@@ -263,19 +285,20 @@ class OutputLayer(nn.Linear):
             mesh, rows = weight.device_mesh, -(-self.out_features // weight.device_mesh.size())
             start, group = min(rows * mesh.get_local_rank(), self.out_features), mesh.get_group()
             weight = weight.to_local()
-        is_registered = self.loss is not CROSS_ENTROPY
-        gathers = group is not None and (self.gathers_logits or is_registered)
+        how = self.computation
+        is_registered = how.loss is not CROSS_ENTROPY
+        gathers = group is not None and (how.gathers_logits or is_registered)
         wide = torch.promote_types(x.dtype, torch.float32)
         columns = self.out_features if gathers else len(weight)
-        chunk = tokens_per_chunk(self.chunk_tokens, columns * wide.itemsize, x.device.type)
+        chunk = tokens_per_chunk(how.chunk_tokens, columns * wide.itemsize, x.device.type)
         # A negative label is not valid.
         weights = (labels >= 0) / num_valid.clamp(min=1).to(wide).unsqueeze(1)
         part = chunk, start, self.out_features, group, gathers
-        scoring = self._registered(part) if is_registered else CrossEntropy(*part, self.exponentials)
+        scoring = self._registered(part) if is_registered else CrossEntropy(*part, how.exponentials)
         if self.misses is not None:
             is_miss = find_misses(x.flatten(0, 1), weight, labels.flatten(), scoring)
             self.misses.append(is_miss.view(labels.shape).sum(1))
-        form = _Recomputed if self.recomputes or not torch.is_grad_enabled() else _AtOnce
+        form = _Recomputed if how.recomputes or not torch.is_grad_enabled() else _AtOnce
         losses: Tensor = form.apply(  # type: ignore[no-untyped-call]
             x.flatten(0, 1),
             # A view, because the engine cannot say whether it needs the gradient of a leaf.
@@ -288,13 +311,12 @@ class OutputLayer(nn.Linear):
 
     def _registered(self, part: tuple[int, int, int, dist.ProcessGroup | None, bool]) -> "RegisteredLoss":
         """The computation of a registered loss; without its terms if there are no gradients to compute."""
-        if not self.loss.terms or not torch.is_grad_enabled():
-            return RegisteredLoss(*part, self.loss, None, None)
+        loss = self.computation.loss
+        if not loss.terms or not torch.is_grad_enabled():
+            return RegisteredLoss(*part, loss, None, None)
         assert self.denominators is not None, "terms without denominators"
-        if self.term_sums is None:
-            self.term_sums = torch.zeros_like(self.denominators)
         shares = torch.where(self.denominators > 0, 1 / self.denominators, 0)
-        return RegisteredLoss(*part, self.loss, shares, self.term_sums)
+        return RegisteredLoss(*part, loss, shares, self.term_sums)
 
 
 def find_misses(x: Tensor, weight: Tensor, labels: Tensor, scoring: Scoring) -> Tensor:
@@ -311,6 +333,20 @@ def find_misses(x: Tensor, weight: Tensor, labels: Tensor, scoring: Scoring) -> 
 
 def output_layers_of(model_parts: Iterable[nn.Module]) -> list[OutputLayer]:
     return [module for part in model_parts for module in part.modules() if isinstance(module, OutputLayer)]
+
+
+@contextmanager
+def count_misses(heads: Sequence[OutputLayer]) -> Iterator[list[Tensor]]:
+    """Inside, each forward pass with labels and without gradients appends to the list: the number of valid labels in
+    each row that are not the most likely token, (batch,)."""
+    counts: list[Tensor] = []
+    for head in heads:
+        head.misses = counts
+    try:
+        yield counts
+    finally:
+        for head in heads:
+            head.misses = None
 
 
 def tokens_per_chunk(chunk_tokens: int | Literal["auto"], token_bytes: int, device_type: str) -> int:
@@ -405,13 +441,3 @@ class Gradients:
     def result(self) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of x and of the weight, in their dtypes. With a cut vocabulary, x's is a part of a sum."""
         return self._x, None if self._weight is None else self._weight.to(self._of.dtype)
-
-
-def exponentials_(scores: Tensor, top: Tensor, ids: Tensor, is_own: Tensor) -> Tensor:
-    """Replace the scores, (tokens, ids), by exp(scores - top). Returns (2, tokens): their sum; the label's score - top.
-
-    ids, is_own: see Scoring.own_ids; 0 for a label that is not there.
-    """
-    own = torch.where(is_own, scores.gather(1, ids).squeeze(1) - top, 0)
-    total = scores.sub_(top.unsqueeze(1)).exp_().sum(1)
-    return torch.stack([total, own])

@@ -7,15 +7,8 @@ from functools import partial
 from typing import Any
 
 from titanlite.models.decoder import TENSOR_STYLES as DECODER_STYLES
-from titanlite.models.decoder import (
-    Decoder,
-    check_decoder,
-    check_width,
-    decoder_plan,
-    flops_per_token,
-    init,
-    mixture_of_experts,
-)
+from titanlite.models.decoder import Decoder, check_decoder, check_width, decoder_plan, flops_per_token, init
+from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.family import DecoderConfig, Family, HuggingFace, Plan, TensorStyle
 from titanlite.models.hugging_face import BLOCK_NAMES as DECODER_BLOCK_NAMES
 from titanlite.models.hugging_face import (
@@ -91,7 +84,7 @@ class Olmoe(Decoder):
     """The decoder with experts whose weights are not normalized, and RMSNorm over all heads of queries and of keys."""
 
     def __init__(self, config: OlmoeConfig) -> None:
-        experts = partial(mixture_of_experts, config, normalize=False)
+        experts = partial(MixtureOfExperts, config, normalize=False)
         super().__init__(config, partial(attention, config), feed_forward=experts)
 
 

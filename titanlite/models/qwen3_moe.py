@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from titanlite.models import qwen3
-from titanlite.models.decoder import decoder_plan, flops_per_token, init, mixture_of_experts
+from titanlite.models.decoder import decoder_plan, flops_per_token, init
+from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.family import Family, HuggingFace, Plan, TensorStyle
 from titanlite.models.hugging_face import (
     EXPERT_FIELDS,
@@ -66,7 +67,7 @@ class Qwen3Moe(Qwen3):
     """Qwen3 with experts."""
 
     def __init__(self, config: Qwen3MoeConfig) -> None:
-        super().__init__(config, partial(mixture_of_experts, config))
+        super().__init__(config, partial(MixtureOfExperts, config))
 
 
 TENSOR_STYLES: dict[str, TensorStyle] = {

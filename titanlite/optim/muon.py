@@ -62,7 +62,9 @@ class Muon(SkippingOptimizer):
         self._orthogonalize = partial(orthogonalize, steps=steps, coefficients=coefficients)
         self._parameters = list(self.each())
         self._wide = torch.promote_types(self._parameters[0][0].dtype, torch.float32)
-        self._owners = Owners([parameter for parameter, _ in self._parameters], shard_groups, partial(flops, steps=steps))
+        self._owners = Owners(
+            [parameter for parameter, _ in self._parameters], shard_groups, partial(flops, steps=steps)
+        )
 
     def zero_state(self, parameter: Tensor) -> dict[str, Tensor]:
         return {"momentum": torch.zeros_like(parameter, requires_grad=False)}

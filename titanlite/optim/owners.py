@@ -63,7 +63,9 @@ class Owners:
     cost: of a matrix of (rows, columns), in any unit.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], shard_groups: ShardGroups, cost: Callable[[int, int], float]) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], shard_groups: ShardGroups, cost: Callable[[int, int], float]
+    ) -> None:
         self._sharing = shard_groups
         self._device = local_part(parameters[0]).device
         self.rank, self.replica, self.size, self.replicas = 0, 0, 1, 1

@@ -90,7 +90,8 @@ def _optimizers(
     for group in groups:
         by_name.setdefault(group.optimizer, []).append({"params": list(group.parameters.items()), **group.options})
     return [
-        OPTIMIZERS[name].build(Arguments(torchs, section, device, shard_groups, seed)) for name, torchs in by_name.items()
+        OPTIMIZERS[name].build(Arguments(torchs, section, device, shard_groups, seed))
+        for name, torchs in by_name.items()
     ]
 
 

@@ -1,6 +1,6 @@
 """torch.compile for each block, and for the cross-entropy."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -62,8 +62,9 @@ def apply_compile(model: nn.Module, plan: Plan, section: CompileConfig) -> list[
     if not section.enable:
         return []
     applied = []
-    for head in (head for head in output_layers_of([model]) if head.loss is CROSS_ENTROPY):
-        head.exponentials = torch.compile(exponentials_, backend=section.backend)
+    for head in (head for head in output_layers_of([model]) if head.computation.loss is CROSS_ENTROPY):
+        compiled = torch.compile(exponentials_, backend=section.backend)
+        head.computation = replace(head.computation, exponentials=compiled)
         applied.append(f"compile ({section.backend}) to the loss")
     blocks = [model.get_submodule(name) for name in plan.blocks]
     dense = [block for block in blocks if not any(isinstance(each, MixtureOfExperts) for each in block.modules())]

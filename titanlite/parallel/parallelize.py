@@ -2,9 +2,9 @@
 
 import torch
 
-from titanlite.models.experts import MixtureOfExperts
+from titanlite.models.experts import Placement, mixtures_of
 from titanlite.models.family import LanguageModel, Plan
-from titanlite.models.head import LossConfig, output_layers_of
+from titanlite.models.head import LossComputation, LossConfig, output_layers_of
 from titanlite.models.losses import LOSSES
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.context import apply_context_parallel
@@ -34,16 +34,16 @@ def parallelize(
     Computes in `param_dtype`, reduces gradients in `reduce_dtype`.
     Returns descriptions of what was applied, in order, for the start log.
     """
+    # A pipeline has several microbatches in flight: the gradients of each would take too much memory.
+    computation = LossComputation(
+        LOSSES[loss.name], loss.chunk_tokens, recomputes=mesh.degrees["pp"] > 1, gathers_logits=not shard_logits
+    )
     for head in output_layers_of([model]):
-        head.loss, head.chunk_tokens = LOSSES[loss.name], loss.chunk_tokens
-        # A pipeline has several microbatches in flight: the gradients of each would take too much memory.
-        head.recomputes = mesh.degrees["pp"] > 1
-        head.gathers_logits = not shard_logits
+        head.computation = computation
     for name, index in plan.blocks.items():
-        for mixture in model.get_submodule(name).modules():
-            if isinstance(mixture, MixtureOfExperts):
-                mixture.block, mixture.row_group = index, mesh.cp_group
-                mixture.own_share = float(mesh.coordinate["tp"] == 0)  # all ranks of tp route the same positions
+        for mixture in mixtures_of([model.get_submodule(name)]):
+            own_share = float(mesh.coordinate["tp"] == 0)  # all ranks of tp route the same positions
+            mixture.placement = Placement(index, own_share, mesh.cp_group)
     recompute_first = inside_compilation(recompute)
     return [
         *apply_context_parallel(model, plan, mesh.cp_group, mesh.context_parallel),

@@ -1,6 +1,7 @@
 """Columns, records and warnings of experts."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch.distributed as dist
 from titanlite.metrics.experts import ExpertLoads, ExpertsRecord, ExpertsRow
 from titanlite.metrics.jsonl import JsonlSink, keep_lines
 from titanlite.metrics.tensorboard import CELL, heat_map
-from titanlite.models.experts import TERMS, MixtureOfExperts
+from titanlite.models.experts import TERMS, MixtureOfExperts, Placement
 from titanlite.models.family import LanguageModel
+from titanlite.models.qwen3_moe import QWEN3_MOE
 
 N_EXPERTS = 4
 
@@ -22,8 +24,10 @@ class Blocks(torch.nn.Module):
 
     def __init__(self, bias_rate: float) -> None:
         super().__init__()
-        self.mixtures = torch.nn.ModuleList(MixtureOfExperts(4, 4, N_EXPERTS, 2, bias_rate=bias_rate) for _ in range(2))
-        self.mixtures[1].block = 2
+        small = {"dim": 4, "ffn_dim": 4, "n_experts": N_EXPERTS, "n_active_experts": 2, "bias_rate": bias_rate}
+        config = replace(QWEN3_MOE.flavors["debug"], **small)
+        self.mixtures = torch.nn.ModuleList(MixtureOfExperts(config) for _ in range(2))
+        self.mixtures[1].placement = Placement(2)
 
     def note(self, *loads: list[int]) -> None:
         """The terms of 10 rows and sum(loads) / 2 positions."""

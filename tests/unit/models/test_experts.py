@@ -1,5 +1,7 @@
 """Mixture of experts against plain formulas: choice, ties, weights, the balance loss and its gradient."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from torch.nn import functional
 from titanlite.models.experts import (
     Experts,
     MixtureOfExperts,
+    Placement,
     Router,
     balance,
     count_choices,
@@ -15,13 +18,22 @@ from titanlite.models.experts import (
     feed_forward,
     grouped_feed_forward,
 )
+from titanlite.models.qwen3_moe import QWEN3_MOE
 
 DIM, HIDDEN, N_EXPERTS, N_ACTIVE = 6, 10, 5, 2
+SMALL = replace(
+    QWEN3_MOE.flavors["debug"],
+    dim=DIM,
+    ffn_dim=HIDDEN,
+    n_experts=N_EXPERTS,
+    n_active_experts=N_ACTIVE,
+    balance_loss=0.0,
+)
 
 
 def mixture(balance_loss: float = 0.0, z_loss: float = 0.0, bias_rate: float = 0.0) -> MixtureOfExperts:
     rates = {"balance_loss": balance_loss, "z_loss": z_loss, "bias_rate": bias_rate}
-    model = MixtureOfExperts(DIM, HIDDEN, N_EXPERTS, N_ACTIVE, **rates).double()
+    model = MixtureOfExperts(replace(SMALL, **rates)).double()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, generator=generator)
@@ -105,7 +117,7 @@ def test_grouped_products_are_those_of_a_loop() -> None:
 
 def test_gradients_repeat_bit_for_bit_on_several_threads() -> None:
     generator = torch.Generator().manual_seed(0)
-    model = MixtureOfExperts(64, 8, 8, 5)
+    model = MixtureOfExperts(replace(SMALL, dim=64, ffn_dim=8, n_experts=8, n_active_experts=5))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, generator=generator)
     x = torch.randn(1, 4096, 64, generator=generator, requires_grad=True)
@@ -131,7 +143,7 @@ def test_balance_loss_of_a_row() -> None:
 
 def test_backward_adds_the_gradients_of_the_router_losses_and_forward_does_not_change() -> None:
     with_loss, without, x = mixture(0.3, 0.05), mixture(), rows()
-    with_loss.num_rows, with_loss.num_tokens = 8, 8 * x.shape[1]
+    with_loss.start_step(8, 8 * x.shape[1])
     assert torch.equal(with_loss(x), without(x))
     probabilities = (x @ without.router.weight.T).softmax(-1)
     chosen = torch.zeros_like(probabilities).scatter(-1, probabilities.topk(N_ACTIVE).indices, 1.0)
@@ -149,7 +161,7 @@ def test_backward_adds_the_gradients_of_the_router_losses_and_forward_does_not_c
 
 def test_without_gradients_there_is_no_balance_loss() -> None:
     model = mixture(0.3, 0.05)
-    model.row_group = "not a group"  # type: ignore[assignment]
+    model.placement = Placement(row_group="not a group")  # type: ignore[arg-type]
     with torch.no_grad():
         model(rows())
 
@@ -191,7 +203,7 @@ def test_a_step_moves_biases_toward_equal_loads() -> None:
 def test_padding_counts_neither_in_loads_nor_in_losses() -> None:
     """A row with padding has the router's losses, and so the gradients, of the row without it."""
     model, x = mixture(0.3, 0.05), rows().detach()
-    model.num_rows, model.num_tokens = 2, 9
+    model.start_step(2, 9)
     short = x[:1, :4].clone().requires_grad_()
     short_gradients = gradients(model(short), model, short)
     load, terms = model.step_load, model.terms

@@ -17,7 +17,14 @@ import titanlite
 from tests.distributed.test_plan_memory import memory_events
 from tests.plain_loss import cross_entropy_by_row
 from titanlite.batch import IGNORE_INDEX
-from titanlite.models.head import CHUNK_BYTES, CPU_CHUNK_TOKENS, PART_IDS, OutputLayer, tokens_per_chunk
+from titanlite.models.head import (
+    CHUNK_BYTES,
+    CPU_CHUNK_TOKENS,
+    PART_IDS,
+    LossComputation,
+    OutputLayer,
+    tokens_per_chunk,
+)
 
 ROWS, SEQ_LEN, DIM, VOCAB_SIZE = 3, 37, 24, 101
 FORMS = pytest.mark.parametrize("recomputes", [False, True], ids=["at once", "recomputed"])
@@ -25,7 +32,7 @@ FORMS = pytest.mark.parametrize("recomputes", [False, True], ids=["at once", "re
 
 def layer(dtype: torch.dtype = torch.float64, chunk: int = 16, *, recomputes: bool = False) -> OutputLayer:
     head = OutputLayer(DIM, VOCAB_SIZE).to(dtype)
-    head.chunk_tokens, head.recomputes = chunk, recomputes
+    head.computation = LossComputation(chunk_tokens=chunk, recomputes=recomputes)
     with torch.no_grad():
         head.weight.copy_(torch.randn(VOCAB_SIZE, DIM, generator=torch.Generator().manual_seed(0)))
     return head
@@ -157,7 +164,7 @@ def test_peak_memory_in_bfloat16(recomputes: bool) -> None:
     gradient in bfloat16."""
     ids, dim, chunk = 8 * PART_IDS, 64, 16
     head = OutputLayer(dim, ids).to(torch.bfloat16)
-    head.chunk_tokens, head.recomputes = chunk, recomputes
+    head.computation = LossComputation(chunk_tokens=chunk, recomputes=recomputes)
     x = torch.randn(1, 4 * chunk, dim).to(torch.bfloat16).requires_grad_()
     labels = torch.arange(4 * chunk).unsqueeze(0)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

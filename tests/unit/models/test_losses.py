@@ -18,7 +18,7 @@ import titanlite
 from tests.custom_loss import LOSS, plain_objective
 from tests.distributed.test_plan_memory import peak_bytes
 from tests.unit.models.test_head import DIM, FORMS, ROWS, inputs, layer
-from titanlite.models.head import OutputLayer
+from titanlite.models.head import LossComputation, OutputLayer
 from titanlite.models.llama3 import LLAMA3
 from titanlite.models.losses import (
     CROSS_ENTROPY,
@@ -37,7 +37,8 @@ from titanlite.runtime.plugins import load_plugins
 
 def custom(chunk: int, *, recomputes: bool, dtype: torch.dtype = torch.float64) -> OutputLayer:
     head = layer(dtype, chunk, recomputes=recomputes)
-    head.loss, head.denominators = LOSS, LOSS.counts(inputs()[1])
+    head.computation = replace(head.computation, loss=LOSS)
+    head.start_step(LOSS.counts(inputs()[1]))
     return head
 
 
@@ -87,12 +88,12 @@ def test_a_split_backward_pass_counts_terms_once() -> None:
 
 def test_without_gradients_only_the_loss_is_computed() -> None:
     head, (x, labels, _) = custom(7, recomputes=False), inputs()
-    head.denominators = None
     with torch.no_grad():
         found = head(x, labels, torch.ones(ROWS, dtype=torch.int64)).sum()
         _, mean, _ = plain_objective(nn.functional.linear(x, head.weight).flatten(0, 1), labels.flatten())
     torch.testing.assert_close(found, mean * (labels >= 0).sum(), rtol=1e-13, atol=0)
-    assert head.term_sums is None
+    assert head.term_sums is not None
+    assert not head.term_sums.any()
 
 
 class NamesOfOperations(TorchDispatchMode):
@@ -118,7 +119,8 @@ def test_the_host_never_reads_the_device(recomputes: bool) -> None:
 def test_no_valid_token_gives_zeros(recomputes: bool) -> None:
     head, (x, labels, _) = custom(16, recomputes=recomputes), inputs()
     labels = torch.full_like(labels, -1)
-    head.denominators = LOSS.counts(labels)
+    head.start_step(LOSS.counts(labels))
+    assert head.denominators is not None
     assert not head.denominators.any()
     shares = head(x, labels, torch.zeros(ROWS, dtype=torch.int64))
     assert not torch.stack([each.abs().sum() for each in torch.autograd.grad(shares.sum(), (x, head.weight))]).any()
@@ -134,7 +136,7 @@ def test_the_plain_cross_entropy_is_that_of_the_output_layer() -> None:
     shares = []
     for loss in (CROSS_ENTROPY, Loss("another", cross_entropy)):
         head = layer()
-        head.loss = loss
+        head.computation = replace(head.computation, loss=loss)
         shares.append(head(x, labels, num_valid))
     torch.testing.assert_close(*shares, rtol=1e-13, atol=0)
 
@@ -219,7 +221,8 @@ def test_planned_memory_of_a_chunk_is_that_of_a_real_one(dtype: torch.dtype) -> 
     measured, planned = [], []
     for loss, extra in ((CROSS_ENTROPY, None), (LOSS, extra_logits(LOSS))):
         head = OutputLayer(dim, ids).to(dtype)
-        head.loss, head.chunk_tokens, head.denominators = loss, chunk, torch.ones(2, dtype=torch.float64)
+        head.computation = LossComputation(loss, chunk)
+        head.start_step(torch.ones(2, dtype=torch.float64))
         measured.append(peak_bytes(lambda head=head: head(x, labels, labels[0, -1:]).sum().backward()))  # type: ignore[misc]
         shape = MicrobatchShape(1, 2 * chunk, 1, 1, dtype.itemsize, 4, chunk, False, False, extra_logits=extra)
         planned += [activation_bytes(config, LLAMA3.plan(config), replace(shape, tp=tp)).loss for tp in (1, tp)]
@@ -231,7 +234,9 @@ def test_planned_memory_of_a_chunk_is_that_of_a_real_one(dtype: torch.dtype) -> 
 def test_a_fault_with_other_sizes_names_the_loss() -> None:
     """The check calls the functions with small logits only."""
     head, (x, labels, num_valid) = layer(), inputs()
-    head.loss = Loss("mine", lambda logits, labels: cross_entropy(logits, labels).sum())
+    head.computation = replace(
+        head.computation, loss=Loss("mine", lambda logits, labels: cross_entropy(logits, labels).sum())
+    )
     with pytest.raises(UserError, match=r'loss "mine" returns shape \(\) for logits of shape \(16, 101\): return one'):
         head(x, labels, num_valid)
 

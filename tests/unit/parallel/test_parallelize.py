@@ -31,7 +31,8 @@ def test_the_loss_is_computed_as_configured(settings: list[str], expected: tuple
     with simulated_mesh(config, world_size, rank=world_size - 1) as mesh:
         modules = [module for part in build_parts(config, mesh) for module in part.model.modules()]
     (head,) = (module for module in modules if isinstance(module, OutputLayer))
-    assert (head.chunk_tokens, head.recomputes, head.gathers_logits) == expected
+    how = head.computation
+    assert (how.chunk_tokens, how.recomputes, how.gathers_logits) == expected
 
 
 def test_the_loss_is_compiled_if_configured() -> None:

@@ -16,7 +16,7 @@ from titanlite.assembly.job import job_of
 from titanlite.batch import IGNORE_INDEX, Batch, rows_and_tokens
 from titanlite.config.schema import JobConfig
 from titanlite.models.attention import document_arguments
-from titanlite.models.experts import end_step, mixtures_of
+from titanlite.models.experts import Placement, end_step, mixtures_of
 from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
 from titanlite.models.losses import LOSSES, Loss
@@ -78,7 +78,7 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
             objective = objective_of(LOSSES[config.loss.name], batches)
             num_rows, num_tokens = rows_and_tokens(batches)
             for mixture in mixtures:
-                mixture.num_rows, mixture.num_tokens = max(num_rows, 1), max(num_tokens, 1)
+                mixture.start_step(max(num_rows, 1), max(num_tokens, 1))
             model.zero_grad()
             with modules, watch:
                 mean_loss = 0.0
@@ -206,5 +206,5 @@ def plain_model(config: JobConfig) -> LanguageModel:
     init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
     for name, index in family.plan(hyper_parameters).blocks.items():
         for mixture in mixtures_of([model.get_submodule(name)]):
-            mixture.block = index
+            mixture.placement = Placement(index)
     return model
