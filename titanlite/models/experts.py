@@ -112,8 +112,11 @@ class _Permuted(torch.autograd.Function):
 
 
 def feed_forward(rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    """The ExpertsFunction of experts that are all on this rank. In bfloat16 on CUDA the host does not read the counts, if
-    dim and hidden_dim (per tp rank) are multiples of 8, as grouped matrix products need."""
+    """The ExpertsFunction of experts that are all on this rank.
+
+    In bfloat16 on CUDA the host does not read the counts, if dim and hidden_dim (per tp rank) are multiples of 8, as
+    grouped matrix products need.
+    """
     is_aligned = rows.shape[1] % 8 == 0 and w1.shape[1] % 8 == 0
     if rows.device.type == "cuda" and rows.dtype == torch.bfloat16 and len(rows) and is_aligned:
         return grouped_feed_forward(rows, counts, w1, w2, w3)

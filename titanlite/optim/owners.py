@@ -63,18 +63,16 @@ class Owners:
     cost: of a matrix of (rows, columns), in any unit.
     """
 
-    def __init__(
-        self, parameters: Sequence[Tensor], shard_groups: ShardGroups, cost: Callable[[int, int], float]
-    ) -> None:
-        self._sharing = shard_groups
+    def __init__(self, parameters: Sequence[Tensor], groups: ShardGroups, cost: Callable[[int, int], float]) -> None:
+        self._groups = groups
         self._device = local_part(parameters[0]).device
         self.rank, self.replica, self.size, self.replicas = 0, 0, 1, 1
         ranks = [dist.get_rank() if dist.is_initialized() else 0]
-        if shard_groups.shards is not None:
-            ranks = dist.get_process_group_ranks(shard_groups.shards)
-            self.rank, self.size = shard_groups.shards.rank(), len(ranks)
-        if shard_groups.replicas is not None:
-            self.replica, self.replicas = shard_groups.replicas.rank(), shard_groups.replicas.size()
+        if groups.shards is not None:
+            ranks = dist.get_process_group_ranks(groups.shards)
+            self.rank, self.size = groups.shards.rank(), len(ranks)
+        if groups.replicas is not None:
+            self.replica, self.replicas = groups.replicas.rank(), groups.replicas.size()
         self.rounds = deal(
             parameters, divisions(parameters, ranks), cost, rank=self.rank, size=self.size, replicas=self.replicas
         )
@@ -114,9 +112,9 @@ class Owners:
         if not sum(sizes):  # the same for this rank in all replicas
             return
         results, replica = computed, matrices[0].replica
-        if self._sharing.replicas is not None:
+        if self._groups.replicas is not None:
             results = computed if replica == self.replica else computed.new_empty(sum(sizes))
-            dist.broadcast(results, group=self._sharing.replicas, group_src=replica)
+            dist.broadcast(results, group=self._groups.replicas, group_src=replica)
         for matrix, piece in zip(matrices, results.split(sizes), strict=True):
             if (place := matrix.division.parts[self.rank]) is not None:
                 use(matrix, piece.view([each.stop - each.start for each in place]))
@@ -164,11 +162,11 @@ class Owners:
 
     def _exchange(self, sent: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """All-to-all over the shards. sizes: elements from each rank."""
-        if self._sharing.shards is None:
+        if self._groups.shards is None:
             return list(sent)
         received = sent[0].new_empty(sum(sizes))
         lengths = [len(each) for each in sent]
-        dist.all_to_all_single(received, torch.cat(list(sent)), list(sizes), lengths, group=self._sharing.shards)
+        dist.all_to_all_single(received, torch.cat(list(sent)), list(sizes), lengths, group=self._groups.shards)
         return list(received.split(list(sizes)))
 
 

@@ -103,8 +103,11 @@ def data_degree(section: ParallelismConfig, world_size: int) -> int:
 
 @dataclass(frozen=True)
 class ShardGroups:
-    """Process groups of a parameter's shards and replicas. shards: the ranks of dp_shard x cp x tp, in this order, which
-    together have each parameter; replicas: the ranks of dp_replicate with the same parts. None: only this rank."""
+    """Process groups of a parameter's shards and replicas.
+
+    shards: the ranks of dp_shard x cp x tp, in this order, which together have each parameter; replicas: the ranks of
+    dp_replicate with the same parts. None: only this rank.
+    """
 
     shards: dist.ProcessGroup | None = None
     replicas: dist.ProcessGroup | None = None

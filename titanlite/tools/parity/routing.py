@@ -43,17 +43,13 @@ class Routing:
         return MixtureOfExperts.forward(mixture, x, None if is_token.all() else is_token)
 
     def _choose(self, mixture: MixtureOfExperts, probabilities: Tensor) -> Tensor:
-        chosen = MixtureOfExperts.choose(mixture, probabilities)
+        chosen, block = MixtureOfExperts.choose(mixture, probabilities), mixture.placement.block
         if self._reference is None:
-            noted = self.chosen.setdefault(
-                mixture.placement.block, chosen.new_empty(self._num_positions, chosen.shape[-1])
-            )
+            noted = self.chosen.setdefault(block, chosen.new_empty(self._num_positions, chosen.shape[-1]))
             is_known = self._places >= 0
             noted[self._places[is_known]] = chosen[is_known]
             return chosen
-        expected = torch.where(
-            (self._places >= 0).unsqueeze(-1), self._reference[mixture.placement.block][self._places], chosen
-        )
+        expected = torch.where((self._places >= 0).unsqueeze(-1), self._reference[block][self._places], chosen)
         self.flipped += int((chosen.sort().values != expected.sort().values).any(dim=-1).sum())
         self.compared += int((self._places >= 0).sum())
         return expected if self._replays else chosen
