@@ -76,9 +76,9 @@ class Gathered(Owners):
             if sizes[self.rank]:
                 padded[: sizes[self.rank]] = part(matrix).reshape(-1)
             gathered = [padded]
-            if self._sharing.shards is not None:
+            if self._groups.shards is not None:
                 gathered = [torch.empty_like(padded) for _ in sizes]
-                dist.all_gather(gathered, padded, group=self._sharing.shards)
+                dist.all_gather(gathered, padded, group=self._groups.shards)
             full = padded.new_empty(matrix.shape)
             for sender in division.senders:
                 place = full[division.parts[sender]]
