@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.measuring import Row, ratios, report
-from titanlite.models.init import Init, fill_region_
+from titanlite.models.family import Init
+from titanlite.models.init import fill_region_
 
 SIDE = 4096
 PARTS = 8

@@ -14,11 +14,10 @@ from titanlite.models.experts import mixtures_of
 from titanlite.models.family import LanguageModel
 from titanlite.models.head import count_misses, output_layers_of
 from titanlite.models.losses import CROSS_ENTROPY
-from titanlite.models.randomness import row_keys
+from titanlite.models.randomness import row_keys, seed_microbatch
 from titanlite.parallel.data import wrapped_modules
 from titanlite.parallel.mesh import Mesh, part_of_rows
 from titanlite.parallel.pipeline import Pipeline
-from titanlite.runtime.determinism import seed_microbatch
 
 
 @dataclass(kw_only=True, eq=False)

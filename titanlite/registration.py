@@ -24,8 +24,7 @@ from titanlite.metrics.about import AboutRun
 from titanlite.metrics.background import Service
 from titanlite.metrics.config import MetricsConfig
 from titanlite.metrics.sinks import OWN_LOGGERS, SERVICES
-from titanlite.models.family import Family, HuggingFace, LanguageModel, ModelConfig, Plan
-from titanlite.models.init import Init
+from titanlite.models.family import Family, HuggingFace, Init, LanguageModel, ModelConfig, Plan
 from titanlite.models.losses import LOSSES, CountFunction, Loss, Term, TokenFunction, check_loss
 from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import Arguments, GatedOptimizer, OptimizerConfig, OptimizerKind, skips_by_itself

@@ -13,8 +13,7 @@ from titanlite.forward import ModelOnMesh, to_device
 from titanlite.metrics.by_source import NUM_TOTALS, totals_by_source
 from titanlite.metrics.compute_time import ComputeTime
 from titanlite.models.experts import end_step
-from titanlite.optim.optimizer import GatedOptimizer
-from titanlite.optim.weight_average import NO_AVERAGE, WeightAverage
+from titanlite.optim.optimizer import NO_AVERAGE, GatedOptimizer, WeightAverage
 from titanlite.parallel.clip import clip_grad_norm_
 from titanlite.parallel.data import set_gradient_sync
 from titanlite.parallel.mesh import GradientSync

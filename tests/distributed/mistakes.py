@@ -26,7 +26,7 @@ from titanlite.forward import positions_of
 from titanlite.models import family
 from titanlite.models.attention import AttentionMask
 from titanlite.models.experts import Experts, MixtureOfExperts, Router, router_scores
-from titanlite.models.init import Init
+from titanlite.models.family import Init
 from titanlite.models.layers import rms_norm
 from titanlite.parallel import clip as clip_module
 from titanlite.parallel import context as context_module

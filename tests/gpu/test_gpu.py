@@ -24,9 +24,8 @@ from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import Batch
 from titanlite.forward import on_device
 from titanlite.models.attention import attend, attention_mask, document_arguments
-from titanlite.models.randomness import row_keys, uniform
+from titanlite.models.randomness import row_keys, seed_microbatch, uniform
 from titanlite.planning.microbatches import divide_step
-from titanlite.runtime.determinism import seed_microbatch
 from titanlite.runtime.distributed import CommConfig, World, connect, init_process_group, world_from_environment
 from titanlite.trainer import Trainer
 

@@ -19,8 +19,7 @@ from titanlite.data.sources.text import Text
 from titanlite.metrics.background import Service
 from titanlite.metrics.config import MetricsConfig
 from titanlite.metrics.sinks import SERVICES, build_sinks
-from titanlite.models.family import Family, Plan
-from titanlite.models.init import Init
+from titanlite.models.family import Family, Init, Plan
 from titanlite.models.llama3 import LLAMA3, Llama3Config
 from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import Arguments, OptimizerKind

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.cuda._pin_memory_utils import pin_memory
 
 from titanlite.models.family import saved_tensors
-from titanlite.optim.optimizer import GatedOptimizer
-from titanlite.optim.weight_average import NO_AVERAGE, WeightAverage
+from titanlite.optim.optimizer import NO_AVERAGE, GatedOptimizer, WeightAverage
 from titanlite.parallel.mesh import AXES, Mesh
 from titanlite.runtime.errors import UserError
 

@@ -9,8 +9,7 @@ import xxhash
 from torch import Tensor, nn
 
 from titanlite.models.family import saved_tensors
-from titanlite.optim.optimizer import GatedOptimizer
-from titanlite.optim.weight_average import NO_AVERAGE, WeightAverage
+from titanlite.optim.optimizer import NO_AVERAGE, GatedOptimizer, WeightAverage
 from titanlite.parallel.mesh import EXPERT_AXES, PARAMETER_AXES, Mesh
 from titanlite.runtime.agreement import RanksError, run_on_all_ranks
 from titanlite.runtime.dtensors import is_dtensor, local_part

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from titanlite.models.attention import AttentionMask
 from titanlite.models.experts import mixtures_of
-from titanlite.models.family import DecoderConfig, LanguageModel, Plan, TensorStyle
+from titanlite.models.family import DecoderConfig, Init, LanguageModel, Plan, TensorStyle
 from titanlite.models.head import OutputLayer
-from titanlite.models.init import Init
 from titanlite.models.layers import Attention, FeedForward, RMSNorm, RopeScaling, RotaryEmbedding, RotaryTables
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Range

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.models.attention import AttentionMask, attention_mask
-from titanlite.models.init import Init
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.settings import Affects, Needs
 
@@ -78,6 +77,14 @@ class Plan:
     units: tuple[tuple[str, ...], ...]
     blocks: Mapping[str, int]
     tensor_styles: Mapping[str, TensorStyle]
+
+
+@dataclass(frozen=True)
+class Init:
+    """Distribution of one parameter: "normal" (mean 0, `std`, clamped at 3 standard deviations) or "ones"."""
+
+    kind: Literal["normal", "ones"]
+    std: float = 0.0
 
 
 class LanguageModel(nn.Module, ABC):

@@ -9,14 +9,14 @@ vector instruction sets; in float64 it does not, and the rounding removes remain
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from titanlite.models.family import Init
 from titanlite.runtime.dtensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -32,14 +32,6 @@ CUT_STD = 3.0
 """Bound at which normal values are clamped, in standard deviations."""
 
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
-
-
-@dataclass(frozen=True)
-class Init:
-    """Distribution of one parameter: "normal" (mean 0, `std`, clamped at 3 standard deviations) or "ones"."""
-
-    kind: Literal["normal", "ones"]
-    std: float = 0.0
 
 
 def init_parameters_(module: nn.Module, seed: int, init: Callable[[str], Init]) -> None:

@@ -18,11 +18,11 @@ from titanlite.optim.optimizer import (
     OptimizerConfig,
     OptimizerKind,
     SkippingOptimizer,
+    average_bytes,
     skips_by_itself,
 )
 from titanlite.optim.rounding import rounding_bytes
 from titanlite.optim.sgd import SGD
-from titanlite.optim.weight_average import average_bytes
 from titanlite.parallel.mesh import ShardGroups
 from titanlite.runtime.errors import Problem, Rules
 

@@ -1,6 +1,5 @@
-"""Seeds and deterministic algorithms."""
+"""Deterministic algorithms."""
 
-import hashlib
 import os
 from dataclasses import dataclass
 
@@ -27,18 +26,3 @@ def apply_determinism(section: DebugConfig) -> None:
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
-
-
-def seed_microbatch(seed: int, step: int, sequence: int, part: int, device: torch.device) -> None:
-    """Seed torch's generators, for models that draw from them, with a hash of the arguments.
-
-    A resumed run on the same layout repeats the draws; on another layout they differ. sequence: the first sequence of
-    the microbatch. part: of the layers and positions: pipeline stages and cp ranks draw independently of each other, tp
-    ranks draw the same numbers. Does not sync with the device. The CPU's generator uses 32 bits of the derived seed.
-    """
-    digest = hashlib.sha256(f"{seed}:{step}:{sequence}:{part}".encode()).digest()
-    derived = int.from_bytes(digest[:8], "little")
-    # torch.manual_seed does the same for all device types and takes 100 times as long.
-    torch.default_generator.manual_seed(derived)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(derived)

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from titanlite.models.init import BLOCK_NUMEL, CUT_STD, INIT_VERSION, Init, fill_region_, init_parameters_
+from titanlite.models.family import Init
+from titanlite.models.init import BLOCK_NUMEL, CUT_STD, INIT_VERSION, fill_region_, init_parameters_
 
 NORMAL = Init("normal", 0.02)
 

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from titanlite.models.init import Init, init_parameters_
+from titanlite.models.family import Init
+from titanlite.models.init import init_parameters_
 
 NORMAL = Init("normal", 0.02)
 

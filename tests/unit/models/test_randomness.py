@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titanlite.models.randomness import DRAW_VERSION, dropout, row_keys, uniform
+from titanlite.models.randomness import DRAW_VERSION, dropout, row_keys, seed_microbatch, uniform
 
 WORD = 2**64
 GOLDEN = 0x9E3779B97F4A7C15
@@ -137,3 +137,26 @@ def test_compiled_dropout_is_the_same() -> None:
     compiled = torch.compile(draw, backend="aot_eager", fullgraph=True)
     x, keys = torch.randn(4, 5, 6), row_keys(1, 2, torch.arange(4))
     assert torch.equal(compiled(x, keys), draw(x, keys))
+
+
+def drawn(*facts: int) -> list[float]:
+    """Draws of torch's generator, seeded for a microbatch."""
+    seed_microbatch(*facts, torch.device("cpu"))
+    return torch.rand(4).tolist()
+
+
+def test_draws_depend_on_all_arguments_and_nothing_else() -> None:
+    facts = [(0, 1, 2, 0), (1, 1, 2, 0), (0, 2, 2, 0), (0, 1, 3, 0), (0, 1, 2, 1), (2**63 - 1, 10**9, 2**40, 9)]
+    first = [drawn(*arguments) for arguments in facts]
+    assert len({tuple(numbers) for numbers in first}) == len(facts)
+    assert [drawn(*arguments) for arguments in reversed(facts)] == first[::-1]
+
+
+def test_arguments_are_not_concatenated() -> None:
+    assert drawn(1, 11, 1, 1) != drawn(11, 1, 1, 1) != drawn(1, 1, 11, 1)
+
+
+def test_cuda_is_not_initialized() -> None:
+    before = torch.cuda.is_initialized()
+    drawn(0, 1, 2, 0)
+    assert torch.cuda.is_initialized() == before

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titanlite.optim.weight_average import WeightAverage, average_bytes
+from titanlite.optim.optimizer import WeightAverage, average_bytes
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 YES, NO = torch.tensor(True), torch.tensor(False)
