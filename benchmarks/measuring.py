@@ -26,7 +26,6 @@ from titanlite.forward import on_device
 from titanlite.models.attention import pin_kernels
 from titanlite.models.family import resolve_model
 from titanlite.parallel.mesh import Mesh
-from titanlite.planning.microbatches import divide_step
 from titanlite.runtime.distributed import CommConfig, World, init_process_group
 from titanlite.runtime.errors import UsageError
 from titanlite.runtime.memory import peak_memory_bytes
@@ -170,7 +169,7 @@ def build(config: JobConfig, device: torch.device = CPU) -> tuple[Trainer, list[
     mesh = Mesh(config.parallelism, World(rank, rank, size, device.type))
     mesh.connect(config.comm)
     trainer = build_trainer(job_of(config, mesh.world.size), build_model(config, mesh, device), mesh, device)
-    step = divide_step(config, mesh.data_degree)
+    step = job_of(config, mesh.world.size).step
     rows, count = step.rows_per_batch, step.batches
     tokens = torch.randint(
         resolve_model(config.model)[1].vocab_size,

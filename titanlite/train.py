@@ -26,7 +26,7 @@ from titanlite.config.load import most_ranks, resolve, without_effect
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.metrics.meter import Record, is_log_step
-from titanlite.planning.out_of_memory import explained_out_of_memory
+from titanlite.planning.memory_check import explained_out_of_memory
 from titanlite.preview import preview
 from titanlite.profiling.regions import region
 from titanlite.runtime.agreement import RanksError, require_equal, watch_ranks

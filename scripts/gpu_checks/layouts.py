@@ -36,7 +36,6 @@ from titanlite.models.attention import pin_kernels
 from titanlite.models.family import resolve_model
 from titanlite.parallel.mesh import Mesh
 from titanlite.planning.estimate import estimate
-from titanlite.planning.microbatches import divide_step
 from titanlite.runtime.distributed import World, init_process_group
 from titanlite.runtime.memory import GIB
 from titanlite.tools.parity.measure import named_parameters
@@ -193,12 +192,10 @@ def rank_step(send: Send, setup: Setup, rank: int, store: str, transport: str, s
     world = connect(setup, rank, store, transport, config)
     mesh = Mesh(config.parallelism, world)
     mesh.connect(config.comm)
-    trainer = build_trainer(
-        job_of(config, mesh.world.size), build_model(config, mesh, world.device), mesh, world.device
-    )
+    job = job_of(config, mesh.world.size)
+    trainer = build_trainer(job, build_model(config, mesh, world.device), mesh, world.device)
     batch = layout_batch(config)
-    parts = divide_step(config, mesh.data_degree).batches
-    own = on_this_device(trainer, split(batch, parts, mesh.data_rank, mesh.data_degree))
+    own = on_this_device(trainer, split(batch, job.step.batches, mesh.data_rank, mesh.data_degree))
     stats = trainer.train_step(own)
     loss = stats.mean_loss.clone()
     dist.all_reduce(loss)

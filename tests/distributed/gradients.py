@@ -16,7 +16,6 @@ from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
 from titanlite.parallel.mesh import AXES, Mesh, ParallelismConfig
-from titanlite.planning.microbatches import divide_step
 from titanlite.runtime.distributed import CommConfig, World
 from titanlite.trainer import Trainer
 
@@ -81,7 +80,7 @@ def local_batches(config: JobConfig, mesh: Mesh, batch: Batch, accumulation: int
     """This rank's microbatches of `batch`; accumulation: their number, by default as configured."""
     if accumulation is not None:
         return rank_batches(batch, mesh.data_rank, mesh.data_degree, accumulation)
-    step = divide_step(config, mesh.data_degree)
+    step = job_of(config, mesh.world.size).step
     rows = step.rows_per_batch * step.batches
     streams = config.data.num_streams
     return rank_batches(batch, mesh.data_rank, mesh.data_degree, step.batches, num_streams=streams, rows=rows)

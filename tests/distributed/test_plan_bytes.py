@@ -14,7 +14,7 @@ from tests.distributed.reference import global_batch, rank_batches, small_config
 from tests.pool import run_ranks
 from tests.simulated import simulated_mesh
 from titanlite.assembly.model import build_parts
-from titanlite.planning.check import plan_memory
+from titanlite.planning.memory_check import plan_memory
 from titanlite.planning.stages import measure_stage, plan_stages
 
 Bytes = tuple[int, int, int, int]

@@ -29,7 +29,7 @@ from titanlite.parallel.data import wrapped_modules
 from titanlite.parallel.mesh import shard_logits
 from titanlite.planning.activations import MicrobatchShape, activation_bytes
 from titanlite.planning.estimate import estimate
-from titanlite.planning.memory import keeps_casts, kept_bytes
+from titanlite.planning.rank_memory import keeps_casts, kept_bytes
 from titanlite.precision import DTYPES
 from titanlite.trainer import Trainer
 

@@ -25,7 +25,6 @@ from titanlite.batch import Batch
 from titanlite.forward import on_device
 from titanlite.models.attention import attend, attention_mask, document_arguments
 from titanlite.models.randomness import row_keys, seed_microbatch, uniform
-from titanlite.planning.microbatches import divide_step
 from titanlite.runtime.distributed import CommConfig, World, connect, init_process_group, world_from_environment
 from titanlite.trainer import Trainer
 
@@ -131,7 +130,7 @@ def on_gpu(layout: Layout, settings: Sequence[str], batch: Batch | None = None) 
     config = layout.config(*settings)
     mesh = connected_mesh(config.parallelism, "cuda")
     trainer = build_trainer(job_of(config, mesh.world.size), build_model(config, mesh, device), mesh, device)
-    parts = divide_step(config, mesh.data_degree).batches
+    parts = job_of(config, mesh.world.size).step.batches
     batch = global_batch("silent_ranks", 0, layout.rows) if batch is None else batch
     local = rank_batches(batch, mesh.data_rank, mesh.data_degree, parts)
     return OneStep(trainer, [on_device(batch, device) for batch in local])

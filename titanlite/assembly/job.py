@@ -6,7 +6,7 @@ from typing import Any
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import Family
 from titanlite.parallel.mesh import data_degree
-from titanlite.planning.microbatches import Microbatches, divide_step
+from titanlite.parallel.microbatches import Microbatches, divide_step
 
 
 @dataclass(frozen=True)
@@ -27,4 +27,12 @@ class Job:
 
 def job_of(config: JobConfig, world_size: int) -> Job:
     """The job of a configuration in which nothing is left to decide."""
-    return Job(config, divide_step(config, data_degree(config.parallelism, world_size)))
+    section, training = config.parallelism, config.training
+    step = divide_step(
+        section,
+        data_degree(section, world_size),
+        global_batch_size=training.global_batch_size,
+        local_batch_size=training.local_batch_size,
+        num_streams=config.data.num_streams,
+    )
+    return Job(config, step)

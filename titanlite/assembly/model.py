@@ -23,6 +23,7 @@ from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
 from titanlite.parallel.mesh import Mesh, ShardGroups, shard_logits
 from titanlite.parallel.parallelize import parallelize
 from titanlite.parallel.pipeline import (
+    ModelPart,
     Pipeline,
     describe_stages,
     keep_units_,
@@ -30,7 +31,6 @@ from titanlite.parallel.pipeline import (
     resolve_reshard_after_forward,
     split_stages,
 )
-from titanlite.planning.stages import ModelPart
 from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Rules
 from titanlite.runtime.logging import log

@@ -62,9 +62,8 @@ from titanlite.models.registry import full_parameters
 from titanlite.optim.registry import kinds_of_state
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.pipeline import local_stages
-from titanlite.planning.check import check_memory, plan_memory
-from titanlite.planning.memory import Memory
-from titanlite.planning.out_of_memory import explained_out_of_memory
+from titanlite.planning.memory_check import check_memory, explained_out_of_memory, plan_memory
+from titanlite.planning.rank_memory import Memory
 from titanlite.precision import DTYPES
 from titanlite.profiling.config import SNAPSHOTS_FOLDER, TRACES_FOLDER
 from titanlite.profiling.trace import Profiling

@@ -132,7 +132,7 @@ def memory_bytes(section: OptimizerConfig, shards: Mapping[str, Tensor], plan: P
 
     shards: this rank's, by name. Temporary: a copy of weights and state of optimizers that cannot skip an update, and
     a tensor of the size of each parameter, as of SGD's foreach form; for the others, tensors of the size of one
-    parameter. Those of Muon depend on the mesh: titanlite/planning/owners.py.
+    parameter. Those of Muon depend on the mesh: titanlite/planning/owner_rounds.py.
     """
     state, update = average_bytes(section.ema_decay, shards.values())
     for group in divide(section, OPTIMIZERS, shards, plan):

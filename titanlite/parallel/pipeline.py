@@ -12,10 +12,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.models.family import Plan
+from titanlite.models.family import LanguageModel, Plan
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule, ReshardAfterForward
 from titanlite.profiling.regions import Region, in_region
 from titanlite.runtime.errors import Problem, Rules
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """This rank's part of a pipeline stage, or of the full model. plan: the stage's part of the family's plan."""
+
+    model: LanguageModel
+    plan: Plan
+    stage: int
 
 
 @dataclass(frozen=True)

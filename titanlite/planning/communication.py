@@ -1,7 +1,7 @@
 """Compute the communication of a rank in one optimizer step, by mesh axis and operation, analytically.
 
-tests/distributed/test_plan_collectives.py compares it with the collectives of real steps. planning/owners.py has that
-of the update by Muon. Not counted: scalars (the number of valid tokens, the loss, the gradient norm) and the extra
+tests/distributed/test_plan_collectives.py compares it with the collectives of real steps. planning/owner_rounds.py has
+that of the update by Muon. Not counted: scalars (the number of valid tokens, the loss, the gradient norm) and the extra
 collectives of the first step.
 """
 
@@ -13,7 +13,7 @@ from titanlite.parallel.data import replicates_at_once
 from titanlite.parallel.mesh import GradientSync, ParallelismConfig
 from titanlite.parallel.pipeline import resolve_reshard_after_forward, splits_backward
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
-from titanlite.planning.schedule import Action, count_gathers
+from titanlite.planning.pipeline_order import Action, count_gathers
 from titanlite.planning.stages import Stage
 
 Operation = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send"]

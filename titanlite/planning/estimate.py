@@ -15,15 +15,15 @@ from titanlite.models.head import tokens_per_chunk
 from titanlite.models.losses import LOSSES, extra_logits
 from titanlite.optim.muon import muon_dtype
 from titanlite.parallel.data import resolve_gradient_sync
-from titanlite.parallel.mesh import DATA_AXES, data_degree, resolve_degrees, shard_logits
+from titanlite.parallel.mesh import DATA_AXES, resolve_degrees, shard_logits
+from titanlite.parallel.microbatches import Microbatches, divide_step
 from titanlite.parallel.pipeline import local_stages, num_stages, splits_backward
 from titanlite.parallel.recompute import recomputes
 from titanlite.planning.activations import MicrobatchShape, activation_bytes
 from titanlite.planning.communication import StepShape, Traffic, stage_traffic
-from titanlite.planning.memory import Memory, rank_memory
-from titanlite.planning.microbatches import divide_step
-from titanlite.planning.owners import OwnerRounds, owner_rounds
-from titanlite.planning.schedule import Action, bubble_share, schedule_order
+from titanlite.planning.owner_rounds import OwnerRounds, owner_rounds
+from titanlite.planning.pipeline_order import Action, bubble_share, schedule_order
+from titanlite.planning.rank_memory import Memory, rank_memory
 from titanlite.planning.stages import Stage, plan_stages
 from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Problem
@@ -87,14 +87,14 @@ def require_estimate(config: JobConfig, key: str, value: Any, remedy: str) -> No
 
 def estimate(config: JobConfig, world_size: int, *, device_type: str) -> Estimate:
     """Estimate a run. config: checked and resolved for this world. device_type: "cuda" or "cpu"."""
-    section = config.parallelism
-    step = divide_step(config, data_degree(section, world_size))
+    section, ranks = config.parallelism, []
+    sizes = resolve_degrees(section, world_size)
+    step = plan_step(config, sizes)
     order = schedule_order(section, step.per_batch if section.pp > 1 else step.batches)
-    sizes, ranks = resolve_degrees(section, world_size), []
     planned = plan_stages(config, sizes)
     for pp_rank, actions in enumerate(order):
         stages = tuple(planned[index] for index in local_stages(section, pp_rank))
-        shape = step_shape(config, sizes, actions, device_type)
+        shape = step_shape(config, sizes, step, actions, device_type)
         owners = _owners(config, stages, shape)
         memory = _memory(config, stages, shape, owners, device_type)
         traffic = *_traffic(config, stages, shape), *owners.traffic
@@ -110,19 +110,28 @@ def estimate_memory(
 ) -> Memory:
     """Estimate the memory of a rank that owns `stages`. config: as for estimate. sizes: degrees of the mesh axes."""
     # Without a pipeline, one microbatch follows the other: one needs as much memory as all.
-    order = schedule_order(config.parallelism, divide_step(config, _data_degree(sizes)).per_batch)
-    shape = step_shape(config, sizes, order[pp_rank], device_type)
+    step = plan_step(config, sizes)
+    order = schedule_order(config.parallelism, step.per_batch)
+    shape = step_shape(config, sizes, step, order[pp_rank], device_type)
     return _memory(config, stages, shape, _owners(config, stages, shape), device_type)
 
 
-def _data_degree(sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes[axis] for axis in DATA_AXES)
+def plan_step(config: JobConfig, sizes: Mapping[str, int]) -> Microbatches:
+    """The microbatches of a data rank. sizes: degrees of the mesh axes."""
+    return divide_step(
+        config.parallelism,
+        math.prod(sizes[axis] for axis in DATA_AXES),
+        global_batch_size=config.training.global_batch_size,
+        local_batch_size=config.training.local_batch_size,
+        num_streams=config.data.num_streams,
+    )
 
 
-def step_shape(config: JobConfig, sizes: Mapping[str, int], actions: Sequence[Action], device_type: str) -> StepShape:
+def step_shape(
+    config: JobConfig, sizes: Mapping[str, int], step: Microbatches, actions: Sequence[Action], device_type: str
+) -> StepShape:
     """sizes: degrees of the mesh axes. actions: of this rank, in one run of the schedule."""
     training, cp, tp = config.training, config.parallelism.cp, config.parallelism.tp
-    step = divide_step(config, _data_degree(sizes))
     family, model = config.family, config.hyper_parameters
     if config.parallelism.context_parallel == "gather":
         heads = 2 * (model.n_kv_heads // tp)

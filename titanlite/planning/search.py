@@ -21,11 +21,11 @@ from titanlite.config.fields import keys_that_affect
 from titanlite.config.schema import JobConfig
 from titanlite.data.deal import most_sequences
 from titanlite.parallel.data import resolve_gradient_sync
-from titanlite.parallel.mesh import AXES, LAYOUT, ContextParallel, GradientSync, data_degree, resolve_degrees
+from titanlite.parallel.mesh import AXES, LAYOUT, ContextParallel, GradientSync, resolve_degrees
+from titanlite.parallel.microbatches import Microbatches
 from titanlite.parallel.pipeline import SCHEDULES, local_stages, stage_owners
-from titanlite.planning.estimate import Estimate, estimate, estimate_memory
+from titanlite.planning.estimate import Estimate, estimate, estimate_memory, plan_step
 from titanlite.planning.hardware.profile import Profile
-from titanlite.planning.microbatches import divide_step
 from titanlite.planning.stages import plan_stages
 from titanlite.planning.step_time import StepTime, predict, times
 from titanlite.runtime.memory import GIB, USABLE
@@ -289,8 +289,8 @@ class _Visit:
             config = self._checked({**settings, **schedule})
             if config is None:
                 continue
-            microbatches = divide_step(config, data_degree(config.parallelism, self.world_size)).per_batch
-            # idle time relative to the work, with equal stages: tests/unit/planning/test_schedule.py; else it is larger
+            microbatches = self._step(config).per_batch
+            # idle time relative to the work, with equal stages (tests/unit/planning/test_pipeline_order.py), else more
             shape = SCHEDULES[name]
             idle = (pp - 1) / microbatches / (6 if shape.splits_backward else shape.stages_per_rank)
             blocks, last = self._division(config)
@@ -304,7 +304,7 @@ class _Visit:
         key = config.parallelism.pp, config.parallelism.pp_schedule
         if key not in self.divisions:
             owners, blocks = stage_owners(config.parallelism), [0] * config.parallelism.pp
-            stages = plan_stages(config, resolve_degrees(config.parallelism, self.world_size))
+            stages = plan_stages(config, self._sizes(config))
             for stage, owner in zip(stages, owners, strict=True):
                 blocks[owner] += len(stage.blocks)
             self.divisions[key] = blocks, owners[-1]
@@ -324,7 +324,7 @@ class _Visit:
         pp = settings["parallelism.pp"]
         if (config := self._checked(settings)) is None:
             return None
-        rows = divide_step(config, data_degree(config.parallelism, self.world_size)).size
+        rows = self._step(config).size
         alone = with_settings(config, {"parallelism.pp": 1, "training.local_batch_size": rows})
         time = predict(alone, self._plan(alone, self.world_size // pp), self.profile)
         parts = times({**time.parts, "data parallel": 0.0, "update": 0.0}, 1 / pp)
@@ -352,7 +352,8 @@ class _Visit:
         if config is None:
             return inf
         section = config.parallelism
-        sizes, shorter = resolve_degrees(section, self.world_size), self._with_microbatches(config, FILLED[0])
+        sizes = self._sizes(config)
+        shorter = self._with_microbatches(config, plan_step(config, sizes), FILLED[0])
         longer = config.training.global_batch_size / shorter.training.global_batch_size
         stages = plan_stages(config, sizes)
         blocks, _ = self._division(config)
@@ -387,8 +388,8 @@ class _Visit:
         config = self._checked(settings)
         if config is None:
             return None
-        step = divide_step(config, data_degree(config.parallelism, self.world_size))
-        shorter = [self._with_microbatches(config, filled) for filled in FILLED]
+        step = self._step(config)
+        shorter = [self._with_microbatches(config, step, filled) for filled in FILLED]
         if config in shorter:
             return self._exactly(settings, config)
         few, more = (self._exactly(settings, each) for each in shorter)
@@ -398,10 +399,17 @@ class _Visit:
         config = with_settings(self.config, settings)
         return None if check_layout(config, self.world_size) else config
 
-    def _with_microbatches(self, config: JobConfig, filled: int) -> JobConfig:
-        """The configuration with a smaller batch, if there are more than filled microbatches per rank of a pipeline."""
+    def _sizes(self, config: JobConfig) -> Mapping[str, int]:
+        """The degrees of the mesh axes."""
+        return resolve_degrees(config.parallelism, self.world_size)
+
+    def _step(self, config: JobConfig) -> Microbatches:
+        return plan_step(config, self._sizes(config))
+
+    def _with_microbatches(self, config: JobConfig, step: Microbatches, filled: int) -> JobConfig:
+        """The configuration with a smaller batch, if there are more than filled microbatches per rank of a pipeline.
+        step: of `config`."""
         section, size = config.parallelism, config.training.global_batch_size
-        step = divide_step(config, data_degree(section, self.world_size))
         count = filled * section.pp
         if section.pp == 1 or step.batches > 1 or step.per_batch <= max(FILLED) * section.pp:
             return config

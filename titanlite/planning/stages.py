@@ -19,14 +19,14 @@ from titanlite.optim.registry import memory_bytes, names_of_muon
 from titanlite.parallel.data import is_wrapped, sharded_dimension, wrapped_modules
 from titanlite.parallel.expert import FEATURES
 from titanlite.parallel.mesh import Mesh
-from titanlite.parallel.pipeline import assign_units, num_stages
+from titanlite.parallel.pipeline import ModelPart, assign_units, num_stages
 from titanlite.parallel.tensor import tensor_dimension
 from titanlite.precision import DTYPES
 from titanlite.runtime.dtensors import is_dtensor, local_part
 
 
 @dataclass(frozen=True)
-class Unit:
+class FSDPUnit:
     """One FSDP unit on one rank.
 
     block: index of the transformer block in the full model; None if the unit is no block.
@@ -89,19 +89,10 @@ class Stage:
     optimizer_bytes: int
     update_bytes: int
     buffer_bytes: int
-    units: tuple[Unit, ...]
+    units: tuple[FSDPUnit, ...]
     matrices: tuple[Matrices, ...]
     blocks: tuple[int, ...]
     wrapped: bool
-
-
-@dataclass(frozen=True)
-class ModelPart:
-    """This rank's part of a pipeline stage, or of the full model. plan: the stage's part of the family's plan."""
-
-    model: LanguageModel
-    plan: Plan
-    stage: int
 
 
 @dataclass(frozen=True)
@@ -228,7 +219,7 @@ def _stages(
                 gathered = math.prod(part) * ranks  # all other ranks pad their shards to the size of the first one
                 elements, experts = (elements, experts + gathered) if is_apart else (elements + gathered, experts)
             replicated = [math.prod(parameter.shape) for parameter in model.units[unit] if parameter.tp is None]
-            units.append(Unit(model.blocks[unit], elements, experts, tuple(replicated) if tp > 1 else ()))
+            units.append(FSDPUnit(model.blocks[unit], elements, experts, tuple(replicated) if tp > 1 else ()))
         blocks = tuple(block for unit in own if (block := model.blocks[unit]) is not None)
         stages.append(
             Stage(
@@ -285,7 +276,7 @@ def _matrices(parameters: Iterable[tuple[Sequence[int], Sequence[int], int]]) ->
     return tuple(replace(each, parameters=len(list(equal))) for each, equal in groupby(found))
 
 
-def _units(model: LanguageModel, plan: Plan, mesh: Mesh) -> Iterator[Unit]:
+def _units(model: LanguageModel, plan: Plan, mesh: Mesh) -> Iterator[FSDPUnit]:
     shards = mesh.degrees["dp_shard"] * mesh.degrees["cp"]
     for names in plan.units:
         # a set, so that tied parameters count once
@@ -295,7 +286,7 @@ def _units(model: LanguageModel, plan: Plan, mesh: Mesh) -> Iterator[Unit]:
         elements = sum(local_part(parameter).numel() * shards for parameter in parameters - experts)
         of_experts = sum(local_part(parameter).numel() * (shards // mesh.ep) for parameter in experts)
         replicated = tuple(parameter.numel() for parameter in parameters if _is_replicated_over_tp(parameter))
-        yield Unit(plan.blocks.get(names[0]), elements, of_experts, replicated)
+        yield FSDPUnit(plan.blocks.get(names[0]), elements, of_experts, replicated)
 
 
 def _axes(parameter: Tensor) -> tuple[str, ...]:

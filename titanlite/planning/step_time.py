@@ -30,7 +30,7 @@ from titanlite.planning.activations import MicrobatchShape
 from titanlite.planning.communication import Operation, StepShape, Traffic, exchanges, reductions
 from titanlite.planning.estimate import Estimate, RankPlan, microbatch_shape
 from titanlite.planning.hardware.profile import Profile
-from titanlite.planning.schedule import DURATION, Action, Kind, schedule_order, simulate
+from titanlite.planning.pipeline_order import DURATION, Action, Kind, schedule_order, simulate
 from titanlite.planning.stages import Stage
 from titanlite.planning.work import Elementwise, Work, block_work, embedding_work, head_work
 from titanlite.precision import DTYPES

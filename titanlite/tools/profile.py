@@ -28,7 +28,7 @@ from titanlite.forward import on_device
 from titanlite.generation.config import SamplesConfig
 from titanlite.metrics.config import MetricsConfig
 from titanlite.metrics.meter import Record
-from titanlite.planning.out_of_memory import explained_out_of_memory
+from titanlite.planning.memory_check import explained_out_of_memory
 from titanlite.profiling.breakdown import Operation, host_events, time_by_cause, time_by_region, top_operations
 from titanlite.profiling.config import TRACES_FOLDER
 from titanlite.profiling.regions import region

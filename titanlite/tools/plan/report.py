@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from titanlite.config.schema import JobConfig
 from titanlite.models.decoder import describe_size
 from titanlite.planning.estimate import Estimate, RankPlan
-from titanlite.planning.remedies import remedies
+from titanlite.planning.memory_check import remedies
 from titanlite.runtime.memory import GIB, USABLE
 from titanlite.runtime.text import aligned, counted
 

@@ -6,10 +6,8 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from titanlite.config.schema import JobConfig
-from titanlite.data.deal import most_sequences
-from titanlite.parallel.mesh import data_degree, resolve_degrees
-from titanlite.planning.estimate import estimate_memory, require_estimate
-from titanlite.planning.microbatches import divide_step
+from titanlite.parallel.mesh import resolve_degrees
+from titanlite.planning.estimate import estimate_memory, plan_step, require_estimate
 from titanlite.planning.stages import plan_stages
 from titanlite.runtime.agreement import share_from_rank_0
 from titanlite.runtime.distributed import World
@@ -45,22 +43,20 @@ def fit_local_batch_size(config: JobConfig, world_size: int, *, device_type: str
     config: checked, with a global batch size and without a pipeline.
     """
     require_estimate(config, KEY, -1, f"set {KEY}")
-    degree = data_degree(config.parallelism, world_size)
-    sequences = most_sequences(config.training.global_batch_size, config.data.num_streams, degree)
 
     def with_rows(rows: int) -> JobConfig:
         return replace(config, training=replace(config.training, local_batch_size=rows))
 
     sizes = resolve_degrees(config.parallelism, world_size)
-    stages = plan_stages(config, sizes)
+    stages, single = plan_stages(config, sizes), plan_step(with_rows(1), sizes)
 
     def planned_peak(rows: int) -> int:
         return estimate_memory(with_rows(rows), sizes, 0, stages, device_type=device_type).total
 
-    fitting = bisect_right(range(1, sequences + 1), USABLE * memory_bytes, key=planned_peak)  # it grows with rows
-    most_filler = divide_step(with_rows(1), degree).filler_share + FILLER
-    divisions = (divide_step(with_rows(rows), degree) for rows in range(max(fitting, 1), 0, -1))
-    chosen = next(division for division in divisions if division.filler_share <= most_filler)
+    # the peak grows with rows
+    fitting = bisect_right(range(1, single.sequences + 1), USABLE * memory_bytes, key=planned_peak)
+    divisions = (plan_step(with_rows(rows), sizes) for rows in range(max(fitting, 1), 0, -1))
+    chosen = next(division for division in divisions if division.filler_share <= single.filler_share + FILLER)
     planned = planned_peak(chosen.size)
     log.info(
         "Batch: %s = -1: %d sequences per microbatch, accumulation %d; planned peak %.1f GiB of %.1f GiB",

@@ -2,7 +2,7 @@
 
 For the rank with coordinate 0 on all axes of its stages, which owns the most expensive matrix of each round, so that
 the others wait for it. `deal` gives the same, but lists the parts of all ranks, which takes too long for a search over
-layouts of thousands of ranks. tests/unit/planning/test_owners.py compares them.
+layouts of thousands of ranks. tests/unit/planning/test_owner_rounds.py compares them.
 """
 
 from collections import Counter

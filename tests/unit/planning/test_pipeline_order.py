@@ -7,7 +7,7 @@ from torch import nn
 
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import SCHEDULES, local_stages, num_stages, schedule_class
-from titanlite.planning.schedule import (
+from titanlite.planning.pipeline_order import (
     Action,
     bubble_share,
     count_gathers,

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from titanlite.config.schema import JobConfig
 from titanlite.data.deal import most_sequences
+from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.parallel.pipeline import fits_schedule
 
 
@@ -30,17 +30,18 @@ class Microbatches:
         return self.size * self.per_batch
 
 
-def divide_step(config: JobConfig, data_degree: int) -> Microbatches:
-    """The microbatches of each of `data_degree` data ranks. config: resolved, training.local_batch_size, too.
+def divide_step(
+    section: ParallelismConfig, data_degree: int, *, global_batch_size: int, local_batch_size: int, num_streams: int
+) -> Microbatches:
+    """The microbatches of each of `data_degree` data ranks.
 
-    Microbatches have at most training.local_batch_size rows, with a pipeline parallelism.pp_microbatch_size, and are
-    equally large. Pipeline stages reduce their gradients at the end of each batch: with gradient_sync "every", a batch
-    has at most training.local_batch_size sequences, otherwise all of the step.
+    Microbatches have at most local_batch_size rows, with a pipeline parallelism.pp_microbatch_size, and are equally
+    large. Pipeline stages reduce their gradients at the end of each batch: with gradient_sync "every", a batch has at
+    most local_batch_size sequences, otherwise all of the step.
     """
-    section, training = config.parallelism, config.training
-    sequences = most_sequences(training.global_batch_size, config.data.num_streams, data_degree)
+    sequences = most_sequences(global_batch_size, num_streams, data_degree)
     is_whole = section.pp > 1 and section.gradient_sync != "every"
-    batches = 1 if is_whole else -(-sequences // training.local_batch_size)
+    batches = 1 if is_whole else -(-sequences // local_batch_size)
     per_batch, of_batch = 1, -(-sequences // batches)
     if section.pp > 1:
         per_batch = -(-of_batch // section.pp_microbatch_size)
@@ -48,5 +49,5 @@ def divide_step(config: JobConfig, data_degree: int) -> Microbatches:
             per_batch += 1
     size = -(-of_batch // per_batch)
     batches = -(-sequences // (per_batch * size))
-    filler_share = 1 - training.global_batch_size / (per_batch * size * batches * data_degree)
+    filler_share = 1 - global_batch_size / (per_batch * size * batches * data_degree)
     return Microbatches(size, per_batch, batches, sequences, filler_share)

@@ -3,16 +3,17 @@ from typing import get_args
 import pytest
 
 from tests.distributed.reference import small_config
+from titanlite.assembly.job import job_of
 from titanlite.parallel.mesh import PipelineSchedule
+from titanlite.parallel.microbatches import Microbatches
 from titanlite.parallel.pipeline import fits_schedule
-from titanlite.planning.microbatches import Microbatches, divide_step
 
 SIXTEEN = "training.global_batch_size=16"
 
 
 def divided(degree: int, *settings: str, pp: int = 1) -> Microbatches:
     layout = f"parallelism.dp_shard={degree}", f"parallelism.pp={pp}"
-    return divide_step(small_config(degree * pp, SIXTEEN, *layout, *settings), degree)
+    return job_of(small_config(degree * pp, SIXTEEN, *layout, *settings), degree * pp).step
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_a_pipeline_gets_as_many_microbatches_as_its_schedule_needs(schedule: st
                 *(SIXTEEN, *chosen, "training.local_batch_size=5", f"parallelism.pp_microbatch_size={size}"),
                 *("parallelism.pp=2", f"parallelism.dp_shard={degree}"),
             )
-            step = divide_step(config, degree)
+            step = job_of(config, 2 * degree).step
             assert fits_schedule(config.parallelism, step.per_batch)
             assert step.size <= size
             assert step.rows_per_batch * step.batches >= step.sequences

@@ -10,14 +10,13 @@ import torch.distributed as dist
 from tests.distributed.reference import small_config
 from titanlite.config.schema import JobConfig
 from titanlite.parallel.mesh import Mesh
-from titanlite.planning import batch as batch_module
 from titanlite.planning import estimate as estimate_module
-from titanlite.planning.batch import agree_on_local_batch_size, fit_local_batch_size
-from titanlite.planning.check import Need, plan_memory, verdict
+from titanlite.planning import local_batch_size as batch_module
 from titanlite.planning.estimate import estimate
-from titanlite.planning.memory import Memory
-from titanlite.planning.out_of_memory import explained_out_of_memory
-from titanlite.planning.schedule import Action, schedule_order
+from titanlite.planning.local_batch_size import agree_on_local_batch_size, fit_local_batch_size
+from titanlite.planning.memory_check import Need, explained_out_of_memory, plan_memory, verdict
+from titanlite.planning.pipeline_order import Action, schedule_order
+from titanlite.planning.rank_memory import Memory
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.memory import GIB, USABLE

@@ -7,8 +7,8 @@ from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
 from titanlite.planning.activations import ActivationBytes
 from titanlite.planning.communication import StepShape, frees_after_forward, reduced_sizes, remote_neighbors
-from titanlite.planning.schedule import peak_in_flight
-from titanlite.planning.stages import Stage, Unit
+from titanlite.planning.pipeline_order import peak_in_flight
+from titanlite.planning.stages import FSDPUnit, Stage
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def cast_bytes(stage: Stage, recompute: ActivationCheckpointConfig, shape: StepS
     return (kept + 2 * max(unit.size for unit in stage.units)) * shape.param_bytes
 
 
-def keeps_casts(unit: Unit, recompute: ActivationCheckpointConfig) -> bool:
+def keeps_casts(unit: FSDPUnit, recompute: ActivationCheckpointConfig) -> bool:
     """Whether a unit's cast parameters stay until backward, as in blocks unless they are recomputed."""
     return unit.block is not None and not recomputes(recompute, unit.block)
 

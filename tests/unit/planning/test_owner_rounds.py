@@ -7,8 +7,8 @@ from tests.unit.planning.test_step_time import config_of
 from titanlite.optim.newton_schulz import flops
 from titanlite.optim.owners import deal, divisions_of
 from titanlite.planning.estimate import estimate
-from titanlite.planning.owners import OwnerRounds, owner_rounds
-from titanlite.planning.remedies import remedies
+from titanlite.planning.memory_check import remedies
+from titanlite.planning.owner_rounds import OwnerRounds, owner_rounds
 from titanlite.planning.stages import Matrices, Stage
 
 STEPS = 5
