@@ -67,6 +67,12 @@ class ConfigError(UsageError):
         super().__init__("\n\n".join([head + ":", *(f"  {problem}" for problem in self.problems)]))
 
 
+def raise_problems(problems: Iterable[Problem]) -> None:
+    """Raise ConfigError if there are problems."""
+    if found := tuple(problems):
+        raise ConfigError(found)
+
+
 @dataclass
 class Rules:
     """Collect the problems of one section: of rules that the range of a key cannot express.

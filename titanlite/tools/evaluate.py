@@ -43,7 +43,7 @@ from titanlite.runtime.agreement import require_equal, share_from_rank_0, watch_
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import CommConfig, World, connect, init_process_group, set_timeout
 from titanlite.runtime.environment import start_rank
-from titanlite.runtime.errors import ConfigError, Problem, Rules
+from titanlite.runtime.errors import ConfigError, Problem, Rules, raise_problems
 from titanlite.runtime.logging import log
 from titanlite.runtime.settings import setting
 from titanlite.runtime.signals import StopRequest
@@ -165,8 +165,7 @@ def check_arguments(options: Options, overrides: Sequence[str]) -> None:
         if word.startswith("--") and key.partition(".")[0] not in SECTIONS:
             rule = f"a key of a section that evaluation depends on: {', '.join(SECTIONS)}"
             problems.append(Problem(key, None, rule, "leave it out: the run's saved value is used"))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
 
 
 def verified_run(options: Options, world: World, store: dist.Store) -> SavedRun:
@@ -196,8 +195,7 @@ def evaluated_config(
     """
     sources = [source_from_path(text, DATA) for text in options.data]
     problems = [source for source in sources if isinstance(source, Problem)] + check_tasks(TASKS, options.tasks)
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     values = {name: dict(table) for name, table in saved.manifest.config.items()}
     validation = values.get("validation", {})
     if sources or options.tasks or any(word.startswith("--validation.sources") for word in overrides):
@@ -224,8 +222,7 @@ def evaluated_config(
         for n, source in enumerate(config.validation.sources)
         if open_source(source).holds == "text" and not has_tokenizer
     ]
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     config = replace(config, job=JobSection(), checkpoint=CheckpointConfig())
     problems = check_config(config, world_size=world.size, device_type=world.device_type, checks_files=False)
     given, rule = config.training.local_batch_size != -1, "at least 1 for an evaluation: -1 fits the memory of training"
@@ -234,8 +231,7 @@ def evaluated_config(
     problems = problems or check_validation(
         config.validation, config.data, vocab_size=saved.hyper_parameters.vocab_size, has_tokenizer=True
     )
-    if problems:
-        raise ConfigError([_of_this_mesh(problem, overrides) for problem in problems])
+    raise_problems(_of_this_mesh(problem, overrides) for problem in problems)
     config = resolve_config(config, world_size=world.size, device_type=world.device_type)
     return replace(config, data=replace(config.data, sources=()))  # training data is not evaluated
 

@@ -36,7 +36,7 @@ from titanlite.profiling.trace import Trace, output_file
 from titanlite.runtime.agreement import run_on_all_ranks, share_from_rank_0, watch_ranks
 from titanlite.runtime.distributed import World, connect
 from titanlite.runtime.environment import start_rank
-from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.errors import UserError, raise_problems
 from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import aligned, counted
@@ -91,8 +91,7 @@ def main(argv: Sequence[str]) -> None:
     """Profile, on every rank; rank 0 prints the report."""
     with FailureReport() as failure:
         options, overrides = read_options_and_overrides(Options, argv, "profile")
-        if problems := check_options(options):
-            raise ConfigError(problems)
+        raise_problems(check_options(options))
         world, environment = start_rank()
         arguments = ["--job.config_file", options.config, *overrides]
         config = load_config(arguments, world_size=world.size, device_type=world.device_type)

@@ -21,10 +21,10 @@ from titanlite.generation.generate import Transcript, generate
 from titanlite.generation.kv_cache import remembering
 from titanlite.generation.prompts import Prompt, encode_prompts
 from titanlite.generation.sampling import Sampling
-from titanlite.hf.generation_defaults import GenerationDefaults
+from titanlite.hf.generation_defaults import GENERATION_FILE, GenerationDefaults
 from titanlite.models.family import LanguageModel
 from titanlite.precision import DTYPES
-from titanlite.runtime.errors import ConfigError, Problem, Rules, UserError
+from titanlite.runtime.errors import ConfigError, Problem, Rules, UserError, raise_problems
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.settings import setting
 from titanlite.tools.command import (
@@ -38,12 +38,13 @@ from titanlite.tools.command import (
     run_command,
 )
 from titanlite.tools.generate.chat import DEFAULT_CHAT_TOKENS, ChatModel, Dialog, answer_all, converse
-from titanlite.tools.generate.defaults import ALL, choose_sampling
-from titanlite.tools.generate.printing import print_texts
-from titanlite.tools.generate.prompts import read_prompts
+from titanlite.tools.generate.texts import print_texts, read_prompts
 from titanlite.tools.saved_run import SavedRun, Weights, open_run, reading
 
 DEFAULT_NEW_TOKENS = 200
+TEMPERATURE = 0.8
+ALL = 0
+"""The value of --top-k that keeps all tokens."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,7 @@ def main(argv: Sequence[str]) -> None:
     options = read_options(Options, argv, "generate")
     prompts_given, problems = read_prompts(options.prompt, options.prompt_file, required=not options.chat)
     problems += check(options)
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     setup_logging(0, sys.stderr)
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
@@ -180,7 +180,7 @@ def prepare(run: SavedRun, prompts: Sequence[Prompt], options: Options) -> Conti
     steps = generate(
         model,
         [prompt.ids for prompt in prompts],
-        sampling_of(options, defaults),
+        choose_sampling(options, defaults),
         max_new_tokens=max_new_tokens,
         eos_ids=() if options.ignore_eos else eos_ids,
     )
@@ -200,7 +200,7 @@ def open_chat(run: SavedRun, options: Options) -> Iterator[ChatModel]:
         remedy = "leave it out, and begin the first message with these instructions"
         raise ConfigError([Problem("--system", options.system, fault, remedy)])
     defaults = run.generation_defaults()
-    sampling = sampling_of(options, defaults)
+    sampling = choose_sampling(options, defaults)
     with remembering(load_model(run, options), [0], 0) as cache:
         yield ChatModel(
             Transcript(cache),
@@ -235,10 +235,22 @@ def load_model(run: SavedRun, options: Options) -> LanguageModel:
         return run.model(device, dtype)
 
 
-def sampling_of(options: Options, defaults: GenerationDefaults) -> Sampling:
-    """See choose_sampling."""
-    return choose_sampling(
-        defaults, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
+def choose_sampling(options: Options, defaults: GenerationDefaults) -> Sampling:
+    """The options, and for what they leave open the model's own defaults, which are logged, else those of titanlite."""
+    given = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+    own = {"temperature": defaults.temperature, "top_k": defaults.top_k, "top_p": defaults.top_p}
+    taken = {name: value for name, value in own.items() if value is not None and given[name] is None}
+    if taken:
+        settings = ", ".join(f"{name} {value:g}" for name, value in taken.items())
+        log.info("Sampling: %s, the model's own defaults (%s); options override them", settings, GENERATION_FILE)
+    if defaults.not_applied:
+        log.warning("%s is not applied: %s", GENERATION_FILE, ", ".join(defaults.not_applied))
+    chosen = {name: taken.get(name, value) for name, value in given.items()}
+    return Sampling(
+        temperature=TEMPERATURE if chosen["temperature"] is None else chosen["temperature"],
+        top_k=None if chosen["top_k"] in (None, ALL) else int(chosen["top_k"]),
+        top_p=1.0 if chosen["top_p"] is None else chosen["top_p"],
+        seed=options.seed,
     )
 
 

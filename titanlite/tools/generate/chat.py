@@ -15,7 +15,7 @@ from titanlite.generation.generate import Transcript
 from titanlite.generation.sampling import Sampling
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
-from titanlite.tools.generate.printing import for_stdout
+from titanlite.tools.generate.texts import for_stdout
 
 DEFAULT_CHAT_TOKENS = 1024
 CONTINUED = "\\"

@@ -12,7 +12,7 @@ import tyro
 from titanlite.config.load import parse
 from titanlite.config.schema import JobConfig
 from titanlite.planning.estimate import require_estimate
-from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.runtime.errors import Problem, raise_problems
 from titanlite.runtime.settings import setting
 from titanlite.tools.command import (
     EITHER,
@@ -135,19 +135,13 @@ def prepare(options: Options, given: JobConfig) -> tuple[JobConfig, list[Layout]
     if layouts:
         refused = [Refusal(layout, tuple(check_layout(config, layout))) for layout in layouts]
         for refusal in refused:
-            raise_problems(refusal.problems, f"layout {refusal.layout}")
+            at = f"layout {refusal.layout}: "
+            raise_problems(Problem(f"{at}{p.key}", p.value, p.rule, p.remedy) for p in refusal.problems)
         return config, layouts, []
     layouts, refused = choose_layouts(config, options.ranks)
     if not layouts:
         raise_problems(list(dict.fromkeys(problem for refusal in refused for problem in refusal.problems)))
     return config, layouts, refused
-
-
-def raise_problems(problems: Sequence[Problem], where: str = "") -> None:
-    """Raise ConfigError if there are problems; `where` names the layout."""
-    if problems:
-        at = f"{where}: " if where else ""
-        raise ConfigError(Problem(f"{at}{p.key}", p.value, p.rule, p.remedy) for p in problems)
 
 
 if __name__ == "__main__":

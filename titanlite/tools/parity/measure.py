@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -131,9 +131,9 @@ def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path, own:
             if trainer.mixtures:
                 # Below float64, one near tie that falls otherwise would change gradients by far more than rounding.
                 replays = any(name != "float64" for name in own_dtypes(config))
-                routing.compare_with(read_tensors(routing_file(folder, step)), replays=replays)
+                routing.compare_with(read_tensors(reference_file(folder, "routing", step)), replays=replays)
             if step:
-                load_weights_(trainer, weights_file(folder, step))
+                load_weights_(trainer, reference_file(folder, "weights", step))
             batches, rows = mask_and_hash(loader.next_step(), config)
             stats = trainer.train_step(batches)
             gradients = {name: parameter.grad for name, parameter in named_parameters(trainer)}
@@ -144,7 +144,7 @@ def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path, own:
                     int(stats.num_valid),
                     bool(stats.skipped),
                     rows,
-                    differences_from(gradients, gradient_file(folder, step)),
+                    differences_from(gradients, reference_file(folder, "gradients", step)),
                     routing.flipped,
                     routing.compared,
                 )
@@ -164,17 +164,17 @@ def named_parameters(trainer: Trainer) -> Iterator[tuple[str, nn.Parameter]]:
 
 def measure_updates(trainer: Trainer, config: JobConfig, steps: int, folder: Path) -> dict[str, float | None]:
     """Measurement.updates: clip the reference's gradients and update with the configuration's own optimizer."""
-    load_weights_(trainer, weights_file(folder, 0))
+    load_weights_(trainer, reference_file(folder, "weights", 0))
     optimizer = build_optimizers(config, dict(named_parameters(trainer)), trainer.mesh, CPU)
     schedule = build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps)
     for step in range(steps):
-        gradients = read_tensors(gradient_file(folder, step))
+        gradients = read_tensors(reference_file(folder, "gradients", step))
         for name, parameter in named_parameters(trainer):
             parameter.grad = shard_of(gradients[name], parameter)
         clip_grad_norm_(trainer.model_parts, clipping_norm(config, gradients), trainer.pp_group)
         optimizer.set_lr(schedule(step + 1))
         optimizer.step_if(torch.ones((), dtype=torch.bool))
-    return differences_from(dict(named_parameters(trainer)), updated_file(folder))
+    return differences_from(dict(named_parameters(trainer)), reference_file(folder, "updated"))
 
 
 def clipping_norm(config: JobConfig, gradients: Mapping[str, Tensor]) -> float:
@@ -237,24 +237,13 @@ def read_tensors(file: Path) -> dict[Any, Tensor]:
     return found
 
 
-def gradient_file(folder: Path, step: int) -> Path:
-    """The file of the reference's gradients of a step, float64. step: counted from 0."""
-    return folder / f"gradients-{step}.pt"
+def reference_file(folder: Path, what: Literal["gradients", "weights", "routing", "updated"], step: int = 0) -> Path:
+    """A file of the reference's tensors by name, in float64.
 
-
-def weights_file(folder: Path, step: int) -> Path:
-    """The file of the reference's weights before a step, float64. step: counted from 0."""
-    return folder / f"weights-{step}.pt"
-
-
-def routing_file(folder: Path, step: int) -> Path:
-    """The file of the reference's choices of experts in a step, by block. step: counted from 0."""
-    return folder / f"routing-{step}.pt"
-
-
-def updated_file(folder: Path) -> Path:
-    """The file of the reference's weights after the updates of the configuration's own optimizer, float64."""
-    return folder / "updated.pt"
+    gradients: of a step, counted from 0. weights: before it. routing: its choices of experts, by block. updated: the
+    weights after the updates of the configuration's own optimizer.
+    """
+    return folder / f"{what}-{step}.pt"
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

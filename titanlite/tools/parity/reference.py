@@ -33,16 +33,13 @@ from titanlite.tools.parity.measure import (
     Measurement,
     Step,
     clipping_norm,
-    gradient_file,
     hash_of,
     mask_and_hash,
     own_dtypes,
     passes,
     read_tensors,
     record_status,
-    routing_file,
-    updated_file,
-    weights_file,
+    reference_file,
 )
 from titanlite.tools.parity.routing import Routing, places_of
 
@@ -55,10 +52,10 @@ def measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, A
     the dtype of the hashed weights) and imprecise (the first operation below float64; None if all are float64).
     """
     with record_status("the reference", folder):
-        return _measure_reference(config_of(config, ONE_PROCESS), steps, folder)
+        return _measure_reference(config_of(config, ONE_PROCESS), steps, Path(folder))
 
 
-def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, Any]:
+def _measure_reference(config: JobConfig, steps: int, path: Path) -> dict[str, Any]:
     model = plain_model(config)
     named, mixtures = dict(model.named_parameters()), mixtures_of([model])
     weights = [
@@ -73,7 +70,7 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
     measured = []
     try:
         for step in range(steps):
-            torch.save({name: p.detach() for name, p in named.items()}, weights_file(Path(folder), step))
+            torch.save({name: p.detach() for name, p in named.items()}, reference_file(path, "weights", step))
             batches, rows = mask_and_hash(loader.next_step(), config)
             objective = objective_of(LOSSES[config.loss.name], batches)
             num_rows, num_tokens = rows_and_tokens(batches)
@@ -89,8 +86,8 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
                 name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 for name, parameter in named.items()
             }
-            torch.save(gradients, gradient_file(Path(folder), step))
-            torch.save(routing.chosen, routing_file(Path(folder), step))
+            torch.save(gradients, reference_file(path, "gradients", step))
+            torch.save(routing.chosen, reference_file(path, "routing", step))
             norms: dict[str, float | None] = {name: torch.linalg.vector_norm(g).item() for name, g in gradients.items()}
             norm = nn.utils.get_total_norm(gradients.values())
             measured.append(Step(mean_loss, norm.item(), objective.num_valid, False, rows, norms))
@@ -100,7 +97,7 @@ def _measure_reference(config: JobConfig, steps: int, folder: str) -> dict[str, 
                     parameter.sub_(gradients[name], alpha=config.optimizer.lr)
     finally:
         loader.close()
-    updates = [measure_updates(config, steps, Path(folder)), *({} for _ in weights[1:])]
+    updates = [measure_updates(config, steps, path), *({} for _ in weights[1:])]
     measurements = [
         Measurement(hashes, measured, own, list(own_dtypes(settings)))
         for hashes, own, settings in zip(weights, updates, passes(config), strict=True)
@@ -114,13 +111,13 @@ def measure_updates(config: JobConfig, steps: int, folder: Path) -> dict[str, fl
     Writes the updated weights to `folder`. Plain torch on full tensors; the learning rates are the schedule's.
     """
     section = config.optimizer
-    before = read_tensors(weights_file(folder, 0))
+    before = read_tensors(reference_file(folder, "weights"))
     named = {name: nn.Parameter(value.clone()) for name, value in before.items()}
     _, plan = full_parameters(config.model)
     optimizer = build_optimizer(section, named, plan, CPU, ShardGroups(), config.debug.seed)
     schedule = build_schedule(config.lr_schedule, section.lr, config.training.steps)
     for step in range(steps):
-        gradients = read_tensors(gradient_file(folder, step))
+        gradients = read_tensors(reference_file(folder, "gradients", step))
         for name, parameter in named.items():
             parameter.grad = gradients[name].clone()
         max_norm = clipping_norm(config, gradients)
@@ -128,7 +125,7 @@ def measure_updates(config: JobConfig, steps: int, folder: Path) -> dict[str, fl
             nn.utils.clip_grad_norm_(named.values(), max_norm)
         optimizer.set_lr(schedule(step + 1))
         optimizer.step_if(torch.ones((), dtype=torch.bool))
-    torch.save({name: parameter.detach() for name, parameter in named.items()}, updated_file(folder))
+    torch.save({name: parameter.detach() for name, parameter in named.items()}, reference_file(folder, "updated"))
     return {name: torch.linalg.vector_norm(p.detach() - before[name]).item() for name, p in named.items()}
 
 

@@ -13,7 +13,7 @@ from titanlite.assembly.facts import code_facts
 from titanlite.config.load import CONFIG_COPY
 from titanlite.faults.record import read_records
 from titanlite.runtime.distributed import world_from_environment
-from titanlite.runtime.errors import ConfigError, UsageError, UserError
+from titanlite.runtime.errors import UsageError, UserError, raise_problems
 from titanlite.runtime.logging import setup_logging
 from titanlite.runtime.settings import setting
 from titanlite.tools.command import AllowImport, Count, check_options, read_options, run_command
@@ -57,8 +57,7 @@ class Options:
 def main(argv: Sequence[str]) -> None:
     """Print the comparison; exit with 1 if the record is not reproduced. Raises UserError."""
     options = read_options(Options, argv, "replay")
-    if problems := check_options(options):
-        raise ConfigError(problems)
+    raise_problems(check_options(options))
     world = world_from_environment()
     if world.size > 1:
         raise UsageError("replay runs on one process: start it without torchrun")

@@ -32,7 +32,7 @@ from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.distributed import World, connect, init_process_group
 from titanlite.runtime.dtensors import local_part
-from titanlite.runtime.errors import ConfigError, UsageError, UserError
+from titanlite.runtime.errors import UsageError, UserError, raise_problems
 from titanlite.runtime.logging import Progress, log
 from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
 from titanlite.tools.parity.measure import passes
@@ -79,8 +79,7 @@ def launch_config(folder: Path, records: Sequence[Record], saved: SavedRun | Non
     copy = read_copy(folder)
     import_plugins_of({"job": {"plugins": copy.job.plugins}}, folder, allowed=allow_import)
     parsed = parse(["--job.config_file", str(folder / CONFIG_COPY)])
-    if parsed.problems:
-        raise ConfigError(parsed.problems)
+    raise_problems(parsed.problems)
     return parsed.config
 
 
@@ -116,8 +115,7 @@ def replayed_config(config: JobConfig, folder: Path, start: SavedRun | None, wor
         validation=replace(config.validation, enable=False),
     )
     problems = check_config(config, world_size=world.size, device_type=world.device_type)
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return resolve_config(config, world_size=world.size, device_type=world.device_type)
 
 

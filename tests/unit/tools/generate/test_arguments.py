@@ -17,7 +17,7 @@ from titanlite.models.llama3 import LLAMA3
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.tools.command import read_options
 from titanlite.tools.generate import __main__ as command
-from titanlite.tools.generate.printing import print_texts
+from titanlite.tools.generate.texts import print_texts
 from titanlite.tools.saved_run import SavedRun
 
 BAD = {
