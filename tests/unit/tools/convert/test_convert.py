@@ -15,7 +15,6 @@ from torch import Tensor
 import titanlite
 from tests.distributed.program import REPOSITORY
 from tests.unit.hf.making import tiny, write_model
-from tests.unit.tools.convert.conftest import TEMPLATE, TEXT
 from titanlite.data.bpe import train_bpe
 from titanlite.data.chat.encoder import ChatEncoder, EncodedChat
 from titanlite.data.tokenizer import Tokenizer
@@ -27,8 +26,21 @@ from titanlite.tools.convert import export_run, verify
 from titanlite.tools.convert.__main__ import main, size_in_bytes
 from titanlite.tools.saved_run import open_run
 
+TEXT = "the model reads what it is given, and says it again\n"
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 VOCAB_SIZE = 400
 TOKENS = torch.arange(60).view(2, 30) * 6 % VOCAB_SIZE
+
+
+@pytest.fixture(scope="module")
+def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer with fewer tokens than the tiny models' 400, and a chat template."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_bpe(iter([TEXT] * 4), 280, folder)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "model_max_length": 77}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -296,17 +308,12 @@ def test_shards_keep_to_their_size_and_the_index_names_each_tensor(run: Path, tm
     assert [file.name for file in (tmp_path / "single").glob("*.safetensors*")] == ["model.safetensors"]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"), [("5GB", 5 * 10**9), ("1.5 GiB", 3 * 2**29), ("500mb", 5 * 10**8), ("7", 7), ("3KB", 3000)]
-)
-def test_sizes(text: str, expected: int) -> None:
-    assert size_in_bytes(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "0", "GB", "-5GB", "5 apples", "0.1", "9" * 400])
-def test_invalid_sizes(text: str, run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--shard-size = .*\n +rule: +a size in bytes"):
-        export(run, tmp_path / "out", f"--shard-size={text}")
+def test_sizes(run: Path, tmp_path: Path) -> None:
+    sizes = {"5GB": 5 * 10**9, "1.5 GiB": 3 * 2**29, "500mb": 5 * 10**8, "7": 7, "3KB": 3000}
+    assert {text: size_in_bytes(text) for text in sizes} == sizes
+    for text in ("", "0", "GB", "-5GB", "5 apples", "0.1", "9" * 400):
+        with pytest.raises(UserError, match=r"--shard-size = .*\n +rule: +a size in bytes"):
+            export(run, tmp_path / "out", f"--shard-size={text}")
 
 
 Names = Mapping[str, str]

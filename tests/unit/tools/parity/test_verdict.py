@@ -32,6 +32,11 @@ def changed(**values: Any) -> Measurement:
     return replace(SAME, steps=[replace(SAME.steps[0], **values)])
 
 
+def first_difference(measured: Measurement) -> str:
+    """Of exact bounds; "" if there is none."""
+    return judge(measured, REFERENCE, EXACT).first_difference or ""
+
+
 def test_equal_measurements_agree() -> None:
     verdict = judge(SAME, REFERENCE, EXACT)
     assert verdict.first_difference is None
@@ -67,9 +72,7 @@ def test_equal_measurements_agree() -> None:
     ],
 )
 def test_each_difference_is_named(measured: Measurement, first: str) -> None:
-    found = judge(measured, REFERENCE, EXACT).first_difference
-    assert found is not None
-    assert found.startswith(first)
+    assert first_difference(measured).startswith(first)
 
 
 def test_causes_come_before_effects() -> None:
@@ -80,15 +83,13 @@ def test_causes_come_before_effects() -> None:
     fixes = ["weights", "rows", "num_valid", "loss", "gradients", "grad_norm"]
     starts = ["initial weights", "step 1, tokens", "step 1, valid", "step 1, loss", "step 1, gradient", "step 1, grad "]
     for fix, start in zip(fixes, starts, strict=True):
-        found = judge(everything, REFERENCE, EXACT).first_difference
-        assert found is not None
-        assert found.startswith(start)
+        assert first_difference(everything).startswith(start)
         if fix == "weights":
             everything = replace(everything, weights=SAME.weights)
         else:
             step = replace(step, **{fix: getattr(SAME.steps[0], fix)})
             everything = replace(everything, steps=[step])
-    assert judge(everything, REFERENCE, EXACT).first_difference is None
+    assert first_difference(everything) == ""
 
 
 def test_the_error_of_a_tiny_gradient_is_relative_to_a_share_of_the_global_norm() -> None:
@@ -128,10 +129,7 @@ def test_ranks_are_merged() -> None:
     ],
 )
 def test_disagreeing_ranks_are_a_difference(values: dict[str, Any], first: str) -> None:
-    merged = merge_ranks([SAME, changed(loss=0.0, **values)])
-    found = judge(merged, REFERENCE, EXACT).first_difference
-    assert found is not None
-    assert found.startswith(first)
+    assert first_difference(merge_ranks([SAME, changed(loss=0.0, **values)])).startswith(first)
 
 
 @pytest.mark.parametrize(
@@ -147,12 +145,7 @@ def test_disagreeing_ranks_are_a_difference(values: dict[str, Any], first: str) 
 )
 def test_a_vacuous_reference_is_refused(values: dict[str, Any], reason: str) -> None:
     assert vacuous(REFERENCE) is None
-    found = vacuous(replace(REFERENCE, steps=[replace(REFERENCE.steps[0], **values)]))
-    assert found is not None
-    assert reason in found
-
-
-def test_no_step_is_refused() -> None:
+    assert reason in (vacuous(replace(REFERENCE, steps=[replace(REFERENCE.steps[0], **values)])) or "")
     assert vacuous(replace(REFERENCE, steps=[])) == "no step was taken"
 
 
