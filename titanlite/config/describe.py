@@ -56,7 +56,7 @@ def describe_config(config: JobConfig) -> list[Section]:
 def field_texts(section_type: type) -> dict[str, str]:
     """Field -> the string below it in the source, as one line; also of fields that are inherited."""
     texts: dict[str, str] = {}
-    for base in (base for base in section_type.__bases__ if is_dataclass(base)):
+    for base in (base for base in reversed(section_type.__bases__) if is_dataclass(base)):
         texts |= field_texts(base)
     tree = ast.parse(textwrap.dedent(inspect.getsource(section_type))).body[0]
     assert isinstance(tree, ast.ClassDef)

@@ -3,7 +3,7 @@ SwiGLU. The file of a family adds its specifics."""
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,62 @@ from titanlite.models.head import OutputLayer
 from titanlite.models.layers import Attention, FeedForward, RMSNorm, RopeScaling, RotaryEmbedding, RotaryTables
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Range
+
+
+@dataclass(frozen=True)
+class HyperParameters(DecoderConfig):
+    """Hyper-parameters of all decoders. Each may be given in [model] and overrides the flavor's value.
+
+    A family adds its own, and may have other defaults.
+    """
+
+    dim: int
+    """Width of the residual stream."""
+    n_layers: int
+    """Number of transformer blocks."""
+    n_heads: int
+    """Query heads; each is dim / n_heads wide, unless the family has head_dim."""
+    n_kv_heads: int
+    """Key/value heads, each shared by n_heads / n_kv_heads query heads."""
+    ffn_dim: int
+    """Width of the feed-forward's hidden layer."""
+    vocab_size: int
+    """Rows of the embedding and of the output, at least the tokenizer's vocabulary."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary wavelengths."""
+    max_seq_len: int = 4096
+    """Maximum sequence length, and the length of the rotary tables."""
+    tie_embeddings: bool = False
+    """The output layer uses the embedding's weights."""
+
+    @property
+    def head_dim(self) -> int:  # type: ignore[override]
+        """Width of one attention head."""
+        return self.dim // self.n_heads
+
+
+@dataclass(frozen=True)
+class ExpertHyperParameters(DecoderConfig):
+    """Those of decoders with a mixture of experts in every block."""
+
+    ffn_dim: int
+    """Width of the hidden layer of each expert."""
+    n_experts: int = 128
+    """Experts in each block."""
+    n_active_experts: int = 8
+    """Experts that process each position: the most probable ones."""
+    balance_loss: float = 0.001
+    """Coefficient of the balance loss of each block, a mean over the rows of the global batch; 0.0: none.
+    May change at a resume."""
+    z_loss: float = 0.0
+    """Coefficient of the z-loss of each router: the mean square of the logarithm of the sum of its exponentials.
+    May change at a resume."""
+    bias_rate: float = 0.0
+    """Change per step of the biases that balance the choice of experts; 0.0: no biases. 0.001 is usual, with a small
+    balance_loss. The published format has no biases: a run with them cannot be exported. May change at a resume, but
+    not from or to 0."""
 
 
 class Block(nn.Module):
@@ -141,6 +197,11 @@ TENSOR_STYLES: dict[str, TensorStyle] = {
     "norm": "norm",
     "output": "logits",
 }
+EXPERT_STYLES: dict[str, TensorStyle] = {
+    **{name: style for name, style in TENSOR_STYLES.items() if ".feed_forward." not in name},
+    "layers.*.feed_forward.router": "router",
+}
+"""Those of a decoder with experts."""
 
 
 def decoder_plan(config: DecoderConfig, tensor_styles: Mapping[str, TensorStyle]) -> Plan:

@@ -3,12 +3,14 @@
 A missing field, or a value that no decoder here supports, raises UserError.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from dataclasses import fields as dataclass_fields
+from typing import Any, get_type_hints
 
 from torch import Tensor
 
-from titanlite.models.family import DecoderConfig
+from titanlite.models.family import HuggingFace
 from titanlite.runtime.errors import Problem, UserError
 
 MODULE_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
@@ -23,6 +25,7 @@ BLOCK_NAMES = {
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
+HEAD_NORM_NAMES = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
 FIELDS = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -35,15 +38,11 @@ FIELDS = {
     "rope_theta": "rope_theta",
     "max_seq_len": "max_position_embeddings",
     "tie_embeddings": "tie_word_embeddings",
-}
-"""The field of config.json of each hyper-parameter."""
-
-EXPERT_FIELDS = {
     "n_experts": "num_experts",
     "n_active_experts": "num_experts_per_tok",
     "balance_loss": "router_aux_loss_coef",
 }
-"""Those of experts."""
+"""The field of config.json of each hyper-parameter, of those that a family has."""
 EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 SUPPORTED_VALUES = {
@@ -115,27 +114,122 @@ def rope_fields(fields: Mapping[str, Any], scaled: str | None = None) -> tuple[f
     return read_field(found, "rope_theta", float), found if kind == scaled else {}
 
 
-def parameter_names(config: DecoderConfig, block_names: Mapping[str, str]) -> dict[str, str | tuple[str, ...]]:
-    """Names of all parameters in transformers, by their names in titanlite. block_names: of the modules of a block."""
-    modules = {
-        f"layers.{index}.{ours}": f"model.layers.{index}.{theirs}"
-        for index in range(config.n_layers)
-        for ours, theirs in block_names.items()
-    }
-    modules |= {ours: theirs for ours, theirs in MODULE_NAMES.items() if ours != "output" or not config.tie_embeddings}
-    return {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in modules.items()}
+@dataclass(frozen=True)
+class Scaling:
+    """A scaling of rotary embeddings in config.json.
+
+    kind: its rope_type. fields: the field of each hyper-parameter. optional: hyper-parameters whose field may be
+    absent. supported: further fields, with their single supported value.
+    """
+
+    kind: str
+    fields: dict[str, str]
+    optional: tuple[str, ...] = ()
+    supported: dict[str, Any] = field(default_factory=dict)
 
 
-def names_with_experts(config: DecoderConfig, block_names: Mapping[str, str]) -> dict[str, str | tuple[str, ...]]:
-    """As parameter_names, with a mixture of experts in place of the feed-forward of each block."""
-    kept = {ours: theirs for ours, theirs in block_names.items() if not ours.startswith("feed_forward")}
-    found = parameter_names(config, kept | {"feed_forward.router": "mlp.gate"})
-    for index in range(config.n_layers):
-        for ours, theirs in EXPERT_NAMES.items():
-            found[f"layers.{index}.feed_forward.experts.{ours}"] = tuple(
-                f"model.layers.{index}.mlp.experts.{expert}.{theirs}.weight" for expert in range(config.n_experts)
-            )
-    return found
+@dataclass(frozen=True)
+class DecoderFormat:
+    """The format of a decoder family.
+
+    config_type: its hyper-parameters, a dataclass. check: of the family. fields: those that differ from FIELDS.
+    block_names: those beside BLOCK_NAMES. supported: fields with a single supported value, which are also written.
+    required: those of them that must be present, since their default in transformers is another value. scaling: the
+    supported one, if any. written: further fields to write.
+    """
+
+    config_type: type[Any]
+    check: Callable[[Any, int, int, int], list[Problem]]
+    fields: dict[str, str] = field(default_factory=dict)
+    block_names: dict[str, str] = field(default_factory=dict)
+    supported: dict[str, Any] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+    scaling: Scaling | None = None
+    written: Callable[[Any], dict[str, Any]] = lambda _: {}
+
+    def hugging_face(self, model_type: str, architecture: str) -> HuggingFace:
+        return HuggingFace(model_type, architecture, self.names, self.config_json, self.config_from_json)
+
+    def names(self, config: Any) -> dict[str, str | tuple[str, ...]]:
+        """Names of all parameters in transformers, by their names in titanlite."""
+        names = BLOCK_NAMES | self.block_names
+        if config.n_experts > 1:
+            names = {ours: theirs for ours, theirs in names.items() if not ours.startswith("feed_forward")}
+            names["feed_forward.router"] = "mlp.gate"
+        found: dict[str, str | tuple[str, ...]] = {
+            f"layers.{index}.{ours}.weight": f"model.layers.{index}.{theirs}.weight"
+            for index in range(config.n_layers)
+            for ours, theirs in names.items()
+        }
+        for ours, theirs in MODULE_NAMES.items():
+            if ours != "output" or not config.tie_embeddings:
+                found[f"{ours}.weight"] = f"{theirs}.weight"
+        for index in range(config.n_layers if config.n_experts > 1 else 0):
+            for ours, theirs in EXPERT_NAMES.items():
+                found[f"layers.{index}.feed_forward.experts.{ours}"] = tuple(
+                    f"model.layers.{index}.mlp.experts.{expert}.{theirs}.weight" for expert in range(config.n_experts)
+                )
+        return found
+
+    def config_json(self, config: Any) -> dict[str, Any]:
+        """Fields of config.json; rope_theta at the top level, which all versions of transformers read. Those of the
+        scaling are left out if the factor is 1."""
+        fields = {theirs: getattr(config, ours) for ours, theirs in self._fields().items()}
+        scaling = None
+        if self.scaling is not None and config.rope_scaling_factor != 1.0:
+            values = {theirs: getattr(config, ours) for ours, theirs in self.scaling.fields.items()}
+            scaling = {"rope_type": self.scaling.kind} | values
+        supported = {name: value for name, value in SUPPORTED_VALUES.items() if value is not None}
+        return fields | supported | self.supported | {"rope_scaling": scaling} | self.written(config)
+
+    def config_from_json(self, fields: Mapping[str, Any]) -> Any:
+        """Hyper-parameters in config.json. Raises UserError if a field is missing, invalid or not supported."""
+        refuse_other(fields, SUPPORTED_VALUES | self.supported)
+        for name in self.required:
+            read_field(fields, name, type(self.supported[name]))
+        for kind in read_field(fields, "layer_types", list, []):
+            refuse_other({"layer_types": kind}, {"layer_types": "full_attention"})
+        theta, scaling = rope_fields(fields, self.scaling.kind if self.scaling else None)
+        values = {"rope_theta": theta} | self._values(fields)
+        names = self._fields()
+        if self.scaling is not None:
+            refuse_other(scaling, self.scaling.supported)
+            values |= self._read(scaling, self.scaling.fields, self.scaling.optional) if scaling else {}
+            names |= self.scaling.fields
+        config = self.config_type(**values)
+        refuse_invalid(self.check(config, 1, 1, 1), names)
+        if "head_dim" not in values:
+            refuse_other(fields, {"head_dim": config.head_dim})
+        return config
+
+    def _fields(self) -> dict[str, str]:
+        """The field of each hyper-parameter, also of a head_dim that follows from others."""
+        own = {"head_dim", *(each.name for each in dataclass_fields(self.config_type))}
+        return {ours: theirs for ours, theirs in FIELDS.items() if ours in own} | self.fields
+
+    def _values(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The hyper-parameters, except those of rotary embeddings."""
+        own = {each.name for each in dataclass_fields(self.config_type)} - {"rope_theta"}
+        names = {ours: theirs for ours, theirs in self._fields().items() if ours in own}
+        if "n_experts" in names:
+            if fields.get("output_router_logits"):
+                raise UserError(
+                    "config.json: output_router_logits = true: transformers then adds a balance loss over all "
+                    "positions of a microbatch, which depends on the batch size of a rank: write false. "
+                    "model.balance_loss is over rows"
+                )
+            if "num_local_experts" in fields:  # transformers 5
+                names["n_experts"] = "num_local_experts"
+        given = {"num_key_value_heads": fields.get("num_attention_heads")}
+        given |= {name: value for name, value in fields.items() if value is not None}
+        return self._read(given, names, ("head_dim", "tie_embeddings", "balance_loss"))
+
+    def _read(self, fields: Mapping[str, Any], names: Mapping[str, str], optional: tuple[str, ...]) -> dict[str, Any]:
+        kinds = get_type_hints(self.config_type)
+        return {
+            ours: read_field(fields, theirs, kinds[ours], getattr(self.config_type, ours) if ours in optional else None)
+            for ours, theirs in names.items()
+        }
 
 
 def stored_names(name: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -146,44 +240,3 @@ def stored_names(name: str | tuple[str, ...]) -> tuple[str, ...]:
 def stored_tensors(parameter: Tensor, name: str | tuple[str, ...]) -> dict[str, Tensor]:
     """The stored tensors of a parameter by their names, as views."""
     return {name: parameter} if isinstance(name, str) else dict(zip(name, parameter.unbind(), strict=True))
-
-
-def decoder_json(config: DecoderConfig) -> dict[str, Any]:
-    """Fields of config.json for all decoders; rope_theta at the top level, which all versions of transformers read."""
-    supported = {name: value for name, value in SUPPORTED_VALUES.items() if value is not None}
-    return {theirs: getattr(config, ours) for ours, theirs in FIELDS.items()} | supported
-
-
-def decoder_values(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters of all decoders, except head_dim and those of rotary embeddings.
-
-    Raises UserError if a field is missing, or has a value that no decoder here supports.
-    """
-    refuse_other(fields, SUPPORTED_VALUES)
-    n_heads = read_field(fields, "num_attention_heads", int)
-    return {
-        "dim": read_field(fields, "hidden_size", int),
-        "n_layers": read_field(fields, "num_hidden_layers", int),
-        "n_heads": n_heads,
-        "n_kv_heads": read_field(fields, "num_key_value_heads", int, n_heads),
-        "ffn_dim": read_field(fields, "intermediate_size", int),
-        "vocab_size": read_field(fields, "vocab_size", int),
-        "norm_eps": read_field(fields, "rms_norm_eps", float),
-        "max_seq_len": read_field(fields, "max_position_embeddings", int),
-        "tie_embeddings": read_field(fields, "tie_word_embeddings", bool, False),
-    }
-
-
-def expert_values(fields: Mapping[str, Any], balance_loss: float) -> dict[str, Any]:
-    """Hyper-parameters of experts. balance_loss: its default. Raises UserError if a field is missing or invalid."""
-    if fields.get("output_router_logits"):
-        raise UserError(
-            "config.json: output_router_logits = true: transformers then adds a balance loss over all positions of a "
-            "microbatch, which depends on the batch size of a rank: write false. model.balance_loss is over rows"
-        )
-    number = "num_local_experts" if "num_local_experts" in fields else "num_experts"  # transformers 5 and 4
-    return {
-        "n_experts": read_field(fields, number, int),
-        "n_active_experts": read_field(fields, "num_experts_per_tok", int),
-        "balance_loss": read_field(fields, "router_aux_loss_coef", float, balance_loss),
-    }

@@ -1,56 +1,31 @@
 """Llama 3 (Grattafiori et al., "The Llama 3 Herd of Models", 2024): the decoder with Llama 3.1's rotary scaling."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, get_type_hints
 
 from titanlite.models.decoder import (
     TENSOR_STYLES,
     Decoder,
+    HyperParameters,
     check_decoder,
     check_width,
     decoder_plan,
     flops_per_token,
     init,
 )
-from titanlite.models.family import DecoderConfig, Family, HuggingFace, Plan
-from titanlite.models.hugging_face import (
-    BLOCK_NAMES,
-    FIELDS,
-    decoder_json,
-    decoder_values,
-    parameter_names,
-    read_field,
-    refuse_invalid,
-    refuse_other,
-    rope_fields,
-)
+from titanlite.models.family import Family
+from titanlite.models.hugging_face import DecoderFormat, Scaling
 from titanlite.models.layers import Attention, Llama3Scaling
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Needs
 
 
 @dataclass(frozen=True)
-class Llama3Config(DecoderConfig):
+class Llama3Config(HyperParameters):
     """Hyper-parameters of the llama3 family. Each may be given in [model] and overrides the flavor's value."""
 
-    dim: int
-    """Width of the residual stream."""
-    n_layers: int
-    """Number of transformer blocks."""
-    n_heads: int
-    """Query heads; each is dim / n_heads wide."""
-    n_kv_heads: int
-    """Key/value heads, each shared by n_heads / n_kv_heads query heads."""
-    ffn_dim: int
-    """Width of the feed-forward's hidden layer."""
-    vocab_size: int
-    """Rows of the embedding and of the output, at least the tokenizer's vocabulary."""
-    norm_eps: float = 1e-5
-    """Added to the mean square in RMSNorm."""
     rope_theta: float = 500_000.0
-    """Base of the rotary wavelengths."""
+    max_seq_len: int = 131_072
     rope_scaling_factor: float = 1.0
     """Factor by which Llama 3.1's scaling stretches long rotary wavelengths; 1.0: no scaling."""
     rope_low_freq_factor: float = 1.0
@@ -59,15 +34,6 @@ class Llama3Config(DecoderConfig):
     """Wavelengths below rope_original_seq_len / rope_high_freq_factor are not stretched."""
     rope_original_seq_len: int = 8192
     """Context length before the scaling."""
-    max_seq_len: int = 131_072
-    """Maximum sequence length, and the length of the rotary tables."""
-    tie_embeddings: bool = False
-    """The output layer uses the embedding's weights."""
-
-    @property
-    def head_dim(self) -> int:  # type: ignore[override]
-        """Width of one attention head."""
-        return self.dim // self.n_heads
 
 
 _VOCAB_SIZE = 128_256
@@ -115,8 +81,7 @@ def attention(config: Llama3Config) -> Attention:
     return Attention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim)
 
 
-def plan(config: Llama3Config) -> Plan:
-    return decoder_plan(config, TENSOR_STYLES)
+plan = partial(decoder_plan, tensor_styles=TENSOR_STYLES)
 
 
 def check(config: Llama3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
@@ -127,39 +92,20 @@ def check(config: Llama3Config, seq_len: int, tp: int, pp: int) -> list[Problem]
     return rules.problems
 
 
-SCALING_FIELDS = {
-    "rope_scaling_factor": "factor",
-    "rope_low_freq_factor": "low_freq_factor",
-    "rope_high_freq_factor": "high_freq_factor",
-    "rope_original_seq_len": "original_max_position_embeddings",
-}
-
-
-def names(config: Llama3Config) -> dict[str, str | tuple[str, ...]]:
-    return parameter_names(config, BLOCK_NAMES)
-
-
-def config_json(config: Llama3Config) -> dict[str, Any]:
-    """Fields of config.json; those of the scaling are left out if the factor is 1."""
-    scaling = {"rope_type": "llama3"} | {theirs: getattr(config, ours) for ours, theirs in SCALING_FIELDS.items()}
-    return decoder_json(config) | {
-        "mlp_bias": False,
-        "rope_scaling": None if config.rope_scaling_factor == 1.0 else scaling,
-    }
-
-
-def config_from_json(fields: Mapping[str, Any]) -> Llama3Config:
-    """Hyper-parameters in config.json. Raises UserError if a field is missing, invalid or not supported."""
-    refuse_other(fields, {"mlp_bias": False})
-    theta, scaling = rope_fields(fields, "llama3")
-    kinds = get_type_hints(Llama3Config)
-    present = SCALING_FIELDS if scaling else {}
-    scaling_values = {ours: read_field(scaling, theirs, kinds[ours]) for ours, theirs in present.items()}
-    config = Llama3Config(rope_theta=theta, **decoder_values(fields), **scaling_values)
-    refuse_invalid(check(config, 1, 1, 1), FIELDS | SCALING_FIELDS)
-    refuse_other(fields, {"head_dim": config.head_dim})
-    return config
-
+FORMAT = DecoderFormat(
+    Llama3Config,
+    check,
+    supported={"mlp_bias": False},
+    scaling=Scaling(
+        "llama3",
+        {
+            "rope_scaling_factor": "factor",
+            "rope_low_freq_factor": "low_freq_factor",
+            "rope_high_freq_factor": "high_freq_factor",
+            "rope_original_seq_len": "original_max_position_embeddings",
+        },
+    ),
+)
 
 _SCALES = Needs("model.rope_scaling_factor above 1", lambda config: config.rope_scaling_factor > 1)
 NEEDS = dict.fromkeys(("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_seq_len"), _SCALES)
@@ -174,6 +120,6 @@ LLAMA3 = Family(
     plan=plan,
     init=init,
     flops_per_token=flops_per_token,
-    hugging_face=HuggingFace("llama", "LlamaForCausalLM", names, config_json, config_from_json),
+    hugging_face=FORMAT.hugging_face("llama", "LlamaForCausalLM"),
     needs=NEEDS,
 )
