@@ -197,5 +197,4 @@ def main(processes: Literal[1, 2] = 1, rounds: int = 7, folder: Path | None = No
             other = against[way]
             row = {**row, "speed / other": ratios(seconds[other], seconds[way]), "other": other}
         rows.append(row)
-    forms = {"seconds": ".3f", "MB/s": ".0f", "speed / other": ".2f"}
-    report("checkpoint", {f"{processes} process(es), {size / 1e6:,.0f} MB": rows}, forms, json)
+    report("checkpoint", {f"{processes} process(es), {size / 1e6:,.0f} MB": rows}, json)

@@ -217,4 +217,4 @@ def main(rounds: int = 5, seconds: float = 1.5, mebibytes: int = 16, json: Path 
         }
         for case in cases
     ]
-    report("data", {"Rate of the loader": rows}, {"M tokens/s": ".2f", "core / bare core": ".2f"}, json)
+    report("data", {"Rate of the loader": rows}, json)

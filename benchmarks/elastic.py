@@ -94,5 +94,4 @@ def main(rounds: int = 3, json: Path | None = None) -> None:
     rows: list[Row] = [
         {"event": event, "until the next step": until_next[event], "stopped": stopped[event]} for event in until_next
     ]
-    forms = {"until the next step": ".1f", "stopped": ".1f"}
-    report("elastic", {"Seconds, of two nodes with a rank each": rows}, forms, json)
+    report("elastic", {"Seconds, of two nodes with a rank each": rows}, json)

@@ -11,11 +11,10 @@ The second table times steps of qwen3_moe on two ranks, dp_shard 2 with ep 1 and
 same processes. With --device cuda, it needs two GPUs and is left out on one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from time import perf_counter, process_time
 from typing import Literal
 
 import torch
@@ -27,6 +26,7 @@ from benchmarks.measuring import (
     Row,
     build,
     configuration,
+    in_turns,
     ratios,
     report,
     threads_per_process,
@@ -109,25 +109,6 @@ def build_layers(shape: Shape, dim: int, dtype: torch.dtype, device: torch.devic
         ),
         "dense": dense,
     }
-
-
-def in_turns(
-    sides: Mapping[str, Callable[[], object]], rounds: int, count: int, wait: Callable[[], object]
-) -> dict[str, list[tuple[float, float]]]:
-    """(elapsed seconds, CPU seconds of this process) per call of each side in each round of `count` calls.
-
-    The order of the sides alternates. wait: returns when everything that was launched has been computed.
-    """
-    seconds: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
-    for round_ in range(rounds):
-        for side in sides if round_ % 2 == 0 else reversed(list(sides)):
-            wait()
-            begin, worked = perf_counter(), process_time()
-            for _ in range(count):
-                sides[side]()
-            wait()
-            seconds[side].append(((perf_counter() - begin) / count, (process_time() - worked) / count))
-    return seconds
 
 
 def time_layers(
@@ -235,6 +216,4 @@ def main(
     tables = {"Forward and backward pass of a layer": [row for shape in shapes for row in layer_rows(shape, *sizes)]}
     if device == "cpu" or gpus > 1:
         tables["Training step on two ranks"] = [row for shape in shapes for row in step_rows(shape, *sizes)]
-    forms = dict.fromkeys(("CPU (ms)", "time (ms)", "step (ms)"), ",.1f")
-    forms |= dict.fromkeys(("time / titanlite", "time / dense", "step / ep 1", "CPU of both ranks / ep 1"), ".2f")
-    report("experts", tables, forms, json)
+    report("experts", tables, json)

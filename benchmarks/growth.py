@@ -52,5 +52,4 @@ def main(
     rows: list[Row] = [
         {"axis": axis, "size": size, **found} for (axis, size), found in measure_all(cases, rounds, steps).items()
     ]
-    forms = {"size": ",", "tokens/s": ",.0f", "peak (MiB)": ",.0f", "plan (MiB)": ",.0f"}
-    report("growth", {"Growth": rows}, forms, json)
+    report("growth", {"Growth": rows}, json)

@@ -55,6 +55,4 @@ def main(rounds: int = 5, json: Path | None = None) -> None:
         count = parameters / ranks * (1 - second + second * tp)
         row: Row = {"model": name, "ranks": ranks, "tp": tp, "elements per rank (M)": count / 1e6}
         planned.append({**row, "seconds per rank": count * min(full) / SIDE**2})
-    forms = {"seconds": ".3f", "ns per element": ".1f", "time / full matrix": ".2f"}
-    forms |= {"ranks": ",", "tp": "", "elements per rank (M)": ",.0f", "seconds per rank": ".0f"}
-    report("initial_weights", {"Drawing a shard": drawn, "Published sizes, extrapolated": planned}, forms, json)
+    report("initial_weights", {"Drawing a shard": drawn, "Published sizes, extrapolated": planned}, json)

@@ -1,4 +1,4 @@
-"""Parts that the benchmarks share: a trainer on random tokens, the peak of the memory, and the report."""
+"""Parts that the benchmarks share: a trainer on random tokens, measurements in turns, peak memory, and the report."""
 
 import ctypes
 import json
@@ -9,7 +9,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -48,9 +48,11 @@ Row = Mapping[str, str | float | Sequence[float]]
 """A line of a table: column -> text, number, or a number per round."""
 
 
-def spread(values: Sequence[float], form: str) -> str:
-    """Median (minimum to maximum), each in the given format."""
-    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+def number(value: float, form: str = "") -> str:
+    """The number in a format; by default four digits, or all before the point."""
+    if form or isinstance(value, int):
+        return format(value, form or ",")
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
@@ -58,20 +60,52 @@ def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
     return [value / other for value, other in zip(values, others, strict=True)]
 
 
-def report(name: str, tables: Mapping[str, Sequence[Row]], forms: Mapping[str, str], folder: Path | None) -> None:
+def in_turns(
+    sides: Mapping[str, Callable[[], object]],
+    rounds: int,
+    count: int,
+    wait: Callable[[], object],
+    prepare: Callable[[], object] = lambda: None,
+) -> dict[str, list[tuple[float, float]]]:
+    """(elapsed seconds, CPU seconds of this process) per call of each side in each round of `count` calls.
+
+    The order of the sides alternates. wait: returns when everything that was launched has been computed. prepare:
+    called before each measurement.
+    """
+    seconds: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
+    for round_ in range(rounds):
+        for side in sides if round_ % 2 == 0 else reversed(list(sides)):
+            prepare()
+            wait()
+            begin, worked = time.perf_counter(), time.process_time()
+            for _ in range(count):
+                sides[side]()
+            wait()
+            elapsed, worked = time.perf_counter() - begin, time.process_time() - worked
+            seconds[side].append((elapsed / count, worked / count))
+    return seconds
+
+
+def report(
+    name: str, tables: Mapping[str, Sequence[Row]], folder: Path | None, forms: Mapping[str, str] | None = None
+) -> None:
     """Print each table of a benchmark in Markdown; write them to NAME.json of the folder, with facts of this machine.
 
-    tables: by title. forms: the format of the numbers of each column.
+    Several numbers, one per round, become median (minimum to maximum). tables: by title. forms: formats of the numbers
+    of some columns, in place of that of `number`.
     """
 
     def cell(value: str | float | Sequence[float], form: str) -> str:
         if isinstance(value, str):
             return value
-        return format(value, form) if isinstance(value, int | float) else spread(value, form)
+        if isinstance(value, int | float):
+            return number(value, form)
+        middle, least, most = (number(f(value), form) for f in (statistics.median, min, max))
+        return f"{middle} ({least} to {most})"
 
     for title, rows in tables.items():
         columns = list(dict.fromkeys(column for row in rows for column in row))
-        cells = [[cell(row.get(column, ""), forms.get(column, "")) for column in columns] for row in rows]
+        cells = [[cell(row.get(column, ""), (forms or {}).get(column, "")) for column in columns] for row in rows]
         lines = [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *cells)]
         print("\n".join([f"{title}:", "", *lines, ""]), flush=True)
     if folder is not None:

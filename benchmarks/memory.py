@@ -90,5 +90,4 @@ def main(
         labels = {"layout": layout, "vocabulary": vocab_size, "sequence": seq_len}
         peaks, plan = found["peak (MiB)"], found["plan (MiB)"]
         rows.append({**labels, "peak (MiB)": peaks, "plan (MiB)": plan, "plan / peak": [plan / peak for peak in peaks]})
-    forms = {"vocabulary": ",", "sequence": ",", "peak (MiB)": ",.0f", "plan (MiB)": ",.0f", "plan / peak": ".2f"}
-    report("memory", {"Peak memory of training": rows}, forms, json)
+    report("memory", {"Peak memory of training": rows}, json)

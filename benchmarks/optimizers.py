@@ -34,8 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.experts import in_turns
-from benchmarks.measuring import MIB, Row, build, configuration, ratios, report
+from benchmarks.measuring import MIB, Row, build, configuration, in_turns, ratios, report
 from titanlite.optim import muon as muon_module
 from titanlite.optim.owners import Matrix, Owners
 from titanlite.runtime.launch import run_ranks
@@ -266,8 +265,4 @@ def main(
         found = [update_rows(layout, rounds, steps, settings) for layout in layouts]
         tables["An update, of the rank with the most"] = [row for rows, _ in found for row in rows]
         tables["Muon that gathers every matrix on every rank / Muon"] = [savings for _, savings in found]
-    forms = {"time (ms)": ",.1f", "CPU (ms)": ",.1f", "sent (MiB)": ",.2f", "received (MiB)": ",.2f"}
-    forms |= dict.fromkeys(("CPU", "sent", "received"), ".2f")
-    forms |= {"training loss": ".3f", "validation loss": ".3f", "step (s)": ".2f", "CPU per step (s)": ".2f"}
-    forms |= {"until reached (s)": ",.0f"}
-    report("optimizers", tables, forms, json)
+    report("optimizers", tables, json)

@@ -100,4 +100,4 @@ def main(rounds: int = 5, checkouts: tuple[Path, ...] = (REPOSITORY,), json: Pat
             "CPU / first": ratios(cpu, first),
         }
         rows.append(row)
-    report("startup", {"Start": rows}, {"CPU (s)": ".2f", "time (s)": ".2f", "CPU / first": ".2f"}, json)
+    report("startup", {"Start": rows}, json)

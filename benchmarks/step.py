@@ -30,7 +30,18 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.measuring import CPU, Layout, Row, build, case, configuration, ratios, report, threads_per_process
+from benchmarks.measuring import (
+    CPU,
+    Layout,
+    Row,
+    build,
+    case,
+    configuration,
+    in_turns,
+    ratios,
+    report,
+    threads_per_process,
+)
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import prepare_tokenizer
@@ -176,17 +187,15 @@ def compare(settings: Sequence[str], bare: str, rounds: int, steps: int, threads
     events, profile_ = profiled(lambda: trainer.train_step(batches))
     flops, sides["kernels"] = kernels(events, DTYPES[config.training.mixed_precision_param])
     sides["kernels"](1)
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    for round_ in range(rounds):
-        for side in sides if round_ % 2 == 0 else reversed(sides):
-            # The trainer freezes all objects once when a run starts: keep that out of the timed steps.
-            gc.collect()
-            gc.freeze()
-            dist.barrier()
-            start = perf_counter()
-            sides[side](steps)
-            dist.barrier()
-            seconds[side].append((perf_counter() - start) / steps)
+
+    def freeze() -> None:
+        """The trainer freezes all objects once when a run starts: keep that out of the timed steps."""
+        gc.collect()
+        gc.freeze()
+
+    calls = {side: partial(run, steps) for side, run in sides.items()}
+    found = in_turns(calls, rounds, 1, dist.barrier, freeze)
+    seconds = {side: [elapsed / steps for elapsed, _ in times] for side, times in found.items()}
     tokens = config.training.global_batch_size * config.training.seq_len
     return {"tokens": tokens, "kernel_flops": flops, "seconds": seconds, "profile": profile_}
 
@@ -250,7 +259,4 @@ def main(
         _, keys = case("single", 1, settings)
         step_s, wait_s = run_ranks(waiting, 1, keys, 4 * steps, threads_per_process(1), timeout_s=3600)[0]
         tables["Waiting for data"] = [{"layout": "single", "step (ms)": 1000 * step_s, "waiting": wait_s / step_s}]
-    forms = {**dict.fromkeys(CAUSES, ".1%"), "profiled step (ms)": ".0f", "step (ms)": ".0f", "waiting": ".2%"}
-    forms |= dict.fromkeys(("trainer (tokens/s)", "bare (tokens/s)", "kernels (GFLOP/s)"), ",.0f")
-    forms |= dict.fromkeys(("trainer / bare", "kernels / step"), ".3f")
-    report("step", tables, forms, json)
+    report("step", tables, json, {**dict.fromkeys(CAUSES, ".1%"), "waiting": ".2%"})

@@ -77,5 +77,4 @@ def main(rounds: int = 5, mebibytes: int = 512, json: Path | None = None) -> Non
                     "by position": rates[by_position],
                 }
                 rows.append({**row, "by position / mapping": ratios(rates[by_position], rates[mapped])})
-    forms = {"window": ",", "mapping": ".1f", "by position": ".1f", "by position / mapping": ".2f"}
-    report("token_files", {"Windows read (thousands/s)": rows}, forms, json)
+    report("token_files", {"Windows read (thousands/s)": rows}, json)

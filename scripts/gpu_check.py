@@ -23,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 import torch
 from gpu_checks import benchmark, facts, kernels, layouts, profiling, saves, steps, syncs
 from gpu_checks.processes import Call, Send, run_calls
-from gpu_checks.report import markdown
-from gpu_checks.rows import Row
+from gpu_checks.rows import Row, markdown
 from gpu_checks.workload import Setup
 
 from titanlite.runtime.gpus import set_allocator

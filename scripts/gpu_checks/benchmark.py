@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from gpu_checks.plain import PlainDecoder, compile_plain, plain_step, rotary_tables
 from gpu_checks.rows import Emit, Found, Row, SkippedError, Value, require_errors, run_case
 from gpu_checks.steps import RECOMPUTE
-from gpu_checks.timing import Marks, matmul_flops
 from gpu_checks.workload import (
     BOUNDS,
     Setup,
@@ -22,6 +22,7 @@ from gpu_checks.workload import (
     configure,
     difference,
     dtypes,
+    matmul_flops,
     on_this_device,
     one_rank,
     random_batch,
@@ -84,6 +85,29 @@ class Measured:
     peak_bytes: int
     flops: float
     tokens: int
+
+
+class Marks:
+    """Points in time on the device's own clock, without waiting for it."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+
+    def add(self) -> None:
+        if self._setup.device_type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+        else:
+            self._times.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Seconds between one mark and the next. Waits for the device."""
+        self._setup.synchronize()
+        on_device = [before.elapsed_time(after) / 1000 for before, after in pairwise(self._events)]
+        return on_device or [after - before for before, after in pairwise(self._times)]
 
 
 def layers_of(setup: Setup) -> tuple[int, int]:

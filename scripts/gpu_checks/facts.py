@@ -13,8 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_checks.rows import Emit, Found, SkippedError, Value, WrongError, run_case
-from gpu_checks.timing import matmul_flops, median_seconds
-from gpu_checks.workload import Setup
+from gpu_checks.workload import Setup, matmul_flops
 from titanlite.models.attention import attend, attention_mask, document_arguments, pin_kernels
 from titanlite.runtime.memory import GIB, device_memory_bytes
 from titanlite.runtime.peak_flops import device_peak_flops
@@ -106,7 +105,7 @@ def attention(setup: Setup, *, documents: bool) -> Found:
         kernel = ", ".join(dict.fromkeys(operations.names)) or "no fused operation"
     else:
         kernel = "FlexAttention"
-    seconds = median_seconds(setup, lambda: attend(queries, keys, values, mask), 10)
+    seconds = setup.seconds(lambda: attend(queries, keys, values, mask))
     # Two products over the scores, half of which are visible; documents see a quarter of that.
     flops = 2 * queries.numel() * queries.shape[2] / (4 if documents else 1)
     rate = flops / seconds
@@ -130,7 +129,7 @@ def backends(setup: Setup) -> Found:
 
         try:
             with sdpa_kernel([backend]):
-                found[backend.name] = 1000 * median_seconds(setup, work, 10)
+                found[backend.name] = 1000 * setup.seconds(work)
         except RuntimeError:  # this kernel does not take the shapes, or is not built for this device
             found[backend.name] = None
     texts = [f"{name} {'-' if ms is None else f'{ms:.2f} ms'}" for name, ms in found.items()]
@@ -151,7 +150,7 @@ def product(setup: Setup) -> Found:
 def copy_on_device(setup: Setup) -> Found:
     source = torch.ones(2**20 if setup.tiny else 2**30, dtype=torch.uint8, device=setup.device)
     target = torch.empty_like(source)
-    rate = 2 * source.numel() / median_seconds(setup, lambda: target.copy_(source), 10)
+    rate = 2 * source.numel() / setup.seconds(lambda: target.copy_(source))
     return Found(f"{rate / 1e9:,.0f} GB/s, read and written", {"bytes/s": rate}, measured=True)
 
 
@@ -162,7 +161,7 @@ def copy_to_host(setup: Setup) -> Found:
     rates: dict[str, float] = {}
     for name, pinned in (("page-locked", True), ("pageable", False)):
         target = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
-        seconds = median_seconds(setup, lambda target=target: target.copy_(source, non_blocking=True), 5)  # type: ignore[misc]
+        seconds = setup.seconds(lambda target=target: target.copy_(source, non_blocking=True))  # type: ignore[misc]
         rates[name] = source.numel() / seconds
     text = ", ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in rates.items())
     return Found(text, rates, measured=True)
@@ -171,5 +170,5 @@ def copy_to_host(setup: Setup) -> Found:
 def launch(setup: Setup) -> Found:
     """Host time of a small operation: steps whose operations take less on the device wait for the host."""
     value = torch.zeros(8, device=setup.device)
-    seconds = median_seconds(setup, lambda: [value.add_(1.0) for _ in range(100)], 10) / 100
+    seconds = setup.seconds(lambda: [value.add_(1.0) for _ in range(100)]) / 100
     return Found(f"{1e6 * seconds:.1f} µs per small operation", {"seconds": seconds}, measured=True)

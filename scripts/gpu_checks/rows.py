@@ -1,9 +1,13 @@
-"""The rows of the report: what was checked, and how it ended."""
+"""The rows of the report: what was checked, and how it ended; the report as Markdown."""
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import groupby
+from typing import Any, Literal
+
+from benchmarks.measuring import number
 
 Value = float | int | str | None
 Status = Literal["passed", "failed", "skipped", "measured"]
@@ -71,3 +75,39 @@ def require_errors(errors: dict[str, float], bounds: dict[str, float]) -> Found:
     worst = max(errors, key=lambda name: errors[name] / bounds[name])
     text = f"off by at most {errors[worst]:.1e} ({worst}; bound {bounds[worst]:.0e})"
     return Found(text, {f"error of {name}": error for name, error in errors.items()})
+
+
+COLUMNS = ("tokens/s", "TFLOP/s", "MFU", "GiB", "compile s", "forward ms", "backward ms", "update ms")
+"""The numbers of a step in the benchmark, in the order of its table."""
+
+
+def markdown(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
+    """The report: a summary, the failed cases, and a table per check. rows: sorted by check."""
+    counts = Counter(row.status for row in rows)
+    summary = ", ".join(f"{counts[status]} {status}" for status in ("failed", "passed", "measured", "skipped"))
+    lines = ["# GPU check", "", f"{', '.join(f'{key} {value}' for key, value in about.items())}", "", f"{summary}."]
+    for row in rows:
+        if row.status == "failed":
+            lines.append(f"- failed: {row.check}: {row.name}: {row.text}")
+    for check, grouped in groupby(rows, key=lambda row: row.check):
+        group = list(grouped)
+        plain = [row for row in group if COLUMNS[0] not in row.values]
+        lines += ["", f"## {check}", "", "| case | result | |", "|---|---|---|"]
+        lines += [f"| {cell(row.name)} | {row.status} | {cell(row.text)} |" for row in plain]
+        steps = [row for row in group if COLUMNS[0] in row.values]
+        if steps:
+            lines += ["", f"| step | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
+        for row in steps:
+            numbers = [_number(row.values.get(column)) for column in COLUMNS]
+            lines.append(f"| {cell(row.name)} | {' | '.join(numbers)} |")
+    return "\n".join(lines) + "\n"
+
+
+def cell(text: str) -> str:
+    """The text for a cell of a table."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _number(value: Value) -> str:
+    """ "-" if unknown."""
+    return "-" if value is None else value if isinstance(value, str) else number(value)

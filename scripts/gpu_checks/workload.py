@@ -1,6 +1,6 @@
 """Where the checks run, their models and batches, and the float64 reference of a step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +21,7 @@ from titanlite.models.family import resolve_model
 from titanlite.models.init import local_region
 from titanlite.models.losses import LOSSES
 from titanlite.parallel.mesh import Mesh
+from titanlite.planning.hardware.measure import Clock
 from titanlite.runtime.distributed import World, connect, init_process_group
 from titanlite.tools.parity.measure import full_tensor, named_parameters
 from titanlite.tools.parity.reference import forward_backward, objective_of, plain_model
@@ -51,6 +52,17 @@ class Setup:
     def synchronize(self) -> None:
         if self.device_type == "cuda":
             torch.cuda.synchronize()
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Seconds of a call, the fastest of several rounds."""
+        return Clock(self.device, None).seconds(work)
+
+
+def matmul_flops(setup: Setup) -> float:
+    """FLOP/s of a bfloat16 product of random matrices of 8192 x 8192 (tiny: 256 x 256)."""
+    size = 256 if setup.tiny else 8192
+    left, right = (torch.randn(size, size, device=setup.device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / setup.seconds(lambda: left @ right)
 
 
 def small_model(setup: Setup, family: str) -> list[str]:

@@ -14,8 +14,7 @@ import pytest
 import torch
 from gpu_checks import benchmark, facts, kernels, layouts, plain, profiling, steps, syncs
 from gpu_checks.processes import Call, Send, run_calls
-from gpu_checks.report import markdown
-from gpu_checks.rows import Emit, Found, Row, SkippedError, run_case
+from gpu_checks.rows import Emit, Found, Row, SkippedError, markdown, run_case
 from gpu_checks.workload import Setup, one_rank
 
 from titanlite.models import head
