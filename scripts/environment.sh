@@ -1,10 +1,11 @@
 # shellcheck shell=bash
 # Find or create the Python environment. Sourced by run_train.sh, scripts/test.sh and .ci/run, under `set -euo pipefail`.
 # Sets `repo`, this checkout; `use_environment [EXTRA …]` then sets `python`. Does not change the current folder.
-# `venv` may be set to another path in between. "$venv.incomplete" exists until the venv is complete.
+# `venv` is .venv, or the path in the variable VENV. "$venv.incomplete" exists until the venv is complete.
 
 repo=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
-venv=$repo/.venv
+venv=${VENV:-$repo/.venv}
+[[ $venv == /* ]] || venv=$PWD/$venv
 tested=(3.11 3.12 3.13) # newer Pythons may work, if all dependencies have wheels for them
 
 say() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }

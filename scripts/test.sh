@@ -5,6 +5,8 @@
 #     ./scripts/test.sh                   12 minutes: the default suite, which CI runs
 #     ./scripts/test.sh -m soak           sweeps without a time limit
 #
+# On another Python, in an environment of its own: PYTHON=python3.12 VENV=.venv-3.12 ./scripts/test.sh
+#
 # Up to 4 workers share the files; -n 0 runs all tests in one process, for -s, --pdb and benchmarks.
 set -euo pipefail
 

@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+TESTED = ["3.11", "3.12", "3.13"]
 TOOLS = ["bash", "cat", "chmod", "cp", "dirname", "env", "flock", "getconf", "grep", "mkdir", "nproc", "readlink", "rm"]
 
 # A Python that logs its calls. Files next to it set its state: version, missing, gpus, torch-folder, no-venv
@@ -197,12 +198,6 @@ def test_python_too_old_or_missing(checkout: Checkout) -> None:
     assert not checkout.venv.exists()
 
 
-def test_minimum_python_matches_pyproject() -> None:
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    text = (REPOSITORY / "scripts" / "environment.sh").read_text()
-    assert f"Python {project['requires-python'].removeprefix('>=')} or newer is needed" in text
-
-
 def test_set_up_runs_once_and_prints_one_line(checkout: Checkout) -> None:
     checkout.python_is(missing="titanlite\ntorch")
     done = checkout.run("--training.steps", "1")
@@ -297,6 +292,40 @@ def test_ci_lints_checks_types_builds_the_site_then_calls_the_test_script(checko
     site = "-m sphinx --quiet --fail-on-warning --keep-going -c docs -b html . site"
     assert calls[:-1] == ["-m ruff check .", "-m ruff format --check .", "-m mypy", site]
     assert calls[-1].startswith("-m pytest ")
+
+
+def test_stated_pythons_agree() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    prefix = "Programming Language :: Python :: 3."
+    assert [name.rpartition(" ")[2] for name in project["classifiers"] if name.startswith(prefix)] == TESTED
+    assert project["requires-python"] == f">={TESTED[0]}"
+    script = (REPOSITORY / "scripts" / "environment.sh").read_text()
+    assert f"tested=({' '.join(TESTED)})" in script
+    assert f"Python {TESTED[0]} or newer is needed" in script
+    assert f"Python {TESTED[0]} to {TESTED[-1]};" in " ".join((REPOSITORY / "README.md").read_text().split())
+
+
+def test_untested_python_is_used_with_a_warning(checkout: Checkout) -> None:
+    checkout.python_is(version="3.14", missing="torch")
+    remark = "Python 3.14 is untested: if it fails, delete .venv and set PYTHON to one of 3.11 3.12 3.13"
+    (checkout.log.parent / "log.no-pip").touch()
+    assert checkout.refused(script="scripts/test.sh").endswith(f": fix it, and start again. {remark}")
+    (checkout.log.parent / "log.no-pip").unlink()
+    done = checkout.run(script="scripts/test.sh")
+    assert done.returncode == 0
+    assert done.stderr.splitlines()[1:] == [f"test.sh: {remark}"]
+    assert checkout.run(script="scripts/test.sh").stderr == ""
+
+
+def test_a_python_has_its_own_environment(checkout: Checkout) -> None:
+    other = executable(checkout.cwd / "other" / "python3", PYTHON)
+    (other.parent / "missing").write_text("torch")
+    for creates in (True, False):
+        done = checkout.run(script="scripts/test.sh", PYTHON=str(other), VENV=".venv-3.12")
+        assert done.returncode == 0
+        assert ("creating .venv-3.12" in done.stderr) is creates
+    assert f"{checkout.cwd}/.venv-3.12/bin/python -m pytest" in checkout.calls()
+    assert not checkout.venv.exists()
 
 
 # check_environment.py
