@@ -38,7 +38,21 @@ OLMOE_1B_7B = """{
     "rope_scaling": null, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "tie_word_embeddings": false,
     "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 50304
 }"""
-PUBLISHED = {"llama3": (LLAMA_3_2_1B, "1B"), "qwen3": (QWEN3_8B, "8B"), "olmoe": (OLMOE_1B_7B, "1B-7B")}
+QWEN3_30B_A3B = """{
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+    "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144,
+    "max_position_embeddings": 40960, "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+    "norm_topk_prob": true, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": false, "rms_norm_eps": 1e-06,
+    "rope_scaling": null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": null,
+    "tie_word_embeddings": false, "use_sliding_window": false, "vocab_size": 151936
+}"""
+PUBLISHED = {
+    "llama3": (LLAMA_3_2_1B, "1B"),
+    "qwen3": (QWEN3_8B, "8B"),
+    "olmoe": (OLMOE_1B_7B, "1B-7B"),
+    "qwen3_moe": (QWEN3_30B_A3B, "30B-A3B"),
+}
 
 
 def read(family: str, changes: dict[str, Any] | None = None) -> Any:
@@ -50,7 +64,12 @@ def read(family: str, changes: dict[str, Any] | None = None) -> Any:
 
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_published_folders(family: str) -> None:
-    assert read(family) == FAMILIES[family].flavors[PUBLISHED[family][1]]
+    config = read(family)
+    assert config == FAMILIES[family].flavors[PUBLISHED[family][1]]
+    published, written = json.loads(PUBLISHED[family][0]), FAMILIES[family].hugging_face.config_json(config)
+    tokens = {"pad_token_id", "eos_token_id"} if family == "olmoe" else set()
+    assert {name for name, value in written.items() if published.get(name, value) != value} <= tokens
+    assert written["intermediate_size"] == published["intermediate_size"]
 
 
 SCALING = json.loads(LLAMA_3_2_1B)["rope_scaling"]
@@ -69,6 +88,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("qwen3", {"rope_scaling": {"type": "default"}}),
         ("qwen3", {"head_dim": None, "use_sliding_window": None, "tie_word_embeddings": None}),
         ("qwen3", {"sliding_window": 4096, "layer_types": ["full_attention"] * 36}),
+        ("olmoe", {"num_experts": None, "num_local_experts": 64}),  # transformers 5
+        ("qwen3_moe", {"num_experts": None, "num_local_experts": 128}),
     ],
     ids=str,
 )
@@ -121,7 +142,7 @@ WRONG: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("family", PUBLISHED)
+@pytest.mark.parametrize("family", ["llama3", "qwen3", "olmoe"])
 def test_a_wrong_field_is_named(family: str) -> None:
     def error(name: str, value: Any) -> str:
         try:
@@ -165,6 +186,25 @@ def test_a_wrong_field_is_named(family: str) -> None:
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = 'sliding_attention'"),
         ("qwen3", {"layer_types": [["full_attention"]]}, "layer_types"),
         ("qwen3", {"layer_types": "full_attention"}, "layer_types"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob = True"),
+        ("olmoe", {"head_dim": 64}, "head_dim = 64: this family supports only 128"),
+        ("olmoe", {"rope_scaling": YARN}, "rope_type = 'yarn': this family supports only 'default'"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob = False"),
+        ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob is missing"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers = "),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        ("qwen3_moe", {"moe_intermediate_size": "wide"}, "moe_intermediate_size is 'wide'"),
+        ("qwen3_moe", {"output_router_logits": True}, "a balance loss over all positions of a microbatch"),
+        *(
+            case
+            for family, most in {"olmoe": 64, "qwen3_moe": 128}.items()
+            for case in (
+                (family, {"num_experts": None}, "num_experts is missing"),
+                (family, {"num_experts_per_tok": most + 1}, f"= {most + 1}: at most model.n_experts = {most}"),
+                (family, {"router_aux_loss_coef": -1.0}, "router_aux_loss_coef = -1.0: a finite number, 0 or more"),
+            )
+        ),
     ],
     ids=str,
 )

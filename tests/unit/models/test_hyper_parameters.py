@@ -1,0 +1,158 @@
+"""Published sizes of all families, and the rules for hyper-parameters."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from titanlite.models.family import Family, ModelConfig, resolve_model
+from titanlite.models.registry import FAMILIES, check_model
+from titanlite.runtime.errors import Problem
+
+SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "tie_embeddings")
+PUBLISHED: dict[tuple[str, str], tuple[Any, ...]] = {  # parameters, then SIZES
+    ("llama3", "debug"): (6_139_136, 256, 6, 16, 16, 768, False),
+    ("llama3", "1B"): (1_235_814_400, 2048, 16, 32, 8, 8192, True),
+    ("llama3", "3B"): (3_212_749_824, 3072, 28, 24, 8, 8192, True),
+    ("llama3", "8B"): (8_030_261_248, 4096, 32, 32, 8, 14_336, False),
+    ("llama3", "70B"): (70_553_706_496, 8192, 80, 64, 8, 28_672, False),
+    ("llama3", "405B"): (405_853_388_800, 16_384, 126, 128, 8, 53_248, False),
+    ("qwen3", "debug"): (6_926_336, 256, 6, 8, 4, 768, False),
+    ("qwen3", "0.6B"): (596_049_920, 1024, 28, 16, 8, 3072, True),
+    ("qwen3", "1.7B"): (1_720_574_976, 2048, 28, 16, 8, 6144, True),
+    ("qwen3", "4B"): (4_022_468_096, 2560, 36, 32, 8, 9728, True),
+    ("qwen3", "8B"): (8_190_735_360, 4096, 36, 32, 8, 12_288, False),
+    ("qwen3", "14B"): (14_768_307_200, 5120, 40, 40, 8, 17_408, False),
+    ("qwen3", "32B"): (32_762_123_264, 5120, 64, 64, 8, 25_600, False),
+    ("qwen3_moe", "debug"): (8_112_896, 256, 4, 4, 2, 256, False),
+    ("qwen3_moe", "30B-A3B"): (30_532_122_624, 2048, 48, 32, 4, 768, False),
+    ("qwen3_moe", "235B-A22B"): (235_093_634_560, 4096, 94, 64, 4, 1536, False),
+    ("olmoe", "debug"): (8_376_576, 256, 4, 4, 4, 256, False),
+    ("olmoe", "1B-7B"): (6_919_161_856, 2048, 16, 16, 16, 1024, False),
+}
+LLAMA3 = {"norm_eps": 1e-5, "rope_theta": 500_000.0, "max_seq_len": 131_072, "rope_original_seq_len": 8192}
+LLAMA3 |= {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0}
+QWEN3 = {"norm_eps": 1e-6, "rope_theta": 1_000_000.0, "max_seq_len": 40_960, "rope_scaling_factor": 1.0}
+OLMOE = {"norm_eps": 1e-5, "rope_theta": 10_000.0, "max_seq_len": 4096, "n_active_experts": 8, "balance_loss": 0.01}
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "llama3": LLAMA3 | {"vocab_size": 128_256},
+    "qwen3": QWEN3 | {"vocab_size": 151_936, "head_dim": 128},
+    "qwen3_moe": QWEN3 | {"vocab_size": 151_936, "head_dim": 128, "n_experts": 128, "n_active_experts": 8},
+    "olmoe": OLMOE | {"vocab_size": 50_304, "n_experts": 64},
+}
+OF_DEBUG = {"vocab_size": 2000, "head_dim": 64, "n_experts": 8, "n_active_experts": 2}
+LLAMA3_FACTORS = {"debug": 1.0, "1B": 32.0, "3B": 32.0, "8B": 8.0, "70B": 8.0, "405B": 8.0}
+
+
+def count_parameters(family: Family, config: Any) -> int:
+    """Count a configuration's parameters from models of one and two blocks on the meta device; all blocks are alike."""
+    counts = []
+    for n_layers in (1, 2):
+        with torch.device("meta"):
+            model = family.build(replace(config, n_layers=n_layers))
+        assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+        counts.append(sum(parameter.numel() for parameter in model.parameters()))
+    one, two = counts
+    return one + (config.n_layers - 1) * (two - one)
+
+
+def test_published_sizes_cover_every_flavor() -> None:
+    assert {*PUBLISHED} == {(name, flavor) for name, family in FAMILIES.items() for flavor in family.flavors}
+
+
+@pytest.mark.parametrize(("name", "flavor"), PUBLISHED)
+def test_published_sizes(name: str, flavor: str) -> None:
+    family, (parameters, *sizes) = FAMILIES[name], PUBLISHED[name, flavor]
+    config = family.flavors[flavor]
+    assert [getattr(config, size) for size in SIZES] == sizes
+    shared = OF_FAMILY[name]
+    shared = shared | {key: OF_DEBUG[key] for key in OF_DEBUG.keys() & shared} if flavor == "debug" else shared
+    assert {key: getattr(config, key) for key in shared} == shared
+    if name == "llama3":
+        assert config.rope_scaling_factor == LLAMA3_FACTORS[flavor]
+    assert count_parameters(family, config) == parameters
+    assert family.check(config, 4096, 2, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "without", "heads"),
+    [
+        ("llama3", 128_256 * 4096 + 65 * 4096, 32 * 4096),  # the embedding and the norms; layers x heads' width
+        ("qwen3", 151_936 * 4096 + 73 * 4096 + 36 * 2 * 128, 36 * 32 * 128),
+    ],
+)
+def test_flops_of_8b(name: str, without: int, heads: int) -> None:
+    weights = PUBLISHED[name, "8B"][0] - without
+    assert FAMILIES[name].flops_per_token(FAMILIES[name].flavors["8B"], 8192) == 6 * weights + 12 * 8192 * heads
+
+
+def test_overrides_replace_values_of_the_flavor() -> None:
+    family, config = resolve_model(ModelConfig(flavor="8B", overrides={"vocab_size": 4096, "norm_eps": 1e-6}))
+    assert family is FAMILIES["llama3"]
+    assert config == replace(family.flavors["8B"], vocab_size=4096, norm_eps=1e-6)
+    assert resolve_model(ModelConfig()) == (family, family.flavors["debug"])
+
+
+def problems_of(family: str, overrides: dict[str, Any], tp: int = 1) -> list[Problem]:
+    return check_model(ModelConfig(family, "debug", overrides), seq_len=128, tp=tp, pp=1)
+
+
+NAN, INF = float("nan"), float("inf")
+INVALID: list[tuple[str, dict[str, Any], str]] = [  # family, overrides, keys of the problems
+    *(("llama3", {name: value}, name) for name in ("dim", "n_layers", "n_heads", "n_kv_heads") for value in (0, -8)),
+    *(("llama3", {name: 0}, name) for name in ("ffn_dim", "rope_original_seq_len")),
+    *(("llama3", {"norm_eps": value}, "norm_eps") for value in (0.0, -1e-5, NAN, INF)),
+    *(("llama3", {"rope_theta": value}, "rope_theta") for value in (0.0, 1.0, NAN)),
+    *(("llama3", {"rope_scaling_factor": value}, "rope_scaling_factor") for value in (0.5, NAN, INF)),
+    ("llama3", {"rope_low_freq_factor": 4.0}, "rope_low_freq_factor"),
+    ("llama3", {"rope_high_freq_factor": 1.0}, "rope_low_freq_factor"),
+    ("llama3", {"rope_low_freq_factor": NAN}, "rope_low_freq_factor"),
+    ("llama3", {"n_kv_heads": 32}, "n_kv_heads"),
+    ("llama3", {"dim": 48}, "dim"),  # heads of 3
+    ("llama3", {"dim": -1, "ffn_dim": 0, "norm_eps": 0.0, "max_seq_len": 4}, "dim ffn_dim norm_eps training.seq_len"),
+    *(("qwen3", {"head_dim": value}, "head_dim") for value in (0, -2, 7)),
+    ("qwen3", {"head_dim": 2}, ""),
+    ("qwen3", {"dim": 250}, ""),  # not a multiple of n_heads
+    ("qwen3", {"n_heads": 2**63 - 1}, "n_heads"),
+    ("qwen3", {"dim": 0, "n_heads": 0, "norm_eps": 0.0}, "dim n_heads norm_eps"),
+    ("qwen3", {"rope_theta": 1.0, "max_seq_len": 64}, "rope_theta training.seq_len"),
+    *(("qwen3_moe", {"n_active_experts": value}, "n_active_experts") for value in (0, 9)),
+    ("qwen3_moe", {"n_experts": 0}, "n_experts"),
+    ("qwen3_moe", {"balance_loss": INF}, "balance_loss"),
+    *(("olmoe", {name: value}, name) for name, value in {"dim": 258, "n_active_experts": 9, "z_loss": -1.0}.items()),
+    *(("olmoe", {name: 1.0}, name) for name in ("bias_rate", "rope_theta")),
+]
+
+
+def test_invalid_hyper_parameters_are_named() -> None:
+    for family, overrides, keys in INVALID:
+        expected = {key if "." in key else f"model.{key}" for key in keys.split()}
+        assert {problem.key for problem in problems_of(family, overrides)} == expected, (family, overrides)
+
+
+@pytest.mark.parametrize(("dim", "nearest"), [(250, (224, 256)), (48, (32, 64)), (258, (256, 288))])
+def test_the_remedy_for_a_width_is_valid(dim: int, nearest: tuple[int, int]) -> None:
+    (problem,) = problems_of("llama3", {"dim": dim})
+    assert problem.remedy == f"set model.dim = {nearest[0]} or {nearest[1]}, or change model.n_heads"
+    assert [problems_of("llama3", {"dim": valid}) for valid in nearest] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "overrides", "keys"),
+    [
+        ("llama3", 2, {}, []),
+        ("llama3", 16, {}, []),
+        ("llama3", 32, {}, ["model.n_heads", "model.n_kv_heads"]),
+        ("llama3", 4, {"vocab_size": 131}, []),
+        ("llama3", 8, {"n_heads": 8, "n_kv_heads": 8, "vocab_size": 9}, ["model.vocab_size"]),  # a rank without a part
+        ("llama3", 8, {"n_heads": 8, "n_kv_heads": 8, "vocab_size": 15}, []),
+        ("qwen3_moe", 2, {}, []),
+        ("qwen3_moe", 2, {"ffn_dim": 255}, ["model.ffn_dim"]),
+        ("olmoe", 2, {"n_heads": 4, "n_kv_heads": 1}, ["model.n_kv_heads"]),
+    ],
+)
+def test_tensor_parallelism_requires_divisible_dimensions(
+    family: str, tp: int, overrides: dict[str, Any], keys: list[str]
+) -> None:
+    assert [problem.key for problem in problems_of(family, overrides, tp)] == keys
