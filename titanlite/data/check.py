@@ -3,6 +3,7 @@
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from titanlite.data.sources.python_stdlib import PythonStdlib
 from titanlite.data.sources.tables import Arrow, Csv
 from titanlite.data.sources.text import Text
 from titanlite.data.sources.tokens import Tokens, manifests_of
-from titanlite.data.tasks import check_tasks, tasks_with_conversations
+from titanlite.data.tasks import check_tasks, read_task
 from titanlite.data.tokenizer import Tokenizer, read_chat_template, tokenizer_file
 from titanlite.runtime.errors import Problem, Rules, UserError
 from titanlite.runtime.plugins import is_of_program
@@ -237,14 +238,22 @@ def _require_chat_template(
     if rules.section.chat_template:
         return
     keys = [f"data.sources.{n}" for n, source in enumerate(data.sources) if source.is_chat]
-    keys += [f"validation.sources.{n}" for n, source in enumerate(held_out) if source.is_chat]
-    keys += [f"validation.tasks: {path}" for path in tasks_with_conversations(tasks)]
+    keys += keys_with_conversations(held_out, tasks)
     rule = f"required for conversations ({', '.join(keys[:1])}): {tokenizer} has no chat template"
     remedy = "write the path of a Jinja file that uses special tokens of this tokenizer, such as examples/chatml.jinja"
     if unused_templates:
         rule += f" named 'default', only {', '.join(map(repr, unused_templates))}"
         remedy = "copy one of them from tokenizer_config.json into a file, and write its path"
     rules.require("chat_template", not keys, rule, remedy)
+
+
+def keys_with_conversations(held_out: Sequence[SourceConfig], tasks: Sequence[str]) -> list[str]:
+    """Which sources and files of tasks of the validation hold conversations. Ignores files that check_tasks names."""
+    keys = [f"validation.sources.{n}" for n, source in enumerate(held_out) if source.is_chat]
+    for path in tasks:
+        with suppress(UserError):
+            keys += [f"validation.tasks: {path}"] if read_task(path).has_conversations else []
+    return keys
 
 
 def _check_made_by(

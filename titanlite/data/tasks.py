@@ -3,7 +3,6 @@
 import hashlib
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence, Sized
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -110,15 +109,6 @@ def read_task(path: str | Path) -> Task:
         except JsonError as error:
             raise UserError(f"{path}, line {number}: the row {error}") from None
     return Task(path.stem, path, formats[0], tuple(questions), hashlib.sha256(content).hexdigest()[:16])
-
-
-def tasks_with_conversations(paths: Sequence[str]) -> list[str]:
-    """Those of the files that have questions with messages. Ignores files that `check_tasks` names."""
-    found = []
-    for path in paths:
-        with suppress(UserError):
-            found += [path] if read_task(path).has_conversations else []
-    return found
 
 
 def check_tasks(key: str, paths: Sequence[str]) -> list[Problem]:

@@ -29,10 +29,10 @@ from titanlite.checkpoint.manifest import MANIFEST_FILE, copy_id
 from titanlite.config.check import check_config, resolve_config
 from titanlite.config.load import config_from_values
 from titanlite.config.schema import JobConfig, JobSection
-from titanlite.data.check import check_validation
+from titanlite.data.check import check_validation, keys_with_conversations
 from titanlite.data.kinds import open_source, source_from_path
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.tasks import check_tasks, tasks_with_conversations
+from titanlite.data.tasks import check_tasks
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.metrics.tasks import TaskScores
 from titanlite.metrics.validation import SetTotals, sum_of
@@ -194,8 +194,7 @@ def evaluated_config(
     Only keys that evaluation depends on are checked, not whether training could resume here.
     """
     sources = [source_from_path(text, DATA) for text in options.data]
-    problems = [source for source in sources if isinstance(source, Problem)] + check_tasks(TASKS, options.tasks)
-    raise_problems(problems)
+    raise_problems([*(each for each in sources if isinstance(each, Problem)), *check_tasks(TASKS, options.tasks)])
     values = {name: dict(table) for name, table in saved.manifest.config.items()}
     validation = values.get("validation", {})
     if sources or options.tasks or any(word.startswith("--validation.sources") for word in overrides):
@@ -217,12 +216,11 @@ def evaluated_config(
         raise ConfigError([Problem(TASKS, list(config.validation.tasks), rule, "give --tokenizer PATH")])
     rule = "a source of tokens: neither the run's dump folder nor its tokenizer.path has a tokenizer"
     remedy = "use token files, or give --tokenizer PATH"
-    problems = [
+    raise_problems(
         Problem(f"validation.sources.{n}.kind", source.kind, rule, remedy)
         for n, source in enumerate(config.validation.sources)
         if open_source(source).holds == "text" and not has_tokenizer
-    ]
-    raise_problems(problems)
+    )
     config = replace(config, job=JobSection(), checkpoint=CheckpointConfig())
     problems = check_config(config, world_size=world.size, device_type=world.device_type, checks_files=False)
     given, rule = config.training.local_batch_size != -1, "at least 1 for an evaluation: -1 fits the memory of training"
@@ -238,8 +236,7 @@ def evaluated_config(
 
 def require_chat_template(saved: SavedRun, config: JobConfig, tokenizer: Tokenizer | None) -> None:
     """Raise ConfigError if the configuration evaluates conversations, and the tokenizer has no chat template."""
-    keys = [f"validation.sources.{n}" for n, source in enumerate(config.validation.sources) if source.is_chat]
-    keys += [f"validation.tasks: {path}" for path in tasks_with_conversations(config.validation.tasks)]
+    keys = keys_with_conversations(config.validation.sources, config.validation.tasks)
     if keys and tokenizer is not None and tokenizer.chat_template is None:
         rule = f"required for conversations ({keys[0]}): the tokenizer of {saved.path} has no chat template"
         raise ConfigError([Problem("--chat-template", None, rule, "write the path of a template in Jinja")])
