@@ -17,7 +17,7 @@ from titanlite.config.toml import dump_config
 from titanlite.metrics.about import AboutRun, git_commit, note_start
 from titanlite.models.losses import LOSSES
 from titanlite.models.registry import full_parameters
-from titanlite.optim.registry import describe_groups
+from titanlite.optim.groups import describe_groups
 from titanlite.optim.schedule import describe_schedule, in_steps
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.environment import environment_lines, overridden

@@ -16,8 +16,9 @@ from titanlite.models.family import DecoderConfig, LanguageModel
 from titanlite.models.head import output_layers_of
 from titanlite.models.init import init_parameters_
 from titanlite.models.registry import full_parameters
+from titanlite.optim.groups import has_owners
 from titanlite.optim.optimizer import GatedOptimizer, WeightAverage
-from titanlite.optim.registry import build_optimizer, has_owners
+from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_schedule
 from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
 from titanlite.parallel.mesh import Mesh, ShardGroups, shard_logits

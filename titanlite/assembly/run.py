@@ -59,7 +59,7 @@ from titanlite.models.init import INIT_VERSION
 from titanlite.models.losses import LOSSES
 from titanlite.models.randomness import DRAW_VERSION
 from titanlite.models.registry import full_parameters
-from titanlite.optim.registry import kinds_of_state
+from titanlite.optim.groups import kinds_of_state
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.pipeline import local_stages
 from titanlite.planning.memory_check import check_memory, explained_out_of_memory, plan_memory

@@ -1,7 +1,7 @@
 """Which optimizer updates a parameter, and with which hyper-parameters."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from titanlite.models.family import Plan
-from titanlite.optim.optimizer import GroupConfig, OptimizerConfig, OptimizerKind
+from titanlite.optim.optimizer import OPTIMIZERS, GroupConfig, OptimizerConfig, OptimizerKind
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.text import aligned
 
@@ -31,10 +31,8 @@ class Group:
     parameters: Mapping[str, Tensor]
 
 
-def divide(
-    section: OptimizerConfig, kinds: Mapping[str, OptimizerKind], named: Mapping[str, Tensor], plan: Plan
-) -> list[Group]:
-    """The groups of these parameters. kinds: all optimizers by name. plan: of the full model, or of the stage that has
+def divide(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[Group]:
+    """The groups of these parameters. plan: of the full model, or of the stage that has
     the parameters."""
     found: dict[tuple[int, str, bool], dict[str, Tensor]] = {}
     for name, parameter in named.items():
@@ -47,7 +45,7 @@ def divide(
         Group(
             f"groups.{index}" if index >= 0 else "-",
             optimizer,
-            options_of(section, section.groups[index] if index >= 0 else DEFAULT, kinds[optimizer], decays=decays),
+            options_of(section, section.groups[index] if index >= 0 else DEFAULT, OPTIMIZERS[optimizer], decays=decays),
             parameters,
         )
         for (index, optimizer, decays), parameters in sorted(found.items(), key=lambda item: item[0][0])
@@ -90,16 +88,14 @@ def groups_of(groups: Sequence[GroupConfig], name: str) -> dict[int, str]:
     return exact or {index: text for index, text in matches if fnmatchcase(name, text)}
 
 
-def check_groups(
-    section: OptimizerConfig, kinds: Mapping[str, OptimizerKind], named: Mapping[str, Tensor], plan: Plan
-) -> list[Problem]:
+def check_groups(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[Problem]:
     """Problems of [[optimizer.groups]]. named: the parameters of the full model. plan: of the full model."""
     problems: list[Problem] = []
     for index, group in enumerate(section.groups):
         name = f"optimizer.groups.{index}"
         problems += _check_names(Rules(name, group), list(named))
     problems += _check_conflicts(section.groups, list(named))
-    return problems or _check_options(section, kinds, named, plan)
+    return problems or _check_options(section, named, plan)
 
 
 def _check_names(rules: Rules, names: Sequence[str]) -> list[Problem]:
@@ -133,16 +129,14 @@ def _check_conflicts(groups: Sequence[GroupConfig], names: Sequence[str]) -> lis
     return list(found.values())
 
 
-def _check_options(
-    section: OptimizerConfig, kinds: Mapping[str, OptimizerKind], named: Mapping[str, Tensor], plan: Plan
-) -> list[Problem]:
+def _check_options(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[Problem]:
     """Problems between groups and the optimizers of their parameters. The groups' names are valid."""
     problems: list[Problem] = []
     of_group: dict[str, set[str]] = {}
-    for group in divide(section, kinds, named, plan):
+    for group in divide(section, named, plan):
         of_group.setdefault(group.label, set()).add(group.optimizer)
         small = [name for name, parameter in group.parameters.items() if parameter.dim() < 2]
-        if small and kinds[group.optimizer].takes_matrices:
+        if small and OPTIMIZERS[group.optimizer].takes_matrices:
             rule = (
                 f'an optimizer that updates vectors: "{small[0]}" has one dimension, {group.optimizer} is for matrices'
             )
@@ -153,18 +147,18 @@ def _check_options(
         optimizers = of_group.get(f"groups.{index}", set())
         remedy = "remove this group, or a name from the others"
         rules.require("parameters", optimizers, "at least one parameter that no other group names", remedy)
-        used = {option for name in optimizers for option in kinds[name].options}
+        used = {option for name in optimizers for option in OPTIMIZERS[name].options}
         has_option = not optimizers or "beta2" in used or each.beta2 == -1
         rules.needs("beta2", has_option, f"an optimizer that has it, not with {' and '.join(sorted(optimizers))}")
     return problems
 
 
-def describe(groups: Sequence[Group], kinds: Mapping[str, OptimizerKind]) -> list[str]:
-    """A table, line by line: group, optimizer, parameters, elements, hyper-parameters."""
+def describe_groups(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[str]:
+    """A table, line by line: group, optimizer, parameters, elements, hyper-parameters. named, plan: as for `divide`."""
     rows = [["group", "optimizer", "parameters", "elements", "lr", "weight decay", "betas or momentum"]]
-    for group in groups:
+    for group in divide(section, named, plan):
         elements = sum(parameter.numel() for parameter in group.parameters.values())
-        options, used = group.options, kinds[group.optimizer].options
+        options, used = group.options, OPTIMIZERS[group.optimizer].options
         decays = options["betas"] if "beta1" in used else (options["momentum"],)
         rows.append(
             [
@@ -180,12 +174,30 @@ def describe(groups: Sequence[Group], kinds: Mapping[str, OptimizerKind]) -> lis
     return aligned(rows)
 
 
-def state_kinds(groups: Sequence[Group], label: Callable[[Group], str]) -> str | dict[str, str]:
-    """What decides the state of the parameters: the label of their groups, by name; one text if all have the same.
+def has_owners(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> bool:
+    """Whether an update needs `shard_groups`. named, plan: of the full model, so that all ranks agree."""
+    return any(OPTIMIZERS[group.optimizer].takes_matrices for group in divide(section, named, plan))
 
-    Numbers in names are "*" if the names that differ only in them have the same label.
+
+def names_of_muon(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[str]:
+    """The parameters that Muon updates, in the order in which it deals them out. named, plan: as for `divide`."""
+    groups = divide(section, named, plan)
+    return [name for group in groups if group.optimizer == "Muon" for name in group.parameters]
+
+
+def kinds_of_state(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> str | dict[str, str]:
+    """What decides names, shapes and dtypes of the state: the optimizer by parameter; one text if all have the same.
+
+    named, plan: of the full model. Numbers in names are "*" if the names that differ only in them have the same state.
     """
-    by_name = {name: label(group) for group in groups for name in group.parameters}
+
+    def kind(group: Group) -> str:
+        if group.optimizer == "SGD" and group.options["momentum"] > 0:
+            return "SGD with momentum"
+        is_small = group.optimizer == "AdamW" and section.state_dtype == "bfloat16"
+        return "AdamW with bfloat16 moments" if is_small else group.optimizer
+
+    by_name = {name: kind(group) for group in divide(section, named, plan) for name in group.parameters}
     if len(set(by_name.values())) == 1:
         return next(iter(by_name.values()))
     by_pattern: dict[str, set[str]] = {}

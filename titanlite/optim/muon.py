@@ -6,19 +6,55 @@ A rank has the momentum of its shards. Each matrix is orthogonalized by its owne
 
 import math
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from titanlite.optim.newton_schulz import flops, orthogonalize
-from titanlite.optim.optimizer import Arguments, OptimizerConfig, OptimizerKind, SkippingOptimizer
+from titanlite.optim.optimizer import Arguments, OptimizerConfig, OptimizerKind, SkippingOptimizer, update_weights_
 from titanlite.optim.owners import Matrix, Owners
-from titanlite.parallel.mesh import ShardGroups
 from titanlite.precision import DTYPES
 from titanlite.runtime.dtensors import local_part
 
 Adjustment = Literal["match_rms_adamw", "original"]
+SMALLEST_NORM = 1e-7
+"""Smallest Frobenius norm that is divided by, so that a matrix of zeros stays zero."""
+
+
+def orthogonalize(matrix: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:
+    """Approximate U V^T, where U S V^T is the singular value decomposition of `matrix`, (rows, columns).
+
+    With the published coefficients, singular values end between about 0.7 and 1.2: their slope at 0 is steep. Computed
+    in the dtype of `matrix`, with the norm in float32 at least.
+    """
+    a, b, c = coefficients
+    wide = torch.promote_types(matrix.dtype, torch.float32)
+    norm = torch.linalg.matrix_norm(matrix.to(wide)).clamp(min=SMALLEST_NORM)
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.to(wide) / norm).to(matrix.dtype)
+    x = x.T if is_tall else x  # products of the smaller dimension
+    for _ in range(steps):
+        square = x @ x.T
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    found: Tensor = x.T if is_tall else x
+    return found
+
+
+def flops(rows: int, columns: int, steps: int) -> int:
+    """Of the matrix products of `orthogonalize`."""
+    small, large = min(rows, columns), max(rows, columns)
+    return steps * 2 * (2 * small * small * large + small**3)
+
+
+def temporary_bytes(rows: int, columns: int, size: int) -> int:
+    """Peak bytes of `orthogonalize`, with its input, in a dtype of `size` bytes.
+
+    x, its product with a matrix of the smaller dimension, and two of those; before, the input and its quotient in
+    float32.
+    """
+    elements, square = rows * columns, min(rows, columns) ** 2
+    casts = 2 * 4 * elements if size < 4 else 0
+    return elements * size + max((2 * elements + 2 * square) * size, casts)
 
 
 def adjusted(adjustment: Adjustment, rows: int, columns: int) -> float:
@@ -40,31 +76,22 @@ def muon_dtype(section: OptimizerConfig, parameters: torch.dtype) -> torch.dtype
 
 
 class Muon(SkippingOptimizer):
-    """Muon for matrices (rows, columns), and stacks of them. `step` is a collective of `shard_groups`.
+    """Muon for matrices (rows, columns), and stacks of them. `step` is a collective of the arguments' shard_groups.
 
     State: momentum, of the parameter's shape, dtype and placement. Nothing is read from the device.
     """
 
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        *,
-        lr: float,
-        steps: int,
-        coefficients: tuple[float, float, float],
-        dtype: torch.dtype,
-        adjustment: Adjustment,
-        shard_groups: ShardGroups,
-    ) -> None:
-        """groups: see Arguments. dtype: of the orthogonalization and its messages."""
-        super().__init__(groups, {"lr": lr})
-        self._adjustment, self._dtype = adjustment, dtype
-        self._orthogonalize = partial(orthogonalize, steps=steps, coefficients=coefficients)
+    def __init__(self, arguments: Arguments) -> None:
+        section = arguments.section
+        super().__init__(arguments.groups, {"lr": section.lr})
         self._parameters = list(self.each())
-        self._wide = torch.promote_types(self._parameters[0][0].dtype, torch.float32)
-        self._owners = Owners(
-            [parameter for parameter, _ in self._parameters], shard_groups, partial(flops, steps=steps)
-        )
+        parameters = [parameter for parameter, _ in self._parameters]
+        steps, (a, b, c) = section.newton_schulz_steps, section.newton_schulz_coefficients
+        self._adjustment: Adjustment = section.adjust_lr
+        self._dtype = muon_dtype(section, parameters[0].dtype)
+        self._wide = torch.promote_types(parameters[0].dtype, torch.float32)
+        self._orthogonalize = partial(orthogonalize, steps=steps, coefficients=(a, b, c))
+        self._owners = Owners(parameters, arguments.shard_groups, partial(flops, steps=steps))
 
     def zero_state(self, parameter: Tensor) -> dict[str, Tensor]:
         return {"momentum": torch.zeros_like(parameter, requires_grad=False)}
@@ -93,25 +120,8 @@ class Muon(SkippingOptimizer):
         if parameter.grad is None:
             return
         weights = matrix.part_of(local_part(parameter))
-        factor = group["lr"] * adjusted(self._adjustment, *matrix.shape)
-        updated = weights.to(self._wide) * (1 - group["lr"] * group["weight_decay"])
-        updated.sub_(result.to(self._wide), alpha=factor)
-        weights.copy_(torch.where(self._ok, updated.to(weights.dtype), weights))
+        factor = adjusted(self._adjustment, *matrix.shape)
+        update_weights_(weights, result.to(self._wide), group, self._ok, factor)
 
 
-def build(arguments: Arguments) -> Muon:
-    section = arguments.section
-    a, b, c = section.newton_schulz_coefficients
-    (_, first), *_ = arguments.groups[0]["params"]
-    return Muon(
-        arguments.groups,
-        lr=section.lr,
-        steps=section.newton_schulz_steps,
-        coefficients=(a, b, c),
-        dtype=muon_dtype(section, first.dtype),
-        adjustment=section.adjust_lr,
-        shard_groups=arguments.shard_groups,
-    )
-
-
-MUON = OptimizerKind(build, options=("momentum",), takes_matrices=True, momentum=0.95)
+MUON = OptimizerKind(Muon, options=("momentum",), takes_matrices=True, momentum=0.95)

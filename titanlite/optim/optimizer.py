@@ -126,7 +126,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """An optimizer: an entry of titanlite.optim.registry, chosen by optimizer.name.
+    """An optimizer, chosen by optimizer.name.
 
     options: of beta1, beta2 and momentum, those that it uses. takes_matrices: whether it updates only matrices, and
     stacks of them. momentum: for optimizer.momentum = -1.
@@ -136,6 +136,10 @@ class OptimizerKind:
     options: tuple[str, ...]
     takes_matrices: bool = False
     momentum: float = 0.0
+
+
+OPTIMIZERS: dict[str, OptimizerKind] = {}
+"""The optimizers by name: those of titanlite/optim/registry.py, and those that plugins register."""
 
 
 class SkippingOptimizer(torch.optim.Optimizer):
@@ -165,6 +169,18 @@ class SkippingOptimizer(torch.optim.Optimizer):
         """(parameter, group) of all parameters, in order."""
         for group in self.param_groups:
             yield from ((parameter, group) for parameter in group["params"])
+
+
+def update_weights_(
+    weights: Tensor, direction: Tensor, group: Mapping[str, Any], ok: Tensor, factor: float = 1
+) -> None:
+    """weights <- (1 - lr * weight_decay) * weights - lr * factor * direction if `ok`, in the dtype of `direction`.
+
+    weights, direction: of the same shape; this rank's. group: see Arguments.groups, with its lr.
+    """
+    updated = weights.to(direction.dtype) * (1 - group["lr"] * group["weight_decay"])
+    updated.sub_(direction, alpha=group["lr"] * factor)
+    weights.copy_(torch.where(ok, updated.to(weights.dtype), weights))
 
 
 def skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:

@@ -8,25 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.models.family import Plan
-from titanlite.optim.adamw import ADAMW
-from titanlite.optim.groups import Group, check_groups, describe, divide, state_kinds
-from titanlite.optim.lion import LION
+from titanlite.optim.elementwise import ADAMW, LION, SGD
+from titanlite.optim.groups import Group, check_groups, divide
 from titanlite.optim.muon import MUON
+from titanlite.optim.optimizer import OPTIMIZERS as OPTIMIZERS
 from titanlite.optim.optimizer import (
     Arguments,
     GatedOptimizer,
     OptimizerConfig,
-    OptimizerKind,
     SkippingOptimizer,
     average_bytes,
     skips_by_itself,
 )
 from titanlite.optim.rounding import rounding_bytes
-from titanlite.optim.sgd import SGD
 from titanlite.parallel.mesh import ShardGroups
 from titanlite.runtime.errors import Problem, Rules
 
-OPTIMIZERS: dict[str, OptimizerKind] = {"AdamW": ADAMW, "Muon": MUON, "Lion": LION, "SGD": SGD}
+OPTIMIZERS.update({"AdamW": ADAMW, "Muon": MUON, "Lion": LION, "SGD": SGD})
 CPU = torch.device("cpu")
 WIDE_TENSORS = {"AdamW": 6, "Lion": 4}
 """Tensors of the size of a parameter, in float32 at least, that an update by a SkippingOptimizer holds at once."""
@@ -50,11 +48,11 @@ def check_parameters(
     section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan, dtype: torch.dtype
 ) -> list[Problem]:
     """Problems of groups, and of moments in bfloat16. named, plan: of the full model. dtype: of the parameters."""
-    rules = Rules("optimizer", section, check_groups(section, OPTIMIZERS, named, plan))
+    rules = Rules("optimizer", section, check_groups(section, named, plan))
     small = section.state_dtype == "bfloat16"
     if rules.problems or not (small or dtype == torch.bfloat16):
         return rules.problems
-    adamw = [group for group in divide(section, OPTIMIZERS, named, plan) if group.optimizer == "AdamW"]
+    adamw = [group for group in divide(section, named, plan) if group.optimizer == "AdamW"]
     rules.needs("state_dtype", adamw or not small, "AdamW, whose moments it is about")
     largest = max((group.options["betas"][1] for group in adamw), default=0.0)
     limit = f"{MAX_BETA2_NEAREST}: a second moment that falls by less than 1/256 in a step is rounded back, never falls"
@@ -80,7 +78,7 @@ def build_optimizer(
 
     plan: of the full model. shard_groups: the ranks that hold parts of the parameters. seed: of random numbers.
     """
-    return GatedOptimizer(_optimizers(section, divide(section, OPTIMIZERS, named, plan), device, shard_groups, seed))
+    return GatedOptimizer(_optimizers(section, divide(section, named, plan), device, shard_groups, seed))
 
 
 def _optimizers(
@@ -95,37 +93,6 @@ def _optimizers(
     ]
 
 
-def has_owners(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> bool:
-    """Whether an update needs `shard_groups`. named, plan: of the full model, so that all ranks agree."""
-    return any(OPTIMIZERS[group.optimizer].takes_matrices for group in divide(section, OPTIMIZERS, named, plan))
-
-
-def describe_groups(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[str]:
-    """A table of the groups, line by line. named, plan: of the full model."""
-    return describe(divide(section, OPTIMIZERS, named, plan), OPTIMIZERS)
-
-
-def kinds_of_state(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> str | dict[str, str]:
-    """What decides the names, shapes and dtypes of the state: the optimizer of all parameters, or by parameter.
-
-    named, plan: of the full model.
-    """
-
-    def label(group: Group) -> str:
-        if group.optimizer == "SGD" and group.options["momentum"] > 0:
-            return "SGD with momentum"
-        is_small = group.optimizer == "AdamW" and section.state_dtype == "bfloat16"
-        return "AdamW with bfloat16 moments" if is_small else group.optimizer
-
-    return state_kinds(divide(section, OPTIMIZERS, named, plan), label)
-
-
-def names_of_muon(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[str]:
-    """The parameters that Muon updates, in the order in which it deals them out. named, plan: as for `divide`."""
-    groups = divide(section, OPTIMIZERS, named, plan)
-    return [name for group in groups if group.optimizer == "Muon" for name in group.parameters]
-
-
 def memory_bytes(section: OptimizerConfig, shards: Mapping[str, Tensor], plan: Plan) -> tuple[int, int]:
     """(bytes of the state after a step, temporary bytes of an update), with those of the average of the weights.
     Allocates nothing of their size.
@@ -135,7 +102,7 @@ def memory_bytes(section: OptimizerConfig, shards: Mapping[str, Tensor], plan: P
     parameter. Those of Muon depend on the mesh: titanlite/planning/owner_rounds.py.
     """
     state, update = average_bytes(section.ema_decay, shards.values())
-    for group in divide(section, OPTIMIZERS, shards, plan):
+    for group in divide(section, shards, plan):
         # A step on a small parameter of each dtype. One on the meta device would import torch._dynamo: half a second.
         samples = {
             dtype: nn.Parameter(torch.zeros(2, 3, dtype=dtype))

@@ -13,7 +13,7 @@ from itertools import chain
 
 import torch
 
-from titanlite.optim.newton_schulz import temporary_bytes
+from titanlite.optim.muon import temporary_bytes
 from titanlite.planning.communication import Traffic
 from titanlite.planning.stages import Matrices, Stage
 from titanlite.planning.work import Product

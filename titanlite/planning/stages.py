@@ -13,9 +13,10 @@ from torch import Tensor
 from titanlite.config.schema import JobConfig
 from titanlite.models.experts import Experts
 from titanlite.models.family import FAMILIES, LanguageModel, ModelConfig, Plan, resolve_model
-from titanlite.optim.newton_schulz import flops
+from titanlite.optim.groups import names_of_muon
+from titanlite.optim.muon import flops
 from titanlite.optim.optimizer import OptimizerConfig
-from titanlite.optim.registry import memory_bytes, names_of_muon
+from titanlite.optim.registry import memory_bytes
 from titanlite.parallel.data import is_wrapped, sharded_dimension, wrapped_modules
 from titanlite.parallel.expert import FEATURES
 from titanlite.parallel.mesh import Mesh

@@ -14,8 +14,9 @@ from titanlite.config.load import load_config
 from titanlite.config.toml import dump_config
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import full_parameters
+from titanlite.optim.groups import describe_groups, kinds_of_state
 from titanlite.optim.optimizer import GroupConfig, OptimizerConfig
-from titanlite.optim.registry import check_parameters, describe_groups, kinds_of_state
+from titanlite.optim.registry import check_parameters
 from titanlite.runtime.errors import ConfigError, Problem
 
 NAMED = dict(model_of().named_parameters())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.optim.building import PLAN, optimizer_of
-from titanlite.optim.newton_schulz import orthogonalize
+from titanlite.optim.muon import orthogonalize
 from titanlite.optim.optimizer import OptimizerConfig
 
 COEFFICIENTS = (3.0, -3.2, 1.2)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.pool import run_ranks
-from titanlite.optim.newton_schulz import flops, orthogonalize
+from titanlite.optim.muon import flops, orthogonalize
 from titanlite.optim.owners import Matrix, Owners, deal, divisions_of
 from titanlite.parallel.mesh import ShardGroups
 from titanlite.runtime.dtensors import local_part

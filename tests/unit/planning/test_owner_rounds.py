@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.unit.planning.test_step_time import config_of
-from titanlite.optim.newton_schulz import flops
+from titanlite.optim.muon import flops
 from titanlite.optim.owners import deal, divisions_of
 from titanlite.planning.estimate import estimate
 from titanlite.planning.memory_check import remedies

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov, Hutter, "Decoupled Weight Decay Regularization", 2019), also with moments in bfloat16."""
+"""SGD, AdamW and Lion: each element of a parameter is updated by itself."""
 
 from collections.abc import Sequence
 
@@ -6,15 +6,18 @@ import torch
 from torch import Tensor
 
 from titanlite.models.init import local_region
-from titanlite.optim.optimizer import Arguments, OptimizerKind, SkippingOptimizer, without_compiler
+from titanlite.optim.optimizer import Arguments, OptimizerKind, SkippingOptimizer, update_weights_, without_compiler
 from titanlite.optim.rounding import round_to_bfloat16
 from titanlite.runtime.dtensors import local_part
 
 EagerAdamW = without_compiler(torch.optim.AdamW)
+EagerSGD = without_compiler(torch.optim.SGD)
 
 
 class AdamWInBfloat16(SkippingOptimizer):
-    """AdamW whose moments are bfloat16; it computes in promote_types(dtype of the weights, float32).
+    """AdamW (Loshchilov, Hutter, "Decoupled Weight Decay Regularization", 2019) whose moments are bfloat16.
+
+    It computes in promote_types(dtype of the weights, float32).
 
     State: exp_avg and exp_avg_sq, of the parameter's shape and placement, and step, a float32 scalar. Stochastic
     rounding draws a word for each (seed, step, name of the parameter, index in the full parameter), so that all meshes
@@ -52,8 +55,7 @@ class AdamWInBfloat16(SkippingOptimizer):
             means = first.to(wide).lerp_(gradient, 1 - beta1), second.to(wide).lerp_(gradient.square(), 1 - beta2)
             denominator = (means[1] / (1 - beta2**step)).sqrt_().add_(group["eps"])
             update = (means[0] / (1 - beta1**step)).div_(denominator)
-            updated = (weights.to(wide) * (1 - group["lr"] * group["weight_decay"])).sub_(update, alpha=group["lr"])
-            weights.copy_(torch.where(ok, updated.to(weights.dtype), weights))
+            update_weights_(weights, update, group, ok)
             for moment, rounded in zip((first, second), self._rounded(means, parameter, step), strict=True):
                 moment.copy_(torch.where(ok, rounded, moment))
 
@@ -64,10 +66,56 @@ class AdamWInBfloat16(SkippingOptimizer):
         return round_to_bfloat16(means, self._seed, step, self._names[parameter], shape, offset)
 
 
-def build(arguments: Arguments) -> torch.optim.Optimizer:
+def build_adamw(arguments: Arguments) -> torch.optim.Optimizer:
     if arguments.section.state_dtype == "bfloat16":
         return AdamWInBfloat16(arguments)
     return EagerAdamW(arguments.groups, lr=arguments.section.lr, eps=arguments.section.eps, fused=True)
 
 
-ADAMW = OptimizerKind(build, options=("beta1", "beta2"))
+ADAMW = OptimizerKind(build_adamw, options=("beta1", "beta2"))
+
+
+def build_sgd(arguments: Arguments) -> torch.optim.SGD:
+    """SGD, with momentum if optimizer.momentum is above 0 (Sutskever et al., "On the importance of initialization and
+    momentum in deep learning", 2013, in torch's form: momentum <- decay * momentum + gradient).
+
+    torch has no fused SGD for sharded parameters.
+
+    On a CPU, foreach is no faster, and takes seconds on a mesh of several axes, where DTensor tries all placements. In
+    float32 and float64, both forms have the same bits; in bfloat16 they round differently.
+    """
+    (_, first), *_ = arguments.groups[0]["params"]
+    foreach = arguments.device.type != "cpu" or first.dtype not in (torch.float32, torch.float64)
+    return EagerSGD(arguments.groups, lr=arguments.section.lr, foreach=foreach)
+
+
+SGD = OptimizerKind(build_sgd, options=("momentum",))
+
+
+class Lion(SkippingOptimizer):
+    """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023): the sign of a mixture of momentum and
+    gradient, with decoupled weight decay.
+
+    State: momentum, of the parameter's shape, dtype and placement.
+    """
+
+    def zero_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        return {"momentum": torch.zeros_like(parameter, requires_grad=False)}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Update all parameters with a gradient, unless found_inf."""
+        self.init_state()
+        ok = self.found_inf == 0
+        for parameter, group in self.each():
+            if parameter.grad is None:
+                continue
+            weights, momentum = local_part(parameter), local_part(self.state[parameter]["momentum"])
+            wide, (beta1, beta2) = torch.promote_types(weights.dtype, torch.float32), group["betas"]
+            gradient, before = local_part(parameter.grad).to(wide), momentum.to(wide)
+            direction = before.lerp(gradient, 1 - beta1).sign_()
+            update_weights_(weights, direction, group, ok)
+            momentum.copy_(torch.where(ok, before.lerp(gradient, 1 - beta2).to(momentum.dtype), momentum))
+
+
+LION = OptimizerKind(lambda arguments: Lion(arguments.groups, {"lr": arguments.section.lr}), options=("beta1", "beta2"))
