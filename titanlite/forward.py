@@ -59,7 +59,9 @@ class ModelOnMesh:
 
     def cp_shard(self, rows: Tensor) -> Tensor:
         """This rank's columns of `rows`, (rows, seq_len): its positions on the cp axis."""
-        return part_of_rows(rows, self.mesh.coordinate["cp"], self.mesh.degrees["cp"], self.mesh.context_parallel)
+        return part_of_rows(
+            rows, self.mesh.coordinate["cp"], self.mesh.degrees["cp"], self.mesh.section.context_parallel
+        )
 
     def sum_over_cp(self, losses: Tensor) -> Tensor:
         """The losses of entire rows, (rows,), from those of this rank's positions. With cp, an all-reduce over it."""
@@ -83,7 +85,7 @@ class ModelOnMesh:
         arguments |= {"labels": self.cp_shard(batch.labels), "num_valid": num_valid.expand(len(batch.labels))}
         if cp > 1:
             arguments["positions"] = self.cp_shard(arguments.get("positions", positions_of(batch.tokens)))
-            if self.mesh.context_parallel == "gather":  # its mask is also that of causal attention
+            if self.mesh.section.context_parallel == "gather":  # its mask is also that of causal attention
                 arguments.setdefault("document_ids", torch.zeros_like(batch.tokens))
         if self.mixtures and batch.lengths is not None and int(batch.lengths.min()) < batch.tokens.shape[1]:
             is_token = positions_of(batch.tokens) < to_device(batch.lengths, self.device).unsqueeze(1)

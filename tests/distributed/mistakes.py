@@ -274,12 +274,12 @@ def wide_norms_of_own_heads() -> Iterator[None]:
 @contextmanager
 def wide_norms_not_summed_backward() -> Iterator[None]:
     """The gradient of the mean square covers only the rank's heads. The loss of the step is correct."""
-    reduce = tensor_module._all_reduce
+    reduce = tensor_module.all_reduce
 
     def forward_only(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return reduce(x, group) if x.shape[-1] == 1 else x
 
-    with patch.object(tensor_module, "_all_reduce", forward_only):
+    with patch.object(tensor_module, "all_reduce", forward_only):
         yield
 
 

@@ -21,17 +21,9 @@ from titanlite.optim.optimizer import GatedOptimizer, WeightAverage
 from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_schedule
 from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
-from titanlite.parallel.mesh import Mesh, ShardGroups, shard_logits
+from titanlite.parallel.mesh import Mesh, ShardGroups
 from titanlite.parallel.parallelize import parallelize
-from titanlite.parallel.pipeline import (
-    ModelPart,
-    Pipeline,
-    describe_stages,
-    keep_units_,
-    local_stages,
-    resolve_reshard_after_forward,
-    split_stages,
-)
+from titanlite.parallel.pipeline import ModelPart, Pipeline, describe_stages, keep_units_, local_stages, split_stages
 from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Rules
 from titanlite.runtime.logging import log
@@ -72,13 +64,10 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
             part,
             plan,
             mesh,
-            shard_logits=shard_logits(config.parallelism, is_cross_entropy=config.loss.is_cross_entropy),
+            training.dtypes,
             loss=config.loss,
             recompute=config.activation_checkpoint,
             compilation=config.compile,
-            param_dtype=DTYPES[training.mixed_precision_param],
-            reduce_dtype=DTYPES[training.mixed_precision_reduce],
-            reshard_after_forward=resolve_reshard_after_forward(config.parallelism),
         )
         for description in applied if not parts else ():
             log.info("Applied %s to the model", description)

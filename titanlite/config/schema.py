@@ -13,9 +13,9 @@ from titanlite.models.head import LossConfig
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.schedule import ScheduleConfig
 from titanlite.parallel.compile import CompileConfig
-from titanlite.parallel.mesh import ParallelismConfig
+from titanlite.parallel.mesh import ModelDtypes, ParallelismConfig
 from titanlite.parallel.recompute import ActivationCheckpointConfig
-from titanlite.precision import DtypeName
+from titanlite.precision import DTYPES, DtypeName
 from titanlite.profiling.config import ProfilingConfig
 from titanlite.runtime.determinism import DebugConfig
 from titanlite.runtime.distributed import CommConfig
@@ -72,6 +72,13 @@ class TrainingConfig:
     """Dtype of the computation; auto: bfloat16 on CUDA unless training.dtype is float64; else training.dtype."""
     mixed_precision_reduce: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
     """Dtype of gradient reductions; auto: float32 on CUDA unless training.dtype is float64; else training.dtype."""
+
+    @property
+    def dtypes(self) -> ModelDtypes:
+        """The dtypes of the model, of a resolved section."""
+        return ModelDtypes(
+            *(DTYPES[name] for name in (self.dtype, self.mixed_precision_param, self.mixed_precision_reduce))
+        )
 
 
 @dataclass(frozen=True)

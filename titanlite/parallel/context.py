@@ -19,6 +19,7 @@ from torch import Tensor
 from titanlite.models.attention import AttentionMask, attend, attention_mask
 from titanlite.models.family import DecoderConfig, LanguageModel, Plan
 from titanlite.models.layers import Attention
+from titanlite.parallel.collectives import all_gather, all_to_all, reduce_scatter
 from titanlite.parallel.mesh import ContextParallel, ParallelismConfig, part_of_rows
 from titanlite.runtime.errors import ConfigError, Problem, Rules
 
@@ -88,10 +89,6 @@ def mask_of_own_queries(
     return attention_mask(document_ids, dtype, head_dim, own)
 
 
-# The collectives are functional ones, which compiled blocks know.
-_operations = torch.ops._c10d_functional
-
-
 class _HeadsForPositions(torch.autograd.Function):
     """All-to-all: split along dimension `split` over the ranks, joined along dimension `join`."""
 
@@ -109,8 +106,7 @@ def _exchange(x: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Ten
     size = group.size()
     sent = torch.stack(x.chunk(size, dim=split))  # (cp, …): a part for each rank
     counts = [1] * size
-    received = _operations.wait_tensor(_operations.all_to_all_single(sent, counts, counts, group.group_name))
-    return torch.cat(received.unbind(), dim=join)
+    return torch.cat(all_to_all(sent, counts, counts, group).unbind(), dim=join)
 
 
 class _GatherPositions(torch.autograd.Function):
@@ -120,11 +116,7 @@ class _GatherPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        cp = group.size()
-        gathered = _operations.wait_tensor(
-            _operations.all_gather_into_tensor(x.contiguous(), cp, group.group_name)  # joined along the rows
-        )
-        early, late = gathered.unflatten(0, (cp, -1)).chunk(2, dim=3)
+        early, late = all_gather(x, group).unflatten(0, (group.size(), -1)).chunk(2, dim=3)
         return torch.cat((*early.unbind(), *late.flip(0).unbind()), dim=2)
 
     @staticmethod
@@ -132,8 +124,7 @@ class _GatherPositions(torch.autograd.Function):
         cp = ctx.group.size()
         parts = gradient.chunk(2 * cp, dim=2)
         by_rank = torch.cat([torch.cat((parts[rank], parts[2 * cp - 1 - rank]), dim=2) for rank in range(cp)])
-        own = _operations.reduce_scatter_tensor(by_rank, "sum", cp, ctx.group.group_name)
-        return _operations.wait_tensor(own), None
+        return reduce_scatter(by_rank, ctx.group), None
 
 
 def check_context(section: ParallelismConfig, model: Any, seq_len: int) -> list[Problem]:

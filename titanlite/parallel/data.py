@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 from titanlite.models.experts import Experts
 from titanlite.models.family import Plan
-from titanlite.parallel.mesh import GradientSync, ReshardAfterForward
+from titanlite.parallel.mesh import GradientSync, ModelDtypes, ReshardAfterForward
 from titanlite.runtime.dtensors import local_part
 
 AT_ONCE_BYTES = 256 * 2**20
@@ -27,9 +27,7 @@ def apply_data_parallel(
     plan: Plan,
     mesh: DeviceMesh,
     expert_mesh: DeviceMesh | None,
-    *,
-    param_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
+    dtypes: ModelDtypes,
     reshard_after_forward: ReshardAfterForward,
 ) -> list[str]:
     """Wrap the plan's FSDP units and then the root, in place; return descriptions for the start log.
@@ -38,21 +36,17 @@ def apply_data_parallel(
     `replicate`. The experts of a unit are wrapped separately if they are sharded over ep: over dp_replicate and
     expert_shard of `expert_mesh`. If dp_replicate, dp_shard and tp are 1, there is nothing to reduce, and `replicate`
     would copy each gradient several times (docs/LOG.md): the model is not wrapped, and its parameters are cast if
-    necessary. Exceptions are a reduce_dtype other than that of the parameters, in which gradients accumulate, and a
+    necessary. Exceptions are reductions in another dtype than the parameters', in which gradients accumulate, and a
     pipeline with casts: each microbatch in flight would keep its own cast parameters.
-
-    Computes in `param_dtype`, reduces gradients in `reduce_dtype`, as plain sums.
     """
     replicas, shards = mesh["dp_replicate"].size(), mesh["dp_shard"].size()
-    stored = next(model.parameters()).dtype
-    ranks = replicas * shards * mesh["tp"].size()
-    if not is_wrapped(ranks, mesh["pp"].size(), stored=stored, param_dtype=param_dtype, reduce_dtype=reduce_dtype):
-        if param_dtype == stored:
+    if not is_wrapped(replicas * shards * mesh["tp"].size(), mesh["pp"].size(), dtypes):
+        if dtypes.compute == dtypes.parameters:
             return []
-        cast_parameters(model, param_dtype)
-        return [f"a cast of parameters to {param_dtype}"]
+        cast_parameters(model, dtypes.compute)
+        return [f"a cast of parameters to {dtypes.compute}"]
     # Inputs have the right dtypes already. A cast would narrow what is wider on purpose: masks, weights of experts.
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=dtypes.compute, reduce_dtype=dtypes.reduction, cast_forward_inputs=False)
 
     def shard(module: nn.Module | list[nn.Module], over: DeviceMesh, reshard: bool) -> None:
         def by_shape(parameter: nn.Parameter) -> Shard:
@@ -90,12 +84,10 @@ def apply_data_parallel(
     return [applied]
 
 
-def is_wrapped(
-    ranks: int, pp: int, *, stored: torch.dtype, param_dtype: torch.dtype, reduce_dtype: torch.dtype
-) -> bool:
-    """Whether `fully_shard` or `replicate` wraps the model: see apply_data_parallel. ranks: of the data and tp axes.
-    stored: dtype of the parameters."""
-    return ranks > 1 or reduce_dtype != stored or (pp > 1 and param_dtype != stored)
+def is_wrapped(ranks: int, pp: int, dtypes: ModelDtypes) -> bool:
+    """Whether `fully_shard` or `replicate` wraps the model: see apply_data_parallel. ranks: of the data and tp axes."""
+    parameters, compute, reduction = dtypes
+    return ranks > 1 or reduction != parameters or (pp > 1 and compute != parameters)
 
 
 def sharded_dimension(shape: Sequence[int], ranks: int) -> int:
@@ -175,13 +167,13 @@ def wrapped_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def running_dtypes(model: nn.Module) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """(parameter dtype, compute dtype, reduction dtype) of a model after `apply_data_parallel`."""
+def running_dtypes(model: nn.Module) -> ModelDtypes:
+    """The dtypes of a model after `apply_data_parallel`."""
     parameters = next(model.parameters()).dtype
     root = next(wrapped_modules(model), None)
     if root is None:
         casts = (module.compute_dtype for module in model.modules() if isinstance(module, CastModule))
-        return parameters, next(casts, parameters), parameters
+        return ModelDtypes(parameters, next(casts, parameters), parameters)
     policy = root._get_fsdp_state()._mp_policy
     compute = policy.param_dtype or parameters
-    return parameters, compute, policy.reduce_dtype or compute
+    return ModelDtypes(parameters, compute, policy.reduce_dtype or compute)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from titanlite.models.experts import Experts, feed_forward, inverse_permutation, permuted
 from titanlite.models.family import LanguageModel
+from titanlite.parallel.collectives import all_to_all
 from titanlite.parallel.tensor import local_weight, summed_part
 
 FEATURES = {"w1": 1, "w2": 2, "w3": 1}
@@ -59,7 +60,7 @@ def exchanged_feed_forward(
     """
     size = group.size()
     sent = counts.view(size, -1)  # (ep, experts of each)
-    received = _exchange(sent, [1] * size, [1] * size, group)  # (ep, own experts): of the rows of each rank
+    received = all_to_all(sent, [1] * size, [1] * size, group)  # (ep, own experts): of the rows of each rank
     to, origin = torch.stack((sent.sum(dim=1), received.sum(dim=1))).tolist()  # the host waits for the device
     arrived = _exchanged(rows, to, origin, group)  # by rank, then by expert
     experts = torch.arange(received.shape[1], device=rows.device).repeat(size)
@@ -80,16 +81,8 @@ class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.arguments = received, sent, group
-        return _exchange(rows, sent, received, group)
+        return all_to_all(rows, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(gradient, *ctx.arguments), None, None, None
-
-
-def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    operations = torch.ops._c10d_functional  # functional collectives, which the recompute policies know
-    result: Tensor = operations.wait_tensor(
-        operations.all_to_all_single(rows.contiguous(), received, sent, group.group_name)
-    )
-    return result
+        return all_to_all(gradient, *ctx.arguments), None, None, None

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -101,6 +101,14 @@ def data_degree(section: ParallelismConfig, world_size: int) -> int:
     return max(0, math.prod(degrees[axis] for axis in DATA_AXES))
 
 
+class ModelDtypes(NamedTuple):
+    """Dtypes of the parameters, of the computation and of gradient reductions."""
+
+    parameters: torch.dtype
+    compute: torch.dtype
+    reduction: torch.dtype
+
+
 @dataclass(frozen=True)
 class ShardGroups:
     """Process groups of a parameter's shards and replicas.
@@ -116,15 +124,15 @@ class ShardGroups:
 class Mesh:
     """Coordinates of this process on the mesh axes, and, after `connect`, its process groups.
 
-    degrees: of each axis. coordinate: of this process on each axis, from 0. data_rank: its coordinate on the data axis,
-    dp_replicate x dp_shard in that order, which token counts, loss and data loading use. groups: the process groups
-    that training uses.
+    section: of the layout. degrees: of each axis. coordinate: of this process on each axis, from 0. data_rank: its
+    coordinate on the data axis, dp_replicate x dp_shard in that order, which token counts, loss and data loading use.
+    groups: the process groups that training uses.
     """
 
     def __init__(self, section: ParallelismConfig, world: World) -> None:
         self.world = world
         self.degrees = resolve_degrees(section, world.size)
-        self.context_parallel = section.context_parallel
+        self.section = section
         self.coordinate: dict[str, int] = {}
         rest = world.rank
         for axis, degree in reversed(self.degrees.items()):  # the last axis varies fastest
@@ -140,7 +148,6 @@ class Mesh:
         self.position_group: dist.ProcessGroup
         """The ranks with the same tp and pp coordinates: they have all positions of the global batch. Set by
         `connect`."""
-        self.ep = section.ep
         self.expert_mesh: DeviceMesh | None = None
         """The mesh of the experts, if ep > 1: device_mesh with EXPERT_AXES in place of dp_shard. Set by
         `connect`."""
@@ -155,7 +162,7 @@ class Mesh:
     @property
     def layout(self) -> dict[str, int]:
         """The degree of each axis, and ep if there is expert parallelism, for logs."""
-        return self.degrees | ({"ep": self.ep} if self.ep > 1 else {})
+        return self.degrees | ({"ep": self.section.ep} if self.section.ep > 1 else {})
 
     @property
     def is_data_leader(self) -> bool:
@@ -197,8 +204,8 @@ class Mesh:
             data_mesh, self.cp_group = both["dp"], both["cp"].get_group()
             self.groups += [data_mesh.get_group(), self.cp_group]
         self.data_group = data_mesh.get_group()
-        if self.ep > 1:
-            shards = sizes["dp_shard"] // self.ep, self.ep
+        if (ep := self.section.ep) > 1:
+            shards = sizes["dp_shard"] // ep, ep
             self.expert_mesh = mesh._unflatten("dp_shard", shards, EXPERT_AXES)
             self.groups += [self.expert_mesh.get_group(axis) for axis in EXPERT_AXES]
         if section is not None:

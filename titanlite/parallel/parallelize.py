@@ -1,7 +1,5 @@
 """Application of all parallelisms to a model, in order; shared by all families."""
 
-import torch
-
 from titanlite.models.experts import Placement, mixtures_of
 from titanlite.models.family import LanguageModel, Plan
 from titanlite.models.head import LossComputation, LossConfig, output_layers_of
@@ -10,7 +8,8 @@ from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.data import apply_data_parallel
 from titanlite.parallel.expert import apply_expert_parallel
-from titanlite.parallel.mesh import Mesh, ReshardAfterForward
+from titanlite.parallel.mesh import Mesh, ModelDtypes, shard_logits
+from titanlite.parallel.pipeline import resolve_reshard_after_forward
 from titanlite.parallel.recompute import ActivationCheckpointConfig, apply_recompute, inside_compilation
 from titanlite.parallel.tensor import apply_tensor_parallel
 
@@ -19,24 +18,23 @@ def parallelize(
     model: LanguageModel,
     plan: Plan,
     mesh: Mesh,
+    dtypes: ModelDtypes,
     *,
-    shard_logits: bool,
     loss: LossConfig,
     recompute: ActivationCheckpointConfig,
     compilation: CompileConfig,
-    param_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    reshard_after_forward: ReshardAfterForward,
 ) -> list[str]:
     """Apply context, expert, tensor and data parallelism, recomputation and compilation, in place, on the meta device.
 
     model: the full model, or a pipeline stage with the plan of its units. mesh: connected.
-    Computes in `param_dtype`, reduces gradients in `reduce_dtype`.
     Returns descriptions of what was applied, in order, for the start log.
     """
-    # A pipeline has several microbatches in flight: the gradients of each would take too much memory.
     computation = LossComputation(
-        LOSSES[loss.name], loss.chunk_tokens, recomputes=mesh.degrees["pp"] > 1, gathers_logits=not shard_logits
+        LOSSES[loss.name],
+        loss.chunk_tokens,
+        # A pipeline has several microbatches in flight: the gradients of each would take too much memory.
+        recomputes=mesh.degrees["pp"] > 1,
+        gathers_logits=not shard_logits(mesh.section, is_cross_entropy=loss.is_cross_entropy),
     )
     for head in output_layers_of([model]):
         head.computation = computation
@@ -46,19 +44,13 @@ def parallelize(
             mixture.placement = Placement(index, own_share, mesh.cp_group)
     recompute_first = inside_compilation(recompute)
     return [
-        *apply_context_parallel(model, plan, mesh.cp_group, mesh.context_parallel),
+        *apply_context_parallel(model, plan, mesh.cp_group, mesh.section.context_parallel),
         *apply_expert_parallel(model, mesh.device_mesh, mesh.expert_mesh),
         *apply_tensor_parallel(model, plan, mesh.device_mesh),
         *(apply_recompute(model, plan, recompute) if recompute_first else []),
         *apply_compile(model, plan, compilation),
         *(apply_recompute(model, plan, recompute) if not recompute_first else []),
         *apply_data_parallel(
-            model,
-            plan,
-            mesh.device_mesh,
-            mesh.expert_mesh,
-            param_dtype=param_dtype,
-            reduce_dtype=reduce_dtype,
-            reshard_after_forward=reshard_after_forward,
+            model, plan, mesh.device_mesh, mesh.expert_mesh, dtypes, resolve_reshard_after_forward(mesh.section)
         ),
     ]

@@ -19,6 +19,7 @@ from torch.nn import functional
 from titanlite.models.experts import Router, router_scores
 from titanlite.models.family import LanguageModel, Plan, TensorStyle
 from titanlite.models.layers import RMSNorm, WideNorm, rms_norm, rms_norm_of_part
+from titanlite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 
 
 def apply_tensor_parallel(model: LanguageModel, plan: Plan, mesh: DeviceMesh) -> list[str]:
@@ -88,7 +89,7 @@ def _normalize(norm: RMSNorm, group: dist.ProcessGroup, x: Tensor) -> Tensor:
 
 
 def _normalize_together(norm: WideNorm, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    total = partial(_all_reduce, group=group)
+    total = partial(all_reduce, group=group)
     return rms_norm_of_part(x.flatten(2), local_weight(norm.weight), norm.eps, group.size(), total).view_as(x)
 
 
@@ -144,11 +145,11 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _all_gather(x, group)
+        return _gather_sequence(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(gradient, ctx.group), None
+        return _scatter_sequence(gradient, ctx.group), None
 
 
 class _ScatterSequence(torch.autograd.Function):
@@ -157,32 +158,16 @@ class _ScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _reduce_scatter(x, group)
+        return _scatter_sequence(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(gradient, ctx.group), None
+        return _gather_sequence(gradient, ctx.group), None
 
 
-# Functional collectives, which compiled blocks and the recompute policies know.
+def _gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return torch.cat(all_gather(x, group).chunk(group.size()), dim=1)
 
 
-def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    operations = torch.ops._c10d_functional
-    parts = operations.wait_tensor(operations.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
-    return torch.cat(parts.chunk(group.size()), dim=1)
-
-
-def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    operations = torch.ops._c10d_functional
-    out: Tensor = operations.wait_tensor(operations.all_reduce(x, "sum", group.group_name))
-    return out
-
-
-def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    operations = torch.ops._c10d_functional
-    parts = torch.cat(x.chunk(group.size(), dim=1))
-    part: Tensor = operations.wait_tensor(
-        operations.reduce_scatter_tensor(parts, "sum", group.size(), group.group_name)
-    )
-    return part
+def _scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return reduce_scatter(torch.cat(x.chunk(group.size(), dim=1)), group)

@@ -168,19 +168,14 @@ def plan_stages(config: JobConfig, sizes: Mapping[str, int]) -> list[Stage]:
 
     sizes: degrees of the mesh axes. tests/distributed/test_plan_bytes.py compares them with the parts of running ranks.
     """
-    section, training = config.parallelism, config.training
-    stored = DTYPES[training.dtype]
+    section, dtypes = config.parallelism, config.training.dtypes
     shards, tp = sizes["dp_shard"] * sizes["cp"], sizes["tp"]
-    wrapped = is_wrapped(
-        shards * sizes["dp_replicate"] * tp,
-        section.pp,
-        stored=stored,
-        param_dtype=DTYPES[training.mixed_precision_param],
-        reduce_dtype=DTYPES[training.mixed_precision_reduce],
-    )
+    wrapped = is_wrapped(shards * sizes["dp_replicate"] * tp, section.pp, dtypes)
     split = tuple(section.pp_split), num_stages(section)
     return list(
-        _stages(blueprint(config.model), config.optimizer, stored, split, shards, tp, section.ep, wrapped=wrapped)
+        _stages(
+            blueprint(config.model), config.optimizer, dtypes.parameters, split, shards, tp, section.ep, wrapped=wrapped
+        )
     )
 
 
@@ -285,7 +280,7 @@ def _units(model: LanguageModel, plan: Plan, mesh: Mesh) -> Iterator[FSDPUnit]:
         experts = {parameter for parameter in parameters if "ep" in _axes(parameter)}
         # Coordinate 0 has a full shard; all others are padded to its size.
         elements = sum(local_part(parameter).numel() * shards for parameter in parameters - experts)
-        of_experts = sum(local_part(parameter).numel() * (shards // mesh.ep) for parameter in experts)
+        of_experts = sum(local_part(parameter).numel() * (shards // mesh.section.ep) for parameter in experts)
         replicated = tuple(parameter.numel() for parameter in parameters if _is_replicated_over_tp(parameter))
         yield FSDPUnit(plan.blocks.get(names[0]), elements, of_experts, replicated)
 
