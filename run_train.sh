@@ -90,4 +90,4 @@ export TITANLITE_RUN_TRAIN=$0
 [[ $0 == */* ]] || TITANLITE_RUN_TRAIN=./$0
 # torchrun kills ranks that still run so many seconds after a signal (fixed at 30 seconds in torch 2.11)
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
-exec "$python" -m titanlite.launcher ${nodes[@]+"${nodes[@]}"} -- ${config[@]+"${config[@]}"} "$@"
+exec "$python" -m titanlite.torchrun.launcher ${nodes[@]+"${nodes[@]}"} -- ${config[@]+"${config[@]}"} "$@"

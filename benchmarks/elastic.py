@@ -1,7 +1,7 @@
 """Elastic runs: the time from the loss of a node, and from the start of one that joins, to the next step.
 
 Two launchers on this machine train the quick start's model, with one rank each and the settings of
-`titanlite/torchrun.py`. In each round, the second one is killed with its rank, and started again. A step ends the time
+`titanlite/torchrun/`. In each round, the second one is killed with its rank, and started again. A step ends the time
 when its row is in metrics.jsonl. "stopped" is the part without steps, as counted by time_s/restart.
 """
 

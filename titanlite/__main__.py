@@ -59,7 +59,7 @@ def run() -> None:
         shells = [value] * bool(equals) + arguments
         if len(shells) != 1 or shells[0] not in SHELLS:
             refuse(f"{COMPLETION} needs the name of a shell: {', '.join(SHELLS)}")
-        run_module("titanlite.completion", shells)
+        run_module("titanlite.tools.completion", shells)
     elif name in COMMANDS:
         run_module(COMMANDS[name][0], arguments)
     elif name.startswith("-"):

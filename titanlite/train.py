@@ -19,6 +19,7 @@ import torch.distributed as dist
 from titanlite.assembly.job import Job
 from titanlite.assembly.resolve import resolve_job
 from titanlite.assembly.run import Run, build_run
+from titanlite.assembly.summary import summarize
 from titanlite.batch import Batch
 from titanlite.config.command_line import read_command_line
 from titanlite.config.ineffective import describe
@@ -27,7 +28,6 @@ from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.metrics.meter import Record, is_log_step
 from titanlite.planning.memory_check import explained_out_of_memory
-from titanlite.preview import preview
 from titanlite.profiling.regions import region
 from titanlite.runtime.agreement import RanksError, require_equal, watch_ranks
 from titanlite.runtime.distributed import ELASTIC, World, connect, note_finished, wait_until_finished
@@ -37,7 +37,7 @@ from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.job_lock import job_lock
 from titanlite.runtime.logging import keep_for_log_file, log
 from titanlite.runtime.signals import StopRequest
-from titanlite.summary import summarize
+from titanlite.tools.plan.preview import preview
 from titanlite.trainer import Trainer
 
 OWN_SIGNAL_S = 10.0

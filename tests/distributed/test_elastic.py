@@ -181,7 +181,7 @@ def test_a_run_whose_folder_was_taken_over_saves_nothing_more(tmp_path: Path, st
     assert not published_steps(tmp_path / "out" / "checkpoint")
 
 
-@pytest.mark.soak  # default suite: tests/unit/test_torchrun.py
+@pytest.mark.soak  # default suite: tests/unit/torchrun/test_torchrun.py
 @pytest.mark.parametrize("seconds", [4.5, 6.0, 7.5, 9.0])
 def test_a_node_is_lost_while_the_ranks_start(seconds: float, tmp_path: Path, start: Starter) -> None:
     """After it has joined: in the imports of its rank, while it connects, and later."""

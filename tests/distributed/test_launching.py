@@ -51,7 +51,7 @@ UNUSED = [
 ]
 REPORT = f"""
 import os, sys
-from titanlite import launcher
+from titanlite.torchrun import launcher
 end = os._exit
 def report(code):
     hidden = os.environ.get("TORCH_CPP_LOG_LEVEL")  # torch's warnings after a lost connection

@@ -17,9 +17,9 @@ from tests.configuration import parse_config
 from tests.documentation.blocks import Block
 from tests.documentation.manifests import dockerfile_problems, manifest_commands, manifest_problems, scripts
 from titanlite.__main__ import COMMANDS
-from titanlite.completion import OPTIONS
 from titanlite.runtime.errors import UserError
 from titanlite.tools.command import check_options, read_options_and_overrides
+from titanlite.tools.completion.__main__ import OPTIONS
 from titanlite.tools.sweep.combinations import split_values
 
 OPERATORS = "();<>|&"

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import titanlite
-from titanlite import __main__, completion
+from titanlite import __main__
 from titanlite.__main__ import COMMANDS
+from titanlite.tools.completion import __main__ as completion
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -74,7 +75,7 @@ def test_spellings_of_completion(words: list[str], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(__main__, "run_module", lambda *call: started.append(call))
     monkeypatch.setattr(sys, "argv", ["titanlite", *words])
     __main__.run()
-    assert started == [("titanlite.completion", ["zsh"])]
+    assert started == [("titanlite.tools.completion", ["zsh"])]
 
 
 def test_an_unknown_option_is_not_a_command(
@@ -95,9 +96,10 @@ def refused(*words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 def test_programs_handle_ctrl_c_before_they_import_torch() -> None:
     block = '\nif __name__ == "__main__":  # before the imports that take seconds\n    prepare_process()\n'
-    files = Path(__main__.__file__).parent.rglob("*.py")
-    starts = {file.stem: text.partition(block)[0] for file in files if block in (text := file.read_text())}
-    assert starts.keys() == {"train", "torchrun", "evaluate", "profile"}
+    package = Path(__main__.__file__).parent
+    texts = {str(file.relative_to(package)): file.read_text() for file in package.rglob("*.py")}
+    starts = {name: text.partition(block)[0] for name, text in texts.items() if block in text}
+    assert starts.keys() == {"train.py", "torchrun/__main__.py", "tools/evaluate.py", "tools/profile.py"}
     program = "\n".join([*starts.values(), "import sys", "assert 'torch' not in sys.modules"])
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
@@ -133,9 +135,9 @@ def test_the_version_is_printed() -> None:
 
 
 def test_the_table_has_all_tools() -> None:
-    """All runnable modules of tools/, except the one that writes a docs page, and encoding (a worker of a command)."""
+    """All runnable modules of tools/, except those that write a docs page or a completion script, and a worker."""
     tools = Path(titanlite.__file__).with_name("tools")
     files = [path for path in tools.rglob("*.py") if "__main__" in path.read_text()]
     names = {path.parent.name if path.name == "__main__.py" else path.stem for path in files}
     listed = {module.rpartition(".")[2] for module, _ in COMMANDS.values()} - {"train"}
-    assert names == listed | {"config_page", "encoding"}
+    assert names == listed | {"config_page", "completion", "encoding"}

@@ -38,7 +38,7 @@ case "$*" in
     pwd >>"$STUB_LOG"
     [[ ! -e $STUB_LOG.no-pip ]] && rm -f "$here/missing" ;;
 *"-m pytest"*) echo "pytest in $PWD, OMP_NUM_THREADS=$OMP_NUM_THREADS" ;;
-*"-m titanlite.launcher"*)
+*"-m titanlite.torchrun.launcher"*)
     echo "$0"
     shift 2
     printf '%s\\n' "$@"

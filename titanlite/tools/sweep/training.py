@@ -30,7 +30,7 @@ class Process(Protocol):
 def start_run(run: Run, processes: int) -> Process:
     """Start the training in a session of its own: Ctrl-C reaches it through this process only."""
     environment = {**os.environ, "NGPU": str(processes)}
-    command = [sys.executable, "-m", "titanlite.launcher", "--", *run.arguments]
+    command = [sys.executable, "-m", "titanlite.torchrun.launcher", "--", *run.arguments]
     return subprocess.Popen(command, env=environment, start_new_session=True)
 
 

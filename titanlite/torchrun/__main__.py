@@ -36,13 +36,13 @@ from torch.distributed.run import determine_local_world_size, get_rdzv_endpoint,
 from titanlite.assembly.facts import program_facts
 from titanlite.config.command_line import read_command_line
 from titanlite.config.load import most_ranks, resolve
-from titanlite.preview import preview
 from titanlite.runtime.agreement import describe_differences
 from titanlite.runtime.distributed import ELASTIC, World
 from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import ConfigError, Rules, UsageError, UserError
 from titanlite.runtime.gpus import set_allocator
 from titanlite.runtime.signal_thread import stop_signals
+from titanlite.tools.plan.preview import preview
 
 TRAIN = "titanlite.train"
 RENDEZVOUS = {"last_call_timeout": 5, "keep_alive_interval": 3, "keep_alive_max_attempt": 5}

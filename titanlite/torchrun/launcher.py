@@ -1,6 +1,6 @@
 """The program of run_train.sh: counts GPUs, sets threads, and trains in this process or, on several, by torchrun.
 
-    python -m titanlite.launcher [--nnodes N ... of torchrun] -- [CONFIG] [--section.key VALUE ...]
+    python -m titanlite.torchrun.launcher [--nnodes N ... of torchrun] -- [CONFIG] [--section.key VALUE ...]
 
 run_train.sh documents the environment variables. Does not import torch: its libraries read some variables only once.
 """
@@ -40,7 +40,8 @@ def main() -> None:
 def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
     """(torchrun's options, arguments of the training): the words before and after the first "--". Raises UsageError."""
     if "--" not in argv:
-        raise UsageError('write "--" before the configuration: python -m titanlite.launcher [--nnodes N ...] -- CONFIG')
+        command = "python -m titanlite.torchrun.launcher [--nnodes N ...] -- CONFIG"
+        raise UsageError(f'write "--" before the configuration: {command}')
     end = argv.index("--")
     return argv[:end], argv[end + 1 :]
 

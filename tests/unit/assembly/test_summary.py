@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from titanlite.assembly.summary import next_commands, summarize
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.config.schema import JobConfig, TrainingConfig
 from titanlite.data.config import DataConfig
 from titanlite.data.sources.config import SourceConfig
 from titanlite.parallel.mesh import ParallelismConfig
-from titanlite.summary import next_commands, summarize
 
 RECORD: Any = SimpleNamespace(step=1000, tokens_seen=8, loss=1.0, skipped_steps=0, too_long={})
 TRAINING = TrainingConfig(local_batch_size=4, global_batch_size=8)

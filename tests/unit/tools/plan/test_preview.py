@@ -10,10 +10,10 @@ import pytest
 from torch.distributed.run import parse_args
 
 from tests.distributed.program import REPOSITORY, clean_environment
-from titanlite import torchrun
 from titanlite.config.load import load_config, parse
-from titanlite.preview import preview
 from titanlite.runtime.errors import ConfigError, UsageError
+from titanlite.tools.plan.preview import preview
+from titanlite.torchrun import __main__ as torchrun
 
 CONFIG = """
 extends = "quickstart"

@@ -20,9 +20,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 from torch.distributed.run import parse_args
 
-from titanlite import torchrun
 from titanlite.runtime.distributed import ELASTIC
 from titanlite.runtime.errors import ConfigError, UsageError, UserError
+from titanlite.torchrun import __main__ as torchrun
 
 
 def failed(*exit_codes: int) -> ChildFailedError:
