@@ -32,8 +32,9 @@ EXACT, UNPATCHED = 1e-10, 1e-5
 VOCAB_SIZE, SEQ_LEN = 131, 40
 
 LLAMA3 = Llama3Config(32, 2, 4, 2, 48, VOCAB_SIZE, norm_eps=1e-3, rope_theta=1000.0, max_seq_len=64)
+# The wavelengths 6, 35 and more than 199 are unchanged, interpolated and scaled.
 SCALED = replace(
-    LLAMA3, rope_scaling_factor=8.0, rope_low_freq_factor=1.5, rope_high_freq_factor=3.0, rope_original_seq_len=32
+    LLAMA3, rope_scaling_factor=8.0, rope_low_freq_factor=0.5, rope_high_freq_factor=3.0, rope_original_seq_len=32
 )
 QWEN3 = Qwen3Config(32, 2, 4, 2, 48, VOCAB_SIZE, head_dim=16, norm_eps=1e-3, rope_theta=1000.0, max_seq_len=64)
 YARN = replace(QWEN3, rope_scaling_factor=8.0, rope_beta_fast=4.0, rope_beta_slow=0.5, rope_original_seq_len=32)
