@@ -40,9 +40,9 @@ def registered() -> Iterator[None]:
         yield
 
 
-def plain_objective(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+def plain_objective(logits: Tensor, labels: Tensor, loss: Loss = LOSS) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The objective, its mean loss and its terms, of all tokens at once. logits: (tokens, vocab_size)."""
     logits, labels = logits[labels >= 0], labels[labels >= 0]
-    mean = LOSS.function(logits, labels).sum() / max(len(labels), 1)
-    terms = [term.values(logits, labels).sum() / term.count(labels).sum().clamp(min=1) for term in LOSS.terms.values()]
-    return mean + torch.stack(terms).sum(), mean, terms
+    mean = loss.function(logits, labels).sum() / max(len(labels), 1)
+    terms = [term.values(logits, labels).sum() / term.count(labels).sum().clamp(min=1) for term in loss.terms.values()]
+    return mean + sum(terms), mean, terms

@@ -1,4 +1,4 @@
-"""The output layer's loss in chunks equals the cross-entropy of all logits, in both forms."""
+"""The output layer's loss in chunks equals that of all logits: cross-entropy and a registered loss, in both forms."""
 
 import re
 from collections import Counter
@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import titanlite
+from tests.custom_loss import LOSS, plain_objective
 from tests.distributed.test_plan_memory import memory_events
 from tests.plain_loss import cross_entropy_by_row
 from titanlite.batch import IGNORE_INDEX
@@ -25,14 +26,20 @@ from titanlite.models.head import (
     OutputLayer,
     tokens_per_chunk,
 )
+from titanlite.models.losses import CROSS_ENTROPY, Loss
 
 ROWS, SEQ_LEN, DIM, VOCAB_SIZE = 3, 37, 24, 101
 FORMS = pytest.mark.parametrize("recomputes", [False, True], ids=["at once", "recomputed"])
+EVERY_LOSS = pytest.mark.parametrize("loss", [CROSS_ENTROPY, LOSS], ids=["cross-entropy", "registered"])
 
 
-def layer(dtype: torch.dtype = torch.float64, chunk: int = 16, *, recomputes: bool = False) -> OutputLayer:
+def layer(
+    dtype: torch.dtype = torch.float64, chunk: int = 16, *, recomputes: bool = False, loss: Loss = CROSS_ENTROPY
+) -> OutputLayer:
     head = OutputLayer(DIM, VOCAB_SIZE).to(dtype)
-    head.computation = LossComputation(chunk_tokens=chunk, recomputes=recomputes)
+    head.computation = LossComputation(loss, chunk, recomputes)
+    if loss.terms:
+        head.start_step(loss.counts(inputs()[1]))
     with torch.no_grad():
         head.weight.copy_(torch.randn(VOCAB_SIZE, DIM, generator=torch.Generator().manual_seed(0)))
     return head
@@ -51,48 +58,70 @@ def plain_shares(head: OutputLayer, x: Tensor, labels: Tensor, num_valid: Tensor
     return cross_entropy_by_row(nn.functional.linear(x, head.weight), labels) / num_valid
 
 
+def plain_of(head: OutputLayer, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Objective, mean loss and terms from all logits."""
+    logits = nn.functional.linear(x, head.weight).flatten(0, 1)
+    return plain_objective(logits, labels.flatten(), head.computation.loss)
+
+
+def assert_terms(head: OutputLayer, terms: list[Tensor]) -> None:
+    found = [] if head.term_sums is None else head.term_sums.tolist()
+    assert found == pytest.approx([term.item() for term in terms], rel=1e-13, abs=0)
+
+
 @FORMS
+@EVERY_LOSS
 @pytest.mark.parametrize("chunk", [1, 7, 16, 1000])
-def test_shares_and_gradients_equal_those_of_all_logits(chunk: int, recomputes: bool) -> None:
-    head, (x, labels, num_valid) = layer(chunk=chunk, recomputes=recomputes), inputs()
-    found, expected = head(x, labels, num_valid), plain_shares(head, x, labels, num_valid)
-    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+def test_shares_terms_and_gradients_equal_those_of_all_logits(loss: Loss, chunk: int, recomputes: bool) -> None:
+    head, (x, labels, num_valid) = layer(chunk=chunk, recomputes=recomputes, loss=loss), inputs()
+    found, (objective, mean, terms) = head(x, labels, num_valid), plain_of(head, x, labels)
+    torch.testing.assert_close(found.sum(), mean, rtol=1e-14, atol=0)
     assert found[0] == 0.0
-    gradients = torch.autograd.grad(found.sum(), (x, head.weight))
-    for gradient, right in zip(gradients, torch.autograd.grad(expected.sum(), (x, head.weight)), strict=True):
+    if loss is CROSS_ENTROPY:
+        torch.testing.assert_close(found, plain_shares(head, x, labels, num_valid), rtol=1e-14, atol=0)
+    assert_terms(head, terms)
+    gradients = torch.autograd.grad(2 * found.sum(), (x, head.weight))
+    for gradient, right in zip(gradients, torch.autograd.grad(2 * objective, (x, head.weight)), strict=True):
         assert (gradient - right).norm() <= 1e-14 * right.norm()
     assert not gradients[0][labels < 0].any()
+    assert_terms(head, terms)
 
 
 @FORMS
+@EVERY_LOSS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_low_precision_is_as_close_to_float64_as_all_logits_are(dtype: torch.dtype, recomputes: bool) -> None:
-    head, (x, labels, num_valid) = layer(dtype, recomputes=recomputes), inputs(dtype)
-    exact_head, exact_x = layer(), x.detach().double().requires_grad_()
+def test_low_precision_is_as_close_to_float64_as_all_logits_are(
+    loss: Loss, dtype: torch.dtype, recomputes: bool
+) -> None:
+    head, (x, labels, num_valid) = layer(dtype, recomputes=recomputes, loss=loss), inputs(dtype)
+    exact_head, exact_x = layer(loss=loss), x.detach().double().requires_grad_()
     exact_head.weight.data = head.weight.detach().double()
-    exact = plain_shares(exact_head, exact_x, labels, num_valid).sum()
-    right = torch.autograd.grad(exact, (exact_x, exact_head.weight))
 
-    def errors(shares: Tensor) -> list[float]:
-        gradients = torch.autograd.grad(shares.sum(), (x, head.weight))
-        pairs = zip((shares.sum(), *gradients), (exact, *right), strict=True)
-        return [((found - true).norm() / true.norm()).item() for found, true in pairs]
+    def results(objective: Tensor, mean: Tensor, *leaves: Tensor) -> list[Tensor]:
+        return [mean, *torch.autograd.grad(objective, leaves)]
 
-    found, plain = errors(head(x, labels, num_valid)), errors(plain_shares(head, x, labels, num_valid))
-    assert head(x, labels, num_valid).dtype == torch.float32
-    assert all(error <= 1.5 * other + 1e-7 for error, other in zip(found, plain, strict=True)), (found, plain)
+    right = results(*plain_of(exact_head, exact_x, labels)[:2], exact_x, exact_head.weight)
+    wide = nn.functional.linear(x, head.weight).float().flatten(0, 1)
+    plain = results(*plain_objective(wide, labels.flatten(), loss)[:2], x, head.weight)
+    shares = head(x, labels, num_valid)
+    assert shares.dtype == torch.float32
+    found = results(shares.sum(), shares.sum(), x, head.weight)
+    for one, other, true in zip(found, plain, right, strict=True):
+        error, bound = (((each - true).norm() / true.norm()).item() for each in (one, other))
+        assert error <= 1.5 * bound + 1e-7
 
 
 @FORMS
-def test_no_valid_label_gives_zero_with_a_graph(recomputes: bool) -> None:
-    head, (x, labels, _) = layer(recomputes=recomputes), inputs()
-    shares = head(x, torch.full_like(labels, IGNORE_INDEX), torch.zeros(ROWS, dtype=torch.int64))
-    shares.sum().backward()
-    assert not shares.any()
-    assert x.grad is not None
-    assert head.weight.grad is not None
-    assert not x.grad.any()
-    assert not head.weight.grad.any()
+@EVERY_LOSS
+def test_no_valid_label_gives_zero_with_a_graph(loss: Loss, recomputes: bool) -> None:
+    head, (x, labels, _) = layer(recomputes=recomputes, loss=loss), inputs()
+    labels = torch.full_like(labels, IGNORE_INDEX)
+    if loss.terms:
+        head.start_step(loss.counts(labels))
+    shares = head(x, labels, torch.zeros(ROWS, dtype=torch.int64))
+    zeros = [shares, *torch.autograd.grad(shares.sum(), (x, head.weight))]
+    assert not any(tensor.any() for tensor in zeros)
+    assert_terms(head, [torch.zeros(())] * len(loss.terms))
 
 
 def test_shares_with_different_gradients_are_no_silent_error() -> None:
@@ -130,10 +159,12 @@ def test_number_of_products(recomputes: bool, forward: int, backward: int) -> No
     assert without_gradients.shapes.total() == 1
 
 
-def test_a_split_backward_pass_computes_each_gradient_once() -> None:
-    head, (x, labels, num_valid) = layer(chunk=ROWS * SEQ_LEN, recomputes=True), inputs()
+@EVERY_LOSS
+def test_a_split_backward_pass_computes_each_gradient_once(loss: Loss) -> None:
+    head, (x, labels, num_valid) = layer(chunk=ROWS * SEQ_LEN, recomputes=True, loss=loss), inputs()
     body = nn.Linear(DIM, DIM, bias=False).double()
-    right = torch.autograd.grad(plain_shares(head, body(x), labels, num_valid).sum(), (x, body.weight, head.weight))
+    objective, _, terms = plain_of(head, body(x), labels)
+    right = torch.autograd.grad(objective, (x, body.weight, head.weight))
     parameters = [*body.parameters(), *head.parameters()]
     loss = head(body(x), labels, num_valid).sum()
     logits, of_input, weight_grad = (ROWS * SEQ_LEN, VOCAB_SIZE), (ROWS * SEQ_LEN, DIM), (VOCAB_SIZE, DIM)
@@ -147,6 +178,7 @@ def test_a_split_backward_pass_computes_each_gradient_once() -> None:
     for found, expected in zip((x_grad, body.weight.grad, head.weight.grad), right, strict=True):
         assert found is not None
         assert (found - expected).norm() <= 1e-14 * expected.norm()
+    assert_terms(head, terms)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

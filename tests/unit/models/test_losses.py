@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import titanlite
 from tests.custom_loss import LOSS, plain_objective
 from tests.distributed.test_plan_memory import peak_bytes
-from tests.unit.models.test_head import DIM, FORMS, ROWS, inputs, layer
+from tests.unit.models.test_head import FORMS, ROWS, inputs, layer
 from titanlite.models.head import LossComputation, OutputLayer
 from titanlite.models.llama3 import LLAMA3
 from titanlite.models.losses import (
@@ -35,59 +34,8 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.plugins import load_plugins
 
 
-def custom(chunk: int, *, recomputes: bool, dtype: torch.dtype = torch.float64) -> OutputLayer:
-    head = layer(dtype, chunk, recomputes=recomputes)
-    head.computation = replace(head.computation, loss=LOSS)
-    head.start_step(LOSS.counts(inputs()[1]))
-    return head
-
-
-@FORMS
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_loss_terms_and_gradients_equal_those_of_all_tokens(chunk: int, recomputes: bool) -> None:
-    head, (x, labels, num_valid) = custom(chunk, recomputes=recomputes), inputs()
-    objective, mean, terms = plain_objective(nn.functional.linear(x, head.weight).flatten(0, 1), labels.flatten())
-    shares = head(x, labels, num_valid)
-    assert shares.shape == (ROWS,)
-    torch.testing.assert_close(shares.sum(), mean, rtol=1e-14, atol=0)
-    torch.testing.assert_close(head.term_sums, torch.stack(terms), rtol=1e-13, atol=0)
-    gradients = torch.autograd.grad(2 * shares.sum(), (x, head.weight))
-    for found, right in zip(gradients, torch.autograd.grad(2 * objective, (x, head.weight)), strict=True):
-        assert (found - right).norm() <= 1e-13 * right.norm()
-    assert head.term_sums is not None
-    torch.testing.assert_close(head.term_sums, torch.stack(terms), rtol=1e-13, atol=0)
-
-
-@FORMS
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_low_precision_computes_the_loss_in_float32(dtype: torch.dtype, recomputes: bool) -> None:
-    head, (x, labels, num_valid) = custom(7, recomputes=recomputes, dtype=dtype), inputs(dtype)
-    exact = [tensor.detach().double().requires_grad_() for tensor in (x, head.weight)]
-    objective, mean, _ = plain_objective(nn.functional.linear(*exact).flatten(0, 1), labels.flatten())
-    right = torch.autograd.grad(objective, exact)
-    shares = head(x, labels, num_valid)
-    assert shares.dtype == torch.float32
-    bound = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
-    pairs = zip((shares.sum(), *torch.autograd.grad(shares.sum(), (x, head.weight))), (mean, *right), strict=True)
-    assert max(((found - true).norm() / true.norm()).item() for found, true in pairs) <= bound
-
-
-def test_a_split_backward_pass_counts_terms_once() -> None:
-    head, (x, labels, num_valid) = custom(7, recomputes=True), inputs()
-    body = nn.Linear(DIM, DIM, bias=False).double()
-    objective, _, terms = plain_objective(nn.functional.linear(body(x), head.weight).flatten(0, 1), labels.flatten())
-    right = torch.autograd.grad(objective, (x, body.weight, head.weight))
-    parameters = [*body.parameters(), *head.parameters()]
-    (x_grad, *_), groups = stage_backward_input([head(body(x), labels, num_valid).sum()], None, [x], iter(parameters))
-    stage_backward_weight(iter(parameters), groups)
-    for found, expected in zip((x_grad, body.weight.grad, head.weight.grad), right, strict=True):
-        assert found is not None
-        assert (found - expected).norm() <= 1e-13 * expected.norm()
-    torch.testing.assert_close(head.term_sums, torch.stack(terms), rtol=1e-13, atol=0)
-
-
 def test_without_gradients_only_the_loss_is_computed() -> None:
-    head, (x, labels, _) = custom(7, recomputes=False), inputs()
+    head, (x, labels, _) = layer(chunk=7, loss=LOSS), inputs()
     with torch.no_grad():
         found = head(x, labels, torch.ones(ROWS, dtype=torch.int64)).sum()
         _, mean, _ = plain_objective(nn.functional.linear(x, head.weight).flatten(0, 1), labels.flatten())
@@ -108,25 +56,11 @@ class NamesOfOperations(TorchDispatchMode):
 
 @FORMS
 def test_the_host_never_reads_the_device(recomputes: bool) -> None:
-    head, (x, labels, num_valid) = custom(7, recomputes=recomputes), inputs()
+    head, (x, labels, num_valid) = layer(chunk=7, recomputes=recomputes, loss=LOSS), inputs()
     with NamesOfOperations() as names:
         head(x, labels, num_valid).sum().backward()
     assert "aten.mm.out" in names.found
     assert not names.found & {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.index.Tensor"}
-
-
-@FORMS
-def test_no_valid_token_gives_zeros(recomputes: bool) -> None:
-    head, (x, labels, _) = custom(16, recomputes=recomputes), inputs()
-    labels = torch.full_like(labels, -1)
-    head.start_step(LOSS.counts(labels))
-    assert head.denominators is not None
-    assert not head.denominators.any()
-    shares = head(x, labels, torch.zeros(ROWS, dtype=torch.int64))
-    assert not torch.stack([each.abs().sum() for each in torch.autograd.grad(shares.sum(), (x, head.weight))]).any()
-    assert not shares.any()
-    assert head.term_sums is not None
-    assert not head.term_sums.any()
 
 
 def test_the_plain_cross_entropy_is_that_of_the_output_layer() -> None:
@@ -135,9 +69,7 @@ def test_the_plain_cross_entropy_is_that_of_the_output_layer() -> None:
     x, labels, num_valid = inputs()
     shares = []
     for loss in (CROSS_ENTROPY, Loss("another", cross_entropy)):
-        head = layer()
-        head.computation = replace(head.computation, loss=loss)
-        shares.append(head(x, labels, num_valid))
+        shares.append(layer(loss=loss)(x, labels, num_valid))
     torch.testing.assert_close(*shares, rtol=1e-13, atol=0)
 
 
@@ -233,10 +165,8 @@ def test_planned_memory_of_a_chunk_is_that_of_a_real_one(dtype: torch.dtype) -> 
 
 def test_a_fault_with_other_sizes_names_the_loss() -> None:
     """The check calls the functions with small logits only."""
-    head, (x, labels, num_valid) = layer(), inputs()
-    head.computation = replace(
-        head.computation, loss=Loss("mine", lambda logits, labels: cross_entropy(logits, labels).sum())
-    )
+    loss = Loss("mine", lambda logits, labels: cross_entropy(logits, labels).sum())
+    head, (x, labels, num_valid) = layer(loss=loss), inputs()
     with pytest.raises(UserError, match=r'loss "mine" returns shape \(\) for logits of shape \(16, 101\): return one'):
         head(x, labels, num_valid)
 
