@@ -77,17 +77,6 @@ def test_the_update_matches_the_formula(adjust_lr: str) -> None:
         )
 
 
-def test_all_other_parameters_are_adamws() -> None:
-    optimizer = optimizer_of(model_of(), OptimizerConfig(name="Muon"))
-    names = {
-        type(each).__name__: {n for g in each.param_groups for n in g["param_names"]} for each in optimizer.optimizers
-    }
-    assert names == {
-        "Muon": {"block.wide.weight", "block.tall.weight", "block.experts"},
-        "AdamW": {"block.wide.bias", "block.router.weight", "output.weight"},
-    }
-
-
 @pytest.mark.parametrize("adjust_lr", ["match_rms_adamw", "original"])
 def test_an_update_is_torchs_within_the_precision_of_bfloat16(adjust_lr: str) -> None:
     """torch.optim.Muon computes the orthogonalization in bfloat16."""

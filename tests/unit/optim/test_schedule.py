@@ -15,16 +15,6 @@ def rates(section: ScheduleConfig, steps: int, upto: int | None = None) -> list[
     return [schedule(step) for step in range(1, (upto or steps) + 1)]
 
 
-def test_warm_up_then_decay_to_the_minimum_at_the_last_step() -> None:
-    found = rates(ScheduleConfig(warmup_steps=4, decay="linear", min_lr_factor=0.0), 8)
-    assert found == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25, 0.0])
-
-
-def test_stable_phase_before_a_decay_by_ratio() -> None:
-    section = ScheduleConfig(warmup_steps=0, decay="linear", decay_ratio=0.2, min_lr_factor=0.5)
-    assert rates(section, 10) == pytest.approx([1.0] * 8 + [0.75, 0.5])
-
-
 SCHEDULES: dict[str, tuple[dict[str, Any], Callable[[int], float]]] = {
     # As in docs/optimizers.md, for a run of 60 steps with a warm-up of 10 and min_lr_factor = 0.
     "constant": ({"decay": "none"}, lambda step: 1.0),  # noqa: ARG005
@@ -73,14 +63,6 @@ def test_depends_on_steps_is_true_if_an_extended_run_differs(decay: str) -> None
     for length, factor, warmup_steps in product(lengths, [0.0, 0.1, 1.0], [0, 3, 12]):
         section = ScheduleConfig(warmup_steps=warmup_steps, decay=decay, min_lr_factor=factor, **length)  # type: ignore[arg-type]
         assert depends_on_steps(section) == (rates(section, 20) != rates(section, 40, 20)), section
-
-
-@pytest.mark.parametrize(
-    ("decay", "half"), [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("none", 1)]
-)
-def test_shapes_halfway(decay: str, half: float) -> None:
-    section = ScheduleConfig(warmup_steps=0, decay=decay, min_lr_factor=0.0)
-    assert rates(section, 10)[4] == pytest.approx(half)
 
 
 @pytest.mark.parametrize("decay", ["none", "linear", "cosine", "sqrt"])
