@@ -126,69 +126,6 @@ def _scan(source: TextSource, files: Sequence[Path], max_piece_bytes: int, what:
                 raise UserError(f"{file} cannot be read: {error}") from error
 
 
-class Texts:
-    """The text of the pieces of several sources, numbered one source after the other.
-
-    counts: pieces of each source. size, description: see Corpus.
-    """
-
-    def __init__(self, sources: Sequence[TextSource], max_piece_bytes: int) -> None:
-        self._sources = [(source, open_index(source, max_piece_bytes)) for source in sources]
-        self.counts = tuple(len(index) for _, index in self._sources)
-        self.size = sum(index.text_bytes for _, index in self._sources)
-        self._ends = list(accumulate(self.counts))
-        self.description = "; ".join(
-            f"{source.name}: {counted(len(index.files), 'file')}, {counted(len(index), 'piece')}, "
-            f"{index.text_bytes / 2**20:,.1f} MiB"
-            for source, index in self._sources
-        )
-
-    def row(self, piece: int) -> Piece:
-        """The index record of a piece."""
-        source, place = self._place(piece)
-        return self._sources[source][1][place]
-
-    def num_bytes(self, piece: int) -> int:
-        """Approximate size of the text; the size of the row for an uncut row of JSON."""
-        row = self.row(piece)
-        return row.size if row.length < 0 else row.length
-
-    def read(self, piece: int) -> str | Exception:
-        """The text of a piece, or the error for its consumer to raise: BadRowError, UserError."""
-        return self._read(piece, lambda _, text: text)
-
-    def plain_text(self, piece: int) -> str | Exception:
-        """As read, what people wrote in the text of a piece, see TextSource.plain_text."""
-        return self._read(piece, lambda source, text: source.plain_text(text))
-
-    def _read(self, piece: int, convert: Callable[[TextSource, str], str]) -> str | Exception:
-        number, place = self._place(piece)
-        source, index = self._sources[number]
-        row = index[place]
-        path = index.files[row.file]
-        what = f"{path} of the source {source.name!r}"
-        try:
-            return retrying(what, lambda: convert(source, source.read(path, row)))
-        except BadRowError as bad:
-            return BadRowError(f"{path}, {source.row_name} {row.row}: {bad}")
-        except UserError as error:
-            return error
-        except OSError as error:
-            return UserError(f"{what} can no longer be read: {error.strerror or error}; restore it, then start again")
-
-    def locate(self, piece: int) -> str:
-        """File and row of a piece, for messages."""
-        number, place = self._place(piece)
-        source, index = self._sources[number]
-        row = index[place]
-        return f"{index.files[row.file]}, {source.row_name} {row.row}"
-
-    def _place(self, piece: int) -> tuple[int, int]:
-        """The source of a piece, and its number in this source."""
-        source = bisect_right(self._ends, piece)
-        return source, piece - (self._ends[source] - self.counts[source])
-
-
 class Encoder:
     """Tokenizes pieces; adds BOS and EOS only at the start and end of a document."""
 
@@ -269,16 +206,67 @@ def build_encoder(source: SourceConfig, tokenizer: Tokenizer, *, add_bos: bool, 
 
 
 class TextCorpus:
-    """Corpus of documents or conversations, tokenized piece by piece."""
+    """Corpus of the documents or conversations of several sources, numbered one source after the other.
+
+    encoder: tokenizes the pieces; None if only their text is read. counts: pieces of each source.
+    """
 
     windows = False
 
-    def __init__(self, texts: Texts, encoder: PieceEncoder) -> None:
-        self.count = sum(texts.counts)
-        self.size = texts.size
-        self.description = texts.description
-        self._texts = texts
+    def __init__(
+        self, sources: Sequence[TextSource], max_piece_bytes: int, encoder: PieceEncoder | None = None
+    ) -> None:
         self._encoder = encoder
+        self._sources = [(source, open_index(source, max_piece_bytes)) for source in sources]
+        self.counts = tuple(len(index) for _, index in self._sources)
+        self.count = sum(self.counts)
+        self.size = sum(index.text_bytes for _, index in self._sources)
+        self._ends = list(accumulate(self.counts))
+        self.description = "; ".join(
+            f"{source.name}: {counted(len(index.files), 'file')}, {counted(len(index), 'piece')}, "
+            f"{index.text_bytes / 2**20:,.1f} MiB"
+            for source, index in self._sources
+        )
+
+    def num_bytes(self, piece: int) -> int:
+        """Approximate size of the text; the size of the row for an uncut row of JSON."""
+        record = self._find(piece)[2]
+        return record.size if record.length < 0 else record.length
+
+    def flags(self, piece: int) -> int:
+        """Piece.flags."""
+        return self._find(piece)[2].flags
+
+    def read(self, piece: int) -> str | Exception:
+        """The text of a piece, or the error for its consumer to raise: BadRowError, UserError."""
+        return self._read(piece, lambda _, text: text)
+
+    def plain_text(self, piece: int) -> str | Exception:
+        """As read, what people wrote in the text of a piece, see TextSource.plain_text."""
+        return self._read(piece, lambda source, text: source.plain_text(text))
+
+    def _read(self, piece: int, convert: Callable[[TextSource, str], str]) -> str | Exception:
+        source, path, record = self._find(piece)
+        what = f"{path} of the source {source.name!r}"
+        try:
+            return retrying(what, lambda: convert(source, source.read(path, record)))
+        except BadRowError as bad:
+            return BadRowError(f"{self.locate(piece)}: {bad}")
+        except UserError as error:
+            return error
+        except OSError as error:
+            return UserError(f"{what} can no longer be read: {error.strerror or error}; restore it, then start again")
+
+    def locate(self, piece: int) -> str:
+        source, path, record = self._find(piece)
+        return f"{path}, {source.row_name} {record.row}"
+
+    def _find(self, piece: int) -> tuple[TextSource, Path, Piece]:
+        """The source of a piece, its file and its record in the index."""
+        number = bisect_right(self._ends, piece)
+        source, index = self._sources[number]
+        record = index[piece - (self._ends[number] - self.counts[number])]
+        return source, index.files[record.file], record
 
     def epoch_size(self, count_sequences: Callable[[Sequence[TokenPiece]], float]) -> EpochSize | None:
         """Estimate the size of an epoch from evenly spaced pieces; None if none of them has tokens.
@@ -291,21 +279,19 @@ class TextCorpus:
         num_tokens = sum(len(piece.tokens) for piece in pieces)
         if not num_tokens:
             return None
-        scale = self.size / sum(map(self._texts.num_bytes, sample))
+        scale = self.size / sum(map(self.num_bytes, sample))
         return EpochSize(round(num_tokens * scale), count_sequences(pieces) * scale, is_exact=count == self.count)
 
     def ahead(self, pieces: Iterator[int], num_tokens: int) -> list[int]:
         taken, num_bytes = list[int](), 0
         for piece in pieces:
             taken.append(piece)
-            num_bytes += self._texts.num_bytes(piece)
+            num_bytes += self.num_bytes(piece)
             if num_bytes >= BYTES_PER_TOKEN * num_tokens:
                 break
         return taken
 
     def fetch(self, pieces: Sequence[int]) -> list[TokenPiece | Exception]:
-        read = [(self._texts.row(piece).flags, self._texts.read(piece)) for piece in pieces]
+        assert self._encoder is not None, "a corpus that is tokenized has an encoder"
+        read = [(self.flags(piece), self.read(piece)) for piece in pieces]
         return self._encoder.encode(read, lambda n: self.locate(pieces[n]))
-
-    def locate(self, piece: int) -> str:
-        return self._texts.locate(piece)

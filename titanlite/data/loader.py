@@ -9,15 +9,7 @@ from titanlite.batch import FILLER, IGNORE_INDEX, Batch
 from titanlite.data.config import DataConfig
 from titanlite.data.deal import most_sequences, streams_of
 from titanlite.data.kinds import open_source, source_names
-from titanlite.data.preparation import (
-    Assignment,
-    Int64s,
-    Preparation,
-    PreparedStep,
-    Sources,
-    content_keys,
-    sequences_of,
-)
+from titanlite.data.preparation import Assignment, Int64s, Preparation, PreparedStep, content_keys, sequences_of
 from titanlite.data.streams import Origin, SourceState
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.workers import Prefetcher, WorkerPool
@@ -52,23 +44,21 @@ class Loader:
     ) -> None:
         self.sources = [open_source(source) for source in assignment.section.sources]
         content = content_keys(self.sources, tokenizer)  # before the files are opened
-        sources = Sources(assignment, self.sources, tokenizer)
-        self._locate, self._epoch_sizes, self._shares = sources.locate, sources.epoch_sizes, sources.mixture.shares
         self.num_streams = num_streams = assignment.section.num_streams
         self._global_batch_size = assignment.global_batch_size
         most = most_sequences(self._global_batch_size, num_streams, data_degree)
         self._rows_per_step = -(-most // local_batch_size) * local_batch_size
         self.stream_ids = streams_of(data_rank, num_streams, data_degree)
         """The streams of this rank: the rows of state(), and the rows of all ranks' state that load_state() uses."""
+        # Checks states for all workers, and prepares the steps if there are no workers.
+        self._preparation = Preparation(assignment, self.sources, tokenizer, self.stream_ids)
         self.source_names = source_names(assignment.section.sources)
-        self.description = f"{sources.description}; {num_streams} streams"
+        self.description = f"{self._preparation.description}; {num_streams} streams"
         """Sources, pieces and streams, in one line."""
         self.wait_s = 0.0
         """Total seconds spent waiting for data."""
         self._local_batch_size = local_batch_size
         self._vocab_size = assignment.vocab_size
-        # Checks states for all workers, and prepares the steps if there are no workers.
-        self._preparation = Preparation(assignment, sources, self.stream_ids)
         self._producer = (
             WorkerPool(assignment, content, self.stream_ids, self._preparation.states())
             if assignment.section.num_workers > 0
@@ -128,7 +118,7 @@ class Loader:
 
     def locate(self, origin: Origin) -> str:
         """Source, file and row of a sequence, for messages."""
-        return f"data.sources.{origin.source}: {self._locate(origin)}"
+        return f"data.sources.{origin.source}: {self._preparation.locate(origin)}"
 
     def ended_after_next(self) -> list[bool]:
         """Value of `ended` after the next step; waits for this step. next_step() raises its errors."""
@@ -205,7 +195,8 @@ class Loader:
     def describe_epochs(self, steps: int) -> str:
         """Tokens of an epoch of each source, and how often a run of `steps` reads it. Tokenizes a sample of text."""
         parts = []
-        for name, share, size in zip(self.source_names, self._shares, self._epoch_sizes(), strict=True):
+        shares, sizes = self._preparation.mixture.shares, self._preparation.epoch_sizes()
+        for name, share, size in zip(self.source_names, shares, sizes, strict=True):
             if size is None or not size.sequences:
                 parts.append(f"{name}: the number of tokens is unknown")
                 continue

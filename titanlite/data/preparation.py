@@ -11,7 +11,7 @@ import numpy.typing as npt
 from titanlite.data.blocks import BlockPieces, Division
 from titanlite.data.chat.encoder import ChatEncoder
 from titanlite.data.config import DataConfig
-from titanlite.data.corpus import TextCorpus, Texts, build_encoder
+from titanlite.data.corpus import TextCorpus, build_encoder
 from titanlite.data.indexed import IndexedPieces
 from titanlite.data.order import Mixture, Permutation
 from titanlite.data.packing import num_sequences
@@ -19,7 +19,7 @@ from titanlite.data.sources.base import Source, StreamedSource, TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import Corpus, EpochSize, StreamPieces
 from titanlite.data.sources.tokens import Tokens, WindowCorpus
-from titanlite.data.streams import BadRowPolicy, Origin, Row, SourceStream, Stream
+from titanlite.data.streams import BadRowPolicy, Origin, Row, SourceState, SourceStream
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.cache import content_key
 from titanlite.runtime.errors import DataError, UserError
@@ -66,55 +66,6 @@ class SourceOrder(NamedTuple):
     check_unchanged: Callable[[], None] = lambda: None
 
 
-class Sources:
-    """All sources of a run. Builds missing indexes.
-
-    sources: the tables of [data] or [validation]. tokenizer: None if no source is text. mixture: the shares of the
-    sources. description: one line for all sources. Raises UserError if a source is empty.
-    """
-
-    def __init__(self, assignment: Assignment, sources: Sequence[Source], tokenizer: Tokenizer | None) -> None:
-        section = assignment.section
-        self._assignment = assignment
-        self._policy = bad_row_policy(section, logs=assignment.logs)
-        self._open = [open_order(source, n, assignment, tokenizer) for n, source in enumerate(sources)]
-        weights = [source.weight for source in section.sources]
-        self.mixture = Mixture([source.size for source in self._open] if -1 in weights else weights, seed=section.seed)
-        self.description = "; ".join(self._described())
-
-    def _described(self) -> Iterator[str]:
-        for source, share in zip(self._open, self.mixture.shares, strict=True):
-            yield source.description + (f", {share:.2%} of the sequences" if len(self._open) > 1 else "")
-
-    def locate(self, origin: Origin) -> str:
-        """File and row of a sequence's first token, for messages."""
-        return "no data left" if origin.piece < 0 else self._open[origin.source].locate(origin.piece)
-
-    def epoch_sizes(self) -> list[EpochSize | None]:
-        """For each source, the size of an epoch; None if it is unknown. Reads a sample of text."""
-        return [source.epoch_size() for source in self._open]
-
-    def check_unchanged(self) -> None:
-        """Raise UserError if a token file that was read since the last call has changed since it was opened."""
-        for source in self._open:
-            source.check_unchanged()
-
-    def stream(self, number: int) -> Stream:
-        """Stream `number` of the section's num_streams streams."""
-        seq_len, packing = self._assignment.seq_len, self._assignment.section.packing
-        sources = [
-            SourceStream(
-                order.pieces(number),
-                seq_len=seq_len,
-                packing=packing,
-                policy=self._policy,
-                too_long=source.too_long if source.is_chat else None,
-            )
-            for order, source in zip(self._open, self._assignment.section.sources, strict=True)
-        ]
-        return Stream(number, sources, self.mixture)
-
-
 def content_keys(sources: Sequence[Source], tokenizer: Tokenizer | None) -> dict[str, str]:
     """Hashes of the facts about what is read, by key: processes whose hashes are equal read the same."""
     keys = {f"data.sources.{n}.path": content_key(source.content_facts) for n, source in enumerate(sources)}
@@ -148,7 +99,7 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
             blocks = partial(BlockPieces, division, encoder=encoder, max_piece_bytes=section.max_piece_bytes)
             return SourceOrder(1, division.description, blocks, division.locate)  # a placeholder: the size is unknown
         assert isinstance(source, TextSource)
-        texts = TextCorpus(Texts([source], section.max_piece_bytes), encoder)
+        texts = TextCorpus([source], section.max_piece_bytes, encoder)
         too_long = source.config.too_long if source.config.is_chat else None
         count = partial(num_sequences, seq_len=assignment.seq_len, packing=section.packing, too_long=too_long)
         corpus, epoch_size = texts, partial(texts.epoch_size, count)
@@ -188,40 +139,86 @@ class PreparedStep(NamedTuple):
 
 
 class Preparation:
-    """Prepares the sequences of `streams` step by step. streams: stream numbers, ascending."""
+    """Prepares the sequences of `streams` step by step. Builds missing indexes.
 
-    def __init__(self, assignment: Assignment, sources: Sources, streams: Sequence[int]) -> None:
+    A stream reads each source through a SourceStream; the mixture selects the source of each of its sequences. The
+    state of a stream is the SourceState fields of all sources, one source after the other.
+
+    sources: the tables of [data] or [validation]. tokenizer: None if no source is text. streams: stream numbers,
+    ascending. mixture: the shares of the sources. description: one line for all sources. Raises UserError if a source
+    is empty.
+    """
+
+    def __init__(
+        self, assignment: Assignment, sources: Sequence[Source], tokenizer: Tokenizer | None, streams: Sequence[int]
+    ) -> None:
+        section = assignment.section
         self._assignment = assignment
-        self._sources = sources
-        self._streams = {number: sources.stream(number) for number in streams}
+        self._policy = bad_row_policy(section, logs=assignment.logs)
+        self._orders = [open_order(source, n, assignment, tokenizer) for n, source in enumerate(sources)]
+        weights = [source.weight for source in section.sources]
+        sizes = [order.size for order in self._orders]
+        self.mixture = Mixture(sizes if -1 in weights else weights, seed=section.seed)
+        self.description = "; ".join(self._described())
+        self._streams = {number: self._open_stream(number) for number in streams}
         self.next_sequence = 0
+
+    def _described(self) -> Iterator[str]:
+        for order, share in zip(self._orders, self.mixture.shares, strict=True):
+            yield order.description + (f", {share:.2%} of the sequences" if len(self._orders) > 1 else "")
+
+    def _open_stream(self, number: int) -> list[SourceStream]:
+        """Stream `number` of the section's num_streams streams, for each source."""
+        return [
+            SourceStream(
+                order.pieces(number),
+                seq_len=self._assignment.seq_len,
+                packing=self._assignment.section.packing,
+                policy=self._policy,
+                too_long=source.too_long if source.is_chat else None,
+            )
+            for order, source in zip(self._orders, self._assignment.section.sources, strict=True)
+        ]
+
+    def locate(self, origin: Origin) -> str:
+        """File and row of a sequence's first token, for messages."""
+        return "no data left" if origin.piece < 0 else self._orders[origin.source].locate(origin.piece)
+
+    def epoch_sizes(self) -> list[EpochSize | None]:
+        """For each source, the size of an epoch; None if it is unknown. Reads a sample of text."""
+        return [order.epoch_size() for order in self._orders]
 
     def load_state(self, states: Int64s, next_sequence: int) -> None:
         """Continue at sequence `next_sequence` of the run. states: (streams, values). Raises UserError."""
-        for stream, values in zip(self._streams.values(), states.tolist(), strict=True):
-            stream.load_state(values)
+        for stream, of_stream in zip(self._streams.values(), _source_states(states), strict=True):
+            for source, state in zip(stream, of_stream, strict=True):
+                source.load_state(state)
         self.next_sequence = next_sequence
 
     def states(self) -> Int64s:
         """Current states: (streams, values of a stream's state)."""
-        return np.array([stream.state() for stream in self._streams.values()], np.int64)
+        states = [[source.state() for source in stream] for stream in self._streams.values()]
+        return np.array(states, np.int64).reshape(len(states), -1)
 
     def epochs(self, states: Int64s) -> list[float]:
         """For each source, the part that these streams have read at `states`, see StreamPieces.epochs."""
-        parts = [stream.epochs(values) for stream, values in zip(self._streams.values(), states.tolist(), strict=True)]
+        parts = [
+            [source.epochs(state) for source, state in zip(stream, of_stream, strict=True)]
+            for stream, of_stream in zip(self._streams.values(), _source_states(states), strict=True)
+        ]
         return [sum(of_streams) for of_streams in zip(*parts, strict=True)]
 
     def ended(self) -> Int64s:
         """(sources,): 1 if the source is exhausted in all of these streams."""
-        ended: Int64s = np.array([stream.ended for stream in self._streams.values()], np.int64).min(axis=0)
-        return ended
+        ended = [[source.ended for source in stream] for stream in self._streams.values()]
+        found: Int64s = np.array(ended, np.int64).min(axis=0)
+        return found
 
     def step(self) -> PreparedStep:
         """Prepare the sequences of these streams among the next global_batch_size of the run. Raises DataError."""
         first = self.next_sequence
         self.next_sequence = first + self._assignment.global_batch_size
-        num_streams = self._assignment.section.num_streams
-        own = sequences_of(self._streams, num_streams, range(first, self.next_sequence))
+        own = sequences_of(self._streams, self._assignment.section.num_streams, range(first, self.next_sequence))
         shape = (len(own), self._assignment.seq_len)
         tokens, labels = np.empty(shape, np.int64), np.empty(shape, np.int64)
         positions = np.empty(shape, np.int64) if self._assignment.section.masks_documents else None
@@ -231,17 +228,30 @@ class Preparation:
             own_positions = None if positions is None else positions[place]
             row = Row(tokens[place], labels[place], own_positions, lengths[place])
             try:
-                origins[place] = self._streams[sequence % num_streams].next_sequence(row)
+                origins[place] = self._next_sequence(sequence % self._assignment.section.num_streams, row)
             except UserError as error:
                 raise DataError(str(error), sequence) from error
         try:
-            self._sources.check_unchanged()  # after reading: no step has tokens of a file that had changed
+            for order in self._orders:
+                order.check_unchanged()  # after reading: no step has tokens of a file that had changed
         except UserError as error:
             raise DataError(str(error), first) from error
         return PreparedStep(tokens, labels, lengths, origins, self.states(), self.ended(), positions)
 
+    def _next_sequence(self, number: int, row: Row) -> Origin:
+        """Write the next sequence of stream `number` into `row`. Raises UserError."""
+        stream = self._streams[number]
+        source = self.mixture.source(number, sum(source.sequences for source in stream))
+        return Origin(source, *stream[source].next_sequence(row))
+
     def close(self) -> None:
         """Do nothing: there is nothing to close."""
+
+
+def _source_states(states: Int64s) -> list[list[SourceState]]:
+    """For each stream, the state of each source. states: (streams, values of a stream's state)."""
+    by_source = states.reshape(len(states), -1, len(SourceState._fields)).tolist()
+    return [[SourceState(*values) for values in of_stream] for of_stream in by_source]
 
 
 def sequences_of(streams: Collection[int], num_streams: int, sequences: range) -> list[int]:

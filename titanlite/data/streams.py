@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlite.batch import IGNORE_INDEX
-from titanlite.data.order import Mixture
 from titanlite.data.packing import Packing, TooLong, fitted_length
 from titanlite.data.sources.pieces import EMPTY, EMPTY_PIECE, BadRowError, Place, StreamPieces, TokenPiece
 from titanlite.runtime.errors import UserError
@@ -308,39 +307,3 @@ def _document_starts(parts: Sequence[_Part]) -> Iterator[int]:
             yield place
         yield from (place + start for start in part.starts.tolist() if start > 0)
         place += len(part.tokens)
-
-
-class Stream:
-    """One of the S streams. The mixture selects the source of each sequence."""
-
-    def __init__(self, number: int, sources: Sequence[SourceStream], mixture: Mixture) -> None:
-        self._number = number
-        self._sources = sources
-        self._mixture = mixture
-
-    @property
-    def ended(self) -> list[bool]:
-        """For each source, whether it is exhausted in this stream."""
-        return [source.ended for source in self._sources]
-
-    def state(self) -> list[int]:
-        """The SourceState fields of all sources, one source after the other."""
-        return [value for source in self._sources for value in source.state()]
-
-    def load_state(self, values: Sequence[int]) -> None:
-        """Continue at the state `values`. Raises UserError if a source has no such piece."""
-        for source, state in zip(self._sources, self._split(values), strict=True):
-            source.load_state(state)
-
-    def epochs(self, values: Sequence[int]) -> list[float]:
-        """For each source, the part that this stream has read at the state `values`, see StreamPieces.epochs."""
-        return [source.epochs(state) for source, state in zip(self._sources, self._split(values), strict=True)]
-
-    def _split(self, values: Sequence[int]) -> list[SourceState]:
-        size = len(SourceState._fields)
-        return [SourceState(*values[n * size : (n + 1) * size]) for n in range(len(self._sources))]
-
-    def next_sequence(self, row: Row) -> Origin:
-        """Write the next sequence into `row` and return its origin. Raises UserError."""
-        source = self._mixture.source(self._number, sum(source.sequences for source in self._sources))
-        return Origin(source, *self._sources[source].next_sequence(row))

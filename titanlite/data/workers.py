@@ -25,15 +25,7 @@ import numpy as np
 
 import titanlite
 from titanlite.data.kinds import open_source
-from titanlite.data.preparation import (
-    Assignment,
-    Int64s,
-    Preparation,
-    PreparedStep,
-    Sources,
-    content_keys,
-    sequences_of,
-)
+from titanlite.data.preparation import Assignment, Int64s, Preparation, PreparedStep, content_keys, sequences_of
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import DataError, UserError
 from titanlite.runtime.plugins import load_plugins, loaded_plugins
@@ -316,7 +308,7 @@ def main() -> None:
                     f"{', '.join(changed)}: files were added, removed or written while the run was starting; start "
                     "again when they are complete"
                 )
-            preparation = Preparation(assignment, Sources(assignment, opened, tokenizer), request["streams"])
+            preparation = Preparation(assignment, opened, tokenizer, request["streams"])
             preparation.load_state(np.array(request["states"], np.int64), request["next_sequence"])
             while True:
                 _send(frames, preparation.step(), collected)

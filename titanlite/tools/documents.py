@@ -11,7 +11,7 @@ from titanlite.config.load import parse, without_consequences
 from titanlite.config.schema import JobConfig
 from titanlite.data.check import check_data, check_tokenizer
 from titanlite.data.config import PIECE_BYTES_PER_POSITION, DataConfig
-from titanlite.data.corpus import Texts
+from titanlite.data.corpus import TextCorpus
 from titanlite.data.kinds import open_source
 from titanlite.data.preparation import bad_row_policy
 from titanlite.data.sources.config import CHAT
@@ -72,9 +72,9 @@ def piece_bytes(config: JobConfig) -> int:
     return PIECE_BYTES_PER_POSITION * config.training.seq_len if size == -1 else size
 
 
-def pieces_with_progress(texts: Texts, what: str, first: int = 0) -> Iterator[int]:
+def pieces_with_progress(texts: TextCorpus, what: str, first: int = 0) -> Iterator[int]:
     """All pieces in source order from `first`, with a progress bar labeled `what` if stderr is a terminal."""
-    pieces = range(sum(texts.counts))
+    pieces = range(texts.count)
     total = sum(texts.num_bytes(piece) for piece in pieces) if sys.stderr.isatty() else None
     done = sum(texts.num_bytes(piece) for piece in pieces[:first]) if sys.stderr.isatty() else 0
     with tqdm(total=total, initial=done, unit="B", unit_scale=True, desc=what, disable=not sys.stderr.isatty()) as bar:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from titanlite.data.corpus import TextCorpus, Texts, build_encoder
+from titanlite.data.corpus import TextCorpus, build_encoder
 from titanlite.data.kinds import text_sources
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import BadRowError, TokenPiece
@@ -68,20 +68,19 @@ def id_type(vocab_size: int) -> np.dtype[Any]:
 
 
 class JobEncoder:
-    """Reads and encodes pieces in this process. texts: the sources' text, which defines the piece numbers."""
+    """Reads and encodes pieces in this process. corpus: the sources, which define the piece numbers."""
 
     def __init__(self, job: Job) -> None:
         tokenizer = Tokenizer(**job.tokenizer)
-        self.texts = Texts(text_sources(job.sources), job.max_piece_bytes)
         self.dtype = id_type(tokenizer.vocab_size)
         # Conversations are the only source of their job: token files have documents.
         encoder = build_encoder(job.sources[0], tokenizer, add_bos=job.add_bos, add_eos=job.add_eos)
-        self._corpus = TextCorpus(self.texts, encoder)
+        self.corpus = TextCorpus(text_sources(job.sources), job.max_piece_bytes, encoder)
 
     def fetch(self, pieces: Sequence[int]) -> Iterator[TokenPiece | Exception]:
         """The tokens of each piece, or its error."""
         for begin in range(0, len(pieces), BATCH_PIECES):
-            yield from self._corpus.fetch(pieces[begin : begin + BATCH_PIECES])
+            yield from self.corpus.fetch(pieces[begin : begin + BATCH_PIECES])
 
     def encode(self, pieces: Sequence[int]) -> Chunk:
         ids, lengths = [np.empty(0, self.dtype)], list[int]()
@@ -93,7 +92,7 @@ class JobEncoder:
             else:
                 ids.append(piece.tokens.astype(self.dtype))
                 lengths.append(len(piece.tokens))
-        return Chunk(np.concatenate(ids), lengths, [self.texts.row(piece).flags for piece in pieces], errors)
+        return Chunk(np.concatenate(ids), lengths, [self.corpus.flags(piece) for piece in pieces], errors)
 
 
 class _Worker(NamedTuple):

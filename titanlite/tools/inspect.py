@@ -17,7 +17,7 @@ from titanlite.data.corpus import open_index
 from titanlite.data.kinds import open_source
 from titanlite.data.order import Mixture, shuffled
 from titanlite.data.packing import TooLong, fitted_length, num_packed
-from titanlite.data.preparation import Assignment, Sources
+from titanlite.data.preparation import Assignment, Preparation
 from titanlite.data.sources.arrays import ArrayFile
 from titanlite.data.sources.base import TextSource
 from titanlite.data.sources.pieces import BAD_FILE, STARTS_DOCUMENT, BadRowError, Piece, TokenPiece
@@ -98,7 +98,7 @@ def describe_sources(config: JobConfig, tokenizer: Tokenizer | None, vocab_size:
     data, training = config.data, config.training
     sources = [open_source(source) for source in data.sources]
     assignment = Assignment(data, None, training.seq_len, vocab_size, training.global_batch_size)
-    mixture = Sources(assignment, sources, tokenizer).mixture
+    mixture = Preparation(assignment, sources, tokenizer, streams=()).mixture
     realized = realized_shares(mixture, data.num_streams, STEPS * training.global_batch_size)
     for n, source in enumerate(sources):
         print(f"\nsource {n}, {source.name}")
@@ -203,7 +203,7 @@ def read_documents(
         batch = documents[begin : begin + BATCH_DOCUMENTS]
         pieces = [piece for document in batch for piece in document]
         found.pieces += len(pieces)
-        found.size += sum(encoder.texts.num_bytes(piece) for piece in pieces)
+        found.size += sum(encoder.corpus.num_bytes(piece) for piece in pieces)
         sizes: list[int] = []
         for piece in encoder.fetch(pieces):
             if isinstance(piece, TokenPiece):

@@ -15,7 +15,7 @@ from titanlite.config.fields import literal
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.config import DataConfig
-from titanlite.data.corpus import Texts
+from titanlite.data.corpus import TextCorpus
 from titanlite.data.kinds import open_source
 from titanlite.data.sources.pieces import ENDS_DOCUMENT
 from titanlite.data.sources.tokens import FORMAT_VERSION, MANIFEST, UNFINISHED, read_manifest
@@ -107,19 +107,19 @@ def tokenize(config: JobConfig, out: Path, num_workers: int, shard_tokens: int) 
     rows = UsableRows(data, sum(shard["bad_rows"] for shard in shards))
     first = sum(shard["pieces"] for shard in shards)
     with (
-        closing(_chunks(encoder.texts, first)) as chunks,  # the progress bar ends before an error message is printed
+        closing(_chunks(encoder.corpus, first)) as chunks,  # the progress bar ends before an error message is printed
         encoded(encoder, job, chunks, num_workers) as in_order,
     ):
         for shard in write_shards(out, in_order, rows, encoder.dtype, shard_tokens, len(shards)):
             shards.append(shard)
             write_unfinished(out, facts | {"shards": shards})
     if not shards:
-        raise UserError(f"there is nothing to tokenize: {encoder.texts.description}")
+        raise UserError(f"there is nothing to tokenize: {encoder.corpus.description}")
     totals = {name: sum(shard[name] for shard in shards) for name in ("tokens", "documents")}
     manifest = facts | totals | {"bad_rows": rows.bad_rows, "shards": shards}
     write_tokenizer(out, tokenizer)
     write_manifest(out, manifest)
-    return manifest, encoder.texts.description
+    return manifest, encoder.corpus.description
 
 
 @contextmanager
@@ -172,7 +172,7 @@ def _shards_so_far(out: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
     return shards
 
 
-def _chunks(texts: Texts, first: int) -> Generator[range, None, None]:
+def _chunks(texts: TextCorpus, first: int) -> Generator[range, None, None]:
     """The pieces from `first` to the end, in ranges of about CHUNK_BYTES, with a progress bar."""
     begin, size = first, 0
     for piece in pieces_with_progress(texts, "tokenizing", first):
@@ -180,8 +180,8 @@ def _chunks(texts: Texts, first: int) -> Generator[range, None, None]:
         if size >= CHUNK_BYTES:
             yield range(begin, piece + 1)
             begin, size = piece + 1, 0
-    if begin < sum(texts.counts):
-        yield range(begin, sum(texts.counts))
+    if begin < texts.count:
+        yield range(begin, texts.count)
 
 
 def write_shards(

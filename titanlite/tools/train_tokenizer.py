@@ -8,7 +8,7 @@ import tyro
 
 from titanlite.config.fields import literal
 from titanlite.data.bpe import MIN_VOCAB_SIZE, special_tokens_fault, train_bpe
-from titanlite.data.corpus import Texts
+from titanlite.data.corpus import TextCorpus
 from titanlite.data.kinds import text_sources
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import ConfigError, Problem
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
     vocab_size = options.vocab_size or config.hyper_parameters.vocab_size
     if problems := check_vocabulary(options, vocab_size):
         raise ConfigError(problems)
-    texts, rows = Texts(text_sources(config.data.sources), piece_bytes(config)), UsableRows(config.data)
+    texts, rows = TextCorpus(text_sources(config.data.sources), piece_bytes(config)), UsableRows(config.data)
     with appears_complete(options.out) as folder:
         folder.mkdir()
         read = (texts.plain_text(piece) for piece in pieces_with_progress(texts, "reading"))

@@ -18,7 +18,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.chat.source import Chat, conversation
 from titanlite.data.check import check_source
 from titanlite.data.config import DataConfig, TokenizerConfig
-from titanlite.data.corpus import ConversationEncoder, Texts
+from titanlite.data.corpus import ConversationEncoder, TextCorpus
 from titanlite.data.fingerprint import data_fingerprint, describe_difference
 from titanlite.data.kinds import open_source, source_from_path
 from titanlite.data.sources.base import TextSource
@@ -225,7 +225,7 @@ def test_a_bad_row_is_named_by_file_line_and_turn(folder: Path) -> None:
     file.write_bytes(b"\n".join([file.read_bytes().rstrip(), *rows]))
     source = open_source(SourceConfig("chat", str(file)))
     assert isinstance(source, TextSource)
-    texts = Texts([source], 16)
+    texts = TextCorpus([source], 16)
     assert texts.counts == (7,)  # never cut, though max_piece_bytes is 16
     encoder = ConversationEncoder(Tokenizer(folder / "tokenizer/tokenizer.json"), "assistant")
     found = encoder.encode([(0, texts.read(n)) for n in range(7)], texts.locate)
