@@ -1,15 +1,14 @@
 """Checkpoints: saving and loading against torch.save and plain DCP.
 
 The state is that of a model with about 100 M parameters and AdamW: 1.2 GB in float32. Each rank writes its shards.
-Every round saves with each method once and then loads with each method once, in random order; the first round is
-discarded. All methods sync the files to disk before a save ends (fsync); loads read from the page cache. Speeds are
-compared in the same round. An async save has two timings: the wait of the training thread, and the time until the
-checkpoint is published.
+Every round saves with each method once, in an order that alternates; then every round loads with each method once. The
+first round of both is discarded. All methods sync the files to disk before a save ends (fsync); loads read from the
+page cache. Speeds are compared in the same round. An async save has two timings: the wait of the training thread, and
+the time until the checkpoint is published.
 """
 
 import logging
 import os
-import random
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks.measuring import Row, ratios, report, threads_per_process
+from benchmarks.measuring import Row, in_turns, ratios, report, threads_per_process
 from titanlite.checkpoint.manifest import Branch, Manifest, read_manifest
 from titanlite.checkpoint.saver import Saver
 from titanlite.checkpoint.start import Found, load, verify_checkpoint
@@ -75,10 +74,12 @@ class Ways:
             "async": Saver(folder / "async", self.group, "async", torch.device("cpu"), list),
         }
         self.step = 0
+        self.waits_s: list[float] = []
+        """Of the training thread in each async save."""
 
     def draft(self) -> Manifest:
         self.step += 1
-        counts = {"tokens_seen": 0, "skipped_steps": 0}
+        counts = {"tokens_seen": 0, "skipped_steps": 0, "by_source": {}, "interval": []}
         return Manifest(self.step, "full", (Branch("benchmark", 0),), counts, {}, {}, {}, "", {})
 
     def torch_save(self) -> None:
@@ -117,10 +118,11 @@ class Ways:
         (path,) = (self.folder / "disabled").iterdir()
         load(Found(path, read_manifest(path), "not verified"), self.tensors, self.group)
 
-    def begin_async(self) -> None:
+    def save_async(self) -> None:
+        start = perf_counter()
         self.savers["async"].begin(self.draft(), self.tensors)
-
-    def end_async(self) -> None:
+        dist.barrier()
+        self.waits_s.append(perf_counter() - start)
         failure = self.savers["async"].take_failure()
         assert failure is None, failure
 
@@ -129,31 +131,18 @@ def storage_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def measure(folder: str, rounds: int, threads: int) -> tuple[int, list[dict[str, float]]]:
-    """(bytes of the state, seconds per method for each round)."""
+def measure(folder: str, rounds: int, threads: int) -> tuple[int, dict[str, list[float]]]:
+    """(bytes of the state, seconds of each round by method)."""
     torch.set_num_threads(threads)
     logging.getLogger("titanlite").setLevel(logging.WARNING)
     ways = Ways(Path(folder))
-
-    def timed(way: Callable[[], None]) -> float:
-        dist.barrier()
-        start = perf_counter()
-        way()
-        dist.barrier()
-        return perf_counter() - start
-
-    def emptied(name: str) -> None:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(ways.folder / name, ignore_errors=True)
-        dist.barrier()
 
     saves: dict[str, tuple[str, Callable[[], None]]] = {
         "torch.save": ("torch", ways.torch_save),
         "dcp.save": ("dcp", ways.dcp_save),
         "save": ("disabled", ways.save),
         "save, not hashed": ("not hashed", ways.save_without_hash),
-        "async save: wait": ("async", ways.begin_async),
+        "async save: published": ("async", ways.save_async),
     }
     loads: dict[str, Callable[[], None]] = {
         "torch.load": ways.torch_load,
@@ -161,27 +150,24 @@ def measure(folder: str, rounds: int, threads: int) -> tuple[int, list[dict[str,
         "load": ways.load,
         "load, not verified": ways.load_unverified,
     }
-    results = []
-    order = random.Random(0)
-    for _ in range(rounds + 1):
-        seconds: dict[str, float] = {}
-        for name in order.sample(sorted(saves), len(saves)):
-            folder_name, save = saves[name]
-            emptied(folder_name)
-            seconds[name] = timed(save)
-            if folder_name == "async":
-                seconds["async save: published"] = seconds[name] + timed(ways.end_async)
-        for name in order.sample(sorted(loads), len(loads)):
-            seconds[name] = timed(loads[name])
-        results.append(seconds)
-    return sum(t.numel() * t.element_size() for t in ways.tensors.values()), results[1:]
+
+    def empty(name: str) -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(ways.folder / saves[name][0], ignore_errors=True)
+
+    found = in_turns({name: save for name, (_, save) in saves.items()}, rounds + 1, 1, dist.barrier, empty)
+    found |= in_turns(loads, rounds + 1, 1, dist.barrier)
+    seconds = {"async save: wait": ways.waits_s[1:]}
+    seconds |= {name: [elapsed for elapsed, _ in times[1:]] for name, times in found.items()}
+    return sum(t.numel() * t.element_size() for t in ways.tensors.values()), seconds
 
 
 def main(processes: Literal[1, 2] = 1, rounds: int = 7, folder: Path | None = None, json: Path | None = None) -> None:
     """folder: where to write; None: the system's temporary folder. json: folder of checkpoint.json."""
     with tempfile.TemporaryDirectory(dir=folder) as inner:
         arguments = (inner, rounds, threads_per_process(processes))
-        size, results = run_ranks(measure, processes, *arguments, timeout_s=3600)[0]
+        size, seconds = run_ranks(measure, processes, *arguments, timeout_s=3600)[0]
     against = {
         "save": "dcp.save",
         "save, not hashed": "dcp.save",
@@ -189,7 +175,6 @@ def main(processes: Literal[1, 2] = 1, rounds: int = 7, folder: Path | None = No
         "load": "dcp.load",
         "load, not verified": "dcp.load",
     }
-    seconds = {way: [each[way] for each in results] for way in results[0]}
     rows: list[Row] = []
     for way in sorted(seconds, key=lambda name: ("load" in name, name)):
         row: Row = {"method": way, "seconds": seconds[way], "MB/s": [size / 1e6 / value for value in seconds[way]]}

@@ -1,20 +1,20 @@
 """The checks of faults: what they cost in a run without faults.
 
-The model is that of the quick start, with 2,048 tokens per step, replicated over two processes. A round measures steps,
-and each check several times, on rank 0. The share of a step is for the default frequency of the check: once per log
+The model is that of the quick start, with 2,048 tokens per step, replicated over two processes. A round measures a step
+and each check `--calls` times, on rank 0. The share of a step is for the default frequency of the check: once per log
 line (metrics.log_freq), per faults.check_replicas_every steps, or per phase of a step.
 """
 
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from time import perf_counter
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.measuring import CPU, Row, build, case, configuration, ratios, report, threads_per_process
+from benchmarks.measuring import CPU, Row, build, case, configuration, in_turns, ratios, report, threads_per_process
 from titanlite.assembly.run import build_recorder
 from titanlite.data.streams import Origin
 from titanlite.faults.record import NotedStep
@@ -25,13 +25,12 @@ from titanlite.runtime.launch import run_ranks
 from titanlite.runtime.positions import Positions
 
 PHASES_PER_STEP = 4
-CALLS = 5
 
 
 def measure(
-    settings: Sequence[str], folder: str, port: int, rounds: int, steps: int, threads: int
+    settings: Sequence[str], folder: str, port: int, rounds: int, count: int, threads: int
 ) -> dict[str, list[float]]:
-    """Seconds per call in each round, by name; "step": a step of training."""
+    """Seconds per call in each round of `count` calls, by name; "step": a step of training."""
     torch.set_num_threads(threads)
     rank, size = dist.get_rank(), dist.get_world_size()
     config = configuration([*settings, f"job.dump_folder={folder}"], size)
@@ -52,34 +51,24 @@ def measure(
 
     noted = NotedStep(trainer.step, stats, 0, range(rank, 8, size), origins)
     calls: dict[str, Callable[[], object]] = {
+        "step": partial(trainer.train_step, [batch]),
         "log line, with slow ranks": log_line,
         "record of steps": lambda: recorder.write([noted] * config.metrics.log_freq),
         "replicas": lambda: Replicas(trainer.model_parts, trainer.optimizer, trainer.mesh, 1).compare(trainer.step),
         "phase": lambda: positions.enter(trainer.step, "logging"),
     }
-    seconds: dict[str, list[float]] = {"step": [], **{name: [] for name in calls}}
-    for _ in range(rounds):
-        begin = perf_counter()
-        for _ in range(steps):
-            stats = trainer.train_step([batch])
-        seconds["step"].append((perf_counter() - begin) / steps)
-        for name, call in calls.items():
-            dist.barrier()
-            begin = perf_counter()
-            for _ in range(CALLS):
-                call()
-            seconds[name].append((perf_counter() - begin) / CALLS)
-    return seconds
+    found = in_turns(calls, rounds, count, lambda: None, lambda _side: dist.barrier())
+    return {name: [elapsed for elapsed, _ in times] for name, times in found.items()}
 
 
-def main(rounds: int = 5, steps: int = 4, json: Path | None = None) -> None:
+def main(rounds: int = 5, calls: int = 5, json: Path | None = None) -> None:
     """json: folder of faults.json."""
     server = dist.TCPStore("127.0.0.1", 0, None, True)  # chooses a free port
     port = server.port
     del server
     ranks, settings = case("dp_replicate")
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (settings, folder, port, rounds, steps, threads_per_process(ranks))
+        arguments = (settings, folder, port, rounds, calls, threads_per_process(ranks))
         seconds = run_ranks(measure, ranks, *arguments)[0]
     config = configuration([], 1)
     per_step = {

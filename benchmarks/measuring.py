@@ -65,17 +65,17 @@ def in_turns(
     rounds: int,
     count: int,
     wait: Callable[[], object],
-    prepare: Callable[[], object] = lambda: None,
+    prepare: Callable[[str], object] = lambda _side: None,
 ) -> dict[str, list[tuple[float, float]]]:
     """(elapsed seconds, CPU seconds of this process) per call of each side in each round of `count` calls.
 
     The order of the sides alternates. wait: returns when everything that was launched has been computed. prepare:
-    called before each measurement.
+    called with the name of a side before each of its measurements.
     """
     seconds: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
     for round_ in range(rounds):
         for side in sides if round_ % 2 == 0 else reversed(list(sides)):
-            prepare()
+            prepare(side)
             wait()
             begin, worked = time.perf_counter(), time.process_time()
             for _ in range(count):

@@ -1,4 +1,4 @@
-"""Optimizers: time and bytes of an update by number of ranks; the quick start with Muon against AdamW.
+"""Optimizers: time and bytes of an update by number of ranks.
 
 The first table times `step_if` for the quick start's model, after a step on random tokens, with one thread per rank on
 gloo. All optimizers of a layout take turns in the same processes, in an order that alternates. Ranks share the cores of
@@ -10,21 +10,10 @@ one another, each (n - 1) / n of it.
 "Muon, gathered" is a reference without owners: every rank gathers every matrix over the shards and orthogonalizes it.
 The second table divides its figures by those of Muon. Replicas have all matrices already: there, the reference sends
 nothing and every rank orthogonalizes everything.
-
---quickstart instead trains the quick start as shipped and with Muon, both at once, so that they share the load of the
-machine, with one thread each. "training loss" is the mean of the last steps, "reached at" the first validation with the
-last validation loss of AdamW, or a lower one. "CPU per step" includes start and validation.
 """
 
-import os
-import resource
-import statistics
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from json import loads
 from pathlib import Path
 from typing import Any, Literal, get_args
 from unittest.mock import patch
@@ -54,8 +43,6 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
     GATHERED: ("optimizer.name=Muon",),
 }
 """Optimizer -> its settings."""
-INTERVAL = 20
-"""Steps between validations of the quick start."""
 
 
 class Gathered(Owners):
@@ -183,86 +170,17 @@ def update_rows(layout: Layout, rounds: int, steps: int, settings: Sequence[str]
     return rows, savings
 
 
-def train_at_once(
-    runs: Mapping[str, Sequence[str]], folder: Path
-) -> tuple[dict[str, list[dict[str, Any]]], dict[str, float]]:
-    """The rows of metrics.jsonl, and CPU seconds, of each run of the quick start. runs: settings by name. Writes into
-    `folder`."""
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    processes: dict[str, subprocess.Popen[bytes]] = {}
-    cpu_s = {}
-    try:
-        for name, settings in runs.items():
-            arguments = [f"--{setting}" for setting in (*settings, f"job.dump_folder={folder / name}")]
-            with (folder / f"{name}.log").open("wb") as log:
-                command = [sys.executable, "-m", "titanlite.train", "quickstart", *arguments]
-                processes[name] = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        for name, process in processes.items():
-            before = cpu_of_ended_processes()
-            if process.wait() != 0:
-                raise SystemExit(f"the run with {name} failed:\n{(folder / f'{name}.log').read_text()}")
-            cpu_s[name] = cpu_of_ended_processes() - before
-    finally:
-        for process in processes.values():
-            process.kill()
-            process.wait()
-    files = {name: (folder / name / "metrics.jsonl").read_text() for name in runs}
-    return {name: [loads(line) for line in text.splitlines()] for name, text in files.items()}, cpu_s
-
-
-def cpu_of_ended_processes() -> float:
-    """CPU seconds of the processes that this one has started and waited for."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
-def quickstart_rows(settings: Sequence[str], muon_settings: Sequence[str]) -> list[Row]:
-    """A row per optimizer."""
-    shared = (f"validation.interval={INTERVAL}", "checkpoint.enable=false", *settings)
-    own = {"AdamW": (), "Muon": tuple(muon_settings)}
-    with tempfile.TemporaryDirectory() as folder:
-        runs = {name: (*shared, f"optimizer.name={name}", *keys) for name, keys in own.items()}
-        logged, cpu_s = train_at_once(runs, Path(folder))
-    losses = {
-        name: {line["step"]: line["validation/loss"] for line in lines if "validation/loss" in line}
-        for name, lines in logged.items()
-    }
-    goal = list(losses["AdamW"].values())[-1]
-    rows: list[Row] = []
-    for name, lines in logged.items():
-        steps = [line for line in lines if "step_time_s" in line]
-        seconds = [line["step_time_s"] for line in steps]
-        reached = next((step for step, loss in losses[name].items() if loss <= goal), None)
-        rows.append(
-            {
-                "optimizer": ", ".join((name, *own[name])),
-                "training loss": steps[-1]["interval_loss"],
-                "validation loss": losses[name][max(losses[name])],
-                "reached at": "not reached" if reached is None else str(reached),
-                "step (s)": seconds,
-                "CPU per step (s)": cpu_s[name] / steps[-1]["step"],
-                "until reached (s)": "" if reached is None else reached * statistics.mean(seconds),
-            }
-        )
-    return rows
-
-
 def main(
     layouts: tuple[Layout, ...] = get_args(Layout),
     rounds: int = 5,
     steps: int = 2,
     settings: tuple[str, ...] = (),
-    quickstart: bool = False,
-    muon: tuple[str, ...] = ("optimizer.lr=3e-3",),
     json: Path | None = None,
 ) -> None:
-    """settings: of all runs, such as model.n_layers=2. quickstart: train it. muon: further settings of its run with
-    Muon. json: folder of optimizers.json."""
-    tables: dict[str, list[Row]] = {}
-    if quickstart:
-        tables["Training the quick start"] = quickstart_rows(settings, muon)
-    else:
-        found = [update_rows(layout, rounds, steps, settings) for layout in layouts]
-        tables["An update, of the rank with the most"] = [row for rows, _ in found for row in rows]
-        tables["Muon that gathers every matrix on every rank / Muon"] = [savings for _, savings in found]
+    """settings: of the model, such as model.n_layers=2. json: folder of optimizers.json."""
+    found = [update_rows(layout, rounds, steps, settings) for layout in layouts]
+    tables = {
+        "An update, of the rank with the most": [row for rows, _ in found for row in rows],
+        "Muon that gathers every matrix on every rank / Muon": [savings for _, savings in found],
+    }
     report("optimizers", tables, json)

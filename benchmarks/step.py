@@ -188,7 +188,7 @@ def compare(settings: Sequence[str], bare: str, rounds: int, steps: int, threads
     flops, sides["kernels"] = kernels(events, DTYPES[config.training.mixed_precision_param])
     sides["kernels"](1)
 
-    def freeze() -> None:
+    def freeze(_side: str) -> None:
         """The trainer freezes all objects once when a run starts: keep that out of the timed steps."""
         gc.collect()
         gc.freeze()

@@ -2,7 +2,6 @@
 size."""
 
 import json
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -201,16 +200,3 @@ def has_equal_weights(layouts: list[str]) -> list[bool]:
 @pytest.mark.soak
 def test_the_reference_without_owners_makes_the_same_update() -> None:
     assert run_pooled_ranks(has_equal_weights, 2, ["dp_shard=2", "dp_replicate=2", "tp=2"]) == [[True] * 3] * 2
-
-
-@pytest.mark.soak
-def test_report_of_the_quick_start(tmp_path: Path) -> None:
-    small = ("training.seq_len=32", "training.steps=40", "validation.steps=1")
-    optimizers.main(settings=(*TINY, *small), quickstart=True, muon=("optimizer.lr=2e-3",), json=tmp_path)
-    ((adamw, muon),) = tables(tmp_path / "optimizers.json").values()
-    assert [adamw["optimizer"], muon["optimizer"]] == ["AdamW", "Muon, optimizer.lr=2e-3"]
-    assert adamw["reached at"] == "40"
-    assert muon["reached at"] in ("20", "40", "not reached")
-    assert adamw["until reached (s)"] == pytest.approx(40 * statistics.mean(adamw["step (s)"]))
-    assert all(0 < row["CPU per step (s)"] < 10 for row in (adamw, muon))
-    assert adamw["validation loss"] != muon["validation loss"]
