@@ -9,7 +9,7 @@ from titanlite.batch import FILLER, IGNORE_INDEX, Batch
 from titanlite.data.config import DataConfig
 from titanlite.data.deal import most_sequences, streams_of
 from titanlite.data.kinds import open_source, source_names
-from titanlite.data.preparation import Assignment, Int64s, Preparation, PreparedStep, content_keys, sequences_of
+from titanlite.data.preparation import Assignment, Int64s, Preparation, PreparedStep, sequences_of
 from titanlite.data.streams import Origin, SourceState
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.workers import Prefetcher, WorkerPool
@@ -43,15 +43,14 @@ class Loader:
         data_degree: int,
     ) -> None:
         self.sources = [open_source(source) for source in assignment.section.sources]
-        content = content_keys(self.sources, tokenizer)  # before the files are opened
         self.num_streams = num_streams = assignment.section.num_streams
         self._global_batch_size = assignment.global_batch_size
         most = most_sequences(self._global_batch_size, num_streams, data_degree)
         self._rows_per_step = -(-most // local_batch_size) * local_batch_size
         self.stream_ids = streams_of(data_rank, num_streams, data_degree)
         """The streams of this rank: the rows of state(), and the rows of all ranks' state that load_state() uses."""
-        # Checks states for all workers, and prepares the steps if there are no workers.
-        self._preparation = Preparation(assignment, self.sources, tokenizer, self.stream_ids)
+        prepare = WorkerPool if assignment.section.num_workers > 0 else Preparation
+        self._preparation = prepare(assignment, self.sources, tokenizer, self.stream_ids)
         self.source_names = source_names(assignment.section.sources)
         self.description = f"{self._preparation.description}; {num_streams} streams"
         """Sources, pieces and streams, in one line."""
@@ -59,11 +58,6 @@ class Loader:
         """Total seconds spent waiting for data."""
         self._local_batch_size = local_batch_size
         self._vocab_size = assignment.vocab_size
-        self._producer = (
-            WorkerPool(assignment, content, self.stream_ids, self._preparation.states())
-            if assignment.section.num_workers > 0
-            else self._preparation
-        )
         self._prefetcher: Prefetcher[PreparedStep] | None = None
         self._next: PreparedStep | Exception | None = None
         self._closed = False
@@ -131,7 +125,7 @@ class Loader:
         if self._next is None:
             start = time.perf_counter()
             if self._prefetcher is None:
-                self._prefetcher = Prefetcher(self._producer.step, STEPS_AHEAD)
+                self._prefetcher = Prefetcher(self._preparation.step, STEPS_AHEAD)
             try:
                 self._next = self._prefetcher.get()
             except Exception as error:
@@ -177,7 +171,6 @@ class Loader:
         self._next = None
         own = state[list(self.stream_ids)].numpy()
         self._preparation.load_state(own, num_returned)
-        self._producer.load_state(own, num_returned)
         self._set_progress(num_returned, own, self._preparation.ended())
 
     def epochs(self) -> list[float]:
@@ -228,7 +221,7 @@ class Loader:
     def close(self) -> None:
         """Stop the thread and the processes. May be called at any time, repeatedly."""
         self._closed = True
-        self._producer.close()  # before the prefetcher, whose thread may wait for a worker
+        self._preparation.close()  # before the prefetcher, whose thread may wait for a worker
         if self._prefetcher is not None:
             self._prefetcher.close()
 

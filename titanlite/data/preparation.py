@@ -145,14 +145,25 @@ class Preparation:
     state of a stream is the SourceState fields of all sources, one source after the other.
 
     sources: the tables of [data] or [validation]. tokenizer: None if no source is text. streams: stream numbers,
-    ascending. mixture: the shares of the sources. description: one line for all sources. Raises UserError if a source
-    is empty.
+    ascending. mixture: the shares of the sources. description: one line for all sources. content: see content_keys.
     """
 
     def __init__(
-        self, assignment: Assignment, sources: Sequence[Source], tokenizer: Tokenizer | None, streams: Sequence[int]
+        self,
+        assignment: Assignment,
+        sources: Sequence[Source],
+        tokenizer: Tokenizer | None,
+        streams: Sequence[int],
+        content: dict[str, str] | None = None,
     ) -> None:
+        """content: that of the loader, in its worker. Raises UserError if a source is empty, or has other content."""
         section = assignment.section
+        self.content = content_keys(sources, tokenizer)  # before the files are opened
+        if changed := [key for key, value in (content or {}).items() if self.content[key] != value]:
+            raise UserError(
+                f"{', '.join(changed)}: files were added, removed or written while the run was starting; start again "
+                "when they are complete"
+            )
         self._assignment = assignment
         self._policy = bad_row_policy(section, logs=assignment.logs)
         self._orders = [open_order(source, n, assignment, tokenizer) for n, source in enumerate(sources)]

@@ -96,17 +96,17 @@ def test_a_bad_row_is_raised_at_the_same_sequence_and_its_worker_exits_cleanly(
         errors.append((str(raised.value), raised.value.sequence, loader.state().tolist()))
     assert errors[0] == errors[1]
     assert "other.jsonl, line 21: " in errors[0][0]
-    assert isinstance(loader._producer, WorkerPool)
+    assert isinstance(loader._preparation, WorkerPool)
     codes: list[int] = []
     while not codes:  # only the worker with the bad row exits on its own
-        codes = [code for worker in loader._producer._workers if (code := worker._process.poll()) is not None]
+        codes = [code for worker in loader._preparation._workers if (code := worker.process.poll()) is not None]
     assert codes == [0]
     assert capfd.readouterr().err == ""
 
 
 def pids(loader: Loader) -> list[int]:
-    assert isinstance(loader._producer, WorkerPool)
-    return [worker._process.pid for worker in loader._producer._workers]
+    assert isinstance(loader._preparation, WorkerPool)
+    return [worker.process.pid for worker in loader._preparation._workers]
 
 
 def test_warnings_of_workers_are_logged_and_close_stops_the_workers(
@@ -128,7 +128,7 @@ def test_a_killed_worker_is_an_immediate_error(make: Callable[..., Loader]) -> N
     loader.next_step()
     os.kill(pids(loader)[1], signal.SIGKILL)
     begin = time.monotonic()
-    with pytest.raises(UserError, match=r"a data worker \(process \d+\) was killed by SIGKILL: .*num_workers = 0"):
+    with pytest.raises(UserError, match=r"the worker process \d+ was killed by SIGKILL: .*num_workers = 0"):
         take(loader, 5000)  # steps left in the pipe are delivered first
     assert time.monotonic() - begin < 10
 
