@@ -1,4 +1,4 @@
-"""Eight kinds of bad rows and a 10 MB line, in every text format: the message, and the same step on every mesh."""
+"""Bad rows and a 10 MB line, in every text format: the message, and the same step on every mesh."""
 
 import gzip
 import json
@@ -6,7 +6,6 @@ import tracemalloc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,6 +20,7 @@ from titanlite.runtime.errors import DataError
 STREAMS, SEQ_LEN, MAX_PIECE_BYTES = 4, 8, 200
 GOOD = [json.dumps({"text": f"the model reads row {n}"}).encode() for n in range(12)]
 CSV_ROWS = [b'"the model,\nreads"', *(b"the model reads row %d" % n for n in range(1, 6))]
+NULL = pa.table({"text": pa.array(["good", None, "good"], pa.string())})
 LINE = b'{"text": "half a line of gzip'
 
 
@@ -42,28 +42,6 @@ def lines(*rows: bytes) -> bytes:
     return b"".join(row + b"\n" for row in rows)
 
 
-def table(*texts: str | None, field: str = "text") -> pa.Table:
-    return pa.table({field: pa.array(texts, pa.string())})
-
-
-def broken_utf8() -> pa.Table:
-    texts = pa.array([b"good", b"caf\xe9", b"good"], pa.binary())
-    return pa.table({"text": pa.Array.from_buffers(pa.string(), 3, texts.buffers())})
-
-
-def json_cases(kind: str) -> Iterator[Case]:
-    def row(fault: str, bad: bytes, reason: str) -> Case:
-        return Case(kind, fault, lines(*GOOD[:3], bad, *GOOD[3:6]), ((4, reason),))
-
-    yield row("corrupt line", b'{"text": "open', "invalid JSON at character 9: Unterminated string starting at")
-    yield row("non-UTF-8", b'{"text": "caf\xe9"}', "invalid UTF-8 at byte 13: invalid continuation byte")
-    yield row("missing field", b'{"body": "x"}', "field 'text' is missing; the row has 'body'")
-    yield row("wrongly typed field", b'{"text": 5}', "field 'text' is not text but a number")
-    yield row("null", b'{"text": null}', "field 'text' is not text but null")
-    yield row("empty text", b'{"text": ""}', "the text is empty")
-    yield Case(kind, "empty file", b"", ((1, "the file is empty"),))
-
-
 def zstd(data: bytes) -> bytes:
     """A zstd frame."""
     out = pa.BufferOutputStream()
@@ -72,47 +50,26 @@ def zstd(data: bytes) -> bytes:
     return out.getvalue().to_pybytes()
 
 
-def parquet_cases(kind: str, streaming: bool) -> Iterator[Case]:
-    def case(fault: str, data: bytes | pa.Table, *faults: tuple[int, str]) -> Case:
-        return Case(kind, fault, data, faults, streaming)
-
-    yield case("non-UTF-8", broken_utf8(), (2, "invalid UTF-8 at byte 3: unexpected end of data"))
-    yield case("null", table("good", None, "good"), (2, "field 'text' is null"))
-    yield case("empty text", table("good", "", "good"), (2, "the text is empty"))
-    if streaming:  # `datasets` itself rejects the other faults at the start
-        missing = "field 'text' is missing; the file has 'body'"
-        yield case("missing field", table("x", "y", field="body"), (1, missing), (2, missing))
-        numbers = "field 'text' is not text but int64"
-        yield case("wrongly typed field", pa.table({"text": [1, 2]}), (1, numbers), (2, numbers))
-        yield case("empty file", b"", (1, "the file is empty"))
-
-
-def csv_and_arrow_cases() -> Iterator[Case]:
-    """test_tables.py has the other faults."""
-    bad = "the row that ends at line 6 has 2 values, but the header has 1"
-    data = lines(b"text", *CSV_ROWS[:3], b"two,values", *CSV_ROWS[3:6])
-    yield Case("csv", "corrupt line", data, ((4, bad),))
-    missing = "field 'text' is missing; the header has 'body'"
-    yield Case("csv", "missing field", lines(b"body", *CSV_ROWS), ((1, missing),))
-    yield Case("arrow", "null", table("good", None, "good"), ((2, "field 'text' is not text but null"),))
-    yield Case("arrow", "non-UTF-8", broken_utf8(), ((2, "unpaired surrogate"),))
-
-
 def cases() -> Iterator[Case]:
+    """A fault of each reader, and of each way that its files are opened. test_readers.py has all faults of a reader."""
     yield Case("text", "non-UTF-8", lines(b"good", b"caf\xe9", b"good"), ((2, "invalid UTF-8 at byte 3"),))
-    yield Case("text", "empty file", b"", ((1, "the file is empty"),))
+    broken = lines(*GOOD[:3], b'{"text": "open', *GOOD[3:6])
     for kind in ("jsonl", "jsonl.gz", "jsonl.zst", "hf jsonl", "hf jsonl.gz", "hf jsonl.zst"):
-        yield from json_cases(kind)
-    for kind in ("jsonl.gz", "hf jsonl.gz"):
+        yield Case(kind, "corrupt line", broken, ((4, "invalid JSON at character 9: Unterminated string"),))
+    for kind in ("jsonl", "hf jsonl", "parquet", "hf parquet"):
+        yield Case(kind, "empty file", b"", ((1, "the file is empty"),))
+    for source in ("", "hf "):
         cut_off = gzip.compress(lines(*GOOD[:5]) + LINE)[:-8]
-        yield Case(kind, "truncated gz", cut_off, ((6, "the gzip data ends early after line 5"),))
-    for kind in ("jsonl.zst", "hf jsonl.zst"):
+        yield Case(f"{source}jsonl.gz", "truncated", cut_off, ((6, "the gzip data ends early after line 5"),))
         cut_off = zstd(lines(*GOOD[:5]) + LINE)[:-8]
-        yield Case(kind, "truncated zst", cut_off, ((1, "the zstd data ends early after line 0"),))
-    yield from csv_and_arrow_cases()
-    yield from parquet_cases("parquet", streaming=True)
-    yield from parquet_cases("hf parquet", streaming=True)
-    yield from parquet_cases("hf parquet", streaming=False)
+        yield Case(f"{source}jsonl.zst", "truncated", cut_off, ((1, "the zstd data ends early after line 0"),))
+        numbers = "field 'text' is not text but int64"
+        yield Case(f"{source}parquet", "numbers", pa.table({"text": [1, 2]}), ((1, numbers), (2, numbers)))
+    bad = "the row that ends at line 6 has 2 values, but the header has 1"
+    yield Case("csv", "corrupt line", lines(b"text", *CSV_ROWS[:3], b"two,values", *CSV_ROWS[3:6]), ((4, bad),))
+    yield Case("arrow", "null", NULL, ((2, "field 'text' is not text but null"),))
+    for kind, streaming in (("parquet", True), ("hf parquet", True), ("hf parquet", False)):
+        yield Case(kind, "null", NULL, ((2, "field 'text' is null"),), streaming)
 
 
 pytestmark = pytest.mark.usefixtures("hugging_face_home", "cached_hub_files")
@@ -138,7 +95,7 @@ def source_of(case: Case, folder: Path) -> SourceConfig:
     suffix = {"text": "txt"}.get(case.kind, case.kind.removeprefix("hf "))
     rows: bytes | pa.Table = lines(*GOOD[:6])
     if suffix in ("parquet", "arrow"):
-        rows = table(*(f"row {n}" for n in range(6)))
+        rows = pa.table({"text": [f"row {n}" for n in range(6)]})
     elif suffix == "csv":
         rows = lines(b"text", *CSV_ROWS)
     for name, data in (("a", rows), ("b", case.data), ("c", rows)):
@@ -170,19 +127,24 @@ def until_error(run: Ranks) -> tuple[int, str]:
     pytest.fail("there was no error")
 
 
-SLOW_KINDS = ("jsonl.gz", "jsonl.zst", "hf jsonl", "hf jsonl.gz", "hf jsonl.zst", "hf parquet")
-"""Kinds left out of the quick size, except for truncated data: other kinds cover the same readers. The default size has
-one fault of each."""
+QUICK = (
+    "text: non-UTF-8",
+    "jsonl: corrupt line",
+    "hf jsonl: corrupt line",
+    "csv: corrupt line",
+    "arrow: null",
+    "parquet: null",
+    "hf parquet as Arrow: null",
+    "jsonl.gz: truncated",
+    "hf jsonl.zst: truncated",
+)
+"""One fault of each reader, and both ways of damaged compressed data."""
+PARAMETERS = [
+    pytest.param(case, marks=() if str(case) in QUICK else pytest.mark.slow, id=str(case)) for case in cases()
+]
 
 
-def marked_cases() -> Iterator[Any]:
-    for case in cases():
-        slow = case.kind in SLOW_KINDS and case.streaming and not case.fault.startswith("truncated")
-        mark = pytest.mark.slow if case.fault in ("corrupt line", "null") else pytest.mark.soak
-        yield pytest.param(case, marks=mark if slow else (), id=str(case))
-
-
-@pytest.mark.parametrize("case", [*marked_cases()])
+@pytest.mark.parametrize("case", PARAMETERS)
 def test_a_bad_row_is_found_at_the_same_step_on_every_mesh(case: Case, tmp_path: Path, tokenizer: Tokenizer) -> None:
     source = source_of(case, tmp_path / "corpus")
     failures = [until_error(ranks_of(source, tokenizer, degree, skip=False)) for degree in (1, 2, 4)]
@@ -214,15 +176,6 @@ def test_a_bad_row_is_found_at_the_same_step_on_every_mesh(case: Case, tmp_path:
     assert message.startswith("more than data.max_bad_rows = 0 bad rows; the last one: ")
 
 
-def test_every_fault_has_a_case() -> None:
-    found = {case.fault for case in cases()}
-    assert found == {
-        *("corrupt line", "non-UTF-8", "missing field", "wrongly typed field", "null", "empty text", "empty file"),
-        "truncated gz",
-        "truncated zst",
-    }  # the 10 MB line is valid, and tested below
-
-
 LONG_BYTES = 10 * 2**20
 
 
@@ -237,7 +190,9 @@ def test_a_line_of_10_mb_is_trained_on_in_pieces(kind: str, tmp_path: Path, toke
     end = " " if kind == "text" else "\n"
     text = "".join(f"{n} the model reads a few words and learns{end}" for n in range(LONG_BYTES // 45))
     line = text.encode() if kind == "text" else json.dumps({"text": text}).encode()
-    source = source_of(Case(kind, "", table(text) if "parquet" in kind else line, ()), tmp_path / "corpus")
+    source = source_of(
+        Case(kind, "", pa.table({"text": [text]}) if "parquet" in kind else line, ()), tmp_path / "corpus"
+    )
     run = ranks_of(source, tokenizer, 1, skip=False, max_piece_bytes=1024)
     tracemalloc.start()
     rows = [tuple(tokens) for _ in range(80) for _, _, tokens, _ in run.step()]
