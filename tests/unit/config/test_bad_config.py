@@ -48,6 +48,7 @@ MOE = "--model.family qwen3_moe"
 TP = "--parallelism.tp"
 MICRO = "--parallelism.pp 2 --parallelism.pp_microbatch_size"
 SPLIT = "--parallelism.pp 2 --parallelism.pp_split="
+SPLIT3 = "--parallelism.pp 3 --parallelism.pp_split="
 TOKENS = Path(__file__).parents[2] / "golden" / "tokens.npy"
 LEVELS = 5000
 LONG = 300 * "d"
@@ -267,6 +268,11 @@ BAD = [
     Bad("parallelism.pp_microbatch_size", "at least 1", "1", argv=f"{MICRO} 0", world_size=2),
     Bad("parallelism.pp_split", "layers.9", "layers.0", argv=f"{SPLIT}[\"layers.9\"]", world_size=2),
     Bad("parallelism.pp_split", "1 different names", "leave", argv=f"{SPLIT}[\"layers.1\",\"layers.2\"]", world_size=2),
+    Bad("parallelism.pp_split", "output cannot", "layers.0", argv=f"{SPLIT}[\"output\"]", world_size=2),
+    *(
+        Bad("parallelism.pp_split", "2 different names", "leave", argv=f"{SPLIT3}{names}", world_size=3)
+        for names in ('["layers.1"]', '["norm","layers.1"]', '["norm","norm"]')
+    ),
     Bad("activation_checkpoint.mode", "one of", "full", argv="--activation_checkpoint.mode ful"),
     Bad("compile.backend", "one of", "inductor", argv="--compile.enable true --compile.backend inductr"),
     Bad("parallelism.dp_shard", "world size", "dp_shard", argv="--parallelism.dp_shard 4", world_size=2),

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.generation.tiny import CONFIG, PROMPTS, tiny
+from tests.unit.generation.tiny import PROMPTS, tiny
+from tests.unit.models.test_transformers import transformers_model
 from titanlite.generation.generate import generate
 from titanlite.generation.sampling import Sampling, probabilities
 from titanlite.models.llama3 import LLAMA3, Llama3
@@ -19,19 +20,8 @@ PAD = 0
 
 
 def counterpart(model: Llama3) -> Any:
-    """The model of transformers with the same weights, in float64. Its default would end texts at token 2."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    form = LLAMA3.hugging_face
-    config = LlamaConfig(**form.config_json(model.config), attn_implementation="sdpa", eos_token_id=None)
-    other = LlamaForCausalLM(config).double()
-    names = form.names(model.config)
-    weights = {theirs: model.get_parameter(ours).detach() for ours, theirs in names.items()}
-    missing = other.load_state_dict(weights, strict=False)
-    assert set(missing.missing_keys) <= ({"lm_head.weight"} if model.config.tie_embeddings else set())
-    assert not missing.unexpected_keys
-    other.tie_weights()
-    return other.eval()
+    """The model of transformers with the same weights. Its default would end texts at token 2."""
+    return transformers_model(LLAMA3, model.config, model, attn_implementation="sdpa", eos_token_id=None).eval()
 
 
 def greedy_transformers(other: Any, prompts: list[list[int]], eos_ids: list[int]) -> list[list[int]]:
@@ -88,7 +78,3 @@ def test_candidates_and_probabilities_are_the_same(temperature: float) -> None:
             found, expected = found.sort().values, expected.sort().values
         assert torch.equal(found > 0, expected > 0)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-
-
-def test_the_configuration_survives_a_round_trip() -> None:
-    assert LLAMA3.hugging_face.config_from_json(LLAMA3.hugging_face.config_json(CONFIG)) == CONFIG

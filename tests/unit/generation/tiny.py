@@ -1,11 +1,11 @@
 """A model whose next token depends on all tokens before it, and prompts of unequal length."""
 
 from dataclasses import replace
-from functools import partial
+from typing import cast
 
 import torch
 
-from titanlite.models.init import init_parameters_
+from tests.unit.models.shaken import perturbed_model
 from titanlite.models.llama3 import LLAMA3, Llama3, Llama3Config
 
 CONFIG = Llama3Config(
@@ -27,13 +27,7 @@ PROMPTS = [[7, 3, 50, 12, 12, 9, 33, 4, 21], [5], [60, 59, 1, 0, 2], [8, 8, 8]]
 
 
 def tiny(dtype: torch.dtype = torch.float64, **changes: int | float | bool) -> Llama3:
-    """A model with weights of order 1 and norms other than 1: far from linear, so that tokens do not repeat soon."""
-    config = replace(CONFIG, **changes)
-    model = Llama3(config).to(dtype)
+    """A model that is far from linear, so that tokens do not repeat soon."""
+    model = perturbed_model(LLAMA3, replace(CONFIG, **changes)).to(dtype)
     model.init_buffers(torch.device("cpu"))
-    init_parameters_(model, 1, partial(LLAMA3.init, config))
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype), alpha=0.3)
-    return model.eval()
+    return cast("Llama3", model.eval())

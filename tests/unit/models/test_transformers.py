@@ -119,13 +119,14 @@ def stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def transformers_model(family: Family, config: Any, model: LanguageModel) -> nn.Module:
-    """The transformers model that our config.json describes, with our weights under its parameter names."""
+def transformers_model(family: Family, config: Any, model: LanguageModel, **changes: Any) -> nn.Module:
+    """The transformers model that our config.json describes, with our weights under its parameter names. changes: of
+    its configuration."""
     import transformers  # imported here: it takes seconds, which test collection does not need
 
     # transformers' default for experts does not compute in float64
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    fields = family.hugging_face.config_json(config) | eager
+    fields = family.hugging_face.config_json(config) | eager | changes
     other = getattr(transformers, family.hugging_face.architecture)(
         transformers.AutoConfig.for_model(family.hugging_face.model_type, **fields)
     )

@@ -10,6 +10,7 @@ from titanlite.config.load import load_config
 from titanlite.models.llama3 import Llama3, Llama3Config, plan
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.mesh import PipelineSchedule
+from titanlite.parallel.pipeline import SCHEDULES
 from titanlite.parallel.recompute import ActivationCheckpointConfig, apply_recompute, recomputes
 from titanlite.runtime.errors import ConfigError
 
@@ -38,69 +39,59 @@ def refused(*settings: str) -> set[str]:
 
 
 BY_OP = ["--activation_checkpoint.mode", "selective"]
-DOCUMENTS = ["--data.document_mask", "true"]
-SPLIT: list[PipelineSchedule] = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-
-
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="needs torch 2.13 or newer")
-@pytest.mark.parametrize("schedule", SPLIT)
-def test_schedules_with_split_backward_refuse_policy_op(schedule: str) -> None:
-    pipeline = ["--parallelism.pp_schedule", schedule]
-    key = "activation_checkpoint.selective_policy"
-    assert refused(*pipeline, *BY_OP) == {key}
-    experts = ["--model.family", "qwen3_moe", "--compile.enable", "true"]  # whose blocks are not compiled
-    assert refused(*pipeline, *BY_OP, *experts) == {key}
-    assert refused(*pipeline, *BY_OP, "--compile.enable", "true") == set()
-    assert refused(*pipeline, *BY_OP, "--activation_checkpoint.selective_policy", "layer") == set()
-    assert refused(*pipeline, "--activation_checkpoint.mode", "full") == set()
-
-
-def test_other_schedules_accept_policy_op() -> None:
-    for schedule in ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"):
-        assert refused("--parallelism.pp_schedule", schedule, *BY_OP) == set()
-
-
-@pytest.mark.parametrize(
-    ("version", "settings", "keys"),
-    [
-        ("2.11.0", ["--parallelism.pp_schedule", "DualPipeV"], {"parallelism.pp_schedule"}),
-        ("2.12.0", ["--parallelism.pp_schedule", "DualPipeV"], set()),
-        (
-            "2.12.0",
-            ["--parallelism.pp_schedule", "InterleavedZeroBubble", "--compile.enable", "true"],
-            {"compile.enable"},
-        ),
-        ("2.13.0", ["--parallelism.pp_schedule", "InterleavedZeroBubble", "--compile.enable", "true"], set()),
-        ("2.11.0", ["--parallelism.pp_schedule", "Interleaved1F1B", "--compile.enable", "true"], set()),
-        ("2.12.0", ["--parallelism.pp_schedule", "InterleavedZeroBubble", *DOCUMENTS], {"parallelism.pp_schedule"}),
-        ("2.13.0", ["--parallelism.pp_schedule", "InterleavedZeroBubble", *DOCUMENTS], set()),
-        ("2.11.0", ["--parallelism.pp_schedule", "Interleaved1F1B", *DOCUMENTS], set()),
-    ],
-)
-def test_features_that_older_torch_lacks_are_refused(
-    version: str, settings: list[str], keys: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    assert refused(*settings) == keys
-
-
+LAYER = ["--activation_checkpoint.selective_policy", "layer"]
 BUDGET = ["--activation_checkpoint.mode", "memory_budget"]
 COMPILE = ["--compile.enable", "true"]
+DOCUMENTS = ["--data.document_mask", "true"]
+EXPERTS = ["--model.family", "qwen3_moe"]  # whose blocks are not compiled
+POLICY, MODE = "activation_checkpoint.selective_policy", "activation_checkpoint.mode"
+SCHEDULE = "parallelism.pp_schedule"
 
 
-@pytest.mark.parametrize(
-    ("settings", "keys"),
-    [
-        (COMPILE, set()),
-        ([], {"activation_checkpoint.mode"}),
-        ([*COMPILE, "--model.family", "qwen3_moe"], {"activation_checkpoint.mode"}),
-        ([*COMPILE, "--compile.backend", "eager"], {"activation_checkpoint.mode"}),
-        ([*COMPILE, "--parallelism.tp", "2"], {"activation_checkpoint.mode", "parallelism.pp"}),  # there are 2 ranks
-        ([*COMPILE, "--activation_checkpoint.memory_budget", "1.1"], {"activation_checkpoint.memory_budget"}),
-    ],
-)
-def test_a_memory_budget_needs_a_compiler_that_follows_it(settings: list[str], keys: set[str]) -> None:
-    assert refused(*BUDGET, *settings) == keys
+def by(schedule: PipelineSchedule, *settings: str) -> list[str]:
+    return [f"--{SCHEDULE}", schedule, *settings]
+
+
+COMBINATIONS: list[tuple[str, list[str], set[str]]] = [
+    *(
+        ("2.13.0", by(schedule, *settings), keys)
+        for schedule, shape in SCHEDULES.items()
+        if shape.splits_backward
+        for settings, keys in (
+            (BY_OP, {POLICY}),
+            ([*BY_OP, *EXPERTS, *COMPILE], {POLICY}),
+            ([*BY_OP, *COMPILE], set()),
+            ([*BY_OP, *LAYER], set()),
+            (["--activation_checkpoint.mode", "full"], set()),
+        )
+    ),
+    *(("2.13.0", by(schedule, *BY_OP), set()) for schedule, shape in SCHEDULES.items() if not shape.splits_backward),
+    ("2.11.0", by("DualPipeV"), {SCHEDULE}),
+    ("2.12.0", by("DualPipeV"), set()),
+    ("2.12.0", by("InterleavedZeroBubble", *COMPILE), {"compile.enable"}),
+    ("2.13.0", by("InterleavedZeroBubble", *COMPILE), set()),
+    ("2.11.0", by("Interleaved1F1B", *COMPILE), set()),
+    ("2.12.0", by("InterleavedZeroBubble", *DOCUMENTS), {SCHEDULE}),
+    ("2.13.0", by("InterleavedZeroBubble", *DOCUMENTS), set()),
+    ("2.11.0", by("Interleaved1F1B", *DOCUMENTS), set()),
+    ("2.13.0", [*BUDGET, *COMPILE], set()),
+    ("2.13.0", BUDGET, {MODE}),
+    ("2.13.0", [*BUDGET, *COMPILE, *EXPERTS], {MODE}),
+    ("2.13.0", [*BUDGET, *COMPILE, "--compile.backend", "eager"], {MODE}),
+    ("2.13.0", [*BUDGET, *COMPILE, "--parallelism.tp", "2"], {MODE, "parallelism.pp"}),  # there are 2 ranks
+    (
+        "2.13.0",
+        [*BUDGET, *COMPILE, "--activation_checkpoint.memory_budget", "1.1"],
+        {"activation_checkpoint.memory_budget"},
+    ),
+]
+"""A version of torch, settings, and the keys that are refused with them."""
+
+
+def test_combinations_that_do_not_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, settings, keys in COMBINATIONS:
+        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+        assert refused(*settings) == keys, (version, settings)
 
 
 CONFIG = Llama3Config(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=80, vocab_size=50, max_seq_len=32)
