@@ -13,7 +13,7 @@ import torch
 
 from tests.unit.data.fake_corpus import FakeCorpus, expected_sequences, permutation_of
 from tests.unit.data.ranks import Ranks, build
-from titanlite.batch import IGNORE_INDEX, Batch, rows_and_tokens
+from titanlite.batch import IGNORE_INDEX, rows_and_tokens
 from titanlite.data import preparation
 from titanlite.data.check import check_data
 from titanlite.data.config import DataConfig
@@ -133,16 +133,6 @@ def test_filler_rows_repeat_sequences_and_hold_no_token(make: Any) -> None:
     assert rows_and_tokens([empty]) == (0, 0)
 
 
-def test_shapes_of_batches(make: Any) -> None:
-    batches = make(1, 2, global_batch_size=16, local_batch_size=4).next_step()
-    assert len(batches) == 2
-    for batch in batches:
-        assert isinstance(batch, Batch)
-        assert batch.tokens.shape == batch.labels.shape == (4, SEQ_LEN)
-        assert batch.tokens.dtype == batch.labels.dtype == batch.sequences.dtype == torch.int64
-    assert [batch.sequences.tolist() for batch in batches] == [[1, 3, 5, 7], [9, 11, 13, 15]]
-
-
 @pytest.mark.parametrize("epochs", [pytest.param(-1, marks=pytest.mark.slow), 1])
 def test_resume_on_another_mesh_is_exact(make: Any, epochs: int) -> None:
     reference = steps_of([make(epochs=epochs)], 20)
@@ -157,34 +147,6 @@ def test_resume_on_another_mesh_is_exact(make: Any, epochs: int) -> None:
         assert steps_of(second, 20 - stop) == reference[stop:], (before, after, stop)
         for loader in (*first, *second):
             loader.close()
-
-
-def test_a_running_loader_can_be_reset(make: Any) -> None:
-    loader = make()
-    steps_of([loader], 3)
-    state = loader.state()
-    expected = steps_of([loader], 4)
-    loader.load_state(state)
-    assert steps_of([loader], 4) == expected
-
-
-def test_a_loader_can_restart(make: Any) -> None:
-    loaders = [make(rank, 2, epochs=1) for rank in range(2)]
-    expected = steps_of(loaders, 4)
-    for loader in loaders:
-        loader.restart()
-    assert steps_of(loaders, 4) == expected
-
-
-@pytest.mark.parametrize("stop", [1, 2, 3])
-def test_resume_within_a_round_of_the_streams(make: Any, stop: int) -> None:
-    reference = steps_of([make(global_batch_size=4)], 8)
-    first = [make(rank, 2, global_batch_size=4) for rank in range(2)]
-    steps_of(first, stop)
-    second = [make(rank, 4, global_batch_size=4, local_batch_size=1) for rank in range(4)]
-    for loader in second:
-        loader.load_state(Ranks(first).state())
-    assert steps_of(second, 8 - stop) == reference[stop:]
 
 
 def test_the_batch_size_may_change_on_resume(make: Any) -> None:
@@ -213,27 +175,6 @@ def test_a_finite_run_ends_on_all_ranks_and_counts_each_target_once(make: Any, c
         labels += [label for row in steps_of(loaders, 1)[0] for label in row[1] if label != IGNORE_INDEX]
     assert len(labels) == len(set(labels)) == sum(len(ids or []) for ids in corpus.tokens) - STREAMS
     assert all(label == IGNORE_INDEX for row in steps_of(loaders, 1)[0] for label in row[1])
-
-
-def test_errors_are_raised_at_the_step_that_consumes_the_row(make: Any) -> None:
-    counts = [0]
-    counting = make()
-    while counts[-1] == 0 or len(counts) < 3:
-        counting.next_step()
-        counts.append(counting.bad_rows)
-    good_steps = next(n for n, count in enumerate(counts) if count) - 1
-    for degree in (1, 2, 4):
-        failed = []
-        for rank in range(degree):
-            loader = make(rank, degree, skip=False)
-            try:
-                for _ in range(good_steps + 1):
-                    loader.next_step()
-            except UserError:
-                failed.append(loader)
-        assert failed
-        with pytest.raises(UserError, match="is bad"):
-            failed[0].next_step()
 
 
 class CountingCorpus(FakeCorpus):
@@ -277,12 +218,6 @@ def test_wait_time_is_measured(make: Any, corpus: FakeCorpus) -> None:
 def write_words(write_jsonl: Callable[..., Path], rows: int) -> SourceConfig:
     texts = [" ".join(WORDS[n % 6 :] + WORDS[: n % 6]) + f" {n}" for n in range(rows)]
     return SourceConfig(kind="jsonl", path=str(write_jsonl(texts)))
-
-
-def test_sources_of_the_same_name_are_numbered(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
-    source = replace(write_words(write_jsonl, 3), name="words", weight=1.0)
-    loader = build(DataConfig(num_streams=4, max_piece_bytes=1000, sources=(source, source)), tokenizer)
-    assert loader.source_names == ("words", "words 2")
 
 
 def test_documents_end_with_eos_and_labels_cross_it(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
@@ -341,15 +276,6 @@ def test_a_corpus_of_only_bad_files_is_an_error(tmp_path: Path, tokenizer: Token
         with pytest.raises(UserError, match=message):
             loader.next_step()
         loader.close()
-
-
-def test_fewer_bad_files_than_streams_are_reported_as_bad(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    file = tmp_path / "empty"
-    file.touch()
-    for kind, reason in (("text", "the file is empty"), ("jsonl", "the file is empty"), ("parquet", "")):
-        section = DataConfig(num_streams=4, max_piece_bytes=99, sources=(SourceConfig(kind=kind, path=str(file)),))
-        with pytest.raises(UserError, match=f"no data to train on: {file}, .*{reason}"):
-            build(section, tokenizer)
 
 
 def problem_keys(section: DataConfig, **facts: int) -> list[str]:

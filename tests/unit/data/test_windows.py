@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.unit.data import ranks
 from titanlite.batch import IGNORE_INDEX
@@ -60,15 +59,6 @@ def test_raw_files_are_little_endian(dtype: str, tmp_path: Path) -> None:
     assert rows(build(source(tmp_path / "tokens.bin", dtype)), 4) == [window(tokens, n) for n in range(8)]
 
 
-@pytest.mark.parametrize(("num_streams", "degree"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
-def test_sequence_n_is_window_n_for_any_streams_and_ranks(num_streams: int, degree: int, tmp_path: Path) -> None:
-    tokens = np.arange(SEQ_LEN * 8 + 1)
-    np.save(tmp_path / "tokens.npy", tokens)
-    facts = {"num_streams": num_streams, "global_batch_size": 4, "data_degree": degree}
-    by_rank = [rows(build(source(tmp_path / "tokens.npy"), data_rank=r, **facts), 4) for r in range(degree)]
-    assert [row for same in zip(*by_rank, strict=True) for row in same] == [window(tokens, n % 8) for n in range(16)]
-
-
 def test_windows_do_not_cross_files(tmp_path: Path) -> None:
     first, second = np.arange(25), np.arange(100, 141)
     np.save(tmp_path / "a.npy", first)
@@ -97,19 +87,6 @@ def test_each_shuffled_window_occurs_once_per_epoch(tmp_path: Path) -> None:
     assert found[:20] != expected
     assert sorted(found[:20]) == sorted(found[20:]) == expected
     assert found[:20] != found[20:]
-
-
-def test_resume(tmp_path: Path) -> None:
-    np.save(tmp_path / "tokens.npy", np.arange(SEQ_LEN * 7 + 1))
-    expected = rows(build(source(tmp_path / "tokens.npy"), shuffle=True), 9)
-    first = build(source(tmp_path / "tokens.npy"), shuffle=True)
-    for _ in range(4):
-        first.next_step()
-    second = build(source(tmp_path / "tokens.npy"), shuffle=True)
-    second.load_state(first.state())
-    first.close()
-    assert torch.equal(second.state(), first.state())
-    assert rows(second, 5) == expected[8:]
 
 
 @pytest.mark.parametrize(("wrong", "shown"), [(5000, "5000"), (-1, "-1"), (2**40, str(2**40))])
