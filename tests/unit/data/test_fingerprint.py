@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from titanlite.data.sources import hf
 from titanlite.data.sources.base import BLOCK_BYTES, SAMPLED_BLOCKS
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.hub_files import HubFiles
-from titanlite.data.sources.text import Text
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
 
@@ -110,13 +110,6 @@ def test_moving_touching_or_renaming_in_order_keeps_the_fingerprint(corpus: Path
         assert describe_difference(before, fingerprint_of(after)) == []
 
 
-def test_another_order_of_the_files_is_other_data(corpus: Path) -> None:
-    before = fingerprint_of(text_data(corpus))
-    (corpus / "a.txt").rename(corpus / "z.txt")
-    (found,) = describe_difference(before, fingerprint_of(text_data(corpus)))
-    assert found == f"source 0 (text {corpus}): content differs"
-
-
 def overwrite(file: Path, position: int) -> None:
     with open(file, "r+b") as opened:
         opened.seek(position)
@@ -125,18 +118,41 @@ def overwrite(file: Path, position: int) -> None:
         opened.write(bytes([byte[0] ^ 1]))
 
 
-@pytest.mark.parametrize("place", ["first byte", "last byte", "second block", "every byte of a small file"])
-def test_an_edit_of_the_same_size_is_detected_in_sampled_blocks(corpus: Path, place: str) -> None:
+SECOND_BLOCK = (LARGE - BLOCK_BYTES) // (SAMPLED_BLOCKS - 1)
+
+
+def move_bytes_to_the_next_file(folder: Path) -> None:
+    (folder / "a.txt").write_text("the first")
+    (folder / "deep" / "b.txt").write_text(" filethe second file")
+
+
+def overwrite_at_the_same_time(folder: Path) -> None:
+    """Nodes may share a cache folder and have other files at the same path, of the same size, time and inode."""
+    facts = os.stat(folder / "a.txt")
+    overwrite(folder / "a.txt", 4)
+    os.utime(folder / "a.txt", ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        *(partial(lambda at, folder: overwrite(folder / "a.txt", at), at) for at in range(len("the first file"))),
+        lambda folder: overwrite(folder / "large.txt", 0),
+        lambda folder: overwrite(folder / "large.txt", LARGE - 1),
+        lambda folder: overwrite(folder / "large.txt", SECOND_BLOCK),
+        lambda folder: overwrite(folder / "large.txt", SECOND_BLOCK + BLOCK_BYTES - 1),
+        lambda folder: (folder / "a.txt").rename(folder / "z.txt"),  # another order
+        move_bytes_to_the_next_file,
+        overwrite_at_the_same_time,
+    ],
+)
+def test_an_edit_that_keeps_the_size_is_detected(edit: Callable[[Path], object], corpus: Path, cache: Path) -> None:
+    """Of a small file, each byte; of a large one, those of the sampled blocks."""
     before = fingerprint_of(text_data(corpus))
-    second = (LARGE - BLOCK_BYTES) // (SAMPLED_BLOCKS - 1)
-    positions = {"first byte": [0], "last byte": [LARGE - 1], "second block": [second, second + BLOCK_BYTES - 1]}
-    file = corpus / ("large.txt" if place in positions else "a.txt")
-    for position in positions.get(place, range(len("the first file"))):
-        overwrite(file, position)
-        (found,) = describe_difference(before, fingerprint_of(text_data(corpus)))
-        assert found == f"source 0 (text {corpus}): content differs"
-        overwrite(file, position)
-    assert describe_difference(before, fingerprint_of(text_data(corpus))) == []
+    edit(corpus)
+    found = describe_difference(before, fingerprint_of(text_data(corpus)))
+    assert found == [f"source 0 (text {corpus}): content differs"]
+    assert not cache.exists()
 
 
 def test_an_edit_between_sampled_blocks_is_not_detected(corpus: Path) -> None:
@@ -148,15 +164,6 @@ def test_an_edit_between_sampled_blocks_is_not_detected(corpus: Path) -> None:
         file.write(b"y")
     (found,) = describe_difference(before, fingerprint_of(text_data(corpus)))
     assert f"bytes {29 + LARGE:,} -> {30 + LARGE:,}; content differs" in found
-
-
-def test_bytes_moved_to_the_next_file_are_detected(corpus: Path) -> None:
-    before = fingerprint_of(text_data(corpus))
-    (corpus / "a.txt").write_text("the first")
-    (corpus / "deep" / "b.txt").write_text(" filethe second file")
-    assert describe_difference(before, fingerprint_of(text_data(corpus))) == [
-        f"source 0 (text {corpus}): content differs"
-    ]
 
 
 def test_only_settings_that_determine_tokens_count(corpus: Path) -> None:
@@ -259,23 +266,6 @@ def test_a_fingerprint_of_another_version_is_a_difference_not_an_error(corpus: P
     found = describe_difference({"stream_version": 0, "extra": 1}, now)
     assert found[:3] == ["stream_version 0 -> 2", "extra 1 -> null", "shuffle null -> true"]
     assert found[-1] == f"source 0 (text {corpus}) is new: it begins at its start"
-
-
-def test_files_are_compared_by_content_whatever_the_cache_has(corpus: Path, cache: Path) -> None:
-    """Nodes may share a cache folder and have other files at the same path, of the same size, time and inode."""
-    before = fingerprint_of(text_data(corpus))
-    facts = os.stat(corpus / "a.txt")
-    overwrite(corpus / "a.txt", 4)
-    os.utime(corpus / "a.txt", ns=(facts.st_atime_ns, facts.st_mtime_ns))
-    (found,) = describe_difference(before, fingerprint_of(text_data(corpus)))
-    assert found == f"source 0 (text {corpus}): content differs"
-    assert not cache.exists()
-
-
-def test_an_unreadable_file_is_named(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Text, "files", lambda _: [corpus / "deep"])
-    with pytest.raises(UserError, match="deep cannot be read"):
-        fingerprint_of(text_data(corpus))
 
 
 def test_the_tokenizer_fingerprint_covers_merges_and_separators(tokenizer_folder: Path, tmp_path: Path) -> None:
