@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +17,7 @@ import pytest
 from titanlite.data.check import check_source
 from titanlite.data.config import DataConfig
 from titanlite.data.corpus import PieceIndex, open_index
-from titanlite.data.kinds import KINDS, open_source, source_names, text_sources
+from titanlite.data.kinds import KINDS, open_source, source_from_path, source_names, text_sources
 from titanlite.data.sources.base import TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.runtime.errors import Problem
@@ -33,17 +34,8 @@ def keys(source: SourceConfig) -> list[str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     root = tmp_path / "corpus"
-    for name in (
-        "b.txt",
-        "a.txt",
-        "sub/deep/c.TXT",
-        "sub/d.md",
-        "sub/e.jsonl",
-        "sub/f.ndjson.GZ",
-        "g.gz",
-        ".hidden.txt",
-        "[x].txt",
-    ):
+    names = ("b.txt", "a.txt", "sub/deep/c.TXT", "sub/d.md", "sub/e.jsonl", "sub/f.ndjson.GZ", "g.gz", ".hidden.txt")
+    for name in (*names, "[x].txt"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("text")
     return root
@@ -53,25 +45,24 @@ def index_of(source: SourceConfig) -> PieceIndex:
     return open_index(*text_sources([source]), 1000)
 
 
-def found(path: str, kind: str = "text") -> list[str]:
-    return [file.name for file in open_source(SourceConfig(kind=kind, path=path)).files()]
-
-
-def test_a_folder_selects_all_files_of_the_kind_below_it(folder: Path) -> None:
-    assert found(str(folder)) == ["[x].txt", "a.txt", "b.txt", "d.md", "c.TXT"]
-    assert found(str(folder), "jsonl") == ["e.jsonl", "f.ndjson.GZ"]
-
-
-def test_globs_and_files(folder: Path) -> None:
-    assert found(f"{folder}/**/*.jsonl") == ["e.jsonl"]
-    assert found(f"{folder}/?.txt") == ["a.txt", "b.txt"]
-    assert found(f"{folder}/[x].txt") == ["[x].txt"]
-    assert found(f"{folder}/nothing*") == []
-
-
-def test_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("path", "kind", "expected"),
+    [
+        ("", "text", ["[x].txt", "a.txt", "b.txt", "d.md", "c.TXT"]),
+        ("", "jsonl", ["e.jsonl", "f.ndjson.GZ"]),
+        ("/**/*.jsonl", "text", ["e.jsonl"]),
+        ("/?.txt", "text", ["a.txt", "b.txt"]),
+        ("/[x].txt", "text", ["[x].txt"]),
+        ("/nothing*", "text", []),
+        ("~/a.txt", "text", ["a.txt"]),
+    ],
+)
+def test_a_path_is_a_folder_a_glob_or_a_file(
+    path: str, kind: Any, expected: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(folder))
-    assert found("~/a.txt") == ["a.txt"]
+    source = open_source(SourceConfig(kind=kind, path=path if path[:1] == "~" else f"{folder}{path}"))
+    assert [file.name for file in source.files()] == expected
 
 
 @pytest.mark.usefixtures("stdlib")
@@ -285,3 +276,35 @@ def test_files_of_a_folder_that_are_not_read_are_counted(tmp_path: Path) -> None
         source = open_source(SourceConfig("jsonl", str(path)))
         assert isinstance(source, TextSource)
         assert source.describe_unread() == unread
+
+
+@pytest.mark.parametrize(
+    ("names", "path", "kind"),
+    [
+        (["a.txt"], "a.txt", "text"),
+        (["a.MD"], "a.MD", "text"),
+        (["a.jsonl.gz", "b.txt"], "*.gz", "jsonl"),
+        (["a.json.gz", "b.json.gz"], ".", "jsonl"),
+        (["a.jsonl.zst", "b.ndjson.zst", "c.json.zst"], ".", "jsonl"),
+        (["below/a.parquet"], ".", "parquet"),
+        (["a.npy"], "*", "tokens"),
+        (["tokens.json", "tokens-00000.npy", "notes.txt"], ".", "tokens"),
+    ],
+)
+def test_the_kind_of_a_path(tmp_path: Path, names: list[str], path: str, kind: str) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    found = source_from_path(str(tmp_path / path), "--data")
+    assert isinstance(found, SourceConfig)
+    assert (found.kind, found.path) == (kind, str(tmp_path / path))
+
+
+def test_a_path_of_no_kind_or_several(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.jsonl", "c.rst"):
+        (tmp_path / name).touch()
+    for path, reason in ((".", "text and jsonl"), ("*", "text and jsonl"), ("c.rst", "no known"), ("d.txt", "matches")):
+        found = source_from_path(str(tmp_path / path), "--data")
+        assert isinstance(found, Problem)
+        assert (found.key, found.value) == ("--data", str(tmp_path / path))
+        assert reason in found.rule

@@ -1,9 +1,14 @@
+"""The order of pieces and the choice of sources: recorded values, and their properties."""
+
+from itertools import groupby
+
 import numpy as np
 import pytest
 
-from titanlite.data.order import STREAM_VERSION, Permutation, mix, shuffled
+from titanlite.data.order import STREAM_VERSION, Mixture, Permutation, mix, shuffled
 
 SHUFFLED = [5, 7, 8, 2, 9, 0, 3, 1, 6, 4]
+CHOICES = [0, 1, 0, 2, 0, 0, 1, 0, 2, 0, 0, 1]
 ORDER = [9, 7, 10, 5, 8, 6, 11, 13, 16, 12, 14, 15, 3, 2, 0, 4, 1]
 
 
@@ -40,13 +45,6 @@ def test_epochs_and_seeds_differ() -> None:
     assert orders[0] == order(one, 0)
 
 
-def test_positions_may_be_read_in_any_order() -> None:
-    permutation = Permutation(500, (0,), block_pieces=8)
-    expected = order(permutation, 0)
-    again = Permutation(500, (0,), block_pieces=8)
-    assert [again.piece(0, position) for position in reversed(range(500))] == expected[::-1]
-
-
 def test_pieces_are_shuffled_within_contiguous_blocks() -> None:
     pieces = order(Permutation(1000, (0,), block_pieces=100), 0)
     blocks = [pieces[n : n + 100] for n in range(0, 1000, 100)]
@@ -64,3 +62,38 @@ def test_without_shuffle_the_order_is_that_of_the_source() -> None:
 def test_first_positions_are_uniform() -> None:
     firsts = [Permutation(4, (seed,)).piece(0, 0) for seed in range(4000)]
     assert np.abs(np.bincount(firsts, minlength=4) - 1000).max() < 150
+
+
+def test_choices_never_change() -> None:
+    """If this fails, resumed runs change their data: STREAM_VERSION must change, too."""
+    mixture = Mixture([5, 3, 1], seed=7)
+    assert [mixture.source(stream, count) for stream in range(3) for count in range(4)] == CHOICES
+
+
+@pytest.mark.parametrize("weights", [[0.3], [1, 1], [0.9, 0.1], [5, 3, 1, 0.5], [1e-3, 1], [0.2] * 5])
+@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
+def test_actual_shares_follow_the_weights_from_the_start(weights: list[float], seed: int) -> None:
+    """Along each stream and over the rows of the steps. Random draws would deviate by 27 of 3000."""
+    mixture = Mixture(weights, seed=seed)
+    along = [[mixture.source(stream, count) for count in range(3000)] for stream in (0, 1, 17)]
+    steps = [mixture.source(stream, count) for count in range(50) for stream in range(64)]
+    for choices, bound in (*[(one, 4) for one in along], (steps, 16)):
+        counts = [0] * len(weights)
+        for n, source in enumerate(choices, start=1):
+            counts[source] += 1
+            assert all(abs(count - n * share) < bound for count, share in zip(counts, mixture.shares, strict=True)), (
+                n,
+                counts,
+            )
+
+
+def test_even_weights_alternate() -> None:
+    mixture = Mixture([1, 1], seed=3)
+    runs = [len(list(run)) for _, run in groupby(mixture.source(0, count) for count in range(500))]
+    assert max(runs) <= 3
+
+
+def test_shares_do_not_depend_on_the_scale_of_the_weights() -> None:
+    one, other = Mixture([1, 3], seed=0), Mixture([0.25, 0.75], seed=0)
+    assert one.shares == other.shares == (0.25, 0.75)
+    assert all(one.source(0, n) == other.source(0, n) for n in range(1000))
