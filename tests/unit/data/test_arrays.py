@@ -118,11 +118,3 @@ def test_starts_of_documents_out_of_order_between_two_reads_are_refused(tmp_path
     np.save(tmp_path / "file.npy", starts)
     with pytest.raises(UserError, match="in ascending order"):
         DocumentStarts(tmp_path / "file.npy", 10**6)
-
-
-def test_a_documents_file_that_becomes_shorter_is_an_error(tmp_path: Path) -> None:
-    np.save(tmp_path / "file.npy", np.arange(100_000))
-    found = DocumentStarts(tmp_path / "file.npy", 100_000)
-    os.truncate(tmp_path / "file.npy", 5000)
-    with pytest.raises(UserError, match=r"file.npy became shorter .* 5,000 bytes instead of 800,128"):
-        found.between(50_000, 50_100)

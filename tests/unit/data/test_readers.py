@@ -6,6 +6,7 @@ import io
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -46,32 +47,39 @@ def read_all(reader: TextSource, path: Path, max_piece_bytes: int = 1000) -> lis
     return result
 
 
-@pytest.fixture
-def text_file(tmp_path: Path) -> Path:
-    file = tmp_path / "text.txt"
-    file.write_bytes(b"\none\ntwo\r\n \n\nthree\n\nfour")
-    return file
+ROWS = b"\none\ntwo\r\n \n\nthree\n\nfour"
+LONG = "ääääääääää\nöööööööööö\nend"
 
 
-def test_text_by_file(text_file: Path) -> None:
-    assert read_all(text("file"), text_file) == [(1, text_file.read_bytes().decode(), COMPLETE)]
+@pytest.mark.parametrize(
+    ("reader", "content", "expected"),
+    [
+        (text("file"), ROWS, [(1, ROWS.decode(), COMPLETE)]),
+        (text("paragraph"), ROWS, [(2, "one\ntwo", COMPLETE), (6, "three", COMPLETE), (8, "four", COMPLETE)]),
+        (text("line"), ROWS, [(n, word, COMPLETE) for n, word in ((2, "one"), (3, "two"), (6, "three"), (8, "four"))]),
+        (jsonl("text"), b'\xef\xbb\xbf{"text": "1"}\r\n\r\n{"text": "\\u20ac\\n", "more": [1]}\r', [
+            *((1, "1", COMPLETE), (3, "€\n", COMPLETE))]),
+        (jsonl("body"), b'{"body": "x", "text": "y"}', [(1, "x", COMPLETE)]),
+    ],
+)  # fmt: skip
+def test_rows_are_numbered_by_lines(
+    reader: TextSource, content: bytes, expected: list[tuple[int, str, int]], tmp_path: Path
+) -> None:
+    """Blank lines are counted and skipped, as is a byte order mark."""
+    (tmp_path / "rows").write_bytes(content)
+    assert read_all(reader, tmp_path / "rows") == expected
 
 
-def test_text_by_paragraph(text_file: Path) -> None:
-    expected = [(2, "one\ntwo", COMPLETE), (6, "three", COMPLETE), (8, "four", COMPLETE)]
-    assert read_all(text("paragraph"), text_file) == expected
-
-
-def test_text_by_line(text_file: Path) -> None:
-    expected = [(2, "one", COMPLETE), (3, "two", COMPLETE), (6, "three", COMPLETE), (8, "four", COMPLETE)]
-    assert read_all(text("line"), text_file) == expected
-
-
-def test_long_text_is_cut_at_line_ends(tmp_path: Path) -> None:
-    file = tmp_path / "long.txt"
-    file.write_text("first line\nsecond line\nthird line\n")
-    expected = [(1, "first line\n", STARTS_DOCUMENT), (2, "second line\n", 0), (3, "third line\n", ENDS_DOCUMENT)]
-    assert read_all(text("file"), file, 16) == expected
+@pytest.mark.parametrize("is_jsonl", [False, True])
+def test_long_text_is_cut_at_line_ends(is_jsonl: bool, tmp_path: Path) -> None:
+    """That of JSON after decoding: all pieces have the number of their line."""
+    content = json.dumps({"text": LONG}) + '\n{"text": "short"}' if is_jsonl else LONG
+    (tmp_path / "long").write_text(content)
+    numbers = (1, 1, 1) if is_jsonl else (1, 2, 3)
+    flags = (STARTS_DOCUMENT, 0, ENDS_DOCUMENT)
+    expected = [*zip(numbers, LONG.splitlines(keepends=True), flags, strict=True)]
+    found = read_all(jsonl("text") if is_jsonl else text("file"), tmp_path / "long", 22)
+    assert found == [*expected, *[(2, "short", COMPLETE)] * is_jsonl]
 
 
 def test_only_the_piece_that_is_not_utf8_is_bad(tmp_path: Path) -> None:
@@ -95,11 +103,6 @@ def test_an_empty_file_is_one_bad_row(reader: TextSource, tmp_path: Path) -> Non
 def test_a_file_of_blank_lines_is_one_bad_row(reader: TextSource, tmp_path: Path) -> None:
     (tmp_path / "blank").write_text("\n \n\n")
     assert [text for _, text, _ in read_all(reader, tmp_path / "blank")] == ["BAD the file has only blank lines"]
-
-
-def test_jsonl_rows(write_jsonl: Callable[..., Path]) -> None:
-    file = write_jsonl(["one", b"", "zwei\n€", b'{"text": "3", "more": [1]}\r'])
-    assert read_all(jsonl("text"), file) == [(1, "one", COMPLETE), (3, "zwei\n€", COMPLETE), (4, "3", COMPLETE)]
 
 
 @pytest.mark.parametrize(
@@ -131,34 +134,19 @@ def test_bad_jsonl_rows(row: bytes, reason: str, max_piece_bytes: int, write_jso
     assert (rows[0][1], rows[2][1]) == ("good", "good")
 
 
-def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n{"text": "two"}\r\n')
-    assert read_all(jsonl("text"), tmp_path / "rows.jsonl") == [(1, "one", COMPLETE), (2, "two", COMPLETE)]
-
-
-def test_long_jsonl_text_is_cut_after_decoding(write_jsonl: Callable[..., Path]) -> None:
-    text = "ääääääääää\nöööööööööö\nend"
-    file = write_jsonl([text, "short"])
-    rows = read_all(jsonl("text"), file, 22)
-    expected = [(1, "ääääääääää\n", STARTS_DOCUMENT), (1, "öööööööööö\n", 0), (1, "end", ENDS_DOCUMENT)]
-    assert rows == [*expected, (2, "short", COMPLETE)]
+def gz_of(file: Path) -> Path:
+    """Write a gzip file of two members next to `file`, and return its path."""
+    return packed_by(gzip.compress, ".gz", file)
 
 
 def zst_of(file: Path) -> Path:
     """Write a file of two zstd frames next to `file`, and return its path."""
-    data = file.read_bytes()
-    packed = file.with_name(file.name + ".zst")
-    with packed.open("wb") as out:
-        for part in (data[:20], data[20:]):
-            out.write(pa.compress(part, "zstd", asbytes=True))
-    return packed
+    return packed_by(partial(pa.compress, codec="zstd", asbytes=True), ".zst", file)
 
 
-def gz_of(file: Path) -> Path:
-    """Write a gzip file of two members next to `file`, and return its path."""
-    data = file.read_bytes()
-    packed = file.with_name(file.name + ".gz")
-    packed.write_bytes(gzip.compress(data[:20]) + gzip.compress(data[20:]))
+def packed_by(pack: Callable[[bytes], bytes], suffix: str, file: Path) -> Path:
+    data, packed = file.read_bytes(), file.with_name(file.name + suffix)
+    packed.write_bytes(pack(data[:20]) + pack(data[20:]))
     return packed
 
 
@@ -191,34 +179,30 @@ def test_damaged_unpacked_data_is_unpacked_again(
     assert f"the unpacked {packed} in {content.parent} is damaged and is built again" in caplog.text
 
 
-@pytest.mark.parametrize("lines", [0, 1, 2000])
-def test_damaged_gzip_data_is_one_bad_row_after_complete_lines(lines: int, write_jsonl: Callable[..., Path]) -> None:
-    packed = gz_of(write_jsonl([f"the text of row {n}" for n in range(max(1, lines))]))
+@pytest.mark.parametrize(("pack", "kind", "kept"), [(gz_of, "gzip", 0.5), (zst_of, "zstd", 0.75)])
+@pytest.mark.parametrize("lines", [1, 5000])
+def test_damaged_compressed_data_is_one_bad_row_after_complete_lines(
+    pack: Callable[[Path], Path], kind: str, kept: float, lines: int, write_jsonl: Callable[..., Path]
+) -> None:
+    expected = [f"the text of row {n}, {n**9}" for n in range(lines)]
+    packed = pack(write_jsonl(expected))
     content = packed.read_bytes()
-    if lines:  # all lines are complete, only the checksum is wrong
-        packed.write_bytes(content[:-8] + bytes(8))
-        rows = read_all(jsonl("text"), packed)
-        assert [row for row, text, _ in rows] == [*range(1, lines + 2)]
-        assert rows[-1][1].startswith("BAD the gzip data is corrupt (CRC check failed")
-        assert rows[-1][1].endswith(f"after line {lines}")
-    packed.write_bytes(content[: len(content) // 2 if lines else 5])
-    rows = read_all(jsonl("text"), packed)
-    assert rows[-1] == (len(rows), f"BAD the gzip data ends early after line {len(rows) - 1}", COMPLETE ^ 7)
-    assert [text for _, text, _ in rows[:-1]] == [f"the text of row {n}" for n in range(len(rows) - 1)]
-    assert len(rows) > lines / 4
+    packed.write_bytes(content[: int(len(content) * kept)])
+    *found, last = read_all(jsonl("text"), packed)
+    assert last == (len(found) + 1, f"BAD the {kind} data ends early after line {len(found)}", COMPLETE ^ 7)
+    assert found == [(n + 1, text, COMPLETE) for n, text in enumerate(expected[: len(found)])]
+    assert len(found) >= lines // 4
+    size = {"gzip": 8, "zstd": 20}[kind]  # of gzip, all lines are complete, and only the checksum is wrong
+    packed.write_bytes(content[:-size] + bytes(size))
+    *found, last = read_all(jsonl("text"), packed)
+    assert last[1].startswith(f"BAD the {kind} data is corrupt (")
+    assert kind == "zstd" or [text for _, text, _ in found] == expected
 
 
-@pytest.mark.parametrize("rows", [1, 5000])
-def test_damaged_zstd_data_is_one_bad_row_after_complete_lines(rows: int, write_jsonl: Callable[..., Path]) -> None:
-    packed = zst_of(write_jsonl([f"the text of row {n}, {n**9}" for n in range(rows)]))
-    content = packed.read_bytes()
-    packed.write_bytes(content[: len(content) * 3 // 4])
-    found = read_all(jsonl("text"), packed)
-    assert found[-1] == (len(found), f"BAD the zstd data ends early after line {len(found) - 1}", COMPLETE ^ 7)
-    assert all(text.startswith(f"the text of row {n},") for n, (_, text, _) in enumerate(found[:-1]))
-    assert len(found) > rows / 4
-    packed.write_bytes(content[:-20] + bytes(20))
-    assert read_all(jsonl("text"), packed)[-1][1].startswith("BAD the zstd data is corrupt (ZSTD decompress failed")
+def test_gzip_data_that_ends_within_its_header_is_a_bad_row(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b"{}")[:5])
+    (row,) = read_all(jsonl("text"), tmp_path / "rows.jsonl.gz")
+    assert row == (1, "BAD the gzip data ends early after line 0", COMPLETE ^ 7)
 
 
 def test_a_read_error_of_compressed_data_is_not_damage() -> None:
@@ -242,11 +226,6 @@ def test_an_operating_system_error_is_not_a_bad_row(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", fail)
     with pytest.raises(OSError, match="Input/output error"):
         parquet("text").read(tmp_path / "rows.parquet", piece)
-
-
-def test_another_field(tmp_path: Path) -> None:
-    (tmp_path / "rows").write_text(json.dumps({"body": "x", "text": "y"}))
-    assert read_all(jsonl("body"), tmp_path / "rows") == [(1, "x", COMPLETE)]
 
 
 @pytest.mark.parametrize(
