@@ -26,7 +26,6 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.tools.parity.shrink import comparable_config
-from titanlite.tools.tokenize import main as tokenize
 
 
 @pytest.fixture
@@ -209,13 +208,6 @@ def test_separators_have_no_effect_on_conversations(folder: Path) -> None:
         found = ineffective(config, config, given, 1)
         assert [problem.key for problem in found] == list(keys[:count])
         assert all("not of tokens or conversations" in problem.rule for problem in found)
-
-
-def test_token_files_cannot_be_written_of_conversations(folder: Path) -> None:
-    config = folder / "config.toml"
-    config.write_text(f'[[data.sources]]\nkind = "chat"\npath = "{folder}/chat.jsonl"\n')
-    with pytest.raises(ConfigError, match="do not say which tokens are trained on"):
-        tokenize([str(config), "--out", str(folder / "tokens"), f"--tokenizer.path={folder}/tokenizer"])
 
 
 def test_a_bad_row_is_named_by_file_line_and_turn(folder: Path) -> None:

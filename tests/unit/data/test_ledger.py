@@ -118,12 +118,17 @@ def test_origins_locate_the_tokens(write_jsonl: Callable[..., Path], tokenizer: 
     assert seen > 20
 
 
-def test_the_ledger_is_printed(tmp_path: Path, capsys: Any) -> None:
-    for rank in range(2):
-        one = Ledger(tmp_path, data_rank=rank, data_degree=2)
-        for step in (1, 2):
-            one.write(step, [2 * step - 2 + rank], [Origin(0, 0, 5, rank)])
+def write_ledger(folder: Path, *, ranks: int, steps: int) -> None:
+    """One sequence per rank and step, all of piece 5, at the rank's offset."""
+    for rank in range(ranks):
+        one = Ledger(folder, data_rank=rank, data_degree=ranks)
+        for step in range(1, steps + 1):
+            one.write(step, [ranks * (step - 1) + rank], [Origin(0, 0, 5, rank)])
         one.close()
+
+
+def test_the_ledger_is_printed(tmp_path: Path, capsys: Any) -> None:
+    write_ledger(tmp_path, ranks=2, steps=2)
     ledger.main([str(tmp_path)])
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
         {"step": 1, "sequences": [[0, 0, 0, 5, 0], [1, 0, 0, 5, 1]]},
@@ -136,33 +141,20 @@ def test_the_ledger_is_printed(tmp_path: Path, capsys: Any) -> None:
         ledger.main([str(tmp_path / "none")])
 
 
-def test_a_truncated_last_line_is_skipped(tmp_path: Path) -> None:
-    """Left by a crash, or read while the run is writing."""
-    one = Ledger(tmp_path, data_rank=0, data_degree=1)
-    for step in (1, 2):
-        one.write(step, [step - 1], [Origin(0, 0, 5, 0)])
-    one.close()
+def test_a_truncated_last_line_is_skipped_and_a_damaged_line_is_named(tmp_path: Path) -> None:
+    """A line is truncated by a crash, or read while the run is writing it."""
+    write_ledger(tmp_path, ranks=1, steps=2)
     (file,) = ledger_files(tmp_path)
-    file.write_bytes(file.read_bytes()[:-9])
+    content = file.read_text()
+    file.write_text(content[:-9])
     assert list(read_ledger(tmp_path)) == [(1, [[0, 0, 0, 5, 0]])]
-
-
-def test_a_damaged_line_is_named(tmp_path: Path) -> None:
-    one = Ledger(tmp_path, data_rank=0, data_degree=1)
-    for step in (1, 2):
-        one.write(step, [step - 1], [Origin(0, 0, 5, 0)])
-    one.close()
-    (file,) = ledger_files(tmp_path)
-    file.write_text(file.read_text().replace('{"step":2', '{"step":'))
+    file.write_text(content.replace('{"step":2', '{"step":'))
     with pytest.raises(UserError, match=r"0-of-1\S*: line 2 is not JSON: .*; restore the file, or remove this line$"):
         list(read_ledger(tmp_path))
 
 
 def test_a_closed_pipe_causes_no_traceback(tmp_path: Path) -> None:
-    one = Ledger(tmp_path, data_rank=0, data_degree=1)
-    for step in range(1, 3000):
-        one.write(step, [step], [Origin(0, 0, step, 0)])
-    one.close()
+    write_ledger(tmp_path, ranks=1, steps=3000)
     command = [sys.executable, "-m", "titanlite", "ledger", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

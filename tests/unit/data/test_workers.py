@@ -73,15 +73,24 @@ def same_steps(one: Loader, other: Loader, steps: int) -> bool:
     "num_workers",
     [1, pytest.param(2, marks=pytest.mark.slow), *(pytest.param(count, marks=pytest.mark.soak) for count in (4, 9))],
 )
-def test_steps_do_not_depend_on_the_number_of_workers(make: Callable[..., Loader], num_workers: int) -> None:
+def test_steps_do_not_depend_on_the_number_of_workers_which_log_and_end(
+    make: Callable[..., Loader], num_workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
     thread, workers = make(0), make(num_workers)
     assert same_steps(thread, workers, 30)
     assert thread.bad_rows == 1
+    assert [record.getMessage()[:20] for record in caplog.records].count("skipped a bad row: /") == 2
     state = thread.state()
     for loader in (thread, workers):
         loader.next_step()
         loader.load_state(state)
     assert same_steps(thread, workers, 5)
+    processes = pids(workers)
+    workers.close()
+    assert len(processes) == num_workers
+    for pid in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def test_a_bad_row_is_raised_at_the_same_sequence_and_its_worker_exits_cleanly(
@@ -107,20 +116,6 @@ def test_a_bad_row_is_raised_at_the_same_sequence_and_its_worker_exits_cleanly(
 def pids(loader: Loader) -> list[int]:
     assert isinstance(loader._preparation, WorkerPool)
     return [worker.process.pid for worker in loader._preparation._workers]
-
-
-def test_warnings_of_workers_are_logged_and_close_stops_the_workers(
-    make: Callable[..., Loader], caplog: pytest.LogCaptureFixture
-) -> None:
-    loader = make(2)
-    while not loader.bad_rows:
-        loader.next_step()
-    assert [record.getMessage()[:20] for record in caplog.records].count("skipped a bad row: /") == 1
-    (one, other) = pids(loader)
-    loader.close()
-    for pid in (one, other):
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
 
 
 def test_a_killed_worker_is_an_immediate_error(make: Callable[..., Loader]) -> None:
