@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.distributed.program import start_command
 from tests.unit.data.conversations import TEMPLATE, write_conversations
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.data.config import DataConfig
@@ -225,12 +224,3 @@ def test_an_invalid_number(config: Path) -> None:
     for number in ("-1", "99999999999999999999"):
         with pytest.raises(UserError, match=rf"--sequences = {number}\n +rule: +from 0 to 2\^63 - 1"):
             inspect.main([str(config), "--sequences", number])
-
-
-def test_it_is_a_command(config: Path, tmp_path: Path) -> None:
-    wrong = ("--training.seq_len", "8", "--data.seed", "-1", "--tokenizer.path", "nowhere")
-    program = start_command(tmp_path, str(config), *wrong, program=("-m", "titanlite.tools.inspect"))
-    assert program.wait() == 2
-    assert program.output.startswith("titanlite: ")
-    assert "data.seed = -1" in program.output
-    assert "tokenizer.path = 'nowhere'" in program.output

@@ -206,43 +206,6 @@ def test_a_shard_ends_with_a_document(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.incomplete"))
 
 
-def remove(folder: Path) -> None:
-    (folder / "tokens-00001.npy").unlink()
-
-
-def shorten(folder: Path) -> None:
-    os.truncate(folder / "tokens-00001.npy", 300)
-
-
-def shorten_documents(folder: Path) -> None:
-    os.truncate(folder / "tokens-00001.documents", 128)
-
-
-def add(folder: Path) -> None:
-    shutil.copy(folder / "tokens-00000.npy", folder / "tokens-99999.npy")
-
-
-def spoil(folder: Path) -> None:
-    (folder / "tokens.json").write_text("{")
-
-
-def unlink_the_manifest(folder: Path) -> None:
-    """A link whose target is lost is not the same as no manifest: the files would not be verified."""
-    (folder / "tokens.json").unlink()
-    (folder / "tokens.json").symlink_to("nowhere")
-
-
-def forget_the_shards(folder: Path) -> None:
-    manifest = json.loads((folder / "tokens.json").read_text())
-    del manifest["shards"]
-    (folder / "tokens.json").write_text(json.dumps(manifest))
-
-
-def unlink_the_documents(folder: Path) -> None:
-    (folder / "tokens-00001.documents").unlink()
-    (folder / "tokens-00001.documents").symlink_to("nowhere")
-
-
 def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     """Change the manifest of a folder."""
 
@@ -254,24 +217,35 @@ def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
     return edit
 
 
+def dangle(name: str) -> Callable[[Path], None]:
+    """Replace a file by a link whose target is lost, which is not the same as no file."""
+
+    def replace(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to("nowhere")
+
+    return replace
+
+
+def remove(folder: Path) -> None:
+    (folder / "tokens-00001.npy").unlink()
+
+
 @pytest.mark.parametrize(
     ("change", "remedy"),
     [
-        (unlink_the_documents, "tokens-00001.documents is a link to a file that does not exist"),
+        (dangle("tokens-00001.documents"), "tokens-00001.documents is a link to a file that does not exist"),
+        (dangle("tokens.json"), "tokens.json is a link to a file that does not exist"),
         (edited(lambda manifest: manifest["tokenizer"].update(vocab_size=10)), "has tokens above vocab_size = 10 of"),
         (edited(lambda manifest: manifest.update(tokens=7)), "tokens.json lists a file twice or a wrong sum"),
-        (
-            edited(lambda manifest: manifest["shards"].append(manifest["shards"][0])),
-            "tokens.json lists a file twice or",
-        ),
+        (edited(lambda manifest: manifest["shards"].extend(manifest["shards"][:1])), "tokens.json lists a file twice"),
         (edited(lambda manifest: manifest.update(dtype="uint32")), "tokens of uint16 instead of "),
+        (edited(lambda manifest: manifest.pop("shards")), "tokens.json is invalid: dict is missing required key(s)"),
         (remove, "tokens-00001.npy is missing"),
-        (shorten, "tokens-00001.npy has 300 bytes instead of"),
-        (shorten_documents, "tokens-00001.documents has 128 bytes instead of"),
-        (add, "tokens-99999.npy is not listed"),
-        (spoil, "tokens.json is not JSON"),
-        (unlink_the_manifest, "tokens.json is a link to a file that does not exist"),
-        (forget_the_shards, 'tokens.json is invalid: dict is missing required key(s): "shards"'),
+        (lambda folder: os.truncate(folder / "tokens-00001.npy", 300), "tokens-00001.npy has 300 bytes instead of"),
+        (lambda folder: os.truncate(folder / "tokens-00001.documents", 128), "tokens-00001.documents has 128 bytes"),
+        (lambda folder: shutil.copy(folder / "tokens-00000.npy", folder / "tokens-99999.npy"), "99999.npy is not lis"),
+        (lambda folder: (folder / "tokens.json").write_text("{"), "tokens.json is not JSON"),
     ],
 )
 def test_a_folder_that_differs_from_its_manifest_is_refused(
@@ -375,8 +349,16 @@ def found_tokenizer(data: DataConfig) -> Tokenizer | None:
     return prepare_tokenizer(TokenizerConfig(), data.sources, vocab_size=300)
 
 
-def test_the_folder_has_the_tokenizer_with_its_bos_and_eos(config: Path, tmp_path: Path) -> None:
+def test_the_folder_has_the_tokenizer_with_its_bos_and_eos(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the printed lines, the settings that are not the defaults."""
     out = run(config, tmp_path / "out", "--tokenizer.bos", "the", "--tokenizer.eos", "a", "--data.add_bos")
+    printed = capsys.readouterr().out
+    assert tomllib.loads(printed[printed.index("[model]") :]) == {
+        "model": {"vocab_size": 300},
+        "data": {"add_bos": True, "sources": [{"kind": "tokens", "path": str(out)}]},
+    }
     found = found_tokenizer(data_of(out, add_bos=True))
     assert found is not None
     manifest = json.loads((out / "tokens.json").read_text())
@@ -423,25 +405,12 @@ def test_settings_that_differ_from_those_of_the_token_files(
     assert (problem.key, problem.value) == ("validation.sources.1.path", str(other))
 
 
-def replace_tokenizer(folder: Path) -> None:
-    train_bpe(iter(["other words"]), 280, folder)
-
-
-def spoil_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text("{")
-
-
-def unlink_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer.json").symlink_to("nowhere")
-
-
 @pytest.mark.parametrize(
     ("change", "remedy"),
     [
-        (replace_tokenizer, "write or copy the entire folder again"),
-        (spoil_tokenizer, "is not a readable tokenizer.json: "),
-        (unlink_tokenizer, "is not a readable tokenizer.json: "),
+        (lambda folder: train_bpe(iter(["other words"]), 280, folder), "write or copy the entire folder again"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), "is not a readable tokenizer.json: "),
+        (dangle("tokenizer.json"), "is not a readable tokenizer.json: "),
     ],
 )
 def test_a_tokenizer_that_did_not_write_the_files(
@@ -452,17 +421,6 @@ def test_a_tokenizer_that_did_not_write_the_files(
     problem = only_problem(data_of(out))
     assert (problem.key, problem.value) == ("data.sources.0.path", str(out))
     assert remedy in problem.remedy
-
-
-def test_the_printed_lines_have_settings_that_are_not_the_defaults(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = run(config, tmp_path / 'a "b"', "--tokenizer.bos", "the", "--data.add_bos")
-    printed = capsys.readouterr().out
-    assert tomllib.loads(printed[printed.index("[model]") :]) == {
-        "model": {"vocab_size": 300},
-        "data": {"add_bos": True, "sources": [{"kind": "tokens", "path": str(out)}]},
-    }
 
 
 def test_the_tokenizer_of_token_files_is_part_of_the_fingerprint(config: Path, tmp_path: Path) -> None:
