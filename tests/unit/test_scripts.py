@@ -121,19 +121,16 @@ def test_complete_active_python_runs_the_launcher_without_set_up(checkout: Check
     assert not checkout.venv.exists()
 
 
-def test_called_through_a_symlink(checkout: Checkout) -> None:
-    link = checkout.cwd / "go"
-    link.symlink_to(checkout.repo / "run_train.sh")
-    done = subprocess.run([link], env=checkout.environment, capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("command", [["./run_train.sh"], ["bash", "run_train.sh"], ["elsewhere/go"]])
+def test_the_run_knows_how_the_script_was_called(checkout: Checkout, command: list[str]) -> None:
+    (checkout.repo / "elsewhere").mkdir()
+    (checkout.repo / "elsewhere" / "go").symlink_to(checkout.repo / "run_train.sh")
+    done = subprocess.run(
+        command, cwd=checkout.repo, env=checkout.environment, capture_output=True, text=True, timeout=60
+    )
     assert str(checkout.repo / "configs" / "quickstart.toml") in done.stdout
-
-
-def test_the_run_knows_how_the_script_was_called(checkout: Checkout) -> None:
-    for command in (["./run_train.sh"], ["bash", "run_train.sh"]):
-        done = subprocess.run(
-            command, cwd=checkout.repo, env=checkout.environment, capture_output=True, text=True, timeout=60
-        )
-        assert done.stdout.splitlines()[-1] == "TITANLITE_RUN_TRAIN=./run_train.sh"
+    shown = command[-1] if "/" in command[-1] else "./run_train.sh"
+    assert done.stdout.splitlines()[-1] == f"TITANLITE_RUN_TRAIN={shown}"
 
 
 @pytest.mark.parametrize(
@@ -146,17 +143,22 @@ def test_config_file_by_variable_and_by_command_line(checkout: Checkout, own: li
     assert "other.toml" not in lines
 
 
-def test_nodes(checkout: Checkout) -> None:
-    lines = checkout.launched(NNODES="2", NODE_RANK="1", RDZV_ENDPOINT="node0:29500", NGPU="1")
-    rendezvous = ["--rdzv-backend=static", "--rdzv-endpoint=node0:29500"]
-    assert lines[1:6] == ["--nnodes=2", "--node-rank=1", *rendezvous, "--"]
-    assert checkout.launched(NNODES="1", NODE_RANK="0")[1] == "--"
+STATIC = {"NNODES": "2", "NODE_RANK": "1", "RDZV_ENDPOINT": "a:1", "NGPU": "1"}
+ELASTIC = {"NNODES": "1:4", "RDZV_ENDPOINT": "a:1", "MAX_RESTARTS": "7", "NGPU": "1"}
 
 
-def test_a_number_of_nodes_that_may_change(checkout: Checkout) -> None:
-    lines = checkout.launched(NNODES="1:4", RDZV_ENDPOINT="node0:29500", MAX_RESTARTS="7", NGPU="1")
-    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500", "--rdzv-id=node0:29500"]
-    assert lines[1:7] == ["--nnodes=1:4", *rendezvous, "--max-restarts=7", "--"]
+@pytest.mark.parametrize(
+    ("variables", "arguments"),
+    [
+        (STATIC, "--nnodes=2 --node-rank=1 --rdzv-backend=static --rdzv-endpoint=a:1"),
+        ({"NNODES": "1", "NODE_RANK": "0"}, ""),
+        (ELASTIC, "--nnodes=1:4 --rdzv-backend=c10d --rdzv-endpoint=a:1 --rdzv-id=a:1 --max-restarts=7"),
+    ],
+)
+def test_nodes(checkout: Checkout, variables: dict[str, str], arguments: str) -> None:
+    """Also a number of nodes that may change."""
+    lines = checkout.launched(**variables)
+    assert lines[1 : lines.index("--")] == arguments.split()
 
 
 @pytest.mark.parametrize(
@@ -272,11 +274,6 @@ def test_missing_venv_module_names_the_package(checkout: Checkout) -> None:
     assert not (checkout.repo / ".venv.incomplete").exists()
 
 
-def test_python_variable_takes_precedence(checkout: Checkout) -> None:
-    other = executable(checkout.cwd / "other" / "python3", PYTHON)
-    assert checkout.launched(PYTHON="other/python3")[0] == str(other)
-
-
 def test_test_script(checkout: Checkout) -> None:
     done = checkout.run("-m", "not slow", script="scripts/test.sh")
     assert done.stdout == f"pytest in {checkout.repo}, OMP_NUM_THREADS=1\n"
@@ -319,6 +316,7 @@ def test_untested_python_is_used_with_a_warning(checkout: Checkout) -> None:
 
 def test_a_python_has_its_own_environment(checkout: Checkout) -> None:
     other = executable(checkout.cwd / "other" / "python3", PYTHON)
+    assert checkout.launched(PYTHON="other/python3")[0] == str(other)
     (other.parent / "missing").write_text("torch")
     for creates in (True, False):
         done = checkout.run(script="scripts/test.sh", PYTHON=str(other), VENV=".venv-3.12")
