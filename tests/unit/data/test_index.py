@@ -16,7 +16,7 @@ from titanlite.data.corpus import PieceIndex
 from titanlite.data.kinds import text_sources
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.text import Text
-from titanlite.runtime.cache import built_once, cache_folder
+from titanlite.runtime.cache import built_once, cache_folder, content_key
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.launch import fork_context
 
@@ -176,3 +176,19 @@ def test_the_error_for_an_unwritable_cache_names_the_variable(tmp_path: Path) ->
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="TITANLITE_CACHE"):
         built_once(tmp_path / "file" / "thing", "a thing", slow_build)
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secret.txt").write_text("x")
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("no permission")
+
+    monkeypatch.setattr(Text, "scan", refuse)
+    with pytest.raises(UserError, match=r"secret\.txt cannot be read: no permission$"):
+        open_index(SourceConfig(kind="text", path=str(tmp_path / "secret.txt")), 1000)
+
+
+def test_keys_change_with_the_facts() -> None:
+    facts = [["pieces", 1], ["pieces", 2], ["pieces", "1"], ["pieces", 1, None]]
+    assert len({content_key(fact) for fact in facts}) == len(facts)
