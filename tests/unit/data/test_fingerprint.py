@@ -166,33 +166,35 @@ def test_an_edit_between_sampled_blocks_is_not_detected(corpus: Path) -> None:
     assert f"bytes {29 + LARGE:,} -> {30 + LARGE:,}; content differs" in found
 
 
-def test_only_settings_that_determine_tokens_count(corpus: Path) -> None:
-    before = text_data(corpus)
-    for change, expected in (
-        ({"seed": 1234}, "seed 0 -> 1234"),
-        ({"max_piece_bytes": 2000}, "max_piece_bytes 1000 -> 2000"),
-        ({"add_bos": True}, "add_bos false -> true"),
-        ({"add_eos": False}, "add_eos true -> false"),
-    ):
-        assert lines(before, replace(before, **change)) == [expected]
-    assert lines(before, replace(before, shuffle=False)) == ["shuffle true -> false", "seed 0 -> null"]
-    for change in ({"on_bad_row": "skip"}, {"max_bad_rows": 3}, {"num_streams": 8}):
-        assert lines(before, replace(before, **change)) == []
-    assert lines(replace(before, shuffle=False), replace(before, shuffle=False, seed=1)) == []
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ({}, {"seed": 1234}, ["seed 0 -> 1234"]),
+        ({}, {"max_piece_bytes": 2000}, ["max_piece_bytes 1000 -> 2000"]),
+        ({}, {"add_bos": True}, ["add_bos false -> true"]),
+        ({}, {"add_eos": False}, ["add_eos true -> false"]),
+        ({}, {"shuffle": False}, ["shuffle true -> false", "seed 0 -> null"]),
+        ({}, {"on_bad_row": "skip", "max_bad_rows": 3, "num_streams": 8}, []),
+        ({"shuffle": False}, {"shuffle": False, "seed": 1}, []),
+    ],
+)
+def test_only_settings_that_determine_tokens_count(
+    before: dict[str, Any], after: dict[str, Any], expected: list[str], corpus: Path
+) -> None:
+    assert lines(text_data(corpus, **before), text_data(corpus, **after)) == expected
 
 
-def test_settings_of_a_source(corpus: Path, write_jsonl: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "key", "default", "other"), [("text", "document", "file", "line"), ("jsonl", "field", "text", "body")]
+)
+def test_settings_of_a_source(kind: Any, key: str, default: str, other: str, write_jsonl: Callable[..., Path]) -> None:
+    rows = write_jsonl(["one"])
+
     def section_of(**facts: Any) -> DataConfig:
-        return text_data(corpus, sources=(SourceConfig(**facts),))
+        return text_data(rows, sources=(SourceConfig(kind=kind, path=str(rows), name="rows", **facts),))
 
-    text = {"kind": "text", "path": str(corpus)}
-    assert lines(section_of(**text), section_of(**text, document="file")) == []
-    assert lines(section_of(**text), section_of(**text, document="line")) == [
-        f'source 0 (text {corpus}): document "file" -> "line"'
-    ]
-    rows = {"kind": "jsonl", "path": str(write_jsonl(["one"])), "name": "rows"}
-    assert lines(section_of(**rows), section_of(**rows, field="text")) == []
-    assert lines(section_of(**rows), section_of(**rows, field="body")) == ['source 0 (rows): field "text" -> "body"']
+    assert lines(section_of(), section_of(**{key: default})) == []
+    assert lines(section_of(), section_of(**{key: other})) == [f'source 0 (rows): {key} "{default}" -> "{other}"']
 
 
 def test_text_settings_do_not_apply_to_token_files(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from tests.unit.data.fake_corpus import FakeCorpus, expected_sequences, permutation_of
 from tests.unit.data.ranks import Ranks, build
-from titanlite.batch import IGNORE_INDEX, rows_and_tokens
+from titanlite.batch import IGNORE_INDEX, Batch, rows_and_tokens
 from titanlite.data import preparation
 from titanlite.data.check import check_data
 from titanlite.data.config import DataConfig
@@ -236,34 +236,21 @@ def test_sources_of_the_same_name_are_numbered(write_jsonl: Callable[..., Path],
 
 
 def test_documents_end_with_eos_and_labels_cross_it(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
-    source = write_words(write_jsonl, 12)
-    section = DataConfig(num_streams=1, max_piece_bytes=1000, shuffle=False, sources=(source,))
+    """The pieces of a long document have no separators between them."""
+    line, words = "the model reads\n", [" ".join(WORDS[n:]) for n in range(6)]
+    source = SourceConfig(kind="jsonl", path=str(write_jsonl([line * 20, *words])), epochs=1)
+    section = DataConfig(num_streams=1, max_piece_bytes=3 * len(line), shuffle=False, sources=(source,))
     loader = build(section, tokenizer, global_batch_size=1, local_batch_size=1)
-    rows = [loader.next_step()[0] for _ in range(4)]
-    loader.close()
-    tokens = torch.cat([row.tokens[0] for row in rows]).tolist()
-    expected = []
-    for n in range(12):
-        expected += [*tokenizer.encode(" ".join(WORDS[n % 6 :] + WORDS[: n % 6]) + f" {n}"), tokenizer.eos_id]
-    assert tokens == expected[:64]
-    assert torch.cat([row.labels[0] for row in rows]).tolist() == expected[1:65]
-
-
-def test_the_parts_of_a_long_document_have_no_separators(
-    write_jsonl: Callable[..., Path], tokenizer: Tokenizer
-) -> None:
-    text = "the model reads\n" * 20
-    source = SourceConfig(kind="jsonl", path=str(write_jsonl([text])), epochs=1)
-    section = DataConfig(num_streams=1, max_piece_bytes=50, shuffle=False, sources=(source,))
-    loader = build(section, tokenizer, global_batch_size=1, local_batch_size=1)
-    tokens: list[int] = []
+    rows: list[Batch] = []
     while not loader.ended[0]:
-        ((inputs, labels, *_),) = loader.next_step()
-        tokens += [*inputs[0][:1].tolist()] * (not tokens) + labels[labels != IGNORE_INDEX].tolist()
+        rows += loader.next_step()
     loader.close()
-    assert tokens.count(tokenizer.eos_id) == 1
-    assert tokens[-1] == tokenizer.eos_id
-    assert tokenizer.decode(tokens[:-1]) == text
+    expected = [*tokenizer.encode(line * 3) * 6, *tokenizer.encode(line * 2), tokenizer.eos_id]
+    for text in words:
+        expected += [*tokenizer.encode(text), tokenizer.eos_id]
+    tokens, labels = (torch.cat([row[n][0] for row in rows]).tolist() for n in range(2))
+    assert tokens[: len(expected) - 1] == expected[:-1]
+    assert [label for label in labels if label != IGNORE_INDEX] == expected[1:]
 
 
 def test_fewer_pieces_than_streams_are_shared_over_the_epochs(

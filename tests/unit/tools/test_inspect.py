@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.unit.data.conversations import TEMPLATE, write_conversations
+from tests.unit.data.ranks import build
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.data.config import DataConfig
-from titanlite.data.loader import build_loader
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
@@ -74,16 +74,7 @@ def test_a_sample_is_marked_and_about_right(
 
 def training_batches(section: DataConfig, tokenizer: Tokenizer, steps: int) -> list[Batch]:
     """The batches of the first steps, of one sequence each."""
-    loader = build_loader(
-        section,
-        tokenizer,
-        seq_len=16,
-        vocab_size=300,
-        global_batch_size=2,
-        local_batch_size=1,
-        data_rank=0,
-        data_degree=1,
-    )
+    loader = build(section, tokenizer, global_batch_size=2)
     batches = [batch for _ in range(steps) for batch in loader.next_step()]
     loader.close()
     return batches

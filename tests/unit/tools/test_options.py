@@ -56,18 +56,18 @@ class Options:
 
 
 @pytest.mark.parametrize(
-    "spelling", ["--num-steps 7 --all-of-it", "--num_steps 7 --all_of_it", "--num-steps=7 --all-of-it"]
+    ("arguments", "options"),
+    [
+        ("a.toml --num-steps 7 --all-of-it", Options("a.toml", 7, all_of_it=True)),
+        ("a.toml --num_steps 7 --all_of_it", Options("a.toml", 7, all_of_it=True)),
+        ("--num-steps=7 a.toml --all-of-it", Options("a.toml", 7, all_of_it=True)),
+        ("a.toml --word b --word c", Options("a.toml", word=("b", "c"))),
+        ("a.toml --rate -1 --word=-x --word=--y", Options("a.toml", rate=-1.0, word=("-x", "--y"))),
+    ],
 )
-def test_hyphens_and_underscores_are_the_same(spelling: str) -> None:
-    assert read_options(Options, ["a.toml", *spelling.split()], "test") == Options("a.toml", 7, 0.5, "cpu", True)
-
-
-def test_an_option_of_several_values_is_repeated() -> None:
-    assert read_options(Options, ["a.toml", "--word", "b", "--word", "c"], "test").word == ("b", "c")
-
-
-def test_options_may_stand_before_the_configuration() -> None:
-    assert read_options(Options, ["--num-steps", "7", "a.toml"], "test") == Options("a.toml", 7)
+def test_options_are_read(arguments: str, options: Options) -> None:
+    """With hyphens or underscores, before or after the configuration; repeated for several values."""
+    assert read_options(Options, arguments.split(), "test") == options
 
 
 def test_overrides_of_the_configuration_are_passed_on() -> None:
@@ -111,11 +111,6 @@ def test_a_usage_error_is_a_short_text(argv: list[str], words: list[str]) -> Non
     text = str(caught.value)
     assert [word for word in words if word not in text] == []
     assert len(text.splitlines()) <= len(words) + 1
-
-
-def test_a_value_may_start_with_a_hyphen_after_equals() -> None:
-    argv = ["a.toml", "--rate", "-1", "--word=-x", "--word=--y"]
-    assert read_options(Options, argv, "test") == Options("a.toml", rate=-1.0, word=("-x", "--y"))
 
 
 def test_help_is_printed_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
