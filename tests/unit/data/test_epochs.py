@@ -79,7 +79,8 @@ def test_a_streamed_source_counts_files(
     (tmp_path / "dataset").mkdir()
     for name in "ab":
         write_jsonl([SENTENCE] * 9, f"dataset/train-{name}.jsonl")
-    source = SourceConfig("hf", str(tmp_path / "dataset"), epochs=2)
+    source = SourceConfig("hf", str(tmp_path / "dataset"), epochs=2, name="rows")
+    assert describe(tokenizer, source) == "rows: the number of tokens is unknown"
     section = DataConfig(num_streams=num_streams, max_piece_bytes=64, sources=(source,))
     ranks = build_ranks(section, tokenizer, 1, global_batch_size=num_streams)
     found = []
@@ -124,13 +125,3 @@ def test_large_texts_are_estimated(
     found = describe(tokenizer, SourceConfig("jsonl", str(file), name="text"))
     count = 1003 * (len(tokenizer.encode_batch([SENTENCE])[0]) + 1)
     assert found.startswith(f"text: about {round(count, 3 - len(str(count))):,} tokens, read ")
-
-
-@pytest.mark.usefixtures("hugging_face_home")
-def test_the_size_of_a_streamed_source_is_unknown(
-    write_jsonl: Callable[..., Path], tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    (tmp_path / "dataset").mkdir()
-    write_jsonl([SENTENCE], "dataset/train.jsonl")
-    source = SourceConfig("hf", str(tmp_path / "dataset"), name="rows")
-    assert describe(tokenizer, source) == "rows: the number of tokens is unknown"

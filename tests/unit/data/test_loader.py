@@ -201,20 +201,7 @@ class CountingCorpus(FakeCorpus):
         return super().fetch(pieces)
 
 
-def test_a_thread_prepares_at_most_two_steps_ahead(make: Any, corpus: FakeCorpus) -> None:
-    counting = CountingCorpus()
-    corpus.__dict__, corpus.__class__ = counting.__dict__, CountingCorpus  # type: ignore[assignment]
-    loader = make()
-    loader.next_step()
-    prepared = 0
-    while prepared != (prepared := len(counting.fetched)) or prepared < 3 * STREAMS:
-        time.sleep(0.05)
-    assert loader._preparation.next_sequence == 3 * 8
-    assert counting.threads == {"titanlite-data"}
-    assert loader.state()[:, 3].tolist() == [1] * STREAMS
-
-
-def test_wait_time_is_measured(make: Any, corpus: FakeCorpus) -> None:
+def test_a_thread_prepares_at_most_two_steps_ahead_and_waiting_is_measured(make: Any, corpus: FakeCorpus) -> None:
     counting = CountingCorpus()
     corpus.__dict__, corpus.__class__ = counting.__dict__, CountingCorpus  # type: ignore[assignment]
     counting.gate.clear()
@@ -222,6 +209,12 @@ def test_wait_time_is_measured(make: Any, corpus: FakeCorpus) -> None:
     loader = make()
     loader.next_step()
     assert 0.1 < loader.wait_s < 3
+    prepared = 0
+    while prepared != (prepared := len(counting.fetched)) or prepared < 3 * STREAMS:
+        time.sleep(0.05)
+    assert loader._preparation.next_sequence == 3 * 8
+    assert counting.threads == {"titanlite-data"}
+    assert loader.state()[:, 3].tolist() == [1] * STREAMS
 
 
 def write_words(write_jsonl: Callable[..., Path], rows: int) -> SourceConfig:
