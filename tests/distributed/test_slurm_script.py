@@ -1,4 +1,4 @@
-"""scripts/slurm.sbatch as Slurm runs it, with two nodes on this machine: srun and scontrol are stubs."""
+"""scripts/slurm.sbatch with stubs of srun, scontrol and the launchers of two nodes. tests/cluster has a real Slurm."""
 
 import os
 import re
@@ -6,14 +6,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.program import CONFIG, PATIENCE_S, REPOSITORY, Program, clean_environment, free_port, read
-from tests.distributed.recovered import SETTINGS, SHORT_STEPS, Undisturbed, assert_matches_undisturbed, starts
+from tests.distributed.program import PATIENCE_S, REPOSITORY, Program, clean_environment
 from tests.distributed.test_restarts import wait_until
 
 SCRIPT = REPOSITORY / "scripts" / "slurm.sbatch"
@@ -22,7 +20,7 @@ NODES = 2
 # Like Slurm's srun: one task per node; forwards SIGUSR1, kills tasks on SIGTERM, exits with the largest exit code.
 SRUN = f"""#!{sys.executable}
 import os, signal, subprocess, sys
-start = sys.argv.index(os.environ["PYTHON"])
+start = sys.argv.index("bash")
 tasks = []
 def forward(number):
     for task in tasks:
@@ -48,9 +46,15 @@ print("node ended:", *signals, code, flush=True)
 sys.exit(code)
 """
 SCONTROL = """#!/usr/bin/env bash
-echo "scontrol $*" >>"$SCONTROL_LOG"
-[[ "$1 $2" != "show hostnames" ]] || printf '%s\\n' 127.0.0.1 node1
+case "$1 $2" in
+"show hostnames") printf '%s\\n' 127.0.0.1 node1 ;;
+"show job") echo "JobId=$4 JobName=titanlite $(cat "$FACTS") Partition=all" ;;
+*) echo "$*" >>"$REQUEUES" ;;
+esac
 """
+NOT_PREEMPTED = "JobState=RUNNING Reason=None PreemptTime=None"
+PREEMPTED = "JobState=RUNNING Reason=None PreemptTime=2026-03-01T12:00:00"
+CANCELLED = "JobState=COMPLETING Reason=None PreemptTime=None"
 
 
 def executable(path: Path, text: str) -> None:
@@ -63,33 +67,40 @@ Start = Callable[..., Program]
 
 @pytest.fixture
 def start_job(tmp_path: Path) -> Iterator[Start]:
-    """Starts the script with arguments, and ends what is left; tmp_path / "scontrol" lists its calls of scontrol."""
+    """Starts the script with arguments, and ends what is left; tmp_path / "requeues" has the job's requeues."""
     (tmp_path / "bin").mkdir()
     executable(tmp_path / "bin" / "srun", SRUN)
     executable(tmp_path / "bin" / "scontrol", SCONTROL)
     executable(tmp_path / "bin" / "node", NODE)
+    (tmp_path / "titanlite").symlink_to(REPOSITORY / "titanlite")  # as in a checkout
     output = tmp_path / "output"
     started: list[Program] = []
 
-    def start(*arguments: str, python: str = str(tmp_path / "bin" / "node")) -> Program:
+    def start(*arguments: str, facts: str = NOT_PREEMPTED, **variables: str) -> Program:
+        (tmp_path / "facts").write_text(facts)
         environment = {
             "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-            "PYTHON": python,
-            "PYTHONPATH": str(REPOSITORY),
-            "OMP_NUM_THREADS": "1",
-            "SCONTROL_LOG": str(tmp_path / "scontrol"),
-            "SLURM_JOB_ID": str(free_port()),  # unlikely to be used by another test at the same time
+            "PYTHON": str(tmp_path / "bin" / "node"),
+            "FACTS": str(tmp_path / "facts"),
+            "REQUEUES": str(tmp_path / "requeues"),
+            "SLURM_JOB_ID": "77",
             "SLURM_JOB_NODELIST": "node[0-1]",
             "SLURM_JOB_NUM_NODES": str(NODES),
+            "SLURMD_NODENAME": "node1",
             "TITANLITE_CACHE": str(tmp_path / "cache"),
         }
         with output.open("wb") as file:
-            command = ["bash", str(SCRIPT), *arguments]
             process = subprocess.Popen(
-                command, cwd=tmp_path, env=clean_environment() | environment, stdout=file, stderr=subprocess.STDOUT
+                ["bash", str(SCRIPT), *arguments],
+                cwd=tmp_path,
+                env=clean_environment() | environment | variables,
+                stdout=file,
+                stderr=subprocess.STDOUT,
             )
-        started.append(Program(process, tmp_path, output))
-        return started[-1]
+        program = Program(process, tmp_path, output)
+        started.append(program)
+        wait_until(lambda: len(nodes(program, "started")) == NODES, program, PATIENCE_S)
+        return program
 
     yield start
     for program in started:
@@ -98,124 +109,85 @@ def start_job(tmp_path: Path) -> Iterator[Start]:
         program.process.wait()
 
 
-@pytest.fixture
-def job(tmp_path: Path, start_job: Start) -> Program:
-    """A training of SHORT_STEPS steps."""
-    config = tmp_path / "config.toml"
-    config.write_text(CONFIG)
-    arguments = ["--job.config_file", str(config), "--job.dump_folder", str(tmp_path / "out"), *SETTINGS]
-    arguments += ["--training.steps", str(SHORT_STEPS), "--checkpoint.interval", "2"]
-    return start_job(*arguments, python=sys.executable)
-
-
 def nodes(program: Program, event: str) -> list[str]:
     return re.findall(f"^node {event}: (.*)$", program.output, re.MULTILINE)
 
 
-def terminate_nodes(job: Program) -> None:
-    for pid in job.processes():
-        command = read(Path(f"/proc/{pid}/cmdline"))  # srun's arguments include those of torchrun
-        if "titanlite.torchrun" in command and "/srun" not in command and pid not in job.ranks().values():
-            os.kill(pid, signal.SIGTERM)
-
-
-@pytest.fixture
-def running(start_job: Start) -> Program:
-    """A job whose nodes have started."""
-    program = start_job("my.toml", "--training.steps", "9")
-    wait_until(lambda: len(nodes(program, "started")) == NODES, program, PATIENCE_S)
-    return program
-
-
 def requeues(job: Program) -> list[str]:
-    calls = (job.workplace / "scontrol").read_text().splitlines()
-    return [call for call in calls if not call.startswith("scontrol show hostnames node[0-1]")]
+    file = job.workplace / "requeues"
+    return file.read_text().splitlines() if file.exists() else []
 
 
-def wait_until_all_gone(job: Program) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while job.processes():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def test_each_node_starts_torchrun_and_the_job_ends_with_them(running: Program) -> None:
-    for command in nodes(running, "started"):
-        assert command.startswith(f"-m titanlite.torchrun --nnodes={NODES} --nproc-per-node=1 --rdzv-backend=c10d ")
+def test_each_node_starts_torchrun_and_the_job_ends_with_them(start_job: Start) -> None:
+    job = start_job("my.toml", "--training.steps", "9", SLURM_GPUS_ON_NODE="4")
+    for command in nodes(job, "started"):
+        assert command.startswith(f"-m titanlite.torchrun --nnodes={NODES} --nproc-per-node=4 --rdzv-backend=c10d ")
         assert command.endswith(" -m titanlite.train my.toml --training.steps 9")
-    (running.workplace / "end").write_text("0")
-    assert running.wait() == 0
-    assert requeues(running) == []
-
-
-def test_a_failed_job_ends_with_its_exit_code_and_is_not_requeued(running: Program) -> None:
-    (running.workplace / "end").write_text("2")
-    assert running.wait() == 2
-    assert requeues(running) == []
-
-
-def test_a_warned_job_is_requeued_after_its_nodes_have_ended(running: Program) -> None:
-    running.process.send_signal(signal.SIGUSR1)
-    assert running.wait() == 3
-    assert nodes(running, "ended") == ["SIGUSR1 3"] * NODES
-    assert running.output.endswith(f"requeueing job {requeues(running)[0].removeprefix('scontrol requeue ')}\n")
-    assert len(requeues(running)) == 1
-
-
-def test_a_job_that_finishes_after_its_warning_is_not_requeued(running: Program) -> None:
-    (running.workplace / "end").write_text("0")
-    running.process.send_signal(signal.SIGUSR1)
-    assert running.wait() == 0
-    assert requeues(running) == []
-
-
-def test_a_preempted_job_waits_for_its_nodes_and_is_not_requeued(running: Program) -> None:
-    """Slurm sends the signal to the script and to the nodes."""
-    running.process.send_signal(signal.SIGTERM)
-    terminate_nodes(running)
-    assert running.wait() == 3
-    assert nodes(running, "ended") == ["SIGTERM 3"] * NODES
-    assert requeues(running) == []
-
-
-@pytest.mark.soak
-def test_two_nodes_finish_training_after_a_killed_rank(job: Program, undisturbed: Undisturbed) -> None:
-    job.wait_for(r" 3/\d")
-    assert sorted(job.ranks()) == [0, 1]
-    os.kill(job.ranks()[1], signal.SIGKILL)
-    assert job.wait() == 0, job.output
-    first, second = starts(job.output)
-    assert first == 0 < second
-    assert job.output.count(f"Done: {SHORT_STEPS} steps") == 1
+    (job.workplace / "end").write_text("0")
+    assert job.wait() == 0
     assert requeues(job) == []
-    assert_matches_undisturbed(job.workplace / "out", SHORT_STEPS, undisturbed(SHORT_STEPS))
 
 
-@pytest.mark.soak
-def test_job_is_requeued_after_the_warning_and_the_end_of_its_ranks(job: Program) -> None:
-    job.wait_for(r" 3/\d")
-    job.process.send_signal(signal.SIGUSR1)
-    assert job.wait() != 0
-    (job_id,) = re.findall(r"requeueing job (\d+)", job.output)
-    assert requeues(job) == [f"scontrol requeue {job_id}"]
-    wait_until_all_gone(job)
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({}, "slurm: Slurm gave this job no GPUs, so each node starts one process (sbatch --gpus-per-node=N)"),
+        ({"PROCESSES": "2", "SLURM_GPUS_ON_NODE": "4"}, "slurm: node1 has 4 GPUs, of which 2 are used"),
+    ],
+)
+def test_unused_gpus_are_named(start_job: Start, variables: dict[str, str], message: str) -> None:
+    job = start_job(**variables)
+    (job.workplace / "end").write_text("0")
+    assert job.wait() == 0
+    assert message in job.output
 
 
-@pytest.mark.soak
-def test_preempted_job_waits_for_its_ranks_and_does_not_requeue(job: Program) -> None:
-    job.wait_for(r" 3/\d")
-    job.process.send_signal(signal.SIGTERM)
-    terminate_nodes(job)
-    assert job.wait() != 0
-    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in (job.workplace / "out" / "run.json").read_text()
-    assert job.output.count("closing signal SIGTERM") == NODES
-    assert requeues(job) == []
-    wait_until_all_gone(job)
+WARN, TERMINATE = signal.SIGUSR1, signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("facts", "signals", "code", "requeued"),
+    [
+        pytest.param(NOT_PREEMPTED, (), 2, False, id="a failure"),
+        pytest.param(NOT_PREEMPTED, (WARN,), 3, True, id="time limit"),
+        pytest.param(NOT_PREEMPTED, (WARN,), 0, False, id="finished after the warning"),
+        pytest.param(PREEMPTED, (), 3, True, id="preemption with GraceTime, of which the script hears nothing"),
+        pytest.param(PREEMPTED, (TERMINATE,), 3, True, id="preemption without"),
+        pytest.param(PREEMPTED, (), 0, False, id="finished in the GraceTime"),
+        pytest.param(CANCELLED, (WARN,), 3, False, id="cancelled during the save"),
+        pytest.param("", (WARN,), 3, False, id="unknown to Slurm"),
+    ],
+)
+def test_a_job_is_requeued_if_slurm_stopped_it(
+    start_job: Start, facts: str, signals: tuple[int, ...], code: int, requeued: bool
+) -> None:
+    """The script waits for its nodes, which a signal does not end at once."""
+    job = start_job(facts=facts)
+    for number in signals:
+        job.process.send_signal(number)
+    if WARN not in signals or code == 0:
+        (job.workplace / "end").write_text(str(code))
+    assert job.wait() == code
+    assert [ended.split()[-1] for ended in nodes(job, "ended")] == [str(code)] * NODES
+    assert requeues(job) == ["requeue 77"] * requeued
+
+
+def test_a_task_of_an_array_is_requeued_alone(start_job: Start) -> None:
+    job = start_job(facts=PREEMPTED, SLURM_ARRAY_JOB_ID="77", SLURM_ARRAY_TASK_ID="5")
+    (job.workplace / "end").write_text("3")
+    assert job.wait() == 3
+    assert requeues(job) == ["requeue 77_5"]
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck")
 def test_shellcheck_finds_nothing() -> None:
-    scripts = [SCRIPT, REPOSITORY / "run_train.sh", REPOSITORY / ".ci" / "run", *(REPOSITORY / "scripts").glob("*.sh")]
+    scripts = [
+        SCRIPT,
+        REPOSITORY / "titanlite" / "runtime" / "slurm.sh",
+        REPOSITORY / "run_train.sh",
+        REPOSITORY / ".ci" / "run",
+        *(REPOSITORY / "scripts").glob("*.sh"),
+    ]
     done = subprocess.run(["shellcheck", "-x", *scripts], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.stdout == ""
     assert done.returncode == 0

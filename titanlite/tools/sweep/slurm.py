@@ -4,10 +4,14 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from titanlite.config.files import CONFIG_FILE
 from titanlite.tools.sweep.combinations import Run
 from titanlite.tools.sweep.training import describe
+
+LAUNCH = Path(__file__).parents[2] / "runtime" / "slurm.sh"
+"""What scripts/slurm.sbatch sources, too; the nodes see this installation."""
 
 HEAD = """\
 #!/usr/bin/env bash
@@ -30,7 +34,7 @@ HEAD = """\
 #SBATCH --signal=B:USR1@300
 set -euo pipefail
 cd {folder}
-python={python}
+export PYTHON={python}
 
 case $SLURM_ARRAY_TASK_ID in
 """
@@ -42,38 +46,10 @@ BODY = """\
     ;;
 esac
 
-# From here on as scripts/slurm.sbatch, which explains it.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240
-mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-port=$((10000 + SLURM_JOB_ID % 20000))
-torchrun=(
-    "$python" -m titanlite.torchrun
-    --nnodes="$SLURM_JOB_NUM_NODES"
-    --nproc-per-node="${{SLURM_GPUS_ON_NODE:-{processes}}}"
-    --rdzv-backend=c10d
-    --rdzv-endpoint="${{hosts[0]}}:$port"
-    --rdzv-id="$SLURM_JOB_ID"
-    --max-restarts=10
-    "--log-dir=logs/$SLURM_JOB_ID"
-    --tee=3
-)
-srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 \\
-    "${{torchrun[@]}}" -m titanlite.train "${{run[@]}}" &
-step=$!
-
-warned=false signalled=true
-trap 'warned=true signalled=true; kill -USR1 "$step"' USR1
-trap 'signalled=true' TERM
-while $signalled; do
-    signalled=false status=0
-    wait "$step" || status=$?
-done
-
-if $warned && ((status != 0)); then
-    echo "titanlite sweep: stopped before the time limit; requeueing job $SLURM_JOB_ID" >&2
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$status"
+export PROCESSES=${{SLURM_GPUS_ON_NODE:-{processes}}}
+# shellcheck source=/dev/null
+source {launch}
+train "${{run[@]}}"
 """
 
 
@@ -92,4 +68,4 @@ def array_script(runs: Sequence[Run], *, script: str, processes: int) -> str:
     for number, run in enumerate(runs):
         shown = "".join(char if char.isprintable() else " " for char in describe(run))
         text += f"{number}) # {shown}\n    run=({shlex.join(run.arguments)})\n    ;;\n"
-    return text + BODY.format(processes=processes)
+    return text + BODY.format(processes=processes, launch=shlex.quote(str(LAUNCH)))
