@@ -37,7 +37,7 @@ def measure(
     trainer, (batch,) = build(config)
     group = dist.group.WORLD
     assert group is not None
-    slow_ranks = SlowRanks([Place("host", 0)] * size, group)
+    slow_ranks = SlowRanks([Place("host", 0)] * size, logs=False)
     meter = Meter(group, CPU, tokens_per_step=2048, flops_per_token=0.0, peak_flops=None, slow_ranks=slow_ranks)
     recorder = build_recorder(config, trainer.mesh, trainer, [0], group, {})
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0)

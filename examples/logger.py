@@ -14,8 +14,7 @@ from pathlib import Path
 import titanlite
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import MetricsConfig
-from titanlite.metrics.meter import Record
-from titanlite.metrics.records import LogRecord
+from titanlite.metrics.records import LogRecord, Record
 
 
 class CsvService:

@@ -18,9 +18,8 @@ from titanlite.config.load import check_and_resolve, parse, resolve, text_of, wi
 from titanlite.config.schema import JobConfig
 from titanlite.generation.prompts import Prompt
 from titanlite.metrics.config import METRICS_FILE
-from titanlite.metrics.history import last_row, read_rows
-from titanlite.metrics.tasks import TaskScores
-from titanlite.metrics.validation import SetTotals, sum_of
+from titanlite.metrics.jsonl import last_row, read_rows
+from titanlite.metrics.scores import SetTotals, TaskScores, sum_of
 from titanlite.runtime.distributed import ELASTIC, CommConfig, World, connect, world_from_environment
 from titanlite.runtime.environment import raise_open_file_limit, start_rank
 from titanlite.runtime.errors import ConfigError, UsageError, UserError

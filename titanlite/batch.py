@@ -18,6 +18,9 @@ IGNORE_INDEX = -100
 FILLER = -1
 """Number of a filler row, which completes the rows of a data rank and counts nowhere."""
 
+NUM_TOTALS = 3
+"""Totals of a step by source: the summed loss, valid tokens, and sequences with a valid token."""
+
 
 class Batch(NamedTuple):
     """One microbatch of one data rank: tokens and labels, int64 (local_batch_size, seq_len), on the CPU.

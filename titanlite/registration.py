@@ -21,9 +21,8 @@ from titanlite.data.kinds import KINDS
 from titanlite.data.sources.base import Source, StreamedSource, TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.metrics.about import AboutRun
-from titanlite.metrics.background import Service
-from titanlite.metrics.config import MetricsConfig
-from titanlite.metrics.sinks import OWN_LOGGERS, SERVICES
+from titanlite.metrics.config import LOGGERS, PLUGIN_LOGGERS, MetricsConfig
+from titanlite.metrics.services import Service
 from titanlite.models.family import Family, HuggingFace, Init, LanguageModel, ModelConfig, Plan
 from titanlite.models.losses import LOSSES, CountFunction, Loss, Term, TokenFunction, check_loss
 from titanlite.models.registry import FAMILIES
@@ -126,13 +125,13 @@ def register_logger(name: str, build: Callable[[MetricsConfig, Path, AboutRun], 
     """Add a logger, chosen by metrics.loggers.
 
     build: called on rank 0 with [metrics], the dump folder and facts of the run; returns a Service of
-    titanlite.metrics.background. A thread calls it. If `build` or the thread raises, the run continues without it.
+    titanlite.metrics.services. A thread calls it. If `build` or the thread raises, the run continues without it.
     """
     check = _Check("register_logger", name)
     check.name(name)
-    check.require(name not in OWN_LOGGERS, "this name is titanlite's own: choose another one")
+    check.require(name not in LOGGERS, "this name is titanlite's own: choose another one")
     check.require(callable(build), "takes a function or class that is called with [metrics], folder and facts")
-    add_entry(SERVICES, name, build, "register_logger")
+    add_entry(PLUGIN_LOGGERS, name, build, "register_logger")
 
 
 class _Check:

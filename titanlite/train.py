@@ -26,7 +26,8 @@ from titanlite.config.ineffective import describe
 from titanlite.config.load import most_ranks, resolve, without_effect
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
-from titanlite.metrics.meter import Record, is_log_step
+from titanlite.metrics.meter import is_log_step
+from titanlite.metrics.records import Record
 from titanlite.planning.memory_check import explained_out_of_memory
 from titanlite.profiling.regions import region
 from titanlite.runtime.agreement import RanksError, require_equal, watch_ranks

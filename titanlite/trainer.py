@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.batch import IGNORE_INDEX, Batch, StepStats, count_sequences, rows_and_tokens
+from titanlite.batch import IGNORE_INDEX, NUM_TOTALS, Batch, StepStats, count_sequences, rows_and_tokens
 from titanlite.faults.spikes import SpikeGate
 from titanlite.forward import ModelOnMesh, to_device
-from titanlite.metrics.by_source import NUM_TOTALS, totals_by_source
-from titanlite.metrics.compute_time import ComputeTime
+from titanlite.metrics.timing import ComputeTime
 from titanlite.models.experts import end_step
 from titanlite.optim.optimizer import NO_AVERAGE, GatedOptimizer, WeightAverage
 from titanlite.parallel.clip import clip_grad_norm_
@@ -135,3 +134,15 @@ class Trainer(ModelOnMesh):
         with region("backward"):
             shares.sum().backward()
         return self.sum_over_cp(shares.detach())
+
+
+def totals_by_source(loss_sums: Tensor, labels: Tensor, sources: Tensor, num_sources: int) -> Tensor:
+    """Totals of these rows: float64 (NUM_TOTALS, num_sources), in which counts are exact up to 2^53.
+
+    loss_sums: (rows,). labels: int64 (rows, seq_len). sources: int64 (rows,), from 0. All on one device; no host read.
+    A loss that is not finite affects the totals of its own source only.
+    """
+    num_valid = (labels != IGNORE_INDEX).sum(1)
+    values = torch.stack([value.to(torch.float64) for value in (loss_sums, num_valid, num_valid > 0)])
+    is_of = sources == torch.arange(num_sources, device=sources.device)[:, None]
+    return torch.where(is_of, values[:, None], 0.0).sum(-1)

@@ -27,8 +27,8 @@ from titanlite import train
 from titanlite.assembly.job import job_of
 from titanlite.assembly.run import Run, build_run
 from titanlite.batch import FILLER, Batch
-from titanlite.metrics.goodput import COLUMNS
-from titanlite.metrics.meter import Record
+from titanlite.metrics.records import Record
+from titanlite.metrics.timing import COLUMNS
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.failure import FailureReport

@@ -20,7 +20,7 @@ from titanlite.checkpoint import saver
 from titanlite.checkpoint.file_records import FileRecord
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader
-from titanlite.metrics.meter import Record
+from titanlite.metrics.records import Record
 from titanlite.runtime.failure import FailureReport, end_process
 from titanlite.trainer import Trainer
 

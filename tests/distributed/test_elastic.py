@@ -19,7 +19,7 @@ from tests.distributed.resuming import numbers
 from tests.distributed.test_restarts import wait_until
 from titanlite.checkpoint.folder import published_steps, step_folder
 from titanlite.data.ledger import read_ledger
-from titanlite.metrics.goodput import COLUMNS
+from titanlite.metrics.timing import COLUMNS
 from titanlite.runtime.job_lock import JOB_LOCK_FILE
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]

@@ -13,8 +13,8 @@ from tests.distributed.layouts import COMPILE, LAST, PAIRS, Layout, schedule
 from tests.distributed.reference import global_batch, plain_model, reference_step
 from tests.pool import run_ranks
 from titanlite.batch import IGNORE_INDEX, Batch
-from titanlite.metrics.by_source import totals_by_source
 from titanlite.parallel.pipeline import Pipeline
+from titanlite.trainer import totals_by_source
 
 SOURCES = 3
 LAYOUTS = (

@@ -15,7 +15,7 @@ from titanlite.generation.config import SamplesConfig, check_samples
 from titanlite.generation.model import gather_model
 from titanlite.generation.prompts import Prompt
 from titanlite.generation.samples import Samples
-from titanlite.metrics.samples import SamplesRecord
+from titanlite.metrics.records import SamplesRecord
 from titanlite.models.family import resolve_model
 
 FOUR = (

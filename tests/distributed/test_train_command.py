@@ -14,7 +14,7 @@ import pytest
 from tests.distributed.program import CONFIG, PATIENCE_S, Program, Starter, own_tracebacks, rows, start_program
 from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN, TOKENS
 from tests.unit.planning.test_step_time import profile
-from titanlite.metrics.goodput import COLUMNS
+from titanlite.metrics.timing import COLUMNS
 from titanlite.planning.hardware.profile import dump_profile
 
 STEPS = 6

@@ -19,9 +19,10 @@ from titanlite.assembly.run import Run, build_expert_loads
 from titanlite.batch import Batch
 from titanlite.checkpoint.start import Start
 from titanlite.config.schema import JobConfig
-from titanlite.metrics.goodput import Goodput
-from titanlite.metrics.meter import Meter, Record
+from titanlite.metrics.meter import Meter
+from titanlite.metrics.records import Record
 from titanlite.metrics.sinks import Sinks
+from titanlite.metrics.timing import Goodput
 from titanlite.runtime.agreement import DataEnd
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.failure import FailureReport

@@ -17,10 +17,9 @@ from titanlite.data.kinds import KINDS, open_source
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import BadRowError
 from titanlite.metrics.about import AboutRun
-from titanlite.metrics.background import BackgroundSink
-from titanlite.metrics.config import MetricsConfig
-from titanlite.metrics.meter import Record
-from titanlite.metrics.sinks import SERVICES
+from titanlite.metrics.config import PLUGIN_LOGGERS, MetricsConfig
+from titanlite.metrics.records import Record
+from titanlite.metrics.services import BackgroundSink
 from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import Arguments, GatedOptimizer, OptimizerConfig
 from titanlite.optim.registry import OPTIMIZERS
@@ -109,7 +108,7 @@ def test_the_logger_appends_rows(tmp_path: Path) -> None:
     load_plugins([str(EXAMPLES / "logger.py")])
     record = Record(3, 2.5, 1.0, 0.1, *[0] * 8)
     for _ in range(2):  # the second one is a resumed run
-        sink = BackgroundSink(SERVICES["csv"](MetricsConfig(), tmp_path, AboutRun({}, {}, "")))
+        sink = BackgroundSink(PLUGIN_LOGGERS["csv"](MetricsConfig(), tmp_path, AboutRun({}, {}, "")))
         sink.write(record)
         sink.close()
     rows = list(csv.reader((tmp_path / "metrics.csv").read_text().splitlines()))

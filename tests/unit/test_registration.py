@@ -16,9 +16,9 @@ from titanlite.data.config import DataConfig
 from titanlite.data.kinds import KINDS
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.text import Text
-from titanlite.metrics.background import Service
-from titanlite.metrics.config import MetricsConfig
-from titanlite.metrics.sinks import SERVICES, build_sinks
+from titanlite.metrics.config import PLUGIN_LOGGERS, MetricsConfig
+from titanlite.metrics.services import Service
+from titanlite.metrics.sinks import build_sinks
 from titanlite.models.family import Family, Init, Plan
 from titanlite.models.llama3 import LLAMA3, Llama3Config
 from titanlite.models.registry import FAMILIES
@@ -208,7 +208,7 @@ def test_a_logger_is_a_choice(caplog: pytest.LogCaptureFixture) -> None:
         raise NotImplementedError
 
     titanlite.register_logger("mine", build)
-    assert SERVICES["mine"] is build
+    assert PLUGIN_LOGGERS["mine"] is build
     section = MetricsConfig(loggers=("mine",))
     options = {"resume_step": 0, "resume_tokens": 0, "about": None, "has_samples": False, "has_experts": False}
     build_sinks(section, ".", 0, 1, "memory", **options).close()  # type: ignore[arg-type]

@@ -49,11 +49,11 @@ from titanlite.hf.source import fetch_source
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import EXPERTS_FILE, LOG_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE, TENSORBOARD_FOLDER
 from titanlite.metrics.experts import ExpertLoads
-from titanlite.metrics.goodput import Goodput
-from titanlite.metrics.history import has_validation, keep_rows, last_row
+from titanlite.metrics.jsonl import has_validation, keep_rows, last_row
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.sinks import Sinks, build_sinks
 from titanlite.metrics.slow_ranks import Place, SlowRanks
+from titanlite.metrics.timing import Goodput
 from titanlite.models.attention import pin_kernels
 from titanlite.models.init import INIT_VERSION
 from titanlite.models.losses import LOSSES
@@ -350,7 +350,7 @@ def build_meter(config: JobConfig, world: World, mesh: Mesh, group: dist.Process
         peak_flops=device_peak_flops(world.device, DTYPES[config.training.mixed_precision_param]),
         sources=source_names(config.data.sources),
         terms=list(LOSSES[config.loss.name].terms),
-        slow_ranks=SlowRanks(places, group),
+        slow_ranks=SlowRanks(places, logs=mesh.world.rank == 0),
     )
 
 

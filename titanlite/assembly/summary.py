@@ -15,7 +15,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.sources.python_stdlib import PythonStdlib
 from titanlite.data.tokenizer import TOKENIZER_FOLDER
 from titanlite.metrics.config import METRICS_FILE
-from titanlite.metrics.meter import Record
+from titanlite.metrics.records import Record
 from titanlite.runtime.logging import log
 from titanlite.runtime.text import counted
 

@@ -17,7 +17,17 @@ from titanlite.data.tokenizer import tokenizer_file
 from titanlite.generation.config import check_samples
 from titanlite.hf.folder import PREFIX
 from titanlite.hf.source import check_source
-from titanlite.metrics.config import OWN_FILES, check_metrics
+from titanlite.metrics.config import (
+    EXPERTS_FILE,
+    LOG_FILE,
+    METRICS_FILE,
+    MLFLOW_FOLDER,
+    RUN_FILE,
+    SAMPLES_FILE,
+    TENSORBOARD_FOLDER,
+    WANDB_FOLDER,
+    check_metrics,
+)
 from titanlite.models.registry import check_model, full_parameters
 from titanlite.optim.registry import check_optimizer, check_parameters
 from titanlite.parallel.compile import check_compile, compiles_blocks
@@ -28,8 +38,14 @@ from titanlite.parallel.recompute import check_activation_checkpoint
 from titanlite.precision import DTYPES, check_precision
 from titanlite.profiling.config import check_profiling
 from titanlite.runtime.errors import Problem, Rules
+from titanlite.runtime.job_lock import JOB_LOCK_FILE
 from titanlite.runtime.plugins import is_of_program
 
+OWN_FILES = (
+    *("config.toml", "tokenizer", METRICS_FILE, RUN_FILE, SAMPLES_FILE, EXPERTS_FILE, LOG_FILE, JOB_LOCK_FILE),
+    *("ledger", "records", "faults", "traces", "memory_snapshots", TENSORBOARD_FOLDER, WANDB_FOLDER, MLFLOW_FOLDER),
+)
+"""Files and folders that a run writes into job.dump_folder, in addition to checkpoint.folder."""
 BELOW_ONE = ("beta1", "beta2", "momentum")
 """Keys of optimizers that must be below 1 also in the dtype of the arithmetic."""
 MAX_NAME_BYTES = 255

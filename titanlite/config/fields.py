@@ -13,8 +13,7 @@ import tomli
 from titanlite.config.schema import JobConfig
 from titanlite.data.kinds import KINDS
 from titanlite.data.sources.config import SourceConfig
-from titanlite.metrics.config import MetricsConfig
-from titanlite.metrics.sinks import OWN_LOGGERS, SERVICES
+from titanlite.metrics.config import LOGGERS, PLUGIN_LOGGERS, MetricsConfig
 from titanlite.models.head import LossConfig
 from titanlite.models.losses import LOSSES
 from titanlite.models.registry import FAMILIES
@@ -30,7 +29,7 @@ TABLES: Mapping[type, Mapping[str, Sequence[Iterable[str]]]] = {
     OptimizerConfig: {"name": [OPTIMIZERS]},
     GroupConfig: {"optimizer": [("auto",), OPTIMIZERS]},
     ScheduleConfig: {"decay": [DECAY_SHAPES]},
-    MetricsConfig: {"loggers": [OWN_LOGGERS, SERVICES]},
+    MetricsConfig: {"loggers": [LOGGERS, PLUGIN_LOGGERS]},
 }
 """Keys whose choices are the entries of registries, to which plugins may add."""
 

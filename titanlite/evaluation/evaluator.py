@@ -12,8 +12,7 @@ from titanlite.data.loader import Loader
 from titanlite.data.tasks import EncodedTask
 from titanlite.evaluation.task_rows import RowShape, task_batches
 from titanlite.forward import ModelOnMesh, cross_entropy_in, forward_only, on_device
-from titanlite.metrics.tasks import TaskScores, score_choices, score_cloze
-from titanlite.metrics.validation import SetTotals
+from titanlite.metrics.scores import SetTotals, TaskScores, score_choices, score_cloze
 from titanlite.runtime.agreement import RanksError
 from titanlite.runtime.errors import DataError
 from titanlite.runtime.failure import FailureReport

@@ -9,8 +9,8 @@ from titanlite.data.loader import Loader
 from titanlite.data.tasks import EncodedTask
 from titanlite.evaluation.evaluator import Evaluator
 from titanlite.metrics.meter import Meter
+from titanlite.metrics.records import ValidationRecord
 from titanlite.metrics.sinks import Sinks
-from titanlite.metrics.validation import ValidationRecord
 from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.logging import log
 from titanlite.runtime.signals import StoppedError

@@ -16,7 +16,7 @@ from titanlite.generation.model import gather_model
 from titanlite.generation.prompts import Prompt
 from titanlite.generation.sampling import Sampling
 from titanlite.metrics.meter import Meter
-from titanlite.metrics.samples import SamplesRecord
+from titanlite.metrics.records import SamplesRecord
 from titanlite.metrics.sinks import Sinks
 from titanlite.models.family import Family, LanguageModel
 from titanlite.runtime.agreement import run_on_rank_0

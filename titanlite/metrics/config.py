@@ -1,11 +1,11 @@
 """The [metrics] section."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from titanlite.runtime.errors import Problem, Rules
-from titanlite.runtime.job_lock import JOB_LOCK_FILE
 from titanlite.runtime.settings import Affects, Needs, setting
 
 METRICS_FILE = "metrics.jsonl"
@@ -16,11 +16,6 @@ LOG_FILE = "train.log"
 TENSORBOARD_FOLDER = "tb"
 WANDB_FOLDER = "wandb"
 MLFLOW_FOLDER = "mlruns"
-OWN_FILES = (
-    *("config.toml", "tokenizer", METRICS_FILE, RUN_FILE, SAMPLES_FILE, EXPERTS_FILE, LOG_FILE, JOB_LOCK_FILE),
-    *("ledger", "records", "faults", "traces", "memory_snapshots", TENSORBOARD_FOLDER, WANDB_FOLDER, MLFLOW_FOLDER),
-)
-"""Files and folders that a run writes into job.dump_folder, in addition to checkpoint.folder."""
 
 PACKAGES = {
     "tensorboard": ("tensorboard", "pip install tensorboard"),
@@ -31,7 +26,9 @@ PACKAGES = {
 
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
-"""Those of titanlite. One that a plugin registers may read any key of [metrics]."""
+"""Those of titanlite."""
+PLUGIN_LOGGERS: dict[str, Callable[..., Any]] = {}
+"""Those of plugins: functions that build a Service (titanlite.metrics.services). They may read any key of [metrics]."""
 
 
 def _tracks(section: "MetricsConfig") -> bool:

@@ -2,10 +2,8 @@
 
 import json
 
-from titanlite.metrics.meter import Record
-from titanlite.metrics.records import LogRecord
-from titanlite.metrics.samples import SamplesRecord
-from titanlite.metrics.validation import ValidationRecord, sum_of
+from titanlite.metrics.records import LogRecord, Record, SamplesRecord, ValidationRecord
+from titanlite.metrics.scores import sum_of
 from titanlite.runtime.logging import log
 
 HEADER_EVERY = 20

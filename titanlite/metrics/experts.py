@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import mean
-from typing import TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titanlite.metrics.records import ExpertsRecord
 from titanlite.models.experts import TERMS, mixtures_of
 from titanlite.models.family import LanguageModel
 from titanlite.runtime.logging import log
@@ -20,24 +19,6 @@ MIN_EXPECTED = 100
 """Choices per expert in an interval, on average, from which an expert without any is reported."""
 SHOWN = 8
 """Experts that a warning names."""
-
-
-class ExpertsRow(TypedDict):
-    """One line of experts.jsonl. loads: positions by block and expert since the previous log line."""
-
-    step: int
-    loads: list[list[int]]
-
-
-@dataclass(frozen=True)
-class ExpertsRecord:
-    """Loads up to `step`, see ExpertsRow."""
-
-    step: int
-    loads: list[list[int]]
-
-    def rows(self) -> list[ExpertsRow]:
-        return [ExpertsRow(step=self.step, loads=self.loads)]
 
 
 class ExpertLoads:

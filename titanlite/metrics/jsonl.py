@@ -1,32 +1,38 @@
-"""metrics.jsonl: the numbers of a run that resume, reports and other programs read."""
+"""metrics.jsonl and the other files of rows: written, cleaned before a resumed run appends, and read by key."""
 
+import io
 import json
 import math
 import os
+from array import array
+from bisect import bisect_left
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.metrics.experts import ExpertsRecord
-from titanlite.metrics.records import LogRecord
-from titanlite.metrics.samples import SamplesRecord
+import numpy as np
+import numpy.typing as npt
+
+from titanlite.metrics.records import PREFIX, LogRecord, is_validation
 from titanlite.runtime.durability import replace_file
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import open_regular
 from titanlite.runtime.json_files import JsonError, parse_json
+from titanlite.runtime.logging import log
 
 
 class JsonlSink:
-    """Writes one JSON object per line, floats in full precision (reading returns the same float).
+    """Writes the rows of one file: a JSON object per line, floats in full precision (reading returns the same float).
 
     JSON has no numbers for non-finite values: these are the strings "NaN", "Infinity" and "-Infinity", which every JSON
     reader accepts and `float` converts. Each line is a single write to a file opened for appending, so readers always
     see complete lines, also after a crash; only a full disk or a power failure can truncate a line.
     """
 
-    def __init__(self, path: Path, *kinds: type[LogRecord]) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._kinds = kinds
         try:
             self._file = path.open("ab", buffering=0)
             self._identity = os.fstat(self._file.fileno())
@@ -34,11 +40,10 @@ class JsonlSink:
             raise UserError(f"cannot write {path}: {error.strerror}") from None
 
     def write(self, record: LogRecord) -> None:
-        """Append the record's lines, if it is of a kind of this file. Raises UserError if the file system fails."""
-        if not isinstance(record, self._kinds):
+        """Append the record's rows, if this is their file. Raises UserError if the file system fails."""
+        if self._path.name != record.FILE:
             return
-        lines = record.rows() if isinstance(record, SamplesRecord | ExpertsRecord) else [record.row()]
-        line = "".join(f"{json_line(row)}\n" for row in lines).encode()
+        line = "".join(f"{json_line(row)}\n" for row in record.rows()).encode()
         try:
             if not os.path.samestat(os.stat(self._path), self._identity):
                 raise UserError(
@@ -72,19 +77,55 @@ def json_line(row: Mapping[str, Any]) -> str:
     return json.dumps(values, allow_nan=False)
 
 
+def keep_rows(path: Path, last_step: int) -> None:
+    """Keep exactly the rows of steps up to `last_step` in the file at `path`, in order, one per step and kind.
+
+    A step may have a second row, of the validation after it. Removed are: rows of later steps, which the resumed run
+    writes again; lines that are not valid rows (truncated by a power failure or a full disk); and, of several rows of
+    the same step and kind, all but the last. The bytes of other rows do not change. The number of removed rows and the
+    reasons are logged.
+
+    Atomic: readers, and a start after a kill at any moment, find the old file or the complete new one; the new one is
+    on disk before this returns. A file that needs no change, or does not exist, is not touched. Not safe for several
+    processes at once. Raises UserError if the file cannot be read or replaced.
+    """
+    before = _content(path)
+    after, removed = _in_order(before, last_step)
+    _rewrite(path, before, after)
+    if sum(removed.values()):
+        reasons = ", ".join(f"{count} {why}" for why, count in removed.items() if count)
+        log.info("%s: %d rows removed: %s", path, sum(removed.values()), reasons)
+
+
+def _in_order(content: bytes, last_step: int) -> tuple[bytes, dict[str, int]]:
+    """(new content of the file, number of removed lines by reason)."""
+    lines = content.split(b"\n")
+    if not lines[-1]:
+        lines.pop()  # the empty string after the last line end
+    rows: dict[tuple[int, bool], bytes] = {}
+    unreadable = later = 0
+    for line in lines:
+        row = _row_of(line)
+        if row is None:
+            unreadable += 1
+        elif row["step"] > last_step:
+            later += 1
+        else:
+            rows[row["step"], is_validation(row)] = line
+    removed = {
+        f"of steps after {last_step}, from which the run resumes": later,
+        "replaced by a later row of the same step": len(lines) - unreadable - later - len(rows),
+        "unfinished or unreadable": unreadable,
+    }
+    return b"".join(rows[key] + b"\n" for key in sorted(rows)), removed
+
+
 def keep_lines(path: Path, row: Any, last_step: int) -> None:
-    """Remove rows of later steps, and damaged ones, from a file of rows of the TypedDict `row`. Raises UserError if it
-    cannot be rewritten."""
-    try:
-        with open_regular(path) as file:
-            lines = file.read().splitlines(keepends=True)
-        kept = [line for line in lines if _step(line, row) <= last_step]
-        if kept != lines:
-            replace_file(path, b"".join(kept))
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise UserError(f"cannot rewrite {path}: {error.strerror or error}: rename or remove it") from None
+    """Remove rows of later steps, and damaged ones, from a file of rows of the TypedDict `row`, which may have several
+    per step. Raises UserError if the file cannot be read or replaced."""
+    before = _content(path)
+    kept = [line for line in before.splitlines(keepends=True) if _step(line, row) <= last_step]
+    _rewrite(path, before, b"".join(kept))
 
 
 def _step(line: bytes, row: Any) -> float:
@@ -93,3 +134,134 @@ def _step(line: bytes, row: Any) -> float:
     except JsonError:
         return math.inf
     return found
+
+
+def _rewrite(path: Path, before: bytes, after: bytes) -> None:
+    try:
+        if after != before:
+            replace_file(path, after)
+    except OSError as error:
+        raise UserError(f"cannot rewrite {path}: {error.strerror}") from None
+
+
+def has_validation(path: Path, step: int) -> bool:
+    """Whether the file at `path` has a row of the validation after `step`. Raises UserError if it cannot be read."""
+    return any(row["step"] == step and is_validation(row) for row in read_rows(path))
+
+
+def _content(path: Path) -> bytes:
+    """The content of the file; b"" if it does not exist."""
+    try:
+        with open_regular(path) as file:
+            return file.read()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path}: {error.strerror or error}: rename or remove it; the run resumes without earlier rows"
+        ) from None
+
+
+def read_lines(path: Path, row: Any) -> list[Any]:
+    """The rows of the TypedDict `row` in the file at `path`, in order, without damaged lines; [] if it does not exist.
+    Raises UserError if it cannot be read."""
+    found = []
+    for line in _content(path).splitlines():
+        with suppress(JsonError):
+            values = parse_json(line, row)
+            found.append({key: values[key] for key in row.__annotations__})
+    return found
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows in the file at `path`, in order; [] if it does not exist. Raises UserError if it cannot be read."""
+    return [row for row in map(_row_of, _content(path).splitlines()) if row is not None]
+
+
+def last_row(path: Path) -> dict[str, Any]:
+    """The last row of a step in the file at `path`; {} without one. Raises UserError if it cannot be read."""
+    rows = (_row_of(line) for line in reversed(_content(path).splitlines()))
+    return next((row for row in rows if row is not None and not is_validation(row)), {})
+
+
+def _row_of(line: bytes) -> dict[str, Any] | None:
+    """The row in a line; None if it is not a valid row. A truncated row is invalid JSON: it lacks its last brace."""
+    try:
+        row: dict[str, Any] = parse_json(line)
+    except JsonError:
+        return None
+    step = row.get("step")
+    return row if type(step) is int and 0 < step < 2**63 else None
+
+
+@dataclass(frozen=True)
+class Series:
+    """The values of one key. steps: ascending. values: at these steps; NaN and infinities where the rows have them."""
+
+    steps: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float64]
+
+
+_Columns = dict[str, tuple["array[int]", "array[float]"]]
+_DECODER = json.JSONDecoder()  # json.loads with options would build one per line
+_NON_FINITE = {text: float(text) for text in ("NaN", "Infinity", "-Infinity")}
+
+
+def read_series(path: Path) -> dict[str, Series]:
+    """The numbers in the file at `path` by key, also while a run writes it; {} if it does not exist.
+
+    A row of an earlier step than the row before it supersedes all later steps. Lines that are not valid rows are left
+    out, and their number is logged, except that of an unfinished last line. A million rows take about ten seconds.
+    Raises UserError if the file cannot be read.
+    """
+    columns: _Columns = {}
+    last = {False: 0, True: 0}  # the last step, by whether the row is of a validation
+    unreadable = 0
+    for line in io.BytesIO(_content(path)):
+        row = _decoded(line)
+        if row is None:
+            unreadable += line.endswith(b"\n")
+            continue
+        step, kind = row.pop("step"), is_validation(row)
+        if step <= last[kind]:
+            _remove_from(columns, step, PREFIX if kind else "")
+        last[kind] = step
+        for key, value in row.items():
+            number = value if type(value) is float else _number(value)
+            if number is not None:
+                if key not in columns:
+                    columns[key] = array("q"), array("d")
+                columns[key][0].append(step)
+                columns[key][1].append(number)
+    if unreadable:
+        log.warning("%s: %d lines are not valid rows and were left out", path, unreadable)
+    return {
+        key: Series(np.frombuffer(steps, np.int64), np.frombuffer(values))
+        for key, (steps, values) in columns.items()
+        if steps
+    }
+
+
+def _decoded(line: bytes) -> dict[str, Any] | None:
+    """As _row_of, but five times as fast: it does not look for repeated names, nesting and infinite numbers."""
+    try:
+        row = _DECODER.decode(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    is_row = type(row) is dict and type(row.get("step")) is int and 0 < row["step"] < 2**63
+    return row if is_row else None
+
+
+def _number(value: object) -> float | None:
+    """The number that a value of a row means, if any."""
+    if type(value) is int:
+        return float(value) if abs(value) < 2**1000 else None
+    return _NON_FINITE.get(value) if type(value) is str else None
+
+
+def _remove_from(columns: _Columns, first: int, prefix: str) -> None:
+    """Remove the values of steps from `first` on, of all keys with the prefix."""
+    for key, (steps, values) in columns.items():
+        if key.startswith(prefix):
+            begin = bisect_left(steps, first)
+            del steps[begin:], values[begin:]

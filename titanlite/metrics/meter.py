@@ -2,83 +2,17 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
-from titanlite.batch import StepStats
-from titanlite.metrics.by_source import NUM_TOTALS
+from titanlite.batch import NUM_TOTALS, StepStats
+from titanlite.metrics.records import Record
 from titanlite.metrics.slow_ranks import SlowRanks
 from titanlite.runtime.memory import peak_memory_bytes
-
-
-@dataclass(frozen=True)
-class Record:
-    """One row of metrics.jsonl, over the entire mesh. Field names are the keys there and the tags in TensorBoard."""
-
-    step: int
-    """Optimizer step, from 1. loss, grad_norm, lr and num_valid are those of this step, not of the interval."""
-    loss: float
-    """Mean loss (loss.name) per valid token, without its terms."""
-    grad_norm: float
-    """Global gradient norm before clipping."""
-    lr: float
-    """Learning rate of this step's update."""
-    num_valid: int
-    """Tokens of this step's global batch that count in the loss."""
-    tokens_seen: int
-    """Input positions of all steps so far, whether valid or not."""
-    tokens_per_second: float
-    """Input positions per second of the entire mesh, over the interval since the last row."""
-    step_time_s: float
-    """Mean seconds per step over the interval."""
-    data_time_s: float
-    """Mean seconds per step that the trainer waited for data over the interval, maximum over the ranks."""
-    memory_gib: float
-    """Peak memory so far, maximum over the ranks: reserved on the device (CUDA), resident (CPU)."""
-    skipped_steps: int
-    """Steps so far whose update was skipped (no valid token, or a gradient norm that is not finite)."""
-    bad_rows: int
-    """Rows so far that were skipped as bad, over all data ranks."""
-    interval_loss: float | None = None
-    """Mean loss per valid token since the last row, without skipped steps; None if all were skipped."""
-    mfu: float | None = None
-    """Model FLOP/s as a fraction of the devices' peak; None if the peak is unknown."""
-    slowest_rank: int | None = None
-    """The rank with the highest slowest_ratio; None, like the next two, if no rank has peers in its pipeline stage."""
-    slowest_host: str | None = None
-    """Host of the slowest rank."""
-    slowest_ratio: float | None = None
-    """Compute time of the slowest rank by the median of its pipeline stage, each the median over the interval. See
-    ComputeTime."""
-    epochs: Mapping[str, float] = field(default_factory=dict)
-    """epoch/NAME: by source, how often it has been read so far."""
-    too_long: Mapping[str, float] = field(default_factory=dict)
-    """too_long/NAME: by source of conversations, those so far that were longer than a sequence, in its first epoch."""
-    by_source: Mapping[str, float] = field(default_factory=dict)
-    """By source, if there are several. loss/NAME: mean loss per valid token of the source since the last row, without
-    skipped steps; absent if the source had no valid token. share/NAME: the source's fraction of all sequences
-    so far with a valid token."""
-    terms: Mapping[str, float] = field(default_factory=dict)
-    """term/NAME: by term of the loss, its part of this step's objective; `loss` does not contain it."""
-    experts: Mapping[str, float] = field(default_factory=dict)
-    """If the model has experts, since the last row. balance_loss, z_loss: without their coefficients, means over the
-    blocks; `loss` does not contain them. By transformer block: max_load/BLOCK, min_load/BLOCK, positions of the most
-    and of the least loaded expert relative to the mean of the block's experts; router_entropy/BLOCK, of the
-    probabilities of a position, 1 if all experts are equally probable; bias_range/BLOCK, the largest minus the smallest
-    bias, if there are biases."""
-    goodput: Mapping[str, float] = field(default_factory=dict)
-    """goodput: share of the wall time since the run's first start that was spent in steps. time_s/CAUSE: the seconds in
-    steps, and those lost by other causes, see Goodput. unix_time: seconds since 1970 at this row."""
-
-    def row(self) -> dict[str, int | float | str]:
-        """Key -> value in the order of the fields, without unknown values."""
-        row = {key: value for key, value in asdict(self).items() if value is not None}
-        groups = [row.pop(name) for name in ("epochs", "too_long", "by_source", "terms", "experts", "goodput")]
-        return {**row, **{key: value for group in groups for key, value in group.items()}}
 
 
 @dataclass(frozen=True)

@@ -5,23 +5,22 @@ from pathlib import Path
 from typing import Protocol
 
 from titanlite.metrics.about import AboutRun
-from titanlite.metrics.background import BackgroundSink, Service
-from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, SAMPLES_FILE, TENSORBOARD_FOLDER, MetricsConfig
+from titanlite.metrics.config import (
+    EXPERTS_FILE,
+    METRICS_FILE,
+    PLUGIN_LOGGERS,
+    SAMPLES_FILE,
+    TENSORBOARD_FOLDER,
+    MetricsConfig,
+)
 from titanlite.metrics.console import ConsoleSink
-from titanlite.metrics.experts import ExpertsRecord, ExpertsRow
-from titanlite.metrics.history import keep_rows
-from titanlite.metrics.jsonl import JsonlSink, keep_lines
-from titanlite.metrics.meter import Record
-from titanlite.metrics.mlflow import MlflowService
-from titanlite.metrics.records import LogRecord
-from titanlite.metrics.samples import SampleRow, SamplesRecord
+from titanlite.metrics.jsonl import JsonlSink, keep_lines, keep_rows
+from titanlite.metrics.records import ExpertsRow, LogRecord, SampleRow
+from titanlite.metrics.services import BackgroundSink, MlflowService, Service, WandbService
 from titanlite.metrics.tensorboard import TensorBoardSink
-from titanlite.metrics.validation import ValidationRecord
-from titanlite.metrics.wandb import WandbService
 from titanlite.runtime.logging import log
 from titanlite.runtime.text import one_line
 
-OWN_LOGGERS = ("console", "jsonl", "tensorboard")
 SERVICES: dict[str, Callable[[MetricsConfig, Path, AboutRun], Service]] = {
     "wandb": WandbService,
     "mlflow": MlflowService,
@@ -71,9 +70,9 @@ def build_sinks(
     """Build the loggers on rank 0; none on other ranks.
 
     dump_folder must exist. total_steps: optimizer steps of the entire run, for the console. memory_name: what
-    Record.memory_gib is, for the console. resume_step: 0 for a new
-    run, whose files do not exist yet (`prepare_dump_folder`); otherwise the step from which this run resumes, after
-    resume_tokens: rows of later steps are removed from the files of earlier starts (`keep_rows`, `TensorBoardSink`).
+    Record.memory_gib is, for the console. resume_step: 0 for a new run, whose files do not exist yet
+    (`prepare_dump_folder`); otherwise the step from which this run resumes, after resume_tokens: rows of later steps
+    are removed from the files of earlier starts (`keep_rows`, `TensorBoardSink`).
     """
     if rank != 0:
         return Sinks(())
@@ -89,16 +88,14 @@ def build_sinks(
             case "console":
                 sinks.append(ConsoleSink(total_steps, memory_name))
             case "jsonl":
-                sinks.append(JsonlSink(folder / METRICS_FILE, Record, ValidationRecord))
-                if has_samples:
-                    sinks.append(JsonlSink(folder / SAMPLES_FILE, SamplesRecord))
-                if has_experts:
-                    sinks.append(JsonlSink(folder / EXPERTS_FILE, ExpertsRecord))
+                files = [METRICS_FILE, *[SAMPLES_FILE] * has_samples, *[EXPERTS_FILE] * has_experts]
+                sinks += [JsonlSink(folder / file) for file in files]
             case "tensorboard":
                 sinks.append(TensorBoardSink(folder / TENSORBOARD_FOLDER, resume_step, resume_tokens, about))
             case _:
                 try:
-                    sinks.append(BackgroundSink(SERVICES[name](section, folder, about)))
+                    build = SERVICES.get(name) or PLUGIN_LOGGERS[name]
+                    sinks.append(BackgroundSink(build(section, folder, about)))
                 except Exception as error:
                     log.warning("%s: %s; the run continues without this logger", name, one_line(error))
     return Sinks(sinks)

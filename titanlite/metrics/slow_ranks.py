@@ -4,9 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-import torch.distributed as dist
-
-from titanlite.runtime.agreement import warn_on_rank_0
+from titanlite.runtime.logging import log
 
 SLOW = 1.3
 """Ratio to the median above which a rank is slow."""
@@ -34,12 +32,12 @@ class Slowest:
 class SlowRanks:
     """Compares the compute times of ranks at log lines, and warns once about each rank that stays slow.
 
-    places: by rank. group: all ranks.
+    places: by rank. logs: whether this rank logs the warnings.
     """
 
-    def __init__(self, places: Sequence[Place], group: dist.ProcessGroup) -> None:
+    def __init__(self, places: Sequence[Place], *, logs: bool) -> None:
         self._places = places
-        self._group = group
+        self._logs = logs
         self._slow_steps = [0] * len(places)
         self._warned: set[int] = set()
 
@@ -54,12 +52,12 @@ class SlowRanks:
             self._slow_steps[rank] = self._slow_steps[rank] + num_steps if ratio > SLOW else 0
             if self._slow_steps[rank] >= SLOW_STEPS and rank not in self._warned:
                 self._warned.add(rank)
-                warn_on_rank_0(
-                    f"rank {rank} on {place.host} has been slow for {self._slow_steps[rank]} steps: it computes and "
-                    f"waits for data {ratio:.2f} times as long as the median of its pipeline stage, "
-                    f"{compute_s[rank]:.3g} s per step; the other ranks wait for it",
-                    self._group,
-                )
+                if self._logs:
+                    log.warning(
+                        "rank %d on %s has been slow for %d steps: it computes and waits for data %.2f times as long "
+                        "as the median of its pipeline stage, %.3g s per step; the other ranks wait for it",
+                        *(rank, place.host, self._slow_steps[rank], ratio, compute_s[rank]),
+                    )
         if not ratios:
             return None
         slowest = max(ratios, key=lambda rank: ratios[rank])

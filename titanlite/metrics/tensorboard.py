@@ -9,9 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlite.metrics.about import AboutRun
-from titanlite.metrics.experts import ExpertsRecord
-from titanlite.metrics.records import LogRecord
-from titanlite.metrics.samples import SamplesRecord
+from titanlite.metrics.records import ExpertsRecord, LogRecord, Record, SamplesRecord, ValidationRecord, scalars
 from titanlite.runtime.logging import log
 from titanlite.runtime.text import one_line
 
@@ -62,18 +60,13 @@ class TensorBoardSink:
             if isinstance(record, SamplesRecord):
                 texts = (f"```text\n{prompt}{text}\n```" for prompt, text in record.texts)
                 by_step.add_text("samples", "\n\n".join(texts), record.step)
-                by_step.flush()
-                return
-            if isinstance(record, ExpertsRecord):
+            elif isinstance(record, ExpertsRecord):
                 by_step.add_image("loads of experts by block", heat_map(record.loads), record.step, dataformats="HW")
-                by_step.flush()
-                return
-            for key, value in record.row().items():
-                if key == "step" or isinstance(value, str):
-                    continue
-                by_step.add_scalar(key, value, record.step)
-                if "loss" in key.split("/"):
-                    by_tokens.add_scalar(f"{TOKENS_FOLDER}/{key}", value, record.tokens_seen)
+            elif isinstance(record, Record | ValidationRecord):
+                for key, value in scalars(record).items():
+                    by_step.add_scalar(key, value, record.step)
+                    if "loss" in key.split("/"):
+                        by_tokens.add_scalar(f"{TOKENS_FOLDER}/{key}", value, record.tokens_seen)
             by_step.flush()
             by_tokens.flush()
 

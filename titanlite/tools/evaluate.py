@@ -34,8 +34,7 @@ from titanlite.data.kinds import open_source, source_from_path
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tasks import check_tasks
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.metrics.tasks import TaskScores
-from titanlite.metrics.validation import SetTotals, sum_of
+from titanlite.metrics.scores import SetTotals, TaskScores, sum_of
 from titanlite.models.attention import pin_kernels
 from titanlite.models.family import saved_tensors
 from titanlite.parallel.mesh import LAYOUT, Mesh, ParallelismConfig

@@ -27,7 +27,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.generation.config import SamplesConfig
 from titanlite.metrics.config import MetricsConfig
-from titanlite.metrics.meter import Record
+from titanlite.metrics.records import Record
 from titanlite.planning.memory_check import explained_out_of_memory
 from titanlite.profiling.breakdown import Operation, host_events, time_by_cause, time_by_region, top_operations
 from titanlite.profiling.config import TRACES_FOLDER

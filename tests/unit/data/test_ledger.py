@@ -17,7 +17,7 @@ from titanlite.data.ledger import Ledger, ledger_files, read_ledger
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.streams import Origin, SourceState
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.metrics.history import keep_rows
+from titanlite.metrics.jsonl import keep_rows
 from titanlite.runtime.errors import UserError
 from titanlite.tools import ledger
 

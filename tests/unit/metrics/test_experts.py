@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titanlite.metrics.experts import ExpertLoads, ExpertsRecord, ExpertsRow
+from titanlite.metrics.experts import ExpertLoads
 from titanlite.metrics.jsonl import JsonlSink, keep_lines
+from titanlite.metrics.records import ExpertsRecord, ExpertsRow
 from titanlite.metrics.tensorboard import CELL, heat_map
 from titanlite.models.experts import TERMS, MixtureOfExperts, Placement
 from titanlite.models.family import LanguageModel
@@ -99,7 +100,7 @@ def test_an_expert_without_positions_is_reported_once(
 
 def test_lines_of_later_steps_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "experts.jsonl"
-    sink = JsonlSink(path, ExpertsRecord)
+    sink = JsonlSink(path)
     for step in (1, 2, 3):
         sink.write(ExpertsRecord(step, [[step, 1]]))
     sink.close()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from titanlite.metrics.goodput import CAUSES, COLUMNS, PHASES, Goodput
+from titanlite.metrics.timing import CAUSES, COLUMNS, PHASES, Goodput
 
 
 class Clock:

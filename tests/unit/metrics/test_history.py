@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.seeds import seeds
-from titanlite.metrics import history
-from titanlite.metrics.history import has_validation, keep_rows, read_series
+from titanlite.metrics import jsonl
+from titanlite.metrics.jsonl import has_validation, keep_rows, read_series
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 
@@ -82,7 +82,7 @@ def test_a_file_without_rows_to_remove_is_not_rewritten(
     path = tmp_path / "metrics.jsonl"
     if content is not None:
         path.write_bytes(content)
-    monkeypatch.setattr(history, "replace_file", None)
+    monkeypatch.setattr(jsonl, "replace_file", None)
     keep_rows(path, 20)
     assert path.exists() == (content is not None)
     assert not caplog.records

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.pool import run_ranks
 from titanlite.batch import StepStats
 from titanlite.metrics import meter as meter_module
-from titanlite.metrics.meter import Meter, MeterState, Record, is_log_step
+from titanlite.metrics.meter import Meter, MeterState, is_log_step
+from titanlite.metrics.records import Record
 from titanlite.metrics.slow_ranks import Place, SlowRanks
 
 CPU = torch.device("cpu")
@@ -394,7 +395,7 @@ def _flush_on_a_rank() -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None
     places = [Place(f"node{rank}", 0) for rank in range(2)]
-    meter = meter_of(group, clock, peak_flops=1e9, sources=("one",), slow_ranks=SlowRanks(places, group))
+    meter = meter_of(group, clock, peak_flops=1e9, sources=("one",), slow_ranks=SlowRanks(places, logs=False))
     records: list[Record] = []
     memory = mock.patch.object(meter_module, "peak_memory_bytes", return_value=(1 + rank) * 2**29)
     with memory, Operations() as operations:

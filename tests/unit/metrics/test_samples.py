@@ -9,7 +9,7 @@ from tests.unit.metrics.test_sinks import ABOUT
 from titanlite.metrics.config import MetricsConfig
 from titanlite.metrics.console import ConsoleSink
 from titanlite.metrics.jsonl import keep_lines
-from titanlite.metrics.samples import SampleRow, SamplesRecord
+from titanlite.metrics.records import SampleRow, SamplesRecord
 from titanlite.metrics.sinks import Sinks, build_sinks
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log, setup_logging

@@ -12,15 +12,12 @@ from typing import Any
 
 import pytest
 
-from titanlite.metrics import background, config
+from titanlite.metrics import config, services
 from titanlite.metrics.about import AboutRun
-from titanlite.metrics.background import BackgroundSink
 from titanlite.metrics.config import MetricsConfig, check_metrics
-from titanlite.metrics.meter import Record
-from titanlite.metrics.mlflow import MlflowService
-from titanlite.metrics.samples import SamplesRecord
-from titanlite.metrics.validation import SetTotals, ValidationRecord
-from titanlite.metrics.wandb import WandbService
+from titanlite.metrics.records import Record, SamplesRecord, ValidationRecord
+from titanlite.metrics.scores import SetTotals
+from titanlite.metrics.services import BackgroundSink, MlflowService, WandbService
 from titanlite.runtime.logging import log
 
 RECORD = Record(
@@ -113,9 +110,9 @@ def test_a_failure_is_one_warning(
 def test_a_service_that_hangs_blocks_no_write_and_is_given_up(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "MAX_PENDING", 3)
-    monkeypatch.setattr(background, "CLOSE_S", 0.1)
-    monkeypatch.setattr(background, "SHOWN_AFTER_S", 0.1)
+    monkeypatch.setattr(services, "MAX_PENDING", 3)
+    monkeypatch.setattr(services, "CLOSE_S", 0.1)
+    monkeypatch.setattr(services, "SHOWN_AFTER_S", 0.1)
     caplog.set_level(logging.INFO, "titanlite")
     for count, why in ((2, "within 0.1 s"), (4, "the last 3 records")):
         caplog.clear()

@@ -19,7 +19,7 @@ from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, TENSORBOARD_FOLDER, MetricsConfig, check_metrics
 from titanlite.metrics.console import ConsoleSink, table_lines
 from titanlite.metrics.jsonl import JsonlSink, json_line
-from titanlite.metrics.meter import Record
+from titanlite.metrics.records import Record
 from titanlite.metrics.sinks import Sinks
 from titanlite.metrics.sinks import build_sinks as build
 from titanlite.metrics.tensorboard import TOKENS_FOLDER, TensorBoardSink
@@ -128,7 +128,7 @@ def test_the_console_has_a_header_after_every_20_rows(capsys: pytest.CaptureFixt
 
 def test_rows_are_read_back_exactly(tmp_path: Path) -> None:
     record = replace(RECORD, loss=0.1 + 0.2, grad_norm=5e-324, lr=1 / 3, mfu=2 / 3)
-    sink = JsonlSink(tmp_path / METRICS_FILE, Record)
+    sink = JsonlSink(tmp_path / METRICS_FILE)
     sink.write(RECORD)
     sink.write(record)
     sink.close()
@@ -148,7 +148,7 @@ def test_non_finite_values_round_trip_in_strict_json() -> None:
 
 def test_each_row_is_one_unbuffered_write(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
-    sink = JsonlSink(path, Record)
+    sink = JsonlSink(path)
     writes = []
 
     class CountingFile:
@@ -170,7 +170,7 @@ def test_each_row_is_one_unbuffered_write(tmp_path: Path) -> None:
 
 def test_a_short_write_is_completed(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
-    sink = JsonlSink(path, Record)
+    sink = JsonlSink(path)
     file = sink._file
 
     class ShortFile:
@@ -187,7 +187,7 @@ def test_a_short_write_is_completed(tmp_path: Path) -> None:
 def test_intact_files_are_appended_to(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / METRICS_FILE
     path.write_bytes(content)
-    sink = JsonlSink(path, Record)
+    sink = JsonlSink(path)
     sink.write(RECORD)
     sink.close()
     assert path.read_bytes() == content + (json_line(RECORD.row()) + "\n").encode()
@@ -196,7 +196,7 @@ def test_intact_files_are_appended_to(tmp_path: Path, content: bytes, caplog: py
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / METRICS_FILE, Record)
+    sink = JsonlSink(tmp_path / METRICS_FILE)
     sink.close()
     sink._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
     with pytest.raises(
@@ -215,7 +215,7 @@ def test_a_folder_that_is_renamed_or_deleted_during_the_run_is_noticed(tmp_path:
         folder = tmp_path / "run"
         folder.mkdir(exist_ok=True)
         (folder / "other").write_text("")
-        sink = JsonlSink(folder / "metrics.jsonl", Record)
+        sink = JsonlSink(folder / "metrics.jsonl")
         sink.write(RECORD)
         change(folder)
         with pytest.raises(UserError, match=message):
@@ -226,7 +226,7 @@ def test_a_folder_that_is_renamed_or_deleted_during_the_run_is_noticed(tmp_path:
 def test_a_folder_in_the_way_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).mkdir()
     with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: Is a directory"):
-        JsonlSink(tmp_path / METRICS_FILE, Record)
+        JsonlSink(tmp_path / METRICS_FILE)
 
 
 def test_only_rank_0_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,16 +1,15 @@
 """Slow ranks: what counts as compute time, and when a rank is named."""
 
 import time
-from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.pool import run_ranks
-from titanlite.metrics import slow_ranks
-from titanlite.metrics.compute_time import ComputeTime
 from titanlite.metrics.slow_ranks import Place, Slowest, SlowRanks
+from titanlite.metrics.timing import ComputeTime
+from titanlite.runtime.logging import log
 
 FOUR = [Place("a", 0), Place("a", 0), Place("b", 0), Place("b", 0)]
 
@@ -18,12 +17,12 @@ FOUR = [Place("a", 0), Place("a", 0), Place("b", 0), Place("b", 0)]
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    monkeypatch.setattr(slow_ranks, "warn_on_rank_0", lambda message, _: found.append(message))
+    monkeypatch.setattr(log, "warning", lambda message, *values: found.append(message % values))
     return found
 
 
 def test_a_rank_that_stays_slow_is_named_once(warnings: list[str]) -> None:
-    ranks = SlowRanks(FOUR, Mock())
+    ranks = SlowRanks(FOUR, logs=True)
     for interval in range(6):
         assert ranks.compare(10, [0.1, 0.11, 0.15, 0.1]) == Slowest(2, "b", pytest.approx(1.5))
         assert len(warnings) == (interval >= 1)  # after 20 steps
@@ -44,7 +43,7 @@ def test_a_rank_that_stays_slow_is_named_once(warnings: list[str]) -> None:
     ],
 )
 def test_other_ranks_are_not_named(intervals: list[list[float]], warnings: list[str]) -> None:
-    ranks = SlowRanks(FOUR, Mock())
+    ranks = SlowRanks(FOUR, logs=True)
     for compute_s in intervals:
         ranks.compare(10, compute_s)
     assert not warnings
@@ -52,7 +51,7 @@ def test_other_ranks_are_not_named(intervals: list[list[float]], warnings: list[
 
 def test_only_ranks_of_one_pipeline_stage_are_compared(warnings: list[str]) -> None:
     """The last stage computes for longer, on all of its ranks; of two ranks, the faster one is the median."""
-    ranks = SlowRanks([Place("a", 0), Place("a", 0), Place("b", 1), Place("b", 1)], Mock())
+    ranks = SlowRanks([Place("a", 0), Place("a", 0), Place("b", 1), Place("b", 1)], logs=True)
     assert ranks.compare(100, [0.1, 0.1, 0.5, 0.5]) == Slowest(0, "a", 1.0)
     assert ranks.compare(100, [0.1, 0.1, 0.5, 0.6]) == Slowest(3, "b", pytest.approx(1.2))
     assert not warnings
@@ -61,8 +60,8 @@ def test_only_ranks_of_one_pipeline_stage_are_compared(warnings: list[str]) -> N
 
 
 def test_ranks_without_peers_are_not_compared() -> None:
-    assert SlowRanks([Place("a", 0)], Mock()).compare(10, [0.1]) is None
-    assert SlowRanks([Place("a", 0), Place("a", 1)], Mock()).compare(10, [0.1, 0.9]) is None
+    assert SlowRanks([Place("a", 0)], logs=True).compare(10, [0.1]) is None
+    assert SlowRanks([Place("a", 0), Place("a", 1)], logs=True).compare(10, [0.1, 0.9]) is None
 
 
 def _compute_s_of_a_step(alone_s: float, busy_s: float) -> list[float]:

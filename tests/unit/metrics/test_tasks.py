@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from titanlite.metrics.tasks import score_choices, score_cloze
+from titanlite.metrics.scores import score_choices, score_cloze
 
 
 def test_a_choice_is_the_most_likely_one_in_total_and_per_character() -> None:

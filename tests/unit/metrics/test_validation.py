@@ -8,8 +8,8 @@ import pytest
 
 from titanlite.metrics.console import validation_line
 from titanlite.metrics.jsonl import json_line
-from titanlite.metrics.tasks import score_cloze
-from titanlite.metrics.validation import SetTotals, ValidationRecord, is_validation, sum_of
+from titanlite.metrics.records import ValidationRecord, is_validation
+from titanlite.metrics.scores import SetTotals, score_cloze, sum_of
 
 CODE, TEXT, EMPTY = SetTotals(20.0, 10, 40), SetTotals(90.0, 30, 60), SetTotals(0.0, 0, 0)
 

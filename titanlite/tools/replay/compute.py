@@ -25,7 +25,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.faults.record import Record, RecordedStep
 from titanlite.forward import on_device
 from titanlite.metrics.config import METRICS_FILE
-from titanlite.metrics.history import last_row
+from titanlite.metrics.jsonl import last_row
 from titanlite.models.attention import pin_kernels
 from titanlite.models.family import saved_tensors
 from titanlite.parallel.mesh import Mesh

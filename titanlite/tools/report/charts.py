@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titanlite.metrics.history import Series
-from titanlite.metrics.validation import TASK_PREFIX
+from titanlite.metrics.jsonl import Series
+from titanlite.metrics.records import TASK_PREFIX
 from titanlite.runtime.errors import UserError
 from titanlite.tools.report.runs import Kind, RunFiles
 

@@ -8,7 +8,7 @@ from itertools import groupby
 import numpy as np
 
 from titanlite.config.fields import literal
-from titanlite.metrics.history import Series
+from titanlite.metrics.jsonl import Series
 from titanlite.runtime.text import counted
 from titanlite.tools.report.charts import (
     COLORS,

@@ -16,7 +16,7 @@ import tomli
 from titanlite.config.load import CONFIG_COPY
 from titanlite.metrics.about import Started, read_starts
 from titanlite.metrics.config import METRICS_FILE
-from titanlite.metrics.history import Series, read_series
+from titanlite.metrics.jsonl import Series, read_series
 from titanlite.runtime.errors import UsageError, UserError
 from titanlite.runtime.files import open_regular
 from titanlite.runtime.json_files import JsonError, parse_json

@@ -7,7 +7,7 @@ import numpy as np
 
 from titanlite.assembly.summary import titanlite
 from titanlite.metrics.config import METRICS_FILE
-from titanlite.metrics.history import Series, read_series
+from titanlite.metrics.jsonl import Series, read_series
 from titanlite.runtime.text import aligned
 from titanlite.tools.sweep.combinations import Run, short_names
 from titanlite.tools.sweep.training import State, folders, state_of

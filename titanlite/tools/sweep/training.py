@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from titanlite.checkpoint.folder import latest_manifest
 from titanlite.metrics.config import METRICS_FILE
-from titanlite.metrics.history import has_validation, last_row
+from titanlite.metrics.jsonl import has_validation, last_row
 from titanlite.tools.sweep.combinations import Run
 
 State = Literal["new", "interrupted", "finished"]

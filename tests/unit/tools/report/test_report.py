@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titanlite.metrics.history import Series
+from titanlite.metrics.jsonl import Series
 from titanlite.runtime.errors import UsageError, UserError
 from titanlite.tools.report.__main__ import main
 from titanlite.tools.report.charts import (

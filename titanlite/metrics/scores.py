@@ -1,10 +1,55 @@
-"""Scores of tasks: accuracy and likelihood, by the definitions of lm_eval."""
+"""Scores of data sets and tasks: losses, and accuracies and likelihoods by the definitions of lm_eval."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class SetTotals:
+    """Sums over a data set.
+
+    loss_sum: over num_valid targets. num_bytes: bytes of text of these targets; None if unknown. in_nats: whether the
+    loss is the cross-entropy in nats. too_long: conversations longer than a sequence, truncated or skipped; None of
+    documents.
+    """
+
+    loss_sum: float
+    num_valid: int
+    num_bytes: int | None
+    in_nats: bool = True
+    too_long: int | None = None
+
+    def numbers(self) -> dict[str, float]:
+        """Mean loss per target; of a cross-entropy, also perplexity and, if the bytes are known, bits per byte; {} if
+        there is no target."""
+        if not self.num_valid:
+            return {}
+        loss = self.loss_sum / self.num_valid
+        numbers = {"loss": loss}
+        if not self.in_nats:
+            return numbers
+        numbers["perplexity"] = math.inf if loss > 700 else math.exp(loss)  # exp would overflow
+        if self.num_bytes:
+            numbers["bits_per_byte"] = self.loss_sum / math.log(2) / self.num_bytes
+        return numbers
+
+
+def sum_of(sets: Iterable[SetTotals]) -> SetTotals:
+    """Totals over all sets; num_bytes is None if it is unknown for one of the sets."""
+    sets = list(sets)
+    too_long = [totals.too_long for totals in sets if totals.too_long is not None]
+    sets = [totals for totals in sets if totals.num_valid]
+    sizes = [totals.num_bytes for totals in sets if totals.num_bytes is not None]
+    return SetTotals(
+        math.fsum(totals.loss_sum for totals in sets),
+        sum(totals.num_valid for totals in sets),
+        sum(sizes) if len(sizes) == len(sets) else None,
+        all(totals.in_nats for totals in sets),
+        sum(too_long) if too_long else None,
+    )
 
 
 @dataclass(frozen=True)
