@@ -19,7 +19,6 @@ from titanlite.tools.report.runs import Kind, RunFiles
 
 COLORS = ("#2f6fb0", "#c2601a", "#2a8758", "#8b4fa6", "#b83a3f", "#7c6a1d", "#1d7f8c", "#6d7480")
 """Of runs or keys, in this order; then again with other dashes."""
-DARK_COLORS = ("#6ba6e6", "#f0945a", "#5cc08c", "#c08ae0", "#f0797e", "#c9b45a", "#56bfce", "#a3abb8")
 DASHES = ("-", "--", ":")
 INK, MUTED, GRID = "#3c4149", "#7b828d", "#e3e6ea"
 MARKS: Mapping[Kind, tuple[str, str]] = {
@@ -55,7 +54,8 @@ class Curve:
 @dataclass(frozen=True)
 class Chart:
     """A chart over the steps. key: name of its file. scale: "log" is used only for a large range of positive values;
-    "zero" begins at 0. limits: horizontal lines, number of a run -> value."""
+    "zero" begins at 0. limits: horizontal lines, number of a run -> value. loads: of experts relative to the mean,
+    (blocks, experts), drawn as a heat map in place of curves."""
 
     key: str
     title: str
@@ -65,22 +65,10 @@ class Chart:
     smooth: bool = False
     wide: bool = False
     limits: Mapping[int, float] | None = None
+    loads: npt.NDArray[np.float64] | None = None
 
 
-@dataclass(frozen=True)
-class HeatMap:
-    """Loads of experts relative to the mean, (blocks, experts). key: name of its file."""
-
-    key: str
-    title: str
-    values: npt.NDArray[np.float64]
-    note: str
-    wide: bool = False
-    smooth: bool = False
-    curves: Sequence[Curve] = ()
-
-
-def charts_of(runs: Sequence[RunFiles]) -> list[Chart | HeatMap]:
+def charts_of(runs: Sequence[RunFiles]) -> list[Chart]:
     """The charts for which at least one run has numbers."""
     is_one = len(runs) == 1
     losses = _curves(runs, "loss", "training" if is_one else "")
@@ -124,7 +112,7 @@ def _over_blocks(runs: Sequence[RunFiles], prefix: str, reduce: np.ufunc) -> lis
     return curves
 
 
-def _heat_maps(runs: Sequence[RunFiles]) -> list[HeatMap]:
+def _heat_maps(runs: Sequence[RunFiles]) -> list[Chart]:
     maps = []
     for number, run in enumerate(run for run in runs if run.loads is not None):
         assert run.loads is not None
@@ -132,7 +120,7 @@ def _heat_maps(runs: Sequence[RunFiles]) -> list[HeatMap]:
         relative = loads / np.maximum(loads.mean(axis=1, keepdims=True), 1)
         name = "" if len(runs) == 1 else f" of {run.name}"
         note = f"step {run.loads['step']:,}; blue 0, gray the mean, red twice the mean or more"
-        maps.append(HeatMap(f"loads_{number}", f"Loads of experts by block{name}", relative, note))
+        maps.append(Chart(f"loads_{number}", f"Loads of experts by block{name}", (), note=note, loads=relative))
     return maps
 
 
@@ -230,7 +218,7 @@ class Drawing:
         self._runs = runs
         self._steps = max((run.last_step for run in runs), default=1)
 
-    def svg(self, chart: Chart | HeatMap) -> str:
+    def svg(self, chart: Chart) -> str:
         """An <svg> element for the page: without sizes, names and metadata, with the variables of its colors."""
         file = io.StringIO()
         self._save(chart, file, "svg")
@@ -243,26 +231,29 @@ class Drawing:
         text = re.sub(r"font-family: [^;]*; ", "", text)
         return re.sub(r"#[0-9a-f]{6}", lambda color: VARIABLES.get(color[0], color[0]), text)
 
-    def png(self, chart: Chart | HeatMap, path: Path) -> None:
+    def png(self, chart: Chart, path: Path) -> None:
         """Write a PNG with its title. Raises OSError."""
         self._save(chart, path, "png")
 
-    def _save(self, chart: Chart | HeatMap, target: io.StringIO | Path, kind: str) -> None:
+    def _save(self, chart: Chart, target: io.StringIO | Path, kind: str) -> None:
         settings: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": chart.key, "text.parse_math": False}
         settings |= {"font.size": 8, "axes.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6}
         settings |= {"text.color": INK, "axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED}
         settings |= {"axes.edgecolor": MUTED, "axes.spines.top": False, "axes.spines.right": False}
         with self._matplotlib.rc_context(settings), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing from")  # of a name; the browser has the glyph
-            draw = self._heat_map if isinstance(chart, HeatMap) else self._figure
-            figure = draw(chart, has_title=kind == "png")  # type: ignore[arg-type]
+            alone = kind == "png"
+            figure = self._figure(chart, alone=alone) if chart.loads is None else self._heat_map(chart.loads)
+            if alone:
+                figure.set_figheight(figure.get_figheight() + 0.2)
+                figure.suptitle(f"{chart.title}{f' ({chart.note})' * bool(chart.note)}", x=0.01, ha="left", fontsize=9)
             options = {"metadata": dict.fromkeys(("Date", "Creator", "Format", "Type"))} if kind == "svg" else {}
             figure.savefig(target, format=kind, dpi=160, transparent=kind == "svg", **options)
 
-    def _figure(self, chart: Chart, *, has_title: bool) -> Any:
+    def _figure(self, chart: Chart, *, alone: bool) -> Any:
         marked = [run for run in self._runs if run.events] if chart.wide else []
         strip = 0.16 * len(marked) + 0.1 * bool(marked)
-        height = (3.1 if chart.wide else 2.1) + strip + 0.2 * has_title
+        height = (3.1 if chart.wide else 2.1) + strip
         figure = self._matplotlib.figure.Figure((10 if chart.wide else 4.9, height), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.02, h_pad=0.02, hspace=0.0)
         rows = figure.subplots(
@@ -289,16 +280,14 @@ class Drawing:
             self._draw_strip(rows[1, 0], marked)
         rows[-1, 0].set_xlabel("step", labelpad=1)
         # The page has the colors of the runs in its summary; a PNG stands alone.
-        if chart.wide or has_title or len(self._runs) == 1:
+        if chart.wide or alone or len(self._runs) == 1:
             self._legend(axes, chart)
-        if has_title:
-            figure.suptitle(f"{chart.title}{f' ({chart.note})' * bool(chart.note)}", x=0.01, ha="left", fontsize=9)
         return figure
 
-    def _heat_map(self, chart: HeatMap, *, has_title: bool) -> Any:
-        figure = self._matplotlib.figure.Figure((4.9, 2.1 + 0.2 * has_title), layout="constrained")
+    def _heat_map(self, loads: npt.NDArray[np.float64]) -> Any:
+        figure = self._matplotlib.figure.Figure((4.9, 2.1), layout="constrained")
         axes = figure.subplots()
-        levels = np.rint(np.clip(chart.values / 2, 0, 1) * (HEAT_LEVELS - 1)).astype(int)
+        levels = np.rint(np.clip(loads / 2, 0, 1) * (HEAT_LEVELS - 1)).astype(int)
         corners = np.array([[-0.5, -0.5], [0.5, -0.5], [0.5, 0.5], [-0.5, 0.5]])
         for level in np.unique(levels):  # one path per color: a path per cell would be ten times as large
             rows, columns = np.nonzero(levels == level)
@@ -306,14 +295,12 @@ class Drawing:
             path = self._matplotlib.path.Path.make_compound_path_from_polys(squares)
             color = self._matplotlib.colormaps["coolwarm"](level / (HEAT_LEVELS - 1))
             axes.add_patch(self._matplotlib.patches.PathPatch(path, facecolor=color, linewidth=0))
-        axes.set_xlim(-0.5, chart.values.shape[1] - 0.5)
-        axes.set_ylim(-0.5, chart.values.shape[0] - 0.5)
+        axes.set_xlim(-0.5, loads.shape[1] - 0.5)
+        axes.set_ylim(-0.5, loads.shape[0] - 0.5)
         axes.set_xlabel("expert", labelpad=1)
         axes.set_ylabel("block", labelpad=1)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(self._matplotlib.ticker.MaxNLocator(8, integer=True))
-        if has_title:
-            figure.suptitle(f"{chart.title} ({chart.note})", x=0.01, ha="left", fontsize=9)
         return figure
 
     def _draw(self, axes: Any, curve: Curve, *, smooth: bool) -> None:

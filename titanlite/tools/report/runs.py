@@ -3,28 +3,24 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import numpy as np
 import tomli
 
 from titanlite.config.load import CONFIG_COPY
 from titanlite.metrics.about import Started, read_starts
-from titanlite.metrics.config import METRICS_FILE
-from titanlite.metrics.jsonl import Series, read_series
+from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, SAMPLES_FILE
+from titanlite.metrics.jsonl import Series, read_lines, read_series
+from titanlite.metrics.records import ExpertsRow, SampleRow
 from titanlite.runtime.errors import UsageError, UserError
 from titanlite.runtime.files import open_regular
-from titanlite.runtime.json_files import JsonError, parse_json
 from titanlite.runtime.logging import log
 from titanlite.runtime.positions import FAULTS_FOLDER
-
-SAMPLES_FILE = "samples.jsonl"
-EXPERTS_FILE = "experts.jsonl"
 
 Kind = Literal["restart", "mesh change", "skipped steps", "fault"]
 
@@ -50,20 +46,15 @@ class Goodput:
     validation: float
     other: float
 
+    @property
+    def total(self) -> float:
+        return max(self.steps + self.validation + self.other, 1e-9)
 
-class Sample(TypedDict):
-    """A line of samples.jsonl: text that the model generated after a step."""
-
-    step: int
-    prompt: str
-    text: str
-
-
-class Loads(TypedDict):
-    """A line of experts.jsonl: positions by block and expert, in the interval of a log line."""
-
-    step: int
-    loads: list[list[int]]
+    @property
+    def percent(self) -> dict[str, float]:
+        """Of the total, by the classes of the page's bars."""
+        parts = {"good": self.steps, "check": self.validation, "other": self.other}
+        return {name: 100 * part / self.total for name, part in parts.items()}
 
 
 @dataclass(frozen=True)
@@ -77,8 +68,8 @@ class RunFiles:
     starts: Sequence[Started]
     events: Sequence[Event]
     goodput: Goodput | None
-    samples: Sequence[Sample]
-    loads: Loads | None
+    samples: Sequence[SampleRow]
+    loads: ExpertsRow | None
     config_text: str
     config: Mapping[str, Any]
 
@@ -115,12 +106,11 @@ def _read_run(name: str, folder: Path) -> RunFiles:
     series = read_series(folder / METRICS_FILE)
     try:
         starts = read_starts(folder)
-        samples = _read_samples(folder / SAMPLES_FILE)
-        loads = _read_lines(folder / EXPERTS_FILE, Loads)
         ended = (folder / METRICS_FILE).stat().st_mtime if series else 0.0
         faults = sorted(path.name for path in (folder / FAULTS_FOLDER).glob("*")) if starts else []
     except OSError as error:
         raise UserError(f"cannot read {error.filename or folder}: {error.strerror or error}") from None
+    loads = read_lines(folder / EXPERTS_FILE, ExpertsRow)
     config_text, config = _read_config(folder / CONFIG_COPY)
     last_step = max((int(each.steps[-1]) for each in series.values()), default=0)
     events = [*_events_of_starts(starts), *_skipped(series), *_faults(faults, starts, last_step)]
@@ -131,7 +121,7 @@ def _read_run(name: str, folder: Path) -> RunFiles:
         starts,
         sorted(events, key=lambda event: event.step),
         _goodput(series, starts, ended),
-        samples,
+        _read_samples(folder / SAMPLES_FILE),
         loads[-1] if loads else None,
         config_text,
         config,
@@ -160,25 +150,10 @@ def _flat(value: Any, key: str = "") -> list[tuple[str, Any]]:
     return [pair for name, inner in value.items() for pair in _flat(inner, f"{key}.{name}" if key else name)]
 
 
-def _read_samples(path: Path) -> list[Sample]:
-    """The samples by step. A later sample of the same step and prompt replaces an earlier one. Raises OSError."""
-    found = {(sample["prompt"], sample["step"]): sample for sample in _read_lines(path, Sample)}
+def _read_samples(path: Path) -> list[SampleRow]:
+    """The samples by step. A later sample of the same step and prompt replaces an earlier one."""
+    found = {(sample["prompt"], sample["step"]): sample for sample in read_lines(path, SampleRow)}
     return sorted(found.values(), key=lambda sample: sample["step"])
-
-
-def _read_lines(path: Path, row: Any) -> list[Any]:
-    """The lines of a file of rows of the TypedDict `row`, without damaged ones. Raises OSError."""
-    try:
-        with open_regular(path) as file:
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in lines:
-        with suppress(JsonError):
-            values = parse_json(line, row)
-            found.append({key: values[key] for key in row.__annotations__})
-    return found
 
 
 def mesh_text(mesh: Mapping[str, int]) -> str:

@@ -23,7 +23,6 @@ from titanlite.tools.report.charts import (
     Chart,
     Curve,
     Drawing,
-    HeatMap,
     charts_of,
     number_text,
     running_mean,
@@ -231,9 +230,9 @@ def test_loads_of_experts(tmp_path: Path) -> None:
     charts = {chart.key: chart for chart in charts_of(read_runs([folder]))}
     assert charts["max_load"].curves[0].series.values.tolist() == [1.5, 1.5]
     assert charts["min_load"].curves[0].series.values.tolist() == [0.25, 0.25]
-    loads = charts["loads_0"]
-    assert isinstance(loads, HeatMap)
-    assert loads.values.tolist() == [[4 / 3, 2 / 3], [1.0, 1.0]]
+    loads = charts["loads_0"].loads
+    assert loads is not None
+    assert loads.tolist() == [[4 / 3, 2 / 3], [1.0, 1.0]]
 
 
 def test_png_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
