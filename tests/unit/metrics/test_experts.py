@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.metrics.experts import ExpertLoads
-from titanlite.metrics.jsonl import JsonlSink, keep_lines
-from titanlite.metrics.records import ExpertsRecord, ExpertsRow
+from titanlite.metrics.records import ExpertsRecord
 from titanlite.metrics.tensorboard import CELL, heat_map
 from titanlite.models.experts import TERMS, MixtureOfExperts, Placement
 from titanlite.models.family import LanguageModel
@@ -96,16 +94,6 @@ def test_an_expert_without_positions_is_reported_once(
         "No position chose experts 2, 3 of block 2 in the last 10 steps",
         "No position chose experts 2, 3 of block 2 in the last 10 steps",
     ]
-
-
-def test_lines_of_later_steps_are_removed(tmp_path: Path) -> None:
-    path = tmp_path / "experts.jsonl"
-    sink = JsonlSink(path)
-    for step in (1, 2, 3):
-        sink.write(ExpertsRecord(step, [[step, 1]]))
-    sink.close()
-    keep_lines(path, ExpertsRow, 2)
-    assert path.read_text() == '{"step": 1, "loads": [[1, 1]]}\n{"step": 2, "loads": [[2, 1]]}\n'
 
 
 def test_the_picture_of_tensorboard() -> None:

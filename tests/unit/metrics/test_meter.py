@@ -109,6 +109,12 @@ def meter_of(
     )
 
 
+def note(meter: Meter, clock: Clock, step: int, stats: StepStats, *, lr: float = 0.1, bad_rows: int = 0) -> None:
+    """Note a step that takes a second."""
+    clock.now += 1.0
+    meter.update(step, stats, lr=lr, data_wait_s=0.0, bad_rows=bad_rows)
+
+
 def test_a_record_has_the_last_step_and_means_of_the_interval(group: dist.ProcessGroup) -> None:
     clock = Clock()
     meter = meter_of(group, clock)
@@ -133,36 +139,10 @@ def test_a_record_has_the_last_step_and_means_of_the_interval(group: dist.Proces
     assert "mfu" not in record.row()
 
 
-def test_terms_of_the_loss_are_those_of_the_last_step(group: dist.ProcessGroup) -> None:
-    """A rank that computes no loss adds nothing; epochs and sources stay where they are."""
-    clock = Clock()
-    meter = meter_of(group, clock, sources=("a", "b"), terms=("z_loss", "other"))
-    stats = stats_of(1.0, by_source=((1.0, 2.0), (1.0, 1.0), (1.0, 1.0)))
-    for terms, found in (((0.25, 3.0), [0.25, 3.0]), ((), [0.0, 0.0])):
-        given = [torch.tensor(term, dtype=torch.float64) for term in terms]
-        clock.now += 1.0
-        meter.update(1, replace(stats, terms=given), lr=0.1, data_wait_s=0.0, bad_rows=0)
-        row = meter.flush([0.5, 0.75]).row()
-        assert [row[key] for key in ("term/z_loss", "term/other")] == found
-        assert [row[key] for key in ("epoch/a", "epoch/b", "loss/b")] == [0.5, 0.75, 2.0]
-
-
-def test_conversations_that_are_too_long_are_columns_of_their_sources(group: dist.ProcessGroup) -> None:
-    clock = Clock()
-    meter = meter_of(group, clock, sources=("a", "b"))
-    clock.now += 1.0
-    stats = stats_of(1.0, by_source=((1.0, 2.0), (1.0, 1.0), (1.0, 1.0)))
-    meter.update(1, stats, lr=0.1, data_wait_s=0.0, bad_rows=0)
-    row = meter.flush([0.5, 0.75], {"too_long/b": 7}).row()
-    assert [row[key] for key in ("epoch/a", "epoch/b", "too_long/b", "loss/b")] == [0.5, 0.75, 7, 2.0]
-    assert "too_long/a" not in row
-
-
 def test_the_keys_of_a_row(group: dist.ProcessGroup) -> None:
     clock = Clock()
     meter = meter_of(group, clock, peak_flops=1e12)
-    clock.now += 1.0
-    meter.update(1, stats_of(1.0), lr=0.1, data_wait_s=0.0, bad_rows=0)
+    note(meter, clock, 1, stats_of(1.0))
     row = meter.flush().row()
     left_out = ("epochs", "too_long", "by_source", "terms", "experts", "goodput", *SLOWEST)
     assert list(row) == [field.name for field in fields(Record) if field.name not in left_out] == KEYS
@@ -177,56 +157,18 @@ def run_losses(meter: Meter, clock: Clock, steps: Iterable[int]) -> list[float |
     """Run these steps of LOSSES; return the means of the log lines at every third step."""
     means = []
     for step in steps:
-        clock.now += 1.0
         loss, num_valid = LOSSES[step - 1]
         stats = stats_of(loss, num_valid=num_valid, skipped=not math.isfinite(loss))
-        meter.update(step, stats, lr=0.1, data_wait_s=0.0, bad_rows=0)
+        note(meter, clock, step, stats)
         if step % 3 == 0:
             means.append(meter.flush().interval_loss)
     return means
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 5])
-def test_the_mean_over_the_interval_weighs_tokens_and_continues_after_resume(
-    group: dist.ProcessGroup, stop: int
-) -> None:
-    clock = Clock()
-    meter = meter_of(group, clock)
-    before = run_losses(meter, clock, range(1, stop + 1))
-    state = json.loads(json.dumps(asdict(meter.state())))
-    meter = meter_of(group, clock)
-    meter.load_state(MeterState(**state))
-    assert before + run_losses(meter, clock, range(stop + 1, 7)) == [
-        (8.0 * 10 + 4.0 * 30) / 40,
-        (3.0 * 20 + 1.0 * 5) / 25,
-    ]
-
-
-def test_the_mean_over_an_interval_of_skipped_steps_is_unknown(group: dist.ProcessGroup) -> None:
-    clock = Clock()
-    meter = meter_of(group, clock)
-    clock.now += 1.0
-    meter.update(1, stats_of(math.nan, skipped=True), lr=0.1, data_wait_s=0.0, bad_rows=0)
-    assert "interval_loss" not in meter.flush().row()
-
-
-def test_skipped_steps_between_log_lines_are_counted(group: dist.ProcessGroup) -> None:
-    clock = Clock()
-    meter = meter_of(group, clock)
-    counts = []
-    for step in range(1, 9):
-        clock.now += 1.0
-        meter.update(step, stats_of(math.nan, skipped=step in (2, 3, 6)), lr=0.1, data_wait_s=0.0, bad_rows=0)
-        if step % 4 == 0:
-            counts.append(meter.flush().skipped_steps)
-    assert counts == [2, 3]
-
-
 def run_steps(meter: Meter, clock: Clock, first: int, last: int) -> Record:
     """Run steps first..last, skipping every third one, and return the record of the last step."""
     for step in range(first, last + 1):
-        clock.now += 1.0
-        meter.update(step, stats_of(1.0, skipped=step % 3 == 0), lr=0.1, data_wait_s=0.0, bad_rows=step)
+        note(meter, clock, step, stats_of(1.0, skipped=step % 3 == 0), bad_rows=step)
     return meter.flush()
 
 
@@ -263,22 +205,17 @@ def test_the_state_includes_the_last_step(group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("num_valid", [0, 1, 2**24 + 1, 2**31 + 7, 2**53 - 1, 2**53])
-def test_the_count_of_valid_tokens_is_exact_up_to_2_to_the_53(group: dist.ProcessGroup, num_valid: int) -> None:
-    clock = Clock()
-    meter = meter_of(group, clock)
-    clock.now += 1.0
-    meter.update(1, stats_of(1.0, num_valid=num_valid), lr=0.1, data_wait_s=0.0, bad_rows=0)
-    assert meter.flush().num_valid == num_valid
-
-
 @pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
-def test_non_finite_values_are_preserved(group: dist.ProcessGroup, loss: float) -> None:
+def test_counts_are_exact_up_to_2_to_the_53_and_non_finite_values_are_kept(
+    group: dist.ProcessGroup, loss: float, num_valid: int
+) -> None:
     clock = Clock()
     meter = meter_of(group, clock)
-    clock.now += 1.0
-    meter.update(1, stats_of(loss, grad_norm=loss, num_valid=0), lr=0.1, data_wait_s=0.0, bad_rows=0)
+    note(meter, clock, 1, stats_of(loss, grad_norm=loss, num_valid=num_valid, skipped=True))
     record = meter.flush()
     assert str(record.loss) == str(record.grad_norm) == str(loss)
+    assert record.num_valid == num_valid
+    assert "interval_loss" not in record.row()  # of skipped steps only
 
 
 def test_update_reads_nothing_and_flush_costs_one_collective_and_one_transfer(group: dist.ProcessGroup) -> None:
@@ -321,11 +258,10 @@ def sources_of_steps(meter: Meter, clock: Clock, steps: range) -> list[dict[str,
     """Values by source of the log lines at every third step; step 5 is skipped because its loss is not finite."""
     found = []
     for step in steps:
-        clock.now += 1.0
         totals = by_source_of(step)
         if step == 5:
             totals[0] = [math.nan, math.inf, 0.0]
-        meter.update(step, stats_of(1.0, skipped=step == 5, by_source=totals), lr=0.1, data_wait_s=0.0, bad_rows=0)
+        note(meter, clock, step, stats_of(1.0, skipped=step == 5, by_source=totals))
         if step % 3 == 0:
             found.append(dict(meter.flush().by_source))
     return found
@@ -342,22 +278,54 @@ def test_losses_and_shares_by_source(group: dist.ProcessGroup) -> None:
     assert third["share/c"] == 3 / 30
 
 
-def test_a_single_source_has_no_keys_by_source(group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize(
+    ("sources", "keys"),
+    [
+        (("a",), {"epoch/a": 0.5, "too_long/a": 7}),
+        (
+            ("a", "b"),
+            {"epoch/a": 0.5, "epoch/b": 2.25, "too_long/b": 7}
+            | {"loss/a": 1.0, "loss/b": 3.0, "share/a": 0.25, "share/b": 0.75},
+        ),
+    ],
+)
+def test_columns_of_sources_and_terms_of_the_loss(
+    group: dist.ProcessGroup, sources: tuple[str, ...], keys: dict[str, float]
+) -> None:
+    """Terms are those of the last step. A rank that computes no loss adds nothing; the other columns stay in place."""
     clock = Clock()
-    assert sources_of_steps(meter_of(group, clock, sources=("a",)), clock, range(1, 4)) == [{}]
+    meter = meter_of(group, clock, sources=sources, terms=("z_loss", "other"))
+    by_source = [[2.0, 3.0], [2.0, 1.0], [1.0, 3.0]] if len(sources) > 1 else [[0.0]] * 3
+    for terms, found in (((0.25, 3.0), [0.25, 3.0]), ((), [0.0, 0.0])):
+        given = [torch.tensor(term, dtype=torch.float64) for term in terms]
+        note(meter, clock, 1, replace(stats_of(1.0, by_source=by_source), terms=given))
+        row = meter.flush([0.5, 2.25][: len(sources)], {f"too_long/{sources[-1]}": 7}).row()
+        of_terms = dict(zip(("term/z_loss", "term/other"), found, strict=True))
+        assert {key: row[key] for key in row if "/" in key} == keys | of_terms
 
 
-@pytest.mark.parametrize("stop", [1, 5, 6, 8])
-def test_a_resumed_run_continues_the_interval_and_the_shares(group: dist.ProcessGroup, stop: int) -> None:
+def test_the_mean_over_the_interval_weighs_tokens(group: dist.ProcessGroup) -> None:
     clock = Clock()
-    names = ("a", "b", "c")
-    expected = sources_of_steps(meter_of(group, clock, sources=names), clock, range(1, 10))
+    expected = [(8.0 * 10 + 4.0 * 30) / 40, (3.0 * 20 + 1.0 * 5) / 25]
+    assert run_losses(meter_of(group, clock), clock, range(1, 7)) == expected
+
+
+@pytest.mark.parametrize(
+    ("run", "last", "stop"),
+    [(run_losses, 6, stop) for stop in (1, 2, 3, 5)] + [(sources_of_steps, 9, stop) for stop in (1, 5, 6, 8)],
+)
+def test_a_resumed_run_continues_the_interval_and_the_shares(
+    group: dist.ProcessGroup, run: Callable[[Meter, Clock, range], list[object]], last: int, stop: int
+) -> None:
+    clock = Clock()
+    names = ("a", "b", "c") if run is sources_of_steps else ()
+    expected = run(meter_of(group, clock, sources=names), clock, range(1, last + 1))
     meter = meter_of(group, clock, sources=names)
-    before = sources_of_steps(meter, clock, range(1, stop + 1))
+    before = run(meter, clock, range(1, stop + 1))
     state = json.loads(json.dumps(asdict(meter.state())))
     meter = meter_of(group, clock, sources=names)
     meter.load_state(MeterState(**state))
-    assert before + sources_of_steps(meter, clock, range(stop + 1, 10)) == expected
+    assert before + run(meter, clock, range(stop + 1, last + 1)) == expected
 
 
 def test_state_by_source_is_matched_by_name(group: dist.ProcessGroup) -> None:
@@ -367,23 +335,10 @@ def test_state_by_source_is_matched_by_name(group: dist.ProcessGroup) -> None:
     assert meter.state().by_source == {"b": [4.0, 5.0, 6.0], "new": [0.0, 0.0, 0.0]}
 
 
-@pytest.mark.parametrize("sources", [("a",), ("a", "b")])
-def test_epochs_of_each_source(group: dist.ProcessGroup, sources: tuple[str, ...]) -> None:
-    clock = Clock()
-    meter = meter_of(group, clock, sources=sources)
-    clock.now += 1.0
-    by_source = [[2.0, 3.0], [2.0, 1.0], [1.0, 3.0]] if len(sources) > 1 else [[0.0]] * 3
-    meter.update(1, stats_of(1.0, by_source=by_source), lr=0.1, data_wait_s=0.0, bad_rows=0)
-    row = meter.flush([0.5, 2.25][: len(sources)]).row()
-    expected = {"epoch/a": 0.5, "epoch/b": 2.25, "loss/a": 1.0, "loss/b": 3.0, "share/a": 0.25, "share/b": 0.75}
-    assert {key: row[key] for key in row if "/" in key} == (expected if len(sources) > 1 else {"epoch/a": 0.5})
-
-
 def test_a_flush_without_a_step_fails_an_assertion(group: dist.ProcessGroup) -> None:
     clock = Clock()
     meter = meter_of(group, clock)
-    clock.now += 1.0
-    meter.update(1, stats_of(1.0), lr=0.1, data_wait_s=0.0, bad_rows=0)
+    note(meter, clock, 1, stats_of(1.0))
     meter.flush()
     with pytest.raises(AssertionError, match="without a step"):
         meter.flush()

@@ -7,19 +7,20 @@ import os
 import re
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from titanlite.metrics.about import AboutRun
-from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, TENSORBOARD_FOLDER, MetricsConfig, check_metrics
+from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, SAMPLES_FILE, TENSORBOARD_FOLDER, MetricsConfig
 from titanlite.metrics.console import ConsoleSink, table_lines
-from titanlite.metrics.jsonl import JsonlSink, json_line
-from titanlite.metrics.records import Record
+from titanlite.metrics.jsonl import JsonlSink
+from titanlite.metrics.records import ExpertsRecord, LogRecord, Record, SamplesRecord
 from titanlite.metrics.sinks import Sinks
 from titanlite.metrics.sinks import build_sinks as build
 from titanlite.metrics.tensorboard import TOKENS_FOLDER, TensorBoardSink
@@ -50,7 +51,7 @@ ABOUT = AboutRun(
 def build_sinks(section: MetricsConfig, folder: Path, *, rank: int, total_steps: int, resume_step: int) -> Sinks:
     """Tokens are 2,048 per step."""
     sinks = partial(
-        build, section, folder, rank, total_steps, "peak RSS", about=ABOUT, has_samples=False, has_experts=True
+        build, section, folder, rank, total_steps, "peak RSS", about=ABOUT, has_samples=True, has_experts=True
     )
     return sinks(resume_step=resume_step, resume_tokens=2048 * resume_step)
 
@@ -126,71 +127,43 @@ def test_the_console_has_a_header_after_every_20_rows(capsys: pytest.CaptureFixt
     assert max(map(len, lines)) <= 100
 
 
-def test_rows_are_read_back_exactly(tmp_path: Path) -> None:
-    record = replace(RECORD, loss=0.1 + 0.2, grad_norm=5e-324, lr=1 / 3, mfu=2 / 3)
-    sink = JsonlSink(tmp_path / METRICS_FILE)
-    sink.write(RECORD)
-    sink.write(record)
-    sink.close()
-    lines = (tmp_path / METRICS_FILE).read_text().splitlines()
-    rows = [json.loads(line, parse_constant=refuse_constant) for line in lines]
-    assert rows == [RECORD.row(), record.row()]
-    assert rows[0]["num_valid"] == 2**40 + 1
+class ShortFile:
+    """Writes at most `most` bytes per call, and counts the calls."""
+
+    def __init__(self, file: Any, most: int) -> None:
+        self.file, self.most, self.calls, self.close = file, most, 0, file.close
+
+    def write(self, data: bytes) -> int:
+        self.calls += 1
+        return int(self.file.write(data[: self.most]))
 
 
-def test_non_finite_values_round_trip_in_strict_json() -> None:
-    record = replace(RECORD, loss=math.nan, grad_norm=math.inf, lr=-math.inf, slowest_host="node7")
-    row = json.loads(json_line(record.row()), parse_constant=refuse_constant)
-    assert math.isnan(float(row["loss"]))
-    assert (float(row["grad_norm"]), float(row["lr"])) == (math.inf, -math.inf)
-    assert row["slowest_host"] == "node7"
-
-
-def test_each_row_is_one_unbuffered_write(tmp_path: Path) -> None:
-    path = tmp_path / METRICS_FILE
-    sink = JsonlSink(path)
-    writes = []
-
-    class CountingFile:
-        def __init__(self, file: object) -> None:
-            self._write = file.write  # type: ignore[attr-defined]
-            self.close = file.close  # type: ignore[attr-defined]
-
-        def write(self, data: bytes) -> int:
-            writes.append(data)
-            return int(self._write(data))
-
-    sink._file = CountingFile(sink._file)  # type: ignore[assignment]
-    for count in (1, 2, 3):
-        sink.write(RECORD)
-        assert len(writes) == count
-        assert path.read_bytes() == (json_line(RECORD.row()) + "\n").encode() * count
-    sink.close()
-
-
-def test_a_short_write_is_completed(tmp_path: Path) -> None:
-    path = tmp_path / METRICS_FILE
-    sink = JsonlSink(path)
-    file = sink._file
-
-    class ShortFile:
-        def write(self, data: bytes) -> int:
-            return file.write(data[:7])
-
-    sink._file = ShortFile()  # type: ignore[assignment]
-    sink.write(RECORD)
-    file.close()
-    assert path.read_text() == json_line(RECORD.row()) + "\n"
-
-
-@pytest.mark.parametrize("content", [b"", b'{"step": 1}\n'])
-def test_intact_files_are_appended_to(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("content", "most"), [(b"", 10_000), (b'{"step": 1}\n', 10_000), (b"", 7)])
+def test_rows_are_strict_json_of_the_same_numbers_in_one_unbuffered_write(
+    tmp_path: Path, content: bytes, most: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if the file has rows. A short write is completed."""
     path = tmp_path / METRICS_FILE
     path.write_bytes(content)
     sink = JsonlSink(path)
-    sink.write(RECORD)
+    sink._file = file = ShortFile(sink._file, most)  # type: ignore[assignment]
+    exact = replace(RECORD, loss=0.1 + 0.2, grad_norm=5e-324, lr=1 / 3, mfu=2 / 3)
+    not_finite = replace(RECORD, loss=math.nan, grad_norm=math.inf, lr=-math.inf, slowest_host="node7")
+    for count, record in enumerate((RECORD, exact, not_finite), 1):
+        sink.write(record)
+        assert (file.calls == count) == (most > 7)
+        lines = path.read_bytes().removeprefix(content).decode().splitlines()
+        rows = [json.loads(line, parse_constant=refuse_constant) for line in lines]
+        assert len(rows) == count
     sink.close()
-    assert path.read_bytes() == content + (json_line(RECORD.row()) + "\n").encode()
+    assert rows[:2] == [RECORD.row(), exact.row()]
+    assert rows[0]["num_valid"] == 2**40 + 1
+    assert math.isnan(float(rows[2]["loss"]))
+    assert (float(rows[2]["grad_norm"]), float(rows[2]["lr"]), rows[2]["slowest_host"]) == (
+        math.inf,
+        -math.inf,
+        "node7",
+    )
     assert not caplog.records
 
 
@@ -229,6 +202,48 @@ def test_a_folder_in_the_way_is_a_clear_error(tmp_path: Path) -> None:
         JsonlSink(tmp_path / METRICS_FILE)
 
 
+@pytest.mark.parametrize(
+    ("file", "record_of", "row_of"),
+    [
+        (
+            SAMPLES_FILE,
+            lambda step: SamplesRecord(step, (("a\n", f"ü{step}"), ("b", "x"))),
+            lambda step: [
+                {"step": step, "prompt": "a\n", "text": f"ü{step}"},
+                {"step": step, "prompt": "b", "text": "x"},
+            ],
+        ),
+        (
+            EXPERTS_FILE,
+            lambda step: ExpertsRecord(step, [[step, 1]]),
+            lambda step: [{"step": step, "loads": [[step, 1]]}],
+        ),
+    ],
+)
+def test_records_are_in_a_file_of_their_own_whose_later_rows_a_resumed_run_removes(
+    file: str, record_of: Callable[[int], LogRecord], row_of: Callable[[int], list[Any]], tmp_path: Path
+) -> None:
+    for resume_step, steps in ((0, (5, 10, 15)), (10, (15,))):
+        section = MetricsConfig(loggers=("jsonl",))
+        sinks = build_sinks(section, tmp_path, rank=0, total_steps=20, resume_step=resume_step)
+        for step in steps:
+            sinks.write(record_of(step))
+        sinks.close()
+        with (tmp_path / file).open("ab") as opened:
+            opened.write(b'{"step": 15, "pro')  # a power failure
+    lines = (tmp_path / file).read_text().splitlines()
+    assert [json.loads(line) for line in lines[:-1]] == [row for step in (5, 10, 15) for row in row_of(step)]
+    assert (tmp_path / METRICS_FILE).read_bytes() == b""
+
+
+def test_the_console_has_a_line_per_sample(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(0)
+    ConsoleSink(100, "peak RSS").write(SamplesRecord(5, (("a\n", "ü5"), ("b", "x"))))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith(r'sample after step 5: "a\nü5"')
+    assert second.endswith('sample after step 5: "bx"')
+
+
 def test_only_rank_0_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(1)
     sinks = build_sinks(MetricsConfig(loggers=TENSORBOARD), tmp_path, rank=1, total_steps=10, resume_step=0)
@@ -239,7 +254,7 @@ def test_only_rank_0_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     sinks = build_sinks(MetricsConfig(), tmp_path, rank=0, total_steps=10, resume_step=0)
     sinks.write(RECORD)
     sinks.close()
-    assert {path.name for path in tmp_path.iterdir()} == {METRICS_FILE, EXPERTS_FILE}
+    assert {path.name for path in tmp_path.iterdir()} == {METRICS_FILE, SAMPLES_FILE, EXPERTS_FILE}
     assert " 30/10 " in capsys.readouterr().out
 
 
@@ -253,10 +268,13 @@ def test_tensorboard_has_the_same_names(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / TENSORBOARD_FOLDER)).Reload()
     assert [event.step for event in events.Scalars("bad_rows")] == [30]
     sinks.write(replace(RECORD, step=40, loss=math.nan, slowest_host="node7"))  # text is no scalar
+    sinks.write(SamplesRecord(40, (("a\n", "ü5"), ("b", "x"))))
     events.Reload()
     sinks.close()
     assert sorted(events.Tags()["scalars"]) == sorted(set(RECORD.row()) - {"step"})
     assert [event.step for event in events.Scalars("loss")] == [30, 40]
+    (samples,) = events.Tensors("samples/text_summary")
+    assert (samples.step, "ü5" in samples.tensor_proto.string_val[0].decode()) == (40, True)
     assert "steps = 7" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert b"r-1" in events.Tensors("run/text_summary")[0].tensor_proto.string_val[0]
     assert b"training.steps" in events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
@@ -316,17 +334,6 @@ def test_a_resume_without_the_old_files_creates_new_ones(tmp_path: Path, caplog:
     assert [json.loads(line)["step"] for line in (tmp_path / METRICS_FILE).read_text().splitlines()] == [30]
 
 
-def test_tensorboard_is_flushed_with_each_record(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    sink = TensorBoardSink(tmp_path, 0, 0, ABOUT)
-    by_step, _ = sink._writers
-    with mock.patch.object(by_step, "flush", wraps=by_step.flush) as flush:
-        for count in (1, 2):
-            sink.write(RECORD)
-            assert flush.call_count == count
-    sink.close()
-
-
 def test_a_full_disk_ends_only_tensorboard_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -357,8 +364,3 @@ def test_tensorboard_that_cannot_start_is_one_warning(tmp_path: Path, caplog: py
     sink.write(RECORD)
     sink.close()
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
-
-
-def test_the_defaults_have_no_problem() -> None:
-    assert check_metrics(MetricsConfig()) == []
-    assert check_metrics(MetricsConfig(log_freq=1)) == []

@@ -4,6 +4,8 @@ import json
 import logging
 import os
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,8 @@ import pytest
 
 from tests.seeds import seeds
 from titanlite.metrics import jsonl
-from titanlite.metrics.jsonl import has_validation, keep_rows, read_series
+from titanlite.metrics.jsonl import has_validation, keep_lines, keep_rows, read_series
+from titanlite.metrics.records import SampleRow
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 
@@ -155,18 +158,18 @@ def test_the_new_file_is_synced_before_it_replaces_the_old_one(tmp_path: Path, m
     assert calls == ["sync metrics.jsonl.new", "replace", f"sync {tmp_path.name}"]
 
 
-def test_a_folder_in_the_way_is_a_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"cannot read .*metrics\.jsonl: Is a directory"):
-        keep_rows(tmp_path / "metrics.jsonl", 20)
-
-
 @pytest.mark.timeout(30)
-def test_a_pipe_in_place_of_the_file_is_an_error(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    for read in (keep_rows, has_validation):
-        with pytest.raises(UserError, match=r"cannot read .*metrics.jsonl: not a regular file but a pipe: rename or"):
-            read(tmp_path / "metrics.jsonl", 1)
+@pytest.mark.parametrize("read", [keep_rows, has_validation, partial(keep_lines, row=SampleRow)])
+@pytest.mark.parametrize(
+    ("make", "reason"), [(os.mkdir, "Is a directory"), (os.mkfifo, "not a regular file but a pipe: rename or remove")]
+)
+def test_a_folder_or_pipe_in_place_of_the_file_is_an_error(
+    make: Callable[[Path], None], reason: str, read: Callable[..., object], tmp_path: Path
+) -> None:
+    make(tmp_path / "metrics.jsonl")
+    step = {"step": 1} if read is has_validation else {"last_step": 1}
+    with pytest.raises(UserError, match=rf"cannot read .*metrics\.jsonl: {reason}"):
+        read(path=tmp_path / "metrics.jsonl", **step)
 
 
 @pytest.mark.parametrize(
