@@ -81,10 +81,10 @@ def describe_batch(job: Job, mesh: Mesh) -> None:
         )
 
 
-def describe_run(
+def record_start(
     config: JobConfig, mesh: Mesh, hosts: Sequence[str], resume_step: int, environment: Mapping[str, str]
 ) -> AboutRun:
-    """What the loggers record about the run and this start, on rank 0, which notes it in run.json; else empty."""
+    """Note this start in run.json, on rank 0; return what loggers record about the run and this start, else empty."""
     if mesh.world.rank != 0:
         return AboutRun({}, {}, "")
     facts = {

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import titanlite
 from titanlite.assembly.data import build_data, build_tokenizer
-from titanlite.assembly.description import describe_job, describe_run, describe_training
+from titanlite.assembly.description import describe_job, describe_training, record_start
 from titanlite.assembly.facts import code_facts, content_facts
 from titanlite.assembly.job import Job
 from titanlite.assembly.learning_rate import describe_jump, describe_moved_decay
@@ -146,7 +146,7 @@ def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[st
         start = load_start(config, trainer, checkpoints)
     prepare_outputs(config, world, start, data.tokenizer)
     resume_step = start.step if start.resumes else 0
-    about = describe_run(config, mesh, hosts, resume_step, environment)
+    about = record_start(config, mesh, hosts, resume_step, environment)
     sinks = build_run_sinks(config, world, meter, resume_step, about)
     cleanup.callback(sinks.close)
     data_end = DataEnd(None, None)
@@ -266,7 +266,7 @@ def build_checkpoints(
         Path(config.job.dump_folder, config.checkpoint.folder),
         state,
         meter,
-        run_on_rank_0(lambda: about_run(config, data.tokenizer, data.loader.sources), saving_group),
+        run_on_rank_0(lambda: checkpoint_facts(config, data.tokenizer, data.loader.sources), saving_group),
         config.training.steps,
         saving_group,
         imported,
@@ -418,7 +418,7 @@ def build_samples(
     )
 
 
-def about_run(config: JobConfig, tokenizer: Tokenizer | None, sources: Sequence[Source]) -> RunFacts:
+def checkpoint_facts(config: JobConfig, tokenizer: Tokenizer | None, sources: Sequence[Source]) -> RunFacts:
     """Facts about the run that checkpoints store. Call on one process only: it reads samples of the data.
 
     sources: those of the loader.

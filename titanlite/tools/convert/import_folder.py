@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from titanlite.assembly.run import about_run
+from titanlite.assembly.run import checkpoint_facts
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.file_records import write_recorded
 from titanlite.checkpoint.folder import publish, writing_folder
@@ -70,7 +70,9 @@ def write_run(source: ModelFolder, folder: Path, out: Path, dtype: DtypeName) ->
     if source.generation_config is not None:
         records[GENERATION_FILE] = write_recorded(writing / GENERATION_FILE, source.generation_config)
     resolved = resolve_config(config, world_size=1, device_type="cpu")
-    about = about_run(replace(resolved, data=replace(resolved.data, sources=())), tokenizer, ())  # no data seen yet
+    about = checkpoint_facts(
+        replace(resolved, data=replace(resolved.data, sources=())), tokenizer, ()
+    )  # no data seen yet
     manifest = Manifest(
         step=0,
         content="model",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from titanlite.assembly.data import build_data, build_tokenizer
 from titanlite.assembly.job import job_of
 from titanlite.assembly.model import build_model, build_trainer
-from titanlite.assembly.run import about_run, build_meter, fetch_imported
+from titanlite.assembly.run import build_meter, checkpoint_facts, fetch_imported
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.checkpoint.compatibility import changed_settings
 from titanlite.checkpoint.start import StartFinder
@@ -203,7 +203,7 @@ def replay(config: JobConfig, start: SavedRun | None, step: int, world: World) -
         )
         norms = trainer.spikes.norms if trainer.spikes else None
         state = RunState(trainer.model_parts, trainer.optimizer, loader, mesh, norms, trainer.average)
-        about = about_run(config, tokenizer, loader.sources)
+        about = checkpoint_facts(config, tokenizer, loader.sources)
         meter = build_meter(config, world, mesh, group)
         folder = Path(config.job.dump_folder, config.checkpoint.folder)
         finder = StartFinder(config.checkpoint, folder, state, meter, about, config.training.steps, group, imported)

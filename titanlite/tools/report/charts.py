@@ -5,7 +5,7 @@ import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from titanlite.metrics.jsonl import Series
 from titanlite.metrics.records import TASK_PREFIX
 from titanlite.runtime.errors import UserError
-from titanlite.tools.report.runs import Kind, RunFiles
+from titanlite.tools.report.runs import DATA_WAIT, MAX_LOAD, MIN_LOAD, Kind, RunFiles
 
 COLORS = ("#2f6fb0", "#c2601a", "#2a8758", "#8b4fa6", "#b83a3f", "#7c6a1d", "#1d7f8c", "#6d7480")
 """Of runs or keys, in this order; then again with other dashes."""
@@ -59,7 +59,7 @@ class Chart:
 
     key: str
     title: str
-    curves: Sequence[Curve]
+    curves: Sequence[Curve] = ()
     scale: str = "zero"
     note: str = ""
     smooth: bool = False
@@ -68,48 +68,83 @@ class Chart:
     loads: npt.NDArray[np.float64] | None = None
 
 
+OF_RUNS = {
+    "lr": Chart("lr", "Learning rate"),
+    "tokens_per_second": Chart("tokens_per_second", "Tokens per second", note="all ranks"),
+    DATA_WAIT: Chart("data_wait", "Waiting for data", note="% of the step time, slowest rank"),
+    "goodput": Chart("goodput", "Goodput", note="share of the wall time spent in steps so far"),
+    "memory_gib": Chart("memory", "Peak memory", note="GiB so far, rank with the most"),
+    "mfu": Chart("mfu", "Model FLOP/s utilization", note="fraction of the devices' peak"),
+}
+OF_EXPERTS = {
+    MAX_LOAD: Chart("max_load", "Most loaded expert", note=LOAD),
+    MIN_LOAD: Chart("min_load", "Least loaded expert", note=LOAD),
+    "balance_loss": Chart("balance_loss", "Balance loss of experts", scale="", note="1: balanced"),
+}
+"""Series -> its chart, with a curve per run."""
+
+
 def charts_of(runs: Sequence[RunFiles]) -> list[Chart]:
     """The charts for which at least one run has numbers."""
-    is_one = len(runs) == 1
-    losses = _curves(runs, "loss", "training" if is_one else "")
-    validations = [
-        Curve("validation" if is_one else f"{run.name}, validation", int(is_one) or number, each, dots=True)
-        for number, run in enumerate(runs)
-        if (each := run.series.get("validation/loss"))
-    ]
-    norms = _curves(runs, "grad_norm")
-    limits = {number: run.config.get("training.max_norm") for number, run in enumerate(runs)}
-    note = "before clipping; dashed: training.max_norm"
-    shown = {number: limit for number, limit in limits.items() if isinstance(limit, int | float) and limit > 0}
     charts = [
-        Chart("loss", "Loss", [*losses, *validations], "log", smooth=True, wide=True, note="per token"),
-        Chart("grad_norm", "Gradient norm", norms, "log", note, smooth=True, limits=shown),
-        Chart("lr", "Learning rate", _curves(runs, "lr")),
-        Chart("tokens_per_second", "Tokens per second", _curves(runs, "tokens_per_second"), note="all ranks"),
-        Chart("data_wait", "Waiting for data", _data_wait(runs), note="% of the step time, slowest rank"),
-        Chart("goodput", "Goodput", _curves(runs, "goodput"), note="share of the wall time spent in steps so far"),
-        Chart("memory", "Peak memory", _curves(runs, "memory_gib"), note="GiB so far, rank with the most"),
-        Chart("mfu", "Model FLOP/s utilization", _curves(runs, "mfu"), note="fraction of the devices' peak"),
+        _losses(runs),
+        _norms(runs),
+        *(replace(chart, curves=_curves(runs, key)) for key, chart in OF_RUNS.items()),
         *_by_source(runs, "loss/", "Training loss"),
         *_by_source(runs, "validation/loss/", "Validation loss"),
         *_of_tasks(runs),
         *_by_source(runs, "epoch/", "Epochs", "zero"),
-        Chart("max_load", "Most loaded expert", _over_blocks(runs, "max_load/", np.maximum), note=LOAD),
-        Chart("min_load", "Least loaded expert", _over_blocks(runs, "min_load/", np.minimum), note=LOAD),
-        Chart("balance_loss", "Balance loss of experts", _curves(runs, "balance_loss"), "", "1: balanced"),
+        *(replace(chart, curves=_curves(runs, key)) for key, chart in OF_EXPERTS.items()),
     ]
     return [*(chart for chart in charts if chart.curves), *_heat_maps(runs)]
 
 
-def _over_blocks(runs: Sequence[RunFiles], prefix: str, reduce: np.ufunc) -> list[Curve]:
-    """The extreme value over the blocks."""
-    curves = []
-    for number, run in enumerate(runs):
-        of_blocks = [series for key, series in run.series.items() if key.startswith(prefix)]
-        if of_blocks and len({len(series.steps) for series in of_blocks}) == 1:
-            values = reduce.reduce([series.values for series in of_blocks])
-            curves.append(Curve(run.name, number, Series(of_blocks[0].steps, values)))
-    return curves
+def _curves(runs: Sequence[RunFiles], key: str, *, dots: bool = False) -> list[Curve]:
+    return [Curve(run.name, n, run.series[key], dots) for n, run in enumerate(runs) if key in run.series]
+
+
+def _losses(runs: Sequence[RunFiles]) -> Chart:
+    training, validation = _curves(runs, "loss"), _curves(runs, "validation/loss", dots=True)
+    if len(runs) == 1:
+        training = [replace(curve, label="training") for curve in training]
+        validation = [replace(curve, label="validation", number=1) for curve in validation]
+    else:
+        validation = [replace(curve, label=f"{curve.label}, validation") for curve in validation]
+    return Chart("loss", "Loss", [*training, *validation], "log", smooth=True, wide=True, note="per token")
+
+
+def _norms(runs: Sequence[RunFiles]) -> Chart:
+    limits = {number: run.config.get("training.max_norm") for number, run in enumerate(runs)}
+    shown = {number: limit for number, limit in limits.items() if isinstance(limit, int | float) and limit > 0}
+    note = "before clipping; dashed: training.max_norm"
+    return Chart("grad_norm", "Gradient norm", _curves(runs, "grad_norm"), "log", note, smooth=True, limits=shown)
+
+
+def _keys(runs: Sequence[RunFiles], prefix: str) -> list[str]:
+    return list(dict.fromkeys(key for run in runs for key in run.series if key.startswith(prefix)))
+
+
+def _by_source(runs: Sequence[RunFiles], prefix: str, title: str, scale: str = "log") -> list[Chart]:
+    """One chart with all sources of one run; with several runs, one chart per source."""
+    keys, name, smooth = _keys(runs, prefix), prefix.strip("/").replace("/", "_"), scale == "log"
+    dots = prefix.startswith("validation")
+    if len(runs) == 1:
+        curves = [Curve(key.removeprefix(prefix), n, runs[0].series[key], dots) for n, key in enumerate(keys)]
+        return [Chart(f"{name}_by_source", f"{title} by source", curves, scale, smooth=smooth)]
+    titles = [f"{title} of {key.removeprefix(prefix)}" for key in keys]
+    return [
+        Chart(f"{name}_source_{number}", titles[number], _curves(runs, key, dots=dots), scale, smooth=smooth)
+        for number, key in enumerate(keys)
+    ]
+
+
+def _of_tasks(runs: Sequence[RunFiles]) -> list[Chart]:
+    """One chart per task and score."""
+    charts = []
+    for number, key in enumerate(key for key in _keys(runs, TASK_PREFIX) if not key.endswith("_stderr")):
+        name, _, score = key.removeprefix(TASK_PREFIX).rpartition("/")
+        charts.append(Chart(f"task_{number}", f"Task {name}: {score}", _curves(runs, key, dots=True)))
+    return charts
 
 
 def _heat_maps(runs: Sequence[RunFiles]) -> list[Chart]:
@@ -120,54 +155,8 @@ def _heat_maps(runs: Sequence[RunFiles]) -> list[Chart]:
         relative = loads / np.maximum(loads.mean(axis=1, keepdims=True), 1)
         name = "" if len(runs) == 1 else f" of {run.name}"
         note = f"step {run.loads['step']:,}; blue 0, gray the mean, red twice the mean or more"
-        maps.append(Chart(f"loads_{number}", f"Loads of experts by block{name}", (), note=note, loads=relative))
+        maps.append(Chart(f"loads_{number}", f"Loads of experts by block{name}", note=note, loads=relative))
     return maps
-
-
-def _curves(runs: Sequence[RunFiles], key: str, label: str = "") -> list[Curve]:
-    return [Curve(label or run.name, n, run.series[key]) for n, run in enumerate(runs) if key in run.series]
-
-
-def _data_wait(runs: Sequence[RunFiles]) -> list[Curve]:
-    curves = []
-    for number, run in enumerate(runs):
-        waits, times = run.series.get("data_time_s"), run.series.get("step_time_s")
-        if waits and times and len(waits.steps) == len(times.steps):
-            with np.errstate(all="ignore"):
-                curves.append(Curve(run.name, number, Series(waits.steps, 100 * waits.values / times.values)))
-    return curves
-
-
-def _by_source(runs: Sequence[RunFiles], prefix: str, title: str, scale: str = "log") -> list[Chart]:
-    """One chart with all sources of one run; with several runs, one chart per source."""
-    keys = list(dict.fromkeys(key for run in runs for key in run.series if key.startswith(prefix)))
-    name = prefix.strip("/").replace("/", "_")
-    dots = prefix.startswith("validation")
-    if len(runs) == 1:
-        curves = [Curve(key.removeprefix(prefix), n, runs[0].series[key], dots) for n, key in enumerate(keys)]
-        return [Chart(f"{name}_by_source", f"{title} by source", curves, scale, smooth=scale == "log")]
-    return [
-        Chart(
-            f"{name}_source_{number}",
-            f"{title} of {key.removeprefix(prefix)}",
-            [Curve(run.name, n, run.series[key], dots) for n, run in enumerate(runs) if key in run.series],
-            scale,
-            smooth=scale == "log",
-        )
-        for number, key in enumerate(keys)
-    ]
-
-
-def _of_tasks(runs: Sequence[RunFiles]) -> list[Chart]:
-    """One chart per task and score."""
-    keys = list(dict.fromkeys(key for run in runs for key in run.series if key.startswith(TASK_PREFIX)))
-    keys = [key for key in keys if not key.endswith("_stderr")]
-    charts = []
-    for number, key in enumerate(keys):
-        name, _, score = key.removeprefix(TASK_PREFIX).rpartition("/")
-        curves = [Curve(run.name, n, run.series[key], dots=True) for n, run in enumerate(runs) if key in run.series]
-        charts.append(Chart(f"task_{number}", f"Task {name}: {score}", curves, "zero"))
-    return charts
 
 
 def thinned(series: Series) -> Series:

@@ -22,6 +22,11 @@ from titanlite.runtime.files import open_regular
 from titanlite.runtime.logging import log
 from titanlite.runtime.positions import FAULTS_FOLDER
 
+DATA_WAIT = "data_wait"
+"""Percent of the step time."""
+MAX_LOAD, MIN_LOAD = "max_load", "min_load"
+"""Extremes over the blocks."""
+
 Kind = Literal["restart", "mesh change", "skipped steps", "fault"]
 
 
@@ -103,7 +108,7 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 
 
 def _read_run(name: str, folder: Path) -> RunFiles:
-    series = read_series(folder / METRICS_FILE)
+    series = _with_derived(read_series(folder / METRICS_FILE))
     try:
         starts = read_starts(folder)
         ended = (folder / METRICS_FILE).stat().st_mtime if series else 0.0
@@ -126,6 +131,20 @@ def _read_run(name: str, folder: Path) -> RunFiles:
         config_text,
         config,
     )
+
+
+def _with_derived(series: Mapping[str, Series]) -> dict[str, Series]:
+    """The series and those that rows do not have: DATA_WAIT, MAX_LOAD, MIN_LOAD."""
+    found = dict(series)
+    waits, times = series.get("data_time_s"), series.get("step_time_s")
+    if waits and times and len(waits.steps) == len(times.steps):
+        with np.errstate(all="ignore"):
+            found[DATA_WAIT] = Series(waits.steps, 100 * waits.values / times.values)
+    for name, extreme in ((MAX_LOAD, np.maximum), (MIN_LOAD, np.minimum)):
+        of_blocks = [each for key, each in series.items() if key.startswith(f"{name}/")]
+        if of_blocks and len({len(each.steps) for each in of_blocks}) == 1:
+            found[name] = Series(of_blocks[0].steps, extreme.reduce([each.values for each in of_blocks]))
+    return found
 
 
 def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
