@@ -5,6 +5,7 @@ import json
 from titanlite.metrics.records import LogRecord, Record, SamplesRecord, ValidationRecord
 from titanlite.metrics.scores import sum_of
 from titanlite.runtime.logging import log
+from titanlite.runtime.text import duration
 
 HEADER_EVERY = 20
 """Rows between headers."""
@@ -56,7 +57,7 @@ def table_lines(record: Record, total_steps: int) -> tuple[str, str]:
         ("GiB", 5, _three_digits(record.memory_gib)),
         *([("MFU", 5, f"{record.mfu:.1%}")] if record.mfu is not None else []),
         *([("epoch", 5, f"{max(record.epochs.values()):.2f}")] if record.epochs else []),
-        ("ETA", 6, _duration((total_steps - record.step) * record.step_time_s).replace(" ", "")),
+        ("ETA", 6, duration((total_steps - record.step) * record.step_time_s).replace(" ", "")),
     ]
     too_long = round(sum(record.too_long.values()))
     rare = [("skipped steps", record.skipped_steps), ("bad rows", record.bad_rows), ("too long", too_long)]
@@ -97,16 +98,4 @@ def validation_line(record: ValidationRecord) -> str:
     parts += [f"{name} {found['loss']:.4f}" for name, found in of_sources.items() if found]
     parts += [f"{name} {scores.describe()}" for name, scores in record.tasks.items()]
     parts += [f"too long {total.too_long}"] if total.too_long else []
-    return f"validation after step {record.step}: {', '.join(parts)} ({_duration(record.time_s)})"
-
-
-def _duration(seconds: float) -> str:
-    """Seconds in the two largest units: 42s, 3m 07s, 5h 02m, 2d 03h."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    days, h = divmod(hours, 24)
-    if days:
-        return f"{days}d {h:02}h"
-    if hours:
-        return f"{h}h {m:02}m"
-    return f"{m}m {s:02}s" if minutes else f"{s}s"
+    return f"validation after step {record.step}: {', '.join(parts)} ({duration(record.time_s)})"

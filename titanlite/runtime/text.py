@@ -9,6 +9,18 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun if count == 1 else plural}"
 
 
+def duration(seconds: float) -> str:
+    """Seconds in the two largest units: 42s, 3m 07s, 5h 02m, 2d 03h."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days}d {h:02}h"
+    if hours:
+        return f"{h}h {m:02}m"
+    return f"{m}m {s:02}s" if minutes else f"{s}s"
+
+
 def one_line(error: BaseException) -> str:
     """The error on one line, with its type unless it is one of the file system."""
     if isinstance(error, OSError) and error.strerror:

@@ -9,7 +9,7 @@ import numpy as np
 
 from titanlite.config.fields import literal
 from titanlite.metrics.jsonl import Series
-from titanlite.runtime.text import counted
+from titanlite.runtime.text import counted, duration
 from titanlite.tools.report.charts import COLORS, GRID, INK, MARKS, MIN_SMOOTHED, MUTED, Chart, number_text
 from titanlite.tools.report.runs import Event, Kind, RunFiles, differing_keys, mesh_text
 
@@ -113,17 +113,6 @@ def _best(validation: Series | None) -> str:
     if row == len(validation.values) - 1:
         return ""
     return f"{validation.values[row]:.4f} (step {validation.steps[row]:,})"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the two largest units: 42 s, 3 min 7 s, 5 h 2 min, 2 d 3 h."""
-    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    rest, words = round(seconds), list[str]()
-    for unit, size in units:
-        count, rest = divmod(rest, size)
-        if count or words or unit == "s":
-            words.append(f"{count} {unit}")
-    return " ".join(words[:2])
 
 
 def _most_important(events: Sequence[Event]) -> list[Event]:

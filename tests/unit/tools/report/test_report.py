@@ -28,7 +28,7 @@ from titanlite.tools.report.charts import (
     running_mean,
     thinned,
 )
-from titanlite.tools.report.page import MAX_EVENTS, duration
+from titanlite.tools.report.page import MAX_EVENTS
 from titanlite.tools.report.runs import differing_keys, distinct_names, read_runs
 
 BEGIN = datetime(2026, 5, 1, 12, 0, 0).astimezone()
@@ -307,10 +307,3 @@ def test_many_events_are_counted(tmp_path: Path) -> None:
 )
 def test_short_numbers(number: float, text: str) -> None:
     assert number_text(number) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (61, "1 min 1 s"), (7200, "2 h 0 min"), (266_400, "3 d 2 h")]
-)
-def test_duration(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
