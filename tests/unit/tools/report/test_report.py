@@ -119,7 +119,9 @@ class Checker(HTMLParser):
 
 @pytest.mark.slow
 def test_a_report_of_two_runs(tmp_path: Path) -> None:
-    rows = [row(step, skipped_steps=int(step >= 20), **{"loss/web": 2.0, "loss/<code>": 1.0}) for step in range(1, 41)]
+    rows = [
+        row(step, skipped_steps=max(step - 19, 0), **{"loss/web": 2.0, "loss/<code>": 1.0}) for step in range(1, 41)
+    ]
     rows.insert(30, {"step": 30, "validation/loss": 3.25, "validation/time_s": 4.0})
     sample = {"step": 20, "prompt": "Once <b>", "text": "Once <b> upon <script>a</script> time"}
     first = write_run(
@@ -142,6 +144,7 @@ def test_a_report_of_two_runs(tmp_path: Path) -> None:
         assert text in checked.text, text
     for text in ("restart", "mesh change", "fault", "skipped steps", "step 20 skipped", "one process → dp_shard 2"):
         assert text in checked.text, text
+    assert f"{21 + 3 - MAX_EVENTS} more events" in checked.text
     assert "optimizer.lr0.0010.002" in checked.text.replace("\n", "")
     assert "job.dump_folder" not in page.partition("Resolved configuration")[0]
     assert "3.2500" in checked.text
@@ -293,13 +296,6 @@ def test_differing_keys() -> None:
     configs = [{"a.b": 1, "a.c": [1], "job.dump_folder": "x"}, {"a.b": 1, "a.c": [2], "job.dump_folder": "y", "d": 1}]
     assert differing_keys(configs) == ["a.c", "d"]
     assert differing_keys([configs[0]] * 2) == []
-
-
-@pytest.mark.slow
-def test_many_events_are_counted(tmp_path: Path) -> None:
-    rows = [row(step, skipped_steps=step) for step in range(1, MAX_EVENTS + 6)]
-    page = Checker(report(write_run(tmp_path / "run", rows), out=tmp_path / "r.html"))
-    assert "5 more events" in page.text
 
 
 @pytest.mark.parametrize(
