@@ -334,6 +334,17 @@ def test_a_resume_without_the_old_files_creates_new_ones(tmp_path: Path, caplog:
     assert [json.loads(line)["step"] for line in (tmp_path / METRICS_FILE).read_text().splitlines()] == [30]
 
 
+def test_tensorboard_is_flushed_with_each_record(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    sink = TensorBoardSink(tmp_path, 0, 0, ABOUT)
+    by_step, _ = sink._writers
+    with mock.patch.object(by_step, "flush", wraps=by_step.flush) as flush:
+        for count in (1, 2):
+            sink.write(RECORD)
+            assert flush.call_count == count
+    sink.close()
+
+
 def test_a_full_disk_ends_only_tensorboard_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
