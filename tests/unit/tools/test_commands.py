@@ -1,7 +1,6 @@
 import json
 import re
 import resource
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -9,14 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.distributed.program import start_command
+from tests.unit.data.ranks import build
 from titanlite.data.config import DataConfig
-from titanlite.data.loader import build_loader
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.tools import tokenize, train_tokenizer
-from titanlite.tools.command import run_command
 
 
 @pytest.fixture
@@ -34,6 +31,9 @@ def tokenize_here(arguments: list[str]) -> None:
     tokenize.main([*arguments, "--workers", "0"])
 
 
+EXISTS, IS_A_FILE = "is not overwritten", "/tokens.npy is a file: choose a new folder for --out"
+
+
 def toml_of(printed: str) -> dict[str, object]:
     return tomllib.loads(printed[printed.index("[model]") :])
 
@@ -48,8 +48,7 @@ def test_tokenize_writes_the_tokens_of_one_unshuffled_stream(
     assert int((tokens == tokenizer.eos_id).sum()) == 40
     rows = SourceConfig(kind="jsonl", path=str(tmp_path / "rows.jsonl"), epochs=1)
     section = DataConfig(num_streams=1, shuffle=False, max_piece_bytes=60, sources=(rows,))
-    facts = {"seq_len": 7, "vocab_size": 300, "global_batch_size": 1, "local_batch_size": 1, "data_rank": 0}
-    loader = build_loader(section, tokenizer, **facts, data_degree=1)
+    loader = build(section, tokenizer, seq_len=7, global_batch_size=1)
     packed = [tokens[0]]
     while not loader.ended[0]:
         labels = loader.next_step()[0].labels
@@ -64,26 +63,19 @@ def test_tokenize_writes_the_tokens_of_one_unshuffled_stream(
     }
 
 
-def test_nothing_is_overwritten_and_no_temporary_file_remains(config: Path, tmp_path: Path) -> None:
-    out = tmp_path / "mine"
-    out.mkdir()
-    (out / "tokens.npy").write_text("precious")
-    for command in (tokenize_here, train_tokenizer.main):
-        with pytest.raises(UserError, match="is not overwritten"):
-            command([str(config), "--out", str(out)])
-    assert (out / "tokens.npy").read_text() == "precious"
-    assert [file.name for file in out.iterdir()] == ["tokens.npy"]
-    assert not list(tmp_path.glob("*.incomplete*"))
-
-
 @pytest.mark.parametrize("command", [tokenize_here, train_tokenizer.main])
-def test_an_output_folder_that_cannot_be_written(
+def test_nothing_is_overwritten_and_no_temporary_file_remains(
     command: Callable[[list[str]], None], config: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "file").write_text("precious")
-    with pytest.raises(UserError, match=r"/file is a file: choose a new folder for --out"):
-        command([str(config), "--out", str(tmp_path / "file" / "out")])
-    assert (tmp_path / "file").read_text() == "precious"
+    file = tmp_path / "mine" / "tokens.npy"
+    file.parent.mkdir()
+    file.write_text("precious")
+    for out, reason in ((file.parent, EXISTS), (file, f"{EXISTS}|{IS_A_FILE}"), (file / "out", IS_A_FILE)):
+        with pytest.raises(UserError, match=reason):
+            command([str(config), "--out", str(out)])
+    assert file.read_text() == "precious"
+    assert [*file.parent.iterdir()] == [file]
+    assert not list(tmp_path.glob("*.incomplete*"))
 
 
 @pytest.mark.parametrize("command", [tokenize_here, train_tokenizer.main])
@@ -97,12 +89,6 @@ def test_a_full_disk(command: Callable[[list[str]], None], config: Path, tmp_pat
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert str(caught.value) == f"cannot write {out}: File too large; fix this, or choose another --out"
-
-
-def test_an_output_folder_that_is_a_file(config: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("precious")
-    with pytest.raises(UserError, match=r"/file is a file: choose a new folder for --out"):
-        tokenize_here([str(config), "--out", str(tmp_path / "file")])
 
 
 @pytest.mark.parametrize(("arguments", "size"), [([], 290), (["--vocab-size", "280"], 280)])
@@ -200,42 +186,10 @@ def test_all_problems_at_once(config: Path, tmp_path: Path) -> None:
     assert [problem.key for problem in caught.value.problems] == ["data.seed", "data.sources.0.path", "tokenizer.path"]
 
 
-def test_sources_of_tokens_are_refused(tmp_path: Path) -> None:
-    np.save(tmp_path / "t.npy", np.arange(10))
-    (tmp_path / "c.toml").write_text(f'[[data.sources]]\nkind = "tokens"\npath = "{tmp_path}/t.npy"\n')
+@pytest.mark.parametrize(("kind", "name"), [("tokens", "tokens.npy"), ("chat", "rows.jsonl")])
+def test_only_documents_are_tokenized(kind: str, name: str, config: Path, tmp_path: Path) -> None:
+    """The files of conversations would not contain which tokens are trained on."""
+    np.save(tmp_path / "tokens.npy", np.arange(10))
+    source = ["--data.sources.0.kind", kind, "--data.sources.0.path", str(tmp_path / name)]
     with pytest.raises(ConfigError, match=r"data.sources.0.kind"):
-        tokenize.main([str(tmp_path / "c.toml"), "--out", str(tmp_path / "out")])
-
-
-@pytest.mark.parametrize(("extra", "code"), [([], 0), (["--data.seed", "-1"], 2), (["--vocab_size", "3"], 2)])
-def test_exit_codes(
-    extra: list[str],
-    code: int,
-    config: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["train_tokenizer", str(config), "--out", str(tmp_path / "out"), *extra])
-    with pytest.raises(SystemExit) as caught:
-        run_command(train_tokenizer.main)
-    assert caught.value.code == code
-    assert ("titanlite: " in capsys.readouterr().err) == (code > 0)
-    assert (tmp_path / "out").exists() == (code == 0)
-
-
-def test_a_name_that_is_too_long_is_one_line(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["train_tokenizer", str(config), "--out", str(tmp_path / ("q" * 300))])
-    with pytest.raises(SystemExit) as caught:
-        run_command(train_tokenizer.main)
-    assert caught.value.code == 1
-    assert capsys.readouterr().err.startswith(f"titanlite: the path {tmp_path}/qqq")
-
-
-@pytest.mark.parametrize("name", ["tokenize", "train_tokenizer"])
-def test_they_are_commands(name: str, tmp_path: Path) -> None:
-    program = start_command(tmp_path, "--help", program=("-m", f"titanlite.tools.{name}"))
-    assert program.wait() == 0, program.output
-    assert "--out" in program.output
+        tokenize.main([str(config), "--out", str(tmp_path / "out"), *source])
