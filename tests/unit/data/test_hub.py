@@ -16,9 +16,7 @@ from typing import Any, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
-from tests.unit.data.ranks import build_ranks
 from tests.unit.data.small_hub import COMMIT, small_hub
 from titanlite.data import blocks
 from titanlite.data.blocks import BlockPieces, Division, Position
@@ -79,20 +77,17 @@ def problems(source: SourceConfig) -> list[str]:
     return [f"{problem.key.removeprefix('data.sources.0.')}: {problem.rule}; {problem.remedy}" for problem in found]
 
 
-def test_valid_sources(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_relative_folder(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(dataset / "data")
     assert problems(source_of(Path(".."))) == problems(source_of(Path("../../dataset/"))) == []
-    for changes in ({}, {"subset": "french"}, {"split": "test"}, {"subset": "table", "streaming": False}):
-        assert problems(source_of(dataset, **changes)) == []
-    assert [os.path.basename(file) for file in hub_files(source_of(dataset)).files] == [
-        "train-00000-of-00002.parquet",
-        "train-00001-of-00002.parquet",
-    ]
+    names = [os.path.basename(file) for file in hub_files(source_of(dataset)).files]
+    assert names == [f"train-0000{n}-of-00002.parquet" for n in range(2)]
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
+        *((valid, "") for valid in ({"subset": "french"}, {"split": "test"}, {"subset": "table", "streaming": False})),
         ({"subset": "german"}, "subset: one of the dataset's subsets; write subset = 'default' or 'french' or 'table'"),
         ({"split": "dev"}, "split: one of the dataset's splits; write split = 'train' or 'test'"),
         ({"field": "body"}, "field 'body' is missing; the file has 'text', 'number'"),
@@ -112,15 +107,16 @@ def test_valid_sources(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"kind": "python-stdlib", "path": "", "split": "dev"}, 'split: "train" or "validation"'),
     ],
 )
-def test_invalid_sources(changes: dict[str, str], expected: str, dataset: Path) -> None:
+def test_settings_of_a_source(changes: dict[str, Any], expected: str, dataset: Path) -> None:
     (dataset / "empty").mkdir()
     (dataset / "outside").mkdir()
     outside = "---\nconfigs:\n- config_name: default\n  data_files: ../data/train-*\n---\n"
     (dataset / "outside" / "README.md").write_text(outside)
     if "path" in changes:
         changes = changes | {"path": changes["path"].replace("DATASET", str(dataset))}
-    (found,) = problems(source_of(dataset, **changes))
-    assert expected in found
+    found = problems(source_of(dataset, **changes))
+    assert len(found) == bool(expected)
+    assert expected in "".join(found)
 
 
 def test_a_snapshot_folder_of_links_needs_no_network(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,39 +375,6 @@ def test_zstd_files_are_converted_with_the_package_zstandard(tmp_path: Path) -> 
     with pytest.raises(UserError, match='install the package zstandard, or read local files with kind = "jsonl"'):
         open_index(hf.HuggingFace(source), 100)
     assert len(open_index(Jsonl(replace(source, kind="jsonl")), 100)) == 1
-
-
-def origins_of(section: DataConfig, tokenizer: Tokenizer, degree: int, state: torch.Tensor | None, steps: int) -> Any:
-    """The rows of some steps, in the run's order, and the state after these steps."""
-    ranks = build_ranks(section, tokenizer, degree, seq_len=5)
-    if state is not None:
-        ranks.load_state(state)
-    found = [row for _ in range(steps) for row in ranks.step()]
-    after = ranks.state()
-    ranks.close()
-    return found, after
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("cached_hub_files")
-@pytest.mark.parametrize("num_streams", [4, pytest.param(8, marks=pytest.mark.soak)])
-def test_a_killed_streamed_mixture_resumes_on_any_mesh(
-    num_streams: int, dataset: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """4 streams read separate row groups, 8 streams share files; both cross epochs."""
-    monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", 3)
-    sources = (source_of(dataset, weight=2.0), source_of(dataset, subset="french", weight=1.0))
-    section = DataConfig(num_streams=num_streams, max_piece_bytes=16, sources=sources)
-    expected, _ = origins_of(section, tokenizer, 1, None, 60)
-    assert max(origin.epoch for _, origin, *_ in expected) > 3
-    rng = random.Random(num_streams)
-    for _ in range(3):
-        found, state = [], None
-        while len(found) < len(expected):
-            steps = min(rng.randrange(1, 30), (len(expected) - len(found)) // 8)
-            rows, state = origins_of(section, tokenizer, rng.choice([1, 2, 4]), state, steps)
-            found += rows
-        assert found == expected
 
 
 ON_THE_HUB = """

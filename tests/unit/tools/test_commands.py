@@ -91,14 +91,6 @@ def test_a_full_disk(command: Callable[[list[str]], None], config: Path, tmp_pat
     assert str(caught.value) == f"cannot write {out}: File too large; fix this, or choose another --out"
 
 
-@pytest.mark.parametrize(("arguments", "size"), [([], 290), (["--vocab-size", "280"], 280)])
-def test_a_tokenizer_has_the_size_of_the_model_unless_given(
-    arguments: list[str], size: int, config: Path, tmp_path: Path
-) -> None:
-    train_tokenizer.main([str(config), "--out", str(tmp_path / "out"), "--model.vocab_size", "290", *arguments])
-    assert Tokenizer(tmp_path / "out" / "tokenizer.json").vocab_size == size
-
-
 @pytest.mark.parametrize("command", [tokenize_here, train_tokenizer.main])
 def test_the_printed_path_is_toml(
     command: Callable[[list[str]], None], config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -138,14 +130,19 @@ def test_bad_rows(
     assert "2 bad rows" in capsys.readouterr().out
 
 
-def test_train_tokenizer(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train_tokenizer.main([str(config), "--out", str(tmp_path / "trained"), "--vocab_size", "280"])
+def test_a_tokenizer_has_the_size_of_the_model_unless_given(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model.vocab_size", "290"]
+    train_tokenizer.main([str(config), "--out", str(tmp_path / "trained"), "--vocab_size", "280", *model])
     tokenizer = Tokenizer(tmp_path / "trained" / "tokenizer.json")
     assert tokenizer.vocab_size == 280
     assert tokenizer.eos_id is not None
     assert len(tokenizer.encode(" model reads")) < 12
     expected = {"model": {"vocab_size": 280}, "tokenizer": {"path": str(tmp_path / "trained")}}
     assert toml_of(capsys.readouterr().out) == expected
+    train_tokenizer.main([str(config), "--out", str(tmp_path / "of-model"), *model])
+    assert Tokenizer(tmp_path / "of-model" / "tokenizer.json").vocab_size == 290
     with pytest.raises(UserError, match="at least 257"):
         train_tokenizer.main([str(config), "--out", str(tmp_path / "other"), "--vocab-size", "256"])
 

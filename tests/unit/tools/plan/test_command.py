@@ -1,56 +1,19 @@
 """The plan command in its own process: shipped configurations, refusals, verdicts."""
 
-import os
 import re
 import subprocess
 import sys
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.program import REPOSITORY, Program, start_command
+from tests.distributed.program import REPOSITORY, Program, clean_environment, start_command
 from titanlite.config.load import load_config
 from titanlite.runtime.errors import ConfigError, UsageError
 from titanlite.tools.plan.__main__ import main
 
 CPU_SECONDS = 30.0
 RESIDENT_KIB = 1_000_000_000 // 1024
-
-
-@dataclass(frozen=True)
-class Done:
-    """The result of a command. seconds: CPU time, which other load on the machine does not change."""
-
-    code: int
-    output: str
-    errors: str
-    seconds: float
-    resident_kib: int
-
-
-def run_plan(*arguments: str) -> Done:
-    """Run the command in a separate process and an empty folder, which must stay empty."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        tempfile.TemporaryFile("w+") as out,
-        tempfile.TemporaryFile("w+") as err,
-    ):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "titanlite.tools.plan", *arguments],
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-            stdout=out,
-            stderr=err,
-        )
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        assert list(Path(folder).iterdir()) == []
-        out.seek(0)
-        err.seek(0)
-        seconds = usage.ru_utime + usage.ru_stime
-        return Done(process.returncode, out.read(), err.read(), seconds, usage.ru_maxrss)
 
 
 def start_plan(folder: Path, name: str, *arguments: str) -> Program:
@@ -85,13 +48,26 @@ def test_shipped_configurations_fit(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {name for name, *_ in configurations}
 
 
+MEASURE = """
+import resource, sys
+from titanlite.tools.plan.__main__ import main
+main(sys.argv[1:])
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(used.ru_utime + used.ru_stime, used.ru_maxrss)
+"""
+
+
 @pytest.mark.soak
 def test_the_plan_of_the_largest_configuration_takes_little_time_and_memory() -> None:
-    done = run_plan(str(REPOSITORY / "configs/llama3_405b.toml"), "--world-size", "4096")
-    assert (done.code, done.errors) == (0, "")
-    assert_fits(done.output, 4096, "405,853,388,800")
-    assert done.seconds < CPU_SECONDS
-    assert done.resident_kib < RESIDENT_KIB
+    """CPU time, which other load on the machine does not change."""
+    command = [sys.executable, "-c", MEASURE, REPOSITORY / "configs/llama3_405b.toml", "--world-size", "4096"]
+    environment = clean_environment() | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert_fits(done.stdout, 4096, "405,853,388,800")
+    seconds, resident_kib = map(float, done.stdout.splitlines()[-1].split())
+    assert seconds < CPU_SECONDS
+    assert resident_kib < RESIDENT_KIB
 
 
 def test_a_plan_that_does_not_fit_names_the_largest_item_and_a_remedy(tmp_path: Path) -> None:

@@ -198,11 +198,6 @@ def test_a_folder_without_a_run_is_refused(content: str | None, tmp_path: Path) 
         read_runs([folder])
 
 
-def test_a_run_is_required() -> None:
-    with pytest.raises(UsageError, match="required: RUN"):
-        main([])
-
-
 def test_only_a_report_is_replaced(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [{"step": 1, "loss": 2.0}])
     out = tmp_path / "train.py"
