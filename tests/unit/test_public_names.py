@@ -29,6 +29,18 @@ def test_the_import_costs_little() -> None:
     assert float(seconds) < MOST_CPU_S
 
 
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("titanlite.data.workers", {"torch"}),
+        pytest.param("titanlite.train", {"datasets", "huggingface_hub"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_program_starts_without_modules_that_take_seconds(module: str, absent: set[str]) -> None:
+    code = f"import sys, {module}; sys.exit(bool({absent} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_no_public_name_is_that_of_a_module() -> None:
     """The import of a module sets the attribute of that name."""
     assert {*titanlite.__all__} & {module.name for module in pkgutil.iter_modules(titanlite.__path__)} == set()

@@ -9,6 +9,7 @@ import numpy as np
 from titanlite.batch import IGNORE_INDEX
 from titanlite.data.indexed import IndexedPieces
 from titanlite.data.order import Permutation
+from titanlite.data.packing import TooLong
 from titanlite.data.sources.pieces import AT_BEGIN, BadRowError, TokenPiece
 from titanlite.data.streams import BadRowPolicy, Row, SourceStream
 
@@ -55,9 +56,11 @@ def make_stream(
     epochs: int,
     limit: int = 10**6,
     packing: Literal["concatenate", "none"] = "concatenate",
+    too_long: TooLong | None = None,
 ) -> SourceStream:
     pieces = IndexedPieces(corpus, permutation_of(corpus), stream, num_streams=num_streams, name="fake", epochs=epochs)
-    return SourceStream(pieces, seq_len=seq_len, packing=packing, policy=BadRowPolicy(skip=True, limit=limit))
+    policy = BadRowPolicy(skip=True, limit=limit)
+    return SourceStream(pieces, seq_len=seq_len, packing=packing, policy=policy, too_long=too_long)
 
 
 def empty_row(seq_len: int, *, positions: bool = False) -> Row:

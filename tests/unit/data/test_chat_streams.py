@@ -3,7 +3,6 @@
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,16 +10,18 @@ import torch
 
 from tests.seeds import seeds
 from tests.unit.data.conversations import TEMPLATE, write_conversations
-from tests.unit.data.fake_corpus import PAD, FakeCorpus, empty_row, permutation_of
+from tests.unit.data.fake_corpus import PAD, FakeCorpus, empty_row, make_stream, permutation_of
 from tests.unit.data.ranks import build, build_ranks
 from titanlite.batch import IGNORE_INDEX
 from titanlite.data.config import DataConfig
-from titanlite.data.indexed import IndexedPieces
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import AT_BEGIN, TokenPiece
-from titanlite.data.streams import BadRowPolicy, SourceState, SourceStream
+from titanlite.data.streams import SourceState, SourceStream
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
+
+SECOND = {"stream": 1, "num_streams": 2}
+"""Stream 1 of 2: its first conversation is not the first of the source."""
 
 
 class FakeConversations(FakeCorpus):
@@ -34,12 +35,6 @@ class FakeConversations(FakeCorpus):
             else piece
             for piece, number in zip(found, pieces, strict=True)
         ]
-
-
-def make(corpus: FakeCorpus, *, epochs: int, seq_len: int, packing: Any, too_long: Any) -> SourceStream:
-    pieces = IndexedPieces(corpus, permutation_of(corpus), 1, num_streams=2, name="fake", epochs=epochs)
-    policy = BadRowPolicy(skip=True, limit=10**6, logs=False)
-    return SourceStream(pieces, seq_len=seq_len, packing=packing, policy=policy, too_long=too_long)
 
 
 def take(stream: SourceStream, sequences: int) -> list[tuple[list[int], list[int], list[int]]]:
@@ -97,7 +92,7 @@ def test_a_row_holds_uncut_conversations_and_resume_is_exact(seeds: range) -> No
         packing, too_long = rng.choice(["concatenate", "none"]), rng.choice(["truncate", "skip"])
         facts = {"epochs": epochs, "seq_len": rng.randrange(5, 20), "packing": packing, "too_long": too_long}
         rows, count = expected(corpus, **facts)
-        stream, states, found = make(corpus, **facts), [], []
+        stream, states, found = make_stream(corpus, **facts, **SECOND), [], []
         for _ in rows:
             states.append(stream.state())
             found += take(stream, 1)
@@ -107,7 +102,7 @@ def test_a_row_holds_uncut_conversations_and_resume_is_exact(seeds: range) -> No
         assert stream.ended
         assert end.too_long == count
         begin = rng.randrange(len(rows))
-        restored = make(corpus, **facts)
+        restored = make_stream(corpus, **facts, **SECOND)
         restored.load_state(SourceState(*states[begin]))
         assert take(restored, len(rows) - begin) == rows[begin:]
         take(restored, 1)
@@ -116,13 +111,13 @@ def test_a_row_holds_uncut_conversations_and_resume_is_exact(seeds: range) -> No
 
 def test_a_source_without_a_target_raises_instead_of_looking_forever() -> None:
     corpus = FakeConversations([1, 2, 1, 1])  # the second token of the second one is not trained on
-    stream = make(corpus, epochs=-1, seq_len=8, packing="concatenate", too_long="truncate")
+    stream = make_stream(corpus, epochs=-1, seq_len=8, too_long="truncate", **SECOND)
     with pytest.raises(UserError, match=r"fake: 1,000 consecutive conversations have no token to train on \(0 bad"):
         take(stream, 1)
 
 
 def test_conversations_that_are_all_too_long_ask_for_longer_sequences() -> None:
-    stream = make(FakeConversations([30] * 8), epochs=-1, seq_len=8, packing="concatenate", too_long="skip")
+    stream = make_stream(FakeConversations([30] * 8), epochs=-1, seq_len=8, too_long="skip", **SECOND)
     with pytest.raises(
         UserError, match=r"4 conversations had more than .* tokens\); increase training\.seq_len, or look"
     ):

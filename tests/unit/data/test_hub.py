@@ -152,13 +152,6 @@ def test_a_streamed_dataset_in_a_mixture_needs_a_weight(dataset: Path) -> None:
     ]
 
 
-@pytest.mark.slow
-def test_train_imports_neither_datasets_nor_the_hub_client() -> None:
-    """Each of them takes a second."""
-    code = "import sys, titanlite.train; sys.exit(bool({'datasets', 'huggingface_hub'} & sys.modules.keys()))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 class Letters:
     """A tokenizer with one token per character."""
 

@@ -28,19 +28,12 @@ def test_the_documentation_is_current() -> None:
     assert current == document(), "run: python -m titanlite.tools.config_page > docs/config.md"
 
 
-def shown_help(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
+def shown_help(capsys: pytest.CaptureFixture[str], *argv: str, flag: str = "--help") -> list[str]:
     """The words of the help, without the lines of its boxes."""
     with pytest.raises(SystemExit) as caught:
-        print_help([*argv, "--help"])
+        print_help([*argv, flag])
     assert not caught.value.code
     return capsys.readouterr().out.replace("│", " ").split()
-
-
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_exits_with_code_0(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = " ".join(shown_help(capsys, "--training.stesp", "5", flag))
-    assert "usage: titanlite train" in shown
-    assert "Total optimizer steps of the run. (default: 1000)" in shown
 
 
 @pytest.mark.slow
@@ -68,7 +61,9 @@ def test_help_shows_every_key_with_underscores(family: str, capsys: pytest.Captu
 def test_help_shows_the_values_in_force(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")  # the list of kinds is one line
     argv = ["--model.flavor", "8B", "--model.dim", "64", "--data.shuffle", "false", "--data.sources.1.kind", "jsonl"]
-    shown = " ".join(shown_help(capsys, *argv))
+    shown = " ".join(shown_help(capsys, *argv, "--training.stesp", "5", flag="-h"))
+    assert "usage: titanlite train" in shown
+    assert "Total optimizer steps of the run. (default: 1000)" in shown
     assert "--model.dim INT Width of the residual stream. (default: 64)" in shown
     assert "--model.n_layers INT Number of transformer blocks. (default: 32)" in shown
     assert "--data.shuffle {true,false}" in shown
