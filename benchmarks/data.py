@@ -1,11 +1,10 @@
-"""The data pipeline: against a bare tokenizer, and against a plain read of token files.
+"""The data pipeline: its rate from each kind of source, against that of a bare tokenizer.
 
 The corpus consists of seeded samples of the Python standard library's sources, written once per kind of source. The
-loader is the trainer's; its batches are discarded. The baselines on the same text are `encode_batch` of the
-`tokenizers` library, and `encode_batch_fast`, which computes no offsets and is the method that titanlite calls; for
-token files, the baseline reads consecutive windows. Every process uses one thread. A round measures each case once;
-every second round runs in reverse order. "core / bare core": tokens per second of CPU time, of this process and its
-workers together, relative to the baseline in the same round.
+loader is the trainer's; its batches are discarded. The baseline on the same text is `encode_batch` of the `tokenizers`
+library; `encode_batch_fast`, which computes no offsets, is the method that titanlite calls. Every process uses one
+thread. A round measures each case once; every second round runs in reverse order. "core / encode_batch": tokens per
+second of CPU time, of this process and its workers together, relative to `encode_batch` in the same round.
 """
 
 import gzip
@@ -13,7 +12,7 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from itertools import product
 from json import dumps
 from pathlib import Path
 from time import perf_counter, process_time
@@ -37,6 +36,7 @@ SEQ_LEN = 2048
 GLOBAL_BATCH_SIZE = 16
 VOCAB_SIZE = 8192
 WORKERS = (0, 1, 2)
+BARE = "encode_batch"
 FILES = 8
 """Files per kind, except for text and tokens."""
 WINDOWS = 2**14
@@ -50,13 +50,8 @@ class Rates(NamedTuple):
     per_core: float
 
 
-@dataclass(frozen=True)
-class Case:
-    """One row of the table. measure: takes the approximate duration in seconds. bare: name of the baseline case."""
-
-    name: str
-    measure: Callable[[float], Rates]
-    bare: str
+Measure = Callable[[float], Rates]
+"""Measures a case for about so many seconds."""
 
 
 def documents(num_bytes: int) -> Iterator[str]:
@@ -112,7 +107,7 @@ def processor_seconds() -> float:
     return process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def pipeline(source: SourceConfig, tokenizer: Tokenizer, num_workers: int) -> Callable[[float], Rates]:
+def pipeline(source: SourceConfig, tokenizer: Tokenizer, num_workers: int) -> Measure:
     """Measure the loader of a single data rank (the full global batch). Each measurement starts at the first row."""
     section = DataConfig(
         num_streams=GLOBAL_BATCH_SIZE, max_piece_bytes=64 * SEQ_LEN, num_workers=num_workers, sources=(source,)
@@ -137,7 +132,7 @@ def pipeline(source: SourceConfig, tokenizer: Tokenizer, num_workers: int) -> Ca
     return measure
 
 
-def bare_encoder(file: Path, method: str, texts: list[str]) -> Callable[[float], Rates]:
+def bare_encoder(file: Path, method: str, texts: list[str]) -> Measure:
     """Measure a method of the library on batches of 16 documents, with the ids as Python lists."""
     encode = getattr(tokenizers.Tokenizer.from_file(str(file)), method)
 
@@ -154,45 +149,15 @@ def bare_encoder(file: Path, method: str, texts: list[str]) -> Callable[[float],
     return measure
 
 
-def plain_read(file: Path) -> Callable[[float], Rates]:
-    """Measure reading consecutive windows of the memory-mapped file as rows of int64."""
-    ids = np.load(file, mmap_mode="r").view(np.ndarray)
-
-    def measure(seconds: float) -> Rates:
-        windows = iter(range(10**9))
-
-        def step() -> int:
-            rows = np.empty((GLOBAL_BATCH_SIZE, SEQ_LEN + 1), np.int64)
-            for row in rows:
-                begin = next(windows) % WINDOWS * SEQ_LEN
-                row[:] = ids[begin : begin + SEQ_LEN + 1]
-            return GLOBAL_BATCH_SIZE * SEQ_LEN
-
-        return repeated(step, seconds)
-
-    return measure
-
-
-def build_cases(folder: Path, num_bytes: int) -> list[Case]:
+def build_cases(folder: Path, num_bytes: int) -> dict[str, Measure]:
     texts = list(documents(num_bytes))
     train_bpe(iter(texts), VOCAB_SIZE, folder)
     file = folder / "tokenizer.json"
     tokenizer = Tokenizer(file)
-    sources = write_corpus(folder, texts)
-    return [
-        Case("encode_batch", bare_encoder(file, "encode_batch", texts), "encode_batch"),
-        Case("encode_batch_fast", bare_encoder(file, "encode_batch_fast", texts), "encode_batch"),
-        Case("memory-mapped read", plain_read(folder / "tokens" / "tokens.npy"), "memory-mapped read"),
-        *(
-            Case(
-                f"{kind}, {workers} workers",
-                pipeline(source, tokenizer, workers),
-                "memory-mapped read" if kind == "tokens" else "encode_batch",
-            )
-            for kind, source in sources.items()
-            for workers in WORKERS
-        ),
-    ]
+    cases = {method: bare_encoder(file, method, texts) for method in (BARE, "encode_batch_fast")}
+    for (kind, source), workers in product(write_corpus(folder, texts).items(), WORKERS):
+        cases[f"{kind}, {workers} workers"] = pipeline(source, tokenizer, workers)
+    return cases
 
 
 def main(rounds: int = 5, seconds: float = 1.5, mebibytes: int = 16, json: Path | None = None) -> None:
@@ -201,20 +166,19 @@ def main(rounds: int = 5, seconds: float = 1.5, mebibytes: int = 16, json: Path 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TITANLITE_CACHE"] = str(Path(folder, "cache"))
         cases = build_cases(Path(folder), mebibytes * 2**20)
-        rates: dict[str, list[Rates]] = {case.name: [] for case in cases}
-        for case in cases:
-            case.measure(0.1)  # builds the indexes and fills the page cache
+        rates: dict[str, list[Rates]] = {name: [] for name in cases}
+        for measure in cases.values():
+            measure(0.1)  # builds the indexes and fills the page cache
         for round_ in range(rounds):
-            for case in cases if round_ % 2 == 0 else reversed(cases):
-                rates[case.name].append(case.measure(seconds))
-    per_core = {name: [rate.per_core for rate in rates_] for name, rates_ in rates.items()}
+            for name in cases if round_ % 2 == 0 else reversed(cases):
+                rates[name].append(cases[name](seconds))
+    per_core = {name: [rate.per_core for rate in found] for name, found in rates.items()}
     rows: list[Row] = [
         {
-            "case": case.name,
-            "M tokens/s": [rate.per_second / 1e6 for rate in rates[case.name]],
-            "core / bare core": ratios(per_core[case.name], per_core[case.bare]),
-            "bare": case.bare,
+            "case": name,
+            "M tokens/s": [rate.per_second / 1e6 for rate in found],
+            **({} if name.startswith("tokens") else {"core / encode_batch": ratios(per_core[name], per_core[BARE])}),
         }
-        for case in cases
+        for name, found in rates.items()
     ]
     report("data", {"Rate of the loader": rows}, json)

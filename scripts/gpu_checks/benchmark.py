@@ -16,17 +16,17 @@ from gpu_checks.rows import Emit, Found, Row, SkippedError, Value, require_error
 from gpu_checks.steps import RECOMPUTE
 from gpu_checks.workload import (
     BOUNDS,
+    Reference,
     Setup,
     build,
     compiled,
     configure,
-    difference,
     dtypes,
-    matmul_flops,
     on_this_device,
     one_rank,
     random_batch,
     small_model,
+    step_errors,
 )
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
@@ -205,7 +205,6 @@ def check_side_by_side(emit: Emit, setup: Setup) -> None:
     """The compiled step and the hand-written loop: the same numbers; both at both sizes; in turns at the first one."""
     with one_rank(setup):
         emit(run_case(CHECK, "the hand-written loop", lambda: same_numbers(setup)))
-        emit(run_case(CHECK, "bfloat16 product", lambda: product(setup)))
         kinds: dict[str, type[OwnLoop] | type[PlainLoop]] = {"hand-written loop": PlainLoop, "compiled": OwnLoop}
         measured: dict[str, list[Measured]] = {name: [] for name in kinds}
         loops: dict[str, Loop] = {}
@@ -346,12 +345,6 @@ def fit(setup: Setup, measured: Sequence[Measured]) -> Found:
     return Found(f"{first.tokens / seconds:,.0f} tokens/s", values, measured=True)
 
 
-def product(setup: Setup) -> Found:
-    """The rate of the largest products in the same minute, to which the rates of steps compare."""
-    flops = matmul_flops(setup)
-    return Found(f"{flops / 1e12:.2f} TFLOP/s", {"FLOP/s": flops}, measured=True)
-
-
 def alternate(setup: Setup, loops: dict[str, Loop]) -> Found:
     """The ratio of the speeds, measured in turns."""
     if len(loops) != 2:
@@ -388,14 +381,6 @@ def same_numbers(setup: Setup) -> Found:
     tables = plain_tables(config, torch.float64, setup.device)
     loss = plain(batch.tokens.to(setup.device), batch.labels.to(setup.device), *tables)
     loss.backward()
-    own = {
-        name: full_tensor(parameter.grad) for name, parameter in named_parameters(trainer) if parameter.grad is not None
-    }
-    errors = {
-        name: difference(parameter.grad, own[name])
-        for name, parameter in plain.named_parameters()
-        if parameter.grad is not None
-    }
-    worst = max(errors, key=lambda name: errors[name])
-    found = {"loss": difference(loss, stats.mean_loss), f"gradient of {worst}": errors[worst]}
+    gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    found = step_errors(trainer, stats.mean_loss, Reference(loss.item(), gradients))
     return require_errors(found, dict.fromkeys(found, BOUNDS["float64"]))

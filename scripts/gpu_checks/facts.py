@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_checks.rows import Emit, Found, SkippedError, Value, WrongError, run_case
-from gpu_checks.workload import Setup, matmul_flops
+from gpu_checks.workload import Operations, Setup, matmul_flops
 from titanlite.models.attention import attend, attention_mask, document_arguments, pin_kernels
 from titanlite.runtime.memory import GIB, device_memory_bytes
 from titanlite.runtime.peak_flops import device_peak_flops
@@ -70,19 +69,6 @@ def device(setup: Setup) -> Found:
     return Found(text, values, measured=True)
 
 
-class Operations(TorchDispatchMode):
-    """Collects the names of the operations whose name contains "attention"."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "attention" in str(func):
-            self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def inputs(setup: Setup) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values in the shape of an 8B (tiny: few and short)."""
     heads, kv_heads, seq_len, head_dim = (4, 2, 32, 16) if setup.tiny else (32, 8, 8192, 128)
@@ -102,7 +88,8 @@ def attention(setup: Setup, *, documents: bool) -> Found:
     if mask is None or isinstance(mask, Tensor):
         with Operations() as operations:
             attend(queries, keys, values, mask)
-        kernel = ", ".join(dict.fromkeys(operations.names)) or "no fused operation"
+        names = [name for name, _ in operations.found if "attention" in name]
+        kernel = ", ".join(dict.fromkeys(names)) or "no fused operation"
     else:
         kernel = "FlexAttention"
     seconds = setup.seconds(lambda: attend(queries, keys, values, mask))

@@ -2,20 +2,19 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_checks.processes import Call, Outcome, Send, run_calls
-from gpu_checks.rows import Emit, Found, Row, SkippedError, WrongError, require_errors, run_case
+from gpu_checks.rows import Emit, Found, SkippedError, WrongError, require_errors, run_case
 from gpu_checks.workload import (
     BOUNDS,
+    Operations,
     Setup,
     configure,
     difference,
@@ -44,9 +43,6 @@ from titanlite.trainer import Trainer
 CHECK = "6 layouts"
 ROWS = 8
 LIMIT_S = 120.0
-PROBE_LIMIT_S = 45.0
-Variables = Callable[[int], Mapping[str, str]]
-"""Environment variables of a rank."""
 LAYOUTS = {
     "dp_shard 2": ["parallelism.dp_shard=2"],
     "dp_replicate 2": ["parallelism.dp_replicate=2", "parallelism.dp_shard=1"],
@@ -59,12 +55,6 @@ LAYOUTS = {
     ],
     "cp 2, gather": ["parallelism.cp=2", "parallelism.context_parallel=gather", "parallelism.dp_shard=1"],
 }
-NCCL_ON_ONE_GPU: dict[str, Variables] = {
-    "NCCL_MULTI_RANK_GPU_ENABLE": lambda _rank: {"NCCL_MULTI_RANK_GPU_ENABLE": "1"},
-    # As if each rank were on a host of its own: they are connected by sockets, and never compared by GPU.
-    "NCCL_HOSTID": lambda rank: {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"},
-}
-"""Ways to let NCCL put two ranks on one GPU, which it refuses otherwise: environment variables of a rank."""
 SIMULATED = 8
 """Ranks of the simulated world."""
 PLAN_ERROR = 0.15
@@ -72,44 +62,18 @@ PLAN_ERROR = 0.15
 
 
 def check(emit: Emit, setup: Setup) -> None:
-    """All layouts of two ranks."""
-    transport, reason = "gloo", ""
-    environment: Variables = no_variables
-    if setup.device_type == "cuda":
-        transport, environment, reason = find_transport(emit, setup)
+    """All layouts of two ranks: with NCCL on two GPUs; with gloo on a CPU, and on one GPU, which NCCL refuses."""
+    transport = "nccl" if setup.device_type == "cuda" and torch.cuda.device_count() > 1 else "gloo"
     for name, settings in LAYOUTS.items():
-        run = partial(compare, setup, transport, environment, settings, reason)
-        emit(run_case(CHECK, f"{name}, {transport}", run))
+        emit(run_case(CHECK, f"{name}, {transport}", partial(compare, setup, transport, settings)))
 
 
-def no_variables(_rank: int) -> dict[str, str]:
-    return {}
-
-
-def find_transport(emit: Emit, setup: Setup) -> tuple[str, Variables, str]:
-    """How two ranks can communicate: backend, variables of a rank, and why it is not NCCL ("" if it is)."""
-    reasons = []
-    ways = dict(NCCL_ON_ONE_GPU)
-    if torch.cuda.device_count() > 1:
-        ways = {"two GPUs": no_variables}
-    for way, environment in ways.items():
-        outcomes = run_ranks(setup, probe, environment, "nccl", PROBE_LIMIT_S)
-        failure = first_failure(outcomes)
-        if failure is None:
-            emit(Row(CHECK, "NCCL", "measured", f"two ranks communicate ({way})"))
-            return "nccl", environment, ""
-        reasons.append(f"{way}: {failure}")
-    emit(Row(CHECK, "NCCL", "skipped", f"two ranks on one GPU do not communicate: {'; '.join(reasons)}"))
-    return "gloo", no_variables, "; ".join(reasons)
-
-
-def run_ranks(setup: Setup, function: Callable[..., None], environment: Variables, *args: Any) -> list[Outcome]:
-    """Call function(send, setup, rank, store, *args) on two ranks; the last of args is the time limit."""
-    *others, limit_s = args
+def run_ranks(setup: Setup, function: Callable[..., None], *args: Any) -> list[Outcome]:
+    """Call function(send, setup, rank, store, *args) on two ranks."""
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder, "store"))
-        calls = [Call(function, (setup, rank, store, *others), environment(rank)) for rank in range(2)]
-        return run_calls(calls, setup.device_type, limit_s)
+        calls = [Call(function, (setup, rank, store, *args)) for rank in range(2)]
+        return run_calls(calls, setup.device_type, LIMIT_S)
 
 
 def first_failure(outcomes: list[Outcome]) -> str | None:
@@ -132,35 +96,12 @@ def connect(setup: Setup, rank: int, store: str, transport: str, config: JobConf
     return world
 
 
-def probe(send: Send, setup: Setup, rank: int, store: str, transport: str) -> None:
-    """Each kind of communication that training uses, with numbers that are known."""
-    device = connect(setup, rank, store, transport, configure(setup, world_size=2)).device
-    own = torch.full((4,), float(rank + 1), device=device)
-    total = own.clone()
-    dist.all_reduce(total)
-    gathered = torch.empty(8, device=device)
-    dist.all_gather_into_tensor(gathered, own)
-    part = torch.empty(2, device=device)
-    dist.reduce_scatter_tensor(part, own)
-    exchanged = torch.empty_like(own)
-    dist.all_to_all_single(exchanged, own)
-    received = torch.empty_like(own)
-    operations = [dist.P2POp(dist.isend, own, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    found = [total.tolist(), gathered.tolist(), part.tolist(), exchanged.tolist(), received.tolist()]
-    right = [[3.0] * 4, [1.0] * 4 + [2.0] * 4, [3.0] * 2, [1.0, 1.0, 2.0, 2.0], [float(2 - rank)] * 4]
-    assert found == right, found
-    send(found)
-    dist.destroy_process_group()
-
-
-def compare(setup: Setup, transport: str, environment: Variables, settings: list[str], reason: str) -> Found:
+def compare(setup: Setup, transport: str, settings: list[str]) -> Found:
     """Loss and gradients of a step in float64 on two ranks, against one process."""
-    outcomes = run_ranks(setup, rank_step, environment, transport, settings, LIMIT_S)
+    outcomes = run_ranks(setup, rank_step, transport, settings)
     failure = first_failure(outcomes)
-    if failure is not None and reason:
-        raise SkippedError(f"not checked: no NCCL ({reason}), and gloo cannot: {failure}")
+    if failure is not None and setup.device_type == "cuda" and transport == "gloo":
+        raise SkippedError(f"not checked: NCCL needs two GPUs, and gloo cannot: {failure}")
     if failure is not None:
         raise WrongError(failure)
     errors: dict[str, float] = {}
@@ -226,18 +167,8 @@ def simulated_trainer(setup: Setup, config: JobConfig) -> Trainer:
     return trainer
 
 
-class Products(TorchDispatchMode):
-    """Counts the FLOPs of matrix products. Attention is another operation."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_, torch.ops.aten.bmm):
-            factors = [arg for arg in args if isinstance(arg, Tensor)][-2:]
-            self.flops += 2 * factors[0].numel() * factors[1].shape[-1]
-        return func(*args, **(kwargs or {}))
+PRODUCTS = ("aten.mm", "aten.addmm", "aten.addmm_", "aten.bmm")
+"""Matrix products. Attention is another operation."""
 
 
 def simulated_products(setup: Setup) -> Found:
@@ -248,14 +179,16 @@ def simulated_products(setup: Setup) -> Found:
     trainer = simulated_trainer(setup, config)
     try:
         batches = on_this_device(trainer, [random_batch(config, 1)])
-        with Products() as products:
+        with Operations() as operations:
             trainer.train_step(batches)
     finally:
         dist.destroy_process_group()
+    factors = [shapes[-2:] for name, shapes in operations.found if name.rpartition(".")[0] in PRODUCTS]
+    flops = sum(2 * left.numel() * right[-1] for left, right in factors)
     # The formula is linear in the sequence length; without it, no attention is left.
     expected = config.training.seq_len * family.flops_per_token(hyper_parameters, 0)
-    if products.flops != expected:
-        raise WrongError(f"{products.flops:,} FLOPs, not {expected:,}")
+    if flops != expected:
+        raise WrongError(f"{flops:,} FLOPs, not {expected:,}")
     return Found(f"{expected:,} FLOPs, as by the formula of MFU")
 
 

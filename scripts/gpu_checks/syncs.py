@@ -3,15 +3,23 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_checks.rows import Emit, Found, SkippedError, WrongError, run_case
 from gpu_checks.steps import RECOMPUTE, ROWS, document_lengths, settings
-from gpu_checks.workload import Setup, build, compiled, configure, on_this_device, one_rank, random_batch, split
+from gpu_checks.workload import (
+    Operations,
+    Setup,
+    build,
+    compiled,
+    configure,
+    on_this_device,
+    one_rank,
+    random_batch,
+    split,
+)
 from titanlite.batch import Batch
 from titanlite.trainer import Trainer
 
@@ -73,34 +81,21 @@ def no_wait(setup: Setup, extra: Sequence[str], documents: bool) -> Found:
     return Found("3 steps, also their copies to the device")
 
 
-class HostReads(TorchDispatchMode):
-    """Counts the operations that read a number of a tensor on the host, or whose output size depends on one."""
-
-    NAMES = (
-        "aten._local_scalar_dense.default",
-        "aten.nonzero.default",
-        "aten.masked_select.default",
-        "aten.equal.default",
-    )
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func) in self.NAMES:
-            self.found[str(func)] += 1
-        return func(*args, **(kwargs or {}))
+HOST_READS = (
+    *("aten._local_scalar_dense.default", "aten.nonzero.default", "aten.masked_select.default"),
+    "aten.equal.default",
+)
+"""Operations that read a number of a tensor on the host, or whose output size depends on one."""
 
 
 def no_host_read(setup: Setup, extra: Sequence[str], documents: bool) -> Found:
     """The same by the operations of an eager step, on any device."""
     trainer, batches = prepared(setup, extra, documents)
     own = batches(2)
-    with HostReads() as reads:
+    with Operations() as operations:
         trainer.train_step(own)
-    if reads.found:
-        raise WrongError(f"the host read numbers in a step: {dict(reads.found)}")
+    if reads := Counter(name for name, _ in operations.found if name in HOST_READS):
+        raise WrongError(f"the host read numbers in a step: {dict(reads)}")
     return Found("none in a step")
 
 

@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.assembly.job import job_of
 from titanlite.assembly.model import build_model, build_trainer
@@ -56,6 +58,18 @@ class Setup:
     def seconds(self, work: Callable[[], object]) -> float:
         """Seconds of a call, the fastest of several rounds."""
         return Clock(self.device, None).seconds(work)
+
+
+class Operations(TorchDispatchMode):
+    """Inside, all operations of this thread, with the shapes of their tensors, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[tuple[str, list[torch.Size]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.append((str(func), [arg.shape for arg in args if isinstance(arg, Tensor)]))
+        return func(*args, **(kwargs or {}))
 
 
 def matmul_flops(setup: Setup) -> float:
