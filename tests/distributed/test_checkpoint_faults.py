@@ -477,7 +477,7 @@ def test_unusable_folder_is_rejected_at_the_start_on_all_ranks(parent: Parent, t
     assert "choose a job.dump_folder that all nodes share" in apart
     assert "but a checkpoint of this run needs 953,674,316,406.2 MiB: free space" in huge
     assert little.startswith(f"{key}{tmp_path / 'good'} has 0.0 MiB of free space")
-    assert re.search(r"cannot be written: rank 0: .*\.probe\.new: No space left on device", no_space)
+    assert re.search(r"cannot be written: rank 0: .*\.probe\.incomplete: No space left on device", no_space)
     assert re.search(r"cannot be written: rank 0: .*read-only.*: Permission denied", read_only)
     for mine, of_other in zip(one, other, strict=True):
         assert mine.split(":")[0] == of_other.split(":")[0]

@@ -126,7 +126,7 @@ def test_published_checkpoint_is_on_the_disk(recorded: tuple[Path, list[Operatio
 @pytest.mark.slow
 def test_checkpoint_folder_is_on_the_disk(recorded: tuple[Path, list[Operation]]) -> None:
     kinds = [f"{operation.kind} {operation.name}" for operation in recorded[1]]
-    assert kinds.index("mkdir c") < kinds.index("fsynced .") < kinds.index("create c/.probe.new")
+    assert kinds.index("mkdir c") < kinds.index("fsynced .") < kinds.index("create c/.probe.incomplete")
 
 
 @pytest.mark.slow

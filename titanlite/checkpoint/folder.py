@@ -19,7 +19,7 @@ from pathlib import Path
 
 from titanlite.checkpoint.file_records import InvalidCheckpointError, check_file
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest, UnknownFormatError, read_manifest
-from titanlite.runtime.durability import sync_folder
+from titanlite.runtime.durability import sync_path
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _CHECKPOINT = re.compile(_STEP.pattern + r"(\.(invalid|superseded)-.*)?")
@@ -85,12 +85,12 @@ def latest_manifest(folder: Path) -> Manifest | None:
 def publish(folder: Path, step: int) -> None:
     """Rename the finished folder of `step` to its published name and sync it to disk. Raises OSError."""
     path = writing_folder(folder, step)
-    sync_folder(path)
+    sync_path(path)
     target = step_folder(folder, step)
     if os.path.lexists(target):  # rename would replace an empty folder
         raise FileExistsError(None, "exists already", str(target))
     path.rename(target)
-    sync_folder(folder)
+    sync_path(folder)
 
 
 def clear_leftovers(folder: Path) -> list[str]:
@@ -107,7 +107,7 @@ def quarantine(folder: Path, step: int, kind: str) -> Path:
     targets = (path.with_name(f"{path.name}.{kind}{suffix}") for suffix in chain([""], (f"-{n}" for n in count(2))))
     target = next(target for target in targets if not os.path.lexists(target))
     path.rename(target)
-    sync_folder(folder)
+    sync_path(folder)
     return target
 
 
@@ -131,7 +131,7 @@ def delete(folder: Path, step: int) -> None:
     if deleting.exists():
         shutil.rmtree(deleting)
     step_folder(folder, step).rename(deleting)
-    sync_folder(folder)  # else a power failure could undo the rename alone and leave a corrupted checkpoint
+    sync_path(folder)  # else a power failure could undo the rename alone and leave a corrupted checkpoint
     shutil.rmtree(deleting)
 
 

@@ -22,7 +22,7 @@ from titanlite.checkpoint.state import HostCopy, first_not_finite
 from titanlite.checkpoint.storage import first_failure, save_tensors
 from titanlite.runtime.agreement import RanksError, describe_failure, run_on_all_ranks, run_on_rank_0
 from titanlite.runtime.dtensors import local_part
-from titanlite.runtime.durability import replace_file, sync_folder
+from titanlite.runtime.durability import replace_file, sync_path
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 from titanlite.runtime.text import counted
@@ -206,7 +206,7 @@ def probe(folder: Path, needed_bytes: int, group: dist.ProcessGroup) -> None:
 def _write_probe(folder: Path, nonce: str) -> str:
     if not folder.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        sync_folder(folder.parent)  # else the folder could be lost in a power failure
+        sync_path(folder.parent)  # else the folder could be lost in a power failure
     replace_file(folder / _PROBE, nonce.encode())
     return nonce
 

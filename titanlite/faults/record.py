@@ -5,7 +5,6 @@
 
 import io
 import json
-import os
 import shlex
 import zipfile
 from collections import deque
@@ -25,6 +24,7 @@ from titanlite.data.preparation import Int64s
 from titanlite.faults.replicas import is_replicated
 from titanlite.parallel.mesh import PARAMETER_AXES, Mesh
 from titanlite.runtime.agreement import run_on_all_ranks
+from titanlite.runtime.durability import replace_file
 from titanlite.runtime.json_files import parse_json, read_regular
 from titanlite.runtime.logging import log
 
@@ -181,18 +181,11 @@ class StepRecorder:
             self._file.parent.mkdir()
         for old in sorted(self._file.parent.glob("*.npz"))[:-MAX_RECORDS]:
             old.unlink()
-        temporary = self._file.with_name(UNFINISHED)
         arrays: dict[str, Any] = {"about": np.frombuffer(self._about, np.uint8)}
         arrays |= {name: torch.stack([row[name] for row in self._rows]).numpy() for name in self._rows[0]}
         content = io.BytesIO()
         np.savez(content, **arrays)
-        try:
-            temporary.unlink(missing_ok=True)  # a link in its place would be followed, a pipe would block
-            temporary.write_bytes(content.getbuffer())
-            os.replace(temporary, self._file)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        replace_file(self._file, content.getvalue(), self._file.with_name(UNFINISHED), synced=False)
 
 
 def read_records(dump_folder: Path) -> list[Record]:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from titanlite.runtime.durability import sync_file
+from titanlite.runtime.durability import sync_path
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import open_regular, read_at
 from titanlite.runtime.json_files import JsonError, parse_json
@@ -223,4 +223,4 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
         file.unlink()
         raise OSError(str(error)) from None
     file.chmod(permissions)
-    sync_file(file)
+    sync_path(file)

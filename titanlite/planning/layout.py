@@ -16,6 +16,7 @@ from titanlite.planning.search import Found, search, with_settings
 from titanlite.runtime.agreement import share_from_rank_0
 from titanlite.runtime.cache import cache_folder, content_key
 from titanlite.runtime.distributed import World
+from titanlite.runtime.durability import replace_file
 from titanlite.runtime.errors import UsageError
 from titanlite.runtime.logging import log
 from titanlite.runtime.memory import GIB, USABLE, device_memory_bytes
@@ -68,9 +69,7 @@ def _profile(config: JobConfig, world: World, store: dist.Store) -> Profile | No
     profile = calibrate(world, store, [dtype])
     if profile is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(".incomplete")
-        temporary.write_text(dump_profile(profile), "utf-8")
-        temporary.replace(file)
+        replace_file(file, dump_profile(profile).encode())
     return profile
 
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import xxhash
 
-from titanlite.runtime.durability import sync_file
+from titanlite.runtime.durability import PARTIAL, appears_complete
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import NotRegularError, open_regular, open_to_append
 from titanlite.runtime.logging import log
@@ -113,15 +113,12 @@ def built_once(folder: Path, what: str, build: Callable[[Path], None]) -> Path:
                 if folder.is_dir():
                     log.warning("%s in %s is damaged and is built again", what, folder)
                     shutil.rmtree(folder)
-                temporary = folder.with_name(folder.name + ".incomplete")
-                shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir()
-                build(temporary)
-                lines = [f"{hash_of(path)}  {path.name}\n" for path in temporary.iterdir()]
-                (temporary / HASHES).write_text("".join(lines))
-                for path in temporary.iterdir():
-                    sync_file(path)  # else a power failure after the rename could leave incomplete files
-                os.rename(temporary, folder)
+                shutil.rmtree(folder.with_name(folder.name + PARTIAL), ignore_errors=True)
+                with appears_complete(folder) as temporary:
+                    temporary.mkdir()
+                    build(temporary)
+                    lines = [f"{hash_of(path)}  {path.name}\n" for path in temporary.iterdir()]
+                    (temporary / HASHES).write_text("".join(lines))
     except OSError as error:
         place = "with more space" if error.errno == errno.ENOSPC else "that is writable and supports file locks"
         raise UserError(

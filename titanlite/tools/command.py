@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_
 
 import tyro
 
+from titanlite.runtime.durability import PARTIAL, appears_complete
 from titanlite.runtime.errors import Problem, Rules, UsageError, UserError
 from titanlite.runtime.failure import describe_user_error, raise_on_interrupt
 from titanlite.runtime.settings import settings_of
@@ -206,18 +206,12 @@ def cannot_write(out: Path, error: OSError) -> UserError:
 
 
 @contextlib.contextmanager
-def appears_complete(out: Path) -> Iterator[Path]:
-    """Yield a temporary path for a file or folder written atomically: renamed to `out` at the end, removed on error."""
-    temporary = out.with_name(f"{out.name}.incomplete-{os.getpid()}")
+def new_output(out: Path) -> Iterator[Path]:
+    """Context of appears_complete for a file or folder `out` that must not exist. Raises UserError."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        require_new(out)
-        os.rename(temporary, out)
+        with appears_complete(out, out.with_name(f"{out.name}{PARTIAL}-{os.getpid()}")) as temporary:
+            yield temporary
+            require_new(out)
     except OSError as error:
         raise cannot_write(out, error) from error
-    finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
-        elif temporary.exists():
-            temporary.unlink()

@@ -13,17 +13,12 @@ import numpy.typing as npt
 from titanlite.data.sources.tokens import HEADER_BYTES, MANIFEST, UNFINISHED, documents_file
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.runtime.cache import hash_of
-from titanlite.runtime.durability import sync_file, sync_folder
-
-PARTIAL = ".incomplete"
-"""Suffix of files that are being written. Those that a killed process leaves are overwritten."""
+from titanlite.runtime.durability import PARTIAL, appears_complete, publish, replace_file, sync_path
 
 
 def write_unfinished(folder: Path, facts: Mapping[str, Any]) -> None:
     """Record the shards that are complete so far. facts: as in a manifest."""
-    temporary = folder / f"{UNFINISHED}{PARTIAL}"
-    temporary.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
-    _publish(temporary, folder / UNFINISHED)
+    replace_file(folder / UNFINISHED, (json.dumps(facts, indent=1) + "\n").encode())
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
@@ -31,21 +26,14 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     kept = folder / TOKENIZER_FOLDER
     tokenizer.save(kept)
     for file in kept.iterdir():
-        sync_file(file)
-    sync_folder(kept)
+        sync_path(file)
+    sync_path(kept)
 
 
 def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
     """Mark the folder as complete."""
     write_unfinished(folder, facts)
-    _publish(folder / UNFINISHED, folder / MANIFEST)
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    """Rename a written file, so that `path` is complete or absent, even after a power failure."""
-    sync_file(temporary)
-    temporary.replace(path)
-    sync_folder(path.parent)
+    publish(folder / UNFINISHED, folder / MANIFEST)
 
 
 class ShardWriter:
@@ -74,12 +62,10 @@ class ShardWriter:
         self._file.write(_npy_header(self.tokens, self._dtype))
         self._file.close()
         starts = documents_file(self._path)
-        temporary = starts.with_name(f"{starts.name}{PARTIAL}")
-        with open(temporary, "wb") as file:
+        with appears_complete(starts) as temporary, temporary.open("wb") as file:
             np.save(file, np.frombuffer(self._starts, np.int64).astype("<i8"))
-        _publish(temporary, starts)
         digest = hash_of(self._temporary)
-        _publish(self._temporary, self._path)
+        publish(self._temporary, self._path)
         return {
             "file": self._path.name,
             "bytes": self._path.stat().st_size,

@@ -19,13 +19,14 @@ from titanlite.data.corpus import TextCorpus
 from titanlite.data.kinds import open_source
 from titanlite.data.sources.pieces import ENDS_DOCUMENT
 from titanlite.data.sources.tokens import FORMAT_VERSION, MANIFEST, UNFINISHED, read_manifest
+from titanlite.runtime.durability import PARTIAL
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
 from titanlite.tools.command import ConfigFile, Count, Folder, cannot_write, read_options_and_overrides, run_command
 from titanlite.tools.documents import UsableRows, config_of_data, piece_bytes, pieces_with_progress
 from titanlite.tools.encoding import CHUNK_BYTES, Chunk, Job, JobEncoder, encoded
-from titanlite.tools.token_files import PARTIAL, ShardWriter, write_manifest, write_tokenizer, write_unfinished
+from titanlite.tools.token_files import ShardWriter, write_manifest, write_tokenizer, write_unfinished
 
 SHARD_TOKENS = 10**8
 

@@ -18,7 +18,7 @@ from titanlite.tools.command import (
     ConfigFile,
     Folder,
     OptionalCount,
-    appears_complete,
+    new_output,
     read_options_and_overrides,
     require_new,
     run_command,
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
     if problems := check_vocabulary(options, vocab_size):
         raise ConfigError(problems)
     texts, rows = TextCorpus(text_sources(config.data.sources), piece_bytes(config)), UsableRows(config.data)
-    with appears_complete(options.out) as folder:
+    with new_output(options.out) as folder:
         folder.mkdir()
         read = (texts.plain_text(piece) for piece in pieces_with_progress(texts, "reading"))
         train_bpe(rows.of(read), vocab_size, folder, options.special_tokens)

@@ -24,7 +24,7 @@ def test_probe_creates_the_folder_and_leaves_no_files(tmp_path: Path, group: dis
 
 
 def test_probe_ignores_leftovers_of_a_killed_probe(tmp_path: Path, group: dist.ProcessGroup) -> None:
-    for name in (".probe", ".probe.new"):
+    for name in (".probe", ".probe.incomplete"):
         (tmp_path / name).write_text("another nonce, and longer than one could be " * 9)
     probe(tmp_path, 1, group)
     assert content_of(tmp_path) == {}

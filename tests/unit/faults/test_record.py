@@ -26,6 +26,7 @@ from titanlite.faults.record import (
     read_records,
 )
 from titanlite.metrics.config import METRICS_FILE
+from titanlite.runtime import durability
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 from titanlite.tools.replay.compute import require_same_settings, require_start, require_trained
@@ -89,13 +90,12 @@ def test_a_full_disk_leaves_no_unfinished_file(
     steps.write([noted(1)])
     (file,) = (tmp_path / RECORD_FOLDER).iterdir()
     before = file.read_bytes()
-    write_bytes = Path.write_bytes
 
-    def fill(path: Path, content: bytes) -> None:
-        write_bytes(path, bytes(content[:100]))
+    def fill(path: Path, content: bytes, *, synced: bool) -> None:  # noqa: ARG001
+        path.write_bytes(content[:100])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", fill)
+    monkeypatch.setattr(durability, "write_file", fill)
     steps.write([noted(2)])
     assert list((tmp_path / RECORD_FOLDER).iterdir()) == [file]
     assert file.read_bytes() == before

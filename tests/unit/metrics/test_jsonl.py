@@ -155,7 +155,7 @@ def test_the_new_file_is_synced_before_it_replaces_the_old_one(tmp_path: Path, m
     monkeypatch.setattr(os, "fsync", recorded_sync)
     monkeypatch.setattr(Path, "replace", recorded_replace)
     keep_rows(path, 20)
-    assert calls == ["sync metrics.jsonl.new", "replace", f"sync {tmp_path.name}"]
+    assert calls == ["sync metrics.jsonl.incomplete", "replace", f"sync {tmp_path.name}"]
 
 
 @pytest.mark.timeout(30)

@@ -296,7 +296,7 @@ def test_the_owner_of_a_damaged_file_is_unknown(
     assert "taken over from an unknown job" in caplog.text
 
 
-@pytest.mark.parametrize("name", [JOB_LOCK_FILE, JOB_LOCK_FILE + ".new"])
+@pytest.mark.parametrize("name", [JOB_LOCK_FILE, JOB_LOCK_FILE + ".incomplete"])
 def test_a_job_that_was_killed_while_it_took_the_folder_does_not_keep_it(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with enter(tmp_path):

@@ -1,8 +1,7 @@
 """Command: convert between a run's checkpoints and model folders in the format of Hugging Face's transformers."""
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,20 +12,11 @@ import tyro
 from titanlite.hf.folder import PREFIX
 from titanlite.hf.source import open_source
 from titanlite.precision import DTYPES
-from titanlite.runtime.durability import sync_folder
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.plugins import load_plugins
 from titanlite.runtime.text import counted
-from titanlite.tools.command import (
-    AllowImport,
-    Folder,
-    RunFolder,
-    appears_complete,
-    read_options,
-    require_new,
-    run_command,
-)
+from titanlite.tools.command import AllowImport, Folder, RunFolder, new_output, read_options, require_new, run_command
 from titanlite.tools.convert.export_run import write_folder
 from titanlite.tools.convert.import_folder import kept_dtype, write_run
 from titanlite.tools.convert.verify import check_tokenizer, too_large, verify
@@ -107,7 +97,8 @@ def write_export(run: SavedRun, options: ExportOptions, shard_bytes: int) -> Non
     log.info("Exporting %s: %s%s", run.path, average, conversion(run.dtype, dtype))
     if run.tokenizer() is None and run.manifest.facts["tokenizer"] is not None:
         log.warning("The run's tokenizer is missing: the folder will have no tokenizer")
-    with new_folder(options.out) as folder:
+    with new_output(options.out) as folder:
+        folder.mkdir()
         files = write_folder(run, folder, dtype, shard_bytes)
         size = sum((folder / file).stat().st_size for file in files)
         log.info("Wrote %s of weights, %.1f MiB", counted(len(files), "file"), size / 2**20)
@@ -129,19 +120,11 @@ def import_folder(options: ImportOptions) -> None:
     log.info("Importing %s: %s %s", source.name, source.family.name, source.describe(DTYPES[dtype]))
     if source.tokenizer_file is None:
         log.warning("%s has no tokenizer.json: the run will have no tokenizer", source.name)
-    with new_folder(options.out) as folder:
+    with new_output(options.out) as folder:
+        folder.mkdir()
         write_run(source, folder, options.out, dtype)
     path = f"{options.out}/checkpoint"
     print(f"{options.out} is complete. To train from it: its [model] section, and initial_load_path = '{path}'")
-
-
-@contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is fsynced and renamed to `out` at the end. Raises UserError."""
-    with appears_complete(out) as temporary:
-        temporary.mkdir()
-        yield temporary
-    sync_folder(out.absolute().parent)
 
 
 def conversion(old: torch.dtype, new: torch.dtype) -> str:

@@ -16,7 +16,6 @@ from titanlite.hf.folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from titanlite.hf.generation_defaults import GENERATION_FILE, read_generation_defaults, with_eos
 from titanlite.hf.safetensors import SUFFIX, write_tensors
 from titanlite.models.hugging_face import stored_names, stored_tensors
-from titanlite.runtime.durability import sync_file, sync_folder
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 from titanlite.tools.saved_run import SavedRun
@@ -36,11 +35,7 @@ def write_folder(run: SavedRun, folder: Path, dtype: torch.dtype, shard_bytes: i
     _write_json(folder / CONFIG_FILE, config_json(run, dtype, tokenizer, eos_ids))
     if tokenizer is not None:
         tokenizer.save(folder)
-    files = _write_weights(run, folder, dtype, shard_bytes)
-    for file in folder.iterdir():
-        sync_file(file)
-    sync_folder(folder)
-    return files
+    return _write_weights(run, folder, dtype, shard_bytes)
 
 
 def config_json(

@@ -30,7 +30,6 @@ from titanlite.hf.generation_defaults import GENERATION_FILE
 from titanlite.metrics.meter import MeterState
 from titanlite.models.family import ModelConfig
 from titanlite.precision import DTYPES, DtypeName
-from titanlite.runtime.durability import sync_file, sync_folder
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 
@@ -86,11 +85,6 @@ def write_run(source: ModelFolder, folder: Path, out: Path, dtype: DtypeName) ->
     )
     write_manifest(writing, manifest)
     publish(checkpoints, 0)
-    for path in [*folder.rglob("*"), folder]:
-        if path.is_dir():
-            sync_folder(path)
-        elif path.parent in (folder, folder / TOKENIZER_FOLDER):
-            sync_file(path)
 
 
 def _config(source: ModelFolder, out: Path, dtype: DtypeName, tokenizer: Tokenizer | None) -> JobConfig:

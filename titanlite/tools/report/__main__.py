@@ -1,6 +1,5 @@
 """Command: write a report of runs, one HTML file with charts."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -9,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from titanlite.runtime.durability import replace_file
 from titanlite.runtime.errors import UserError
 from titanlite.tools.command import read_options, run_command
 from titanlite.tools.report.charts import Drawing, charts_of
@@ -40,13 +40,8 @@ def main(argv: Sequence[str]) -> None:
     created = f"{datetime.now():%Y-%m-%d %H:%M}"
     text = page(runs, charts, [drawing.svg(chart) for chart in charts], created)
     try:
-        temporary = options.out.with_name(f"{options.out.name}.incomplete-{os.getpid()}")
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(text, encoding="utf-8", errors="replace")
-            os.replace(temporary, options.out)
-        finally:
-            temporary.unlink(missing_ok=True)
+        replace_file(options.out, text.encode(errors="replace"))
         if options.png is not None:
             options.png.mkdir(parents=True, exist_ok=True)
             for chart in charts:

@@ -17,8 +17,8 @@ from titanlite.tools.command import (
     ConfigFile,
     File,
     OptionalCount,
-    appears_complete,
     check_options,
+    new_output,
     read_options_and_overrides,
     require_new,
     run_command,
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
     runs = combinations(options.config, overrides, world_size=processes, device_type=device_type)
     if options.write_slurm is not None:
         text = array_script(runs, script=str(options.write_slurm), processes=processes)
-        with appears_complete(options.write_slurm) as path:
+        with new_output(options.write_slurm) as path:
             path.write_text(text, encoding="utf-8")
         print(f"Script: {options.write_slurm} ({counted(len(runs), 'run')}); see its first lines")
         return
