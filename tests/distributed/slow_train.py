@@ -17,7 +17,7 @@ from titanlite import train
 from titanlite.assembly.run import Run
 from titanlite.batch import Batch, StepStats
 from titanlite.checkpoint import saver
-from titanlite.checkpoint.file_records import FileRecord
+from titanlite.checkpoint.manifest import FileRecord
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader
 from titanlite.metrics.records import Record

@@ -25,9 +25,8 @@ import torch
 
 from tests.distributed.forked import Parent
 from tests.distributed.standin import Run, on_ranks, save_steps, start_in
-from titanlite.checkpoint import file_records
-from titanlite.checkpoint.file_records import METADATA_FILE, FileRecord
-from titanlite.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
+from titanlite.checkpoint import manifest as manifest_module
+from titanlite.checkpoint.manifest import MANIFEST_FILE, METADATA_FILE, FileRecord, read_manifest, write_manifest
 from titanlite.checkpoint.storage import _ALLOWED
 from titanlite.runtime.cache import hash_of
 
@@ -211,13 +210,13 @@ def test_no_new_run_starts_if_all_checkpoints_are_damaged(parent: Parent, model:
 def hashed_files(folder: Path) -> list[str]:
     """Names of the files that this rank hashes at a start."""
     names = []
-    original = file_records.hash_of
+    original = manifest_module.hash_of
 
     def recorded(path: Path) -> str:
         names.append(path.name)
         return original(path)
 
-    file_records.hash_of = recorded
+    manifest_module.hash_of = recorded
     Run(folder)
     return names
 
@@ -436,7 +435,7 @@ METADATA_NEEDS = {
 RANKS_EXCHANGE = {
     "titanlite.checkpoint.manifest.Branch",
     "titanlite.checkpoint.manifest.Manifest",
-    "titanlite.checkpoint.file_records.FileRecord",
+    "titanlite.checkpoint.manifest.FileRecord",
     *(f"torch.distributed.checkpoint.planner.{name}" for name in ("LoadPlan", "ReadItem", "LoadItemType")),
 }
 """Names in the pickles that titanlite and DCP exchange between ranks while loading; these pickles do not come from

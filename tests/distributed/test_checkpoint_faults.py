@@ -21,9 +21,8 @@ from tests.distributed.file_operations import Fault, FaultPoints, one_of_each
 from tests.distributed.forked import Parent, fork_ranks, logged
 from tests.distributed.standin import BATCH, Run, on_ranks, results, save_steps, start_in
 from titanlite.checkpoint import saver
-from titanlite.checkpoint.file_records import InvalidCheckpointError
 from titanlite.checkpoint.folder import complete_manifest, published_steps
-from titanlite.checkpoint.manifest import MANIFEST_FILE
+from titanlite.checkpoint.manifest import MANIFEST_FILE, InvalidCheckpointError
 from titanlite.checkpoint.saver import probe
 
 pytestmark = pytest.mark.slow

@@ -19,8 +19,7 @@ from tests.distributed.file_operations import watch
 from tests.distributed.forked import Parent
 from tests.distributed.standin import Run, StandIn, on_ranks, start_in
 from titanlite.checkpoint import saver as saver_module
-from titanlite.checkpoint.file_records import FileRecord
-from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, Manifest
+from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, FileRecord, Manifest
 from titanlite.checkpoint.saver import Saver
 from titanlite.checkpoint.state import STREAMS
 from titanlite.runtime.dtensors import local_part

@@ -17,8 +17,14 @@ from datetime import UTC, datetime
 from itertools import chain, count
 from pathlib import Path
 
-from titanlite.checkpoint.file_records import InvalidCheckpointError, check_file
-from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest, UnknownFormatError, read_manifest
+from titanlite.checkpoint.manifest import (
+    MANIFEST_FILE,
+    InvalidCheckpointError,
+    Manifest,
+    UnknownFormatError,
+    check_file,
+    read_manifest,
+)
 from titanlite.runtime.durability import sync_path
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")

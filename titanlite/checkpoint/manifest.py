@@ -1,6 +1,11 @@
-"""MANIFEST.json: a checkpoint's metadata and the size and hash of each file. A folder without it is incomplete."""
+"""MANIFEST.json: a checkpoint's metadata and the size and hash of each file. A folder without it is incomplete.
 
+Does not import DCP, which is slow.
+"""
+
+import errno
 import json
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -9,13 +14,41 @@ from typing import Any, Literal, TypedDict
 import xxhash
 from typeguard import TypeCheckError, check_type
 
-from titanlite.checkpoint.file_records import HASH, METADATA_FILE, FileRecord, InvalidCheckpointError
+from titanlite.runtime.cache import hash_of
 from titanlite.runtime.durability import write_file
 from titanlite.runtime.json_files import JsonError, parse_json, read_regular
 
 MANIFEST_FILE = "MANIFEST.json"
+HASH = "xxh3-128"
+METADATA_FILE = ".metadata"
 FORMAT_VERSION = 3
 """The only format that is read; incremented with every change that older versions of titanlite cannot read."""
+
+
+class InvalidCheckpointError(Exception):
+    """A checkpoint is incomplete or corrupted. The text is one line: file, the rank that wrote it, and the damage."""
+
+
+class UnknownFormatError(Exception):
+    """The checkpoint has a newer or older format; it is not corrupted and must not be quarantined or deleted."""
+
+    def __init__(self, version: int) -> None:
+        remedy = "use a newer titanlite"
+        if version < FORMAT_VERSION:
+            remedy = (
+                'use the titanlite that wrote it; "titanlite convert export" of that version writes a Hugging Face '
+                "folder, from which checkpoint.initial_load_path starts a new run"
+            )
+        super().__init__(f"its format version is {version}, this titanlite reads {FORMAT_VERSION} only: {remedy}")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A written file. rank: the rank that wrote it. hash: HASH, in hex."""
+
+    rank: int
+    bytes: int
+    hash: str
 
 
 @dataclass(frozen=True)
@@ -95,6 +128,35 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(**content)
 
 
+def write_recorded(path: Path, content: bytes) -> FileRecord:
+    """Write a new small file, from rank 0, and sync it to disk. Raises OSError."""
+    write_file(path, content)
+    return FileRecord(0, len(content), hash_of(path))
+
+
+def check_file(folder: Path, name: str, record: FileRecord, *, content: bool = True) -> None:
+    """Check a file against its record. Raises InvalidCheckpointError if it differs, OSError if it cannot be read.
+
+    content: whether to check the hash, too, and not only the size.
+    """
+    where = f"{name} (written by rank {record.rank})"
+    try:
+        facts = (folder / name).stat()
+        size = facts.st_size
+        if not stat.S_ISREG(facts.st_mode):
+            raise InvalidCheckpointError(f"{where} is not a regular file")
+        if size != record.bytes:
+            raise InvalidCheckpointError(f"{where} has {size:,} bytes instead of {record.bytes:,}")
+        if content and hash_of(folder / name) != record.hash:
+            raise InvalidCheckpointError(f"{where} has changed since it was written: its {HASH} differs")
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+            raise InvalidCheckpointError(f"{where} is missing") from None
+        if error.errno == errno.EIO:
+            raise InvalidCheckpointError(f"{where} cannot be read: {error.strerror}") from None
+        raise
+
+
 def copy_id(folder: Path) -> list[int]:
     """Facts about the copy of a checkpoint that this process reads, the inode and ctime of MANIFEST.json, if any.
 
@@ -142,19 +204,6 @@ class _Content(TypedDict):
     files: dict[str, _FileContent]
     format: int
     hash: dict[str, str]
-
-
-class UnknownFormatError(Exception):
-    """The checkpoint has a newer or older format; it is not corrupted and must not be quarantined or deleted."""
-
-    def __init__(self, version: int) -> None:
-        remedy = "use a newer titanlite"
-        if version < FORMAT_VERSION:
-            remedy = (
-                'use the titanlite that wrote it; "titanlite convert export" of that version writes a Hugging Face '
-                "folder, from which checkpoint.initial_load_path starts a new run"
-            )
-        super().__init__(f"its format version is {version}, this titanlite reads {FORMAT_VERSION} only: {remedy}")
 
 
 _NO_HASH = "0" * 32

@@ -15,9 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from titanlite.checkpoint.config import AsyncMode
-from titanlite.checkpoint.file_records import FileRecord, write_recorded
 from titanlite.checkpoint.folder import publish, step_folder, writing_folder
-from titanlite.checkpoint.manifest import Manifest, write_manifest
+from titanlite.checkpoint.manifest import FileRecord, Manifest, write_manifest, write_recorded
 from titanlite.checkpoint.state import HostCopy, first_not_finite
 from titanlite.checkpoint.storage import first_failure, save_tensors
 from titanlite.runtime.agreement import RanksError, describe_failure, run_on_all_ranks, run_on_rank_0

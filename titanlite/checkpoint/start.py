@@ -26,7 +26,6 @@ from titanlite.checkpoint.compatibility import (
     optimizer_differences,
 )
 from titanlite.checkpoint.config import CheckpointConfig
-from titanlite.checkpoint.file_records import InvalidCheckpointError, check_file
 from titanlite.checkpoint.folder import (
     clear_leftovers,
     ever_published,
@@ -39,7 +38,16 @@ from titanlite.checkpoint.folder import (
     step_of,
     supersede_after,
 )
-from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, Manifest, UnknownFormatError, copy_id, read_manifest
+from titanlite.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Branch,
+    InvalidCheckpointError,
+    Manifest,
+    UnknownFormatError,
+    check_file,
+    copy_id,
+    read_manifest,
+)
 from titanlite.checkpoint.saver import probe, size_of
 from titanlite.checkpoint.state import MODEL, STREAMS, RunState, first_not_finite
 from titanlite.checkpoint.storage import first_failure, load_tensors, read_shapes

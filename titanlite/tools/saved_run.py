@@ -13,9 +13,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from titanlite.checkpoint.config import CheckpointConfig
-from titanlite.checkpoint.file_records import InvalidCheckpointError, check_file
 from titanlite.checkpoint.folder import published_steps, step_folder
-from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest, UnknownFormatError, read_manifest
+from titanlite.checkpoint.manifest import (
+    MANIFEST_FILE,
+    InvalidCheckpointError,
+    Manifest,
+    UnknownFormatError,
+    check_file,
+    read_manifest,
+)
 from titanlite.checkpoint.start import generation_config_of
 from titanlite.checkpoint.state import AVERAGE, MODEL
 from titanlite.checkpoint.storage import first_failure, load_tensors, read_shapes

@@ -8,9 +8,8 @@ from typing import Any
 
 import xxhash
 
-from titanlite.checkpoint.file_records import METADATA_FILE, FileRecord
 from titanlite.checkpoint.folder import publish, step_folder, writing_folder
-from titanlite.checkpoint.manifest import Branch, Manifest, write_manifest
+from titanlite.checkpoint.manifest import METADATA_FILE, Branch, FileRecord, Manifest, write_manifest
 
 
 def a_manifest(step: int, files: dict[str, bytes], **changes: Any) -> Manifest:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoint.making import KILLER, content_of, make, write_unpublished
-from titanlite.checkpoint.file_records import METADATA_FILE, InvalidCheckpointError
 from titanlite.checkpoint.folder import (
     clear_leftovers,
     complete_manifest,
@@ -22,7 +21,14 @@ from titanlite.checkpoint.folder import (
     step_folder,
     supersede_after,
 )
-from titanlite.checkpoint.manifest import FORMAT_VERSION, MANIFEST_FILE, Branch, UnknownFormatError
+from titanlite.checkpoint.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    METADATA_FILE,
+    Branch,
+    InvalidCheckpointError,
+    UnknownFormatError,
+)
 
 FOREIGN_FOLDERS = [
     *("step-007", "step-7x", "my-step-50-gold", "step--1", "step-+7", "step-", "step-7 ", "step-7\n", "step-7.5"),

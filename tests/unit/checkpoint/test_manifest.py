@@ -9,11 +9,12 @@ import pytest
 import xxhash
 
 from tests.unit.checkpoint.making import a_manifest
-from titanlite.checkpoint.file_records import METADATA_FILE, InvalidCheckpointError
 from titanlite.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
+    METADATA_FILE,
     Branch,
+    InvalidCheckpointError,
     Manifest,
     UnknownFormatError,
     read_manifest,

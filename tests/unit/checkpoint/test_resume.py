@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.checkpoint.making import content_of, make, write_unpublished
-from titanlite.checkpoint.file_records import METADATA_FILE
 from titanlite.checkpoint.folder import published_steps, read_or_none, step_folder
-from titanlite.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
+from titanlite.checkpoint.manifest import MANIFEST_FILE, METADATA_FILE, Manifest, read_manifest
 from titanlite.checkpoint.start import Found, check_tensors, latest_valid, load, prepare_folder, verify_checkpoint
 from titanlite.checkpoint.storage import save_tensors
 from titanlite.runtime.agreement import RanksError

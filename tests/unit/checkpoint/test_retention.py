@@ -19,7 +19,6 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.unit.checkpoint.making import KILLER, write_unpublished
-from titanlite.checkpoint.file_records import METADATA_FILE, InvalidCheckpointError
 from titanlite.checkpoint.folder import (
     clear_leftovers,
     complete_manifest,
@@ -32,7 +31,7 @@ from titanlite.checkpoint.folder import (
     step_folder,
     supersede_after,
 )
-from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch
+from titanlite.checkpoint.manifest import MANIFEST_FILE, METADATA_FILE, Branch, InvalidCheckpointError
 
 FOREIGN = ["my-step-50-gold", "step-007", "step-20.gold", "step-10x", "step--1", ".step-30.written", "notes"]
 INTERVAL = 10

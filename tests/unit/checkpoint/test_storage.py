@@ -16,7 +16,7 @@ import xxhash
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titanlite.checkpoint.file_records import METADATA_FILE, FileRecord, InvalidCheckpointError, check_file
+from titanlite.checkpoint.manifest import METADATA_FILE, FileRecord, InvalidCheckpointError, check_file
 from titanlite.checkpoint.storage import (
     _ALLOWED,
     _HashingFile,

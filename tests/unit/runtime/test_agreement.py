@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from titanlite.checkpoint.file_records import InvalidCheckpointError
+from titanlite.checkpoint.manifest import InvalidCheckpointError
 from titanlite.checkpoint.storage import first_failure
 from titanlite.runtime.agreement import (
     RanksError,

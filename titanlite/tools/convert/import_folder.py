@@ -14,9 +14,8 @@ from torch import Tensor
 
 from titanlite.assembly.run import checkpoint_facts
 from titanlite.checkpoint.config import CheckpointConfig
-from titanlite.checkpoint.file_records import write_recorded
 from titanlite.checkpoint.folder import publish, writing_folder
-from titanlite.checkpoint.manifest import Branch, Manifest, write_manifest
+from titanlite.checkpoint.manifest import Branch, Manifest, write_manifest, write_recorded
 from titanlite.checkpoint.state import MODEL, first_not_finite
 from titanlite.checkpoint.storage import first_failure, save_tensors
 from titanlite.config.check import resolve_config
