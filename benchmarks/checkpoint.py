@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.measuring import Row, in_turns, ratios, report, threads_per_process
 from titanlite.checkpoint.manifest import Branch, Manifest, read_manifest
 from titanlite.checkpoint.saver import Saver
-from titanlite.checkpoint.start import Found, load, verify_checkpoint
+from titanlite.checkpoint.start import load
+from titanlite.checkpoint.verification import Found, verify_checkpoint
 from titanlite.runtime.launch import run_ranks
 
 WIDTH, BLOCKS, VOCABULARY = 768, 12, 16384

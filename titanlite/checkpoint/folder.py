@@ -63,12 +63,18 @@ def ever_published(folder: Path) -> bool:
     return folder.is_dir() and any(map(_CHECKPOINT.fullmatch, os.listdir(folder)))
 
 
+def own_manifest(path: Path) -> Manifest:
+    """Read a checkpoint's manifest. Errors as read_manifest, also for that of another step than the folder's name."""
+    manifest = read_manifest(path)
+    if step_of(path) not in (None, manifest.step):
+        raise InvalidCheckpointError(f"{MANIFEST_FILE} belongs to step {manifest.step}")
+    return manifest
+
+
 def complete_manifest(folder: Path, step: int) -> Manifest:
     """Read a checkpoint's manifest and check the sizes of all files. Raises InvalidCheckpointError, OSError."""
     path = step_folder(folder, step)
-    manifest = read_manifest(path)
-    if manifest.step != step:
-        raise InvalidCheckpointError(f"{MANIFEST_FILE} belongs to step {manifest.step}")
+    manifest = own_manifest(path)
     for name, record in manifest.files.items():
         check_file(path, name, record, content=False)
     return manifest

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from tests.unit.checkpoint.making import content_of, make, write_unpublished
 from titanlite.checkpoint.folder import published_steps, read_or_none, step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE, METADATA_FILE, Manifest, read_manifest
-from titanlite.checkpoint.start import Found, check_tensors, latest_valid, load, prepare_folder, verify_checkpoint
+from titanlite.checkpoint.start import check_tensors, load
 from titanlite.checkpoint.storage import save_tensors
+from titanlite.checkpoint.verification import Found, latest_valid, prepare_folder, verify_checkpoint
 from titanlite.runtime.agreement import RanksError
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
