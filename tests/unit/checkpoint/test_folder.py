@@ -202,20 +202,36 @@ def test_a_deletion_killed_at_any_operation_is_completed_later(tmp_path: Path, s
     raise AssertionError("delete takes more than 100 operations")
 
 
-def test_clear_leftovers_killed_at_any_operation_can_be_repeated(tmp_path: Path) -> None:
+def go_back_to_10(folder: Path) -> None:
+    """The changes of a start."""
+    clear_leftovers(folder)
+    for step, is_complete in completeness(folder).items():
+        if not is_complete:
+            quarantine(folder, step, "invalid-now")
+    supersede_after(folder, 10)
+
+
+def test_a_start_killed_at_any_operation_can_be_repeated(tmp_path: Path) -> None:
     for operation in range(100):
         folder = tmp_path / str(operation)
-        write_unpublished(folder, 10)
+        write_unpublished(folder, 30)
         make(folder, 3).rename(folder / ".step-3.deleting")
-        make(folder, 5)
+        for step in (5, 10, 15, 20, 25):
+            make(folder, step)
+        (step_folder(folder, 15) / METADATA_FILE).write_bytes(b"damage")
+        before = {step: content_of(step_folder(folder, step)) for step in published_steps(folder)}
         with KILLER.at(operation) as killed:
-            clear_leftovers(folder)
-        assert completeness(folder) == {5: True}
-        clear_leftovers(folder)
-        assert [entry.name for entry in folder.iterdir()] == ["step-5"]
+            go_back_to_10(folder)
+        assert completeness(folder).items() >= {5: True, 10: True}.items()
+        go_back_to_10(folder)
+        after = {5: "step-5", 10: "step-10", 15: "step-15.invalid-now"}
+        after |= {step: f"step-{step}.superseded-a1" for step in (20, 25)}
+        assert {entry.name for entry in folder.iterdir()} == {*after.values()}
+        assert {step: content_of(folder / name) for step, name in after.items()} == before
         if not killed:
+            assert operation >= 10
             return
-    raise AssertionError("clear_leftovers takes more than 100 operations")
+    raise AssertionError("a start takes more than 100 operations")
 
 
 def test_going_back_renames_later_checkpoints_after_their_branch(tmp_path: Path) -> None:

@@ -118,31 +118,27 @@ def test_other_ranks_do_not_touch_the_disk(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_second_job_is_refused_while_the_first_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_second_job_is_refused_and_changes_nothing(tmp_path: Path, is_stopped: bool) -> None:
     with job(tmp_path) as first:
         assert says(first) == "inside"
+        if is_stopped:
+            first.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, first.pid, os.WSTOPPED)
+        before = (tmp_path / JOB_LOCK_FILE).read_bytes()
         for take_over in (False, True):
-            with pytest.raises(UserError) as refusal, enter(tmp_path, take_over=take_over):
+            message = (
+                rf"^job\.dump_folder: {tmp_path} is in use by another job: process {first.pid} on host .*, since 2.*"
+                r"; give another folder with --job\.dump_folder, or end that job first$"
+            )
+            with pytest.raises(UserError, match=message), enter(tmp_path, take_over=take_over):
                 pass
-            message = str(refusal.value)
-            assert f"job.dump_folder: {tmp_path} is in use by another job: process {first.pid} on host " in message
-            assert ", since 2" in message
-            assert message.endswith("; give another folder with --job.dump_folder, or end that job first")
+        assert (tmp_path / JOB_LOCK_FILE).read_bytes() == before
+        assert [path.name for path in tmp_path.iterdir()] == [JOB_LOCK_FILE]
+        first.send_signal(signal.SIGCONT)
         finish(first)
         with enter(tmp_path):
             assert owner_in(tmp_path)["pid"] == os.getpid()
-
-
-def test_a_refused_job_does_not_change_the_folder(tmp_path: Path) -> None:
-    with job(tmp_path) as first:
-        assert says(first) == "inside"
-        before = (tmp_path / JOB_LOCK_FILE).read_bytes()
-        with job(tmp_path) as second:
-            assert says(second).startswith("refused: job.dump_folder: ")
-            finish(second)
-        assert (tmp_path / JOB_LOCK_FILE).read_bytes() == before
-        assert [path.name for path in tmp_path.iterdir()] == [JOB_LOCK_FILE]
-        finish(first)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -180,20 +176,6 @@ def test_a_job_waits_for_an_owner_that_ends_shortly_after(tmp_path: Path, caplog
     assert [record.getMessage().rpartition("; ")[2] for record in caplog.records] == ["waiting up to 0 s for it to end"]
 
 
-def test_an_owner_whose_pid_was_reused_has_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with job(tmp_path / "elsewhere") as other:
-        leave(tmp_path, pid=other.pid, process_start="1")
-        with enter(tmp_path):
-            pass
-    assert "has ended" in caplog.text
-
-
-def test_an_owner_whose_start_time_is_hidden_counts_as_running(tmp_path: Path) -> None:
-    leave(tmp_path, pid=1, process_start="")
-    with pytest.raises(UserError, match="is in use by another job: process 1 on host"), enter(tmp_path):
-        pass
-
-
 def test_one_process_cannot_lock_a_folder_twice(tmp_path: Path) -> None:
     with enter(tmp_path):
         start = time.monotonic()
@@ -211,37 +193,51 @@ def test_one_process_cannot_lock_a_folder_twice(tmp_path: Path) -> None:
 ELSEWHERE: list[dict[str, Any]] = [{"host": "other"}, {"pid_namespace": "pid:[7]"}, {"host": "other", "boot": "b"}]
 
 
-@pytest.mark.parametrize("where", ELSEWHERE)
-def test_an_owner_elsewhere_needs_take_over(
-    tmp_path: Path, where: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    leave(tmp_path, **where, slurm_job_id="17")
-    for environment in ({}, {"TORCHELASTIC_RUN_ID": "none"}, {"SLURM_JOB_ID": "17"}, {"SLURM_JOB_ID": "18"}):
-        with pytest.raises(UserError, match=r"Slurm job 17; host .* cannot check whether .*--job\.take_over true"):
-            enter(tmp_path, wait_s=30.0, **environment).__enter__()
-    assert not caplog.records
-    with enter(tmp_path, take_over=True):
-        assert owner_in(tmp_path)["pid_namespace"] != "pid:[7]"
-        assert owner_in(tmp_path)["host"] != "other"
-    (record,) = caplog.records
-    assert "because job.take_over = true" in record.getMessage()
-
-
-@pytest.mark.parametrize("where", ELSEWHERE)
-@pytest.mark.parametrize(
-    ("before", "now"),
-    [
-        ({"torchrun_id": "a"}, {"TORCHELASTIC_RUN_ID": "a"}),
-        ({"slurm_job_id": "17"}, {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "1"}),
-        ({"slurm_job_id": "17", "slurm_restarts": "1"}, {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "2"}),
+# State -> (changes of the owner in the file, environment of the new job).
+OWNERS: dict[str, list[tuple[dict[str, Any], dict[str, str]]]] = {
+    "ended": [
+        ({"pid": os.getppid(), "process_start": "1"}, {}),  # a later process has its pid
+        ({"boot": "before", "pid_namespace": "pid:[7]"}, {}),  # its host was rebooted
+        *(
+            (where | before, now)
+            for where in ELSEWHERE
+            for before, now in (
+                ({"torchrun_id": "a"}, {"TORCHELASTIC_RUN_ID": "a"}),
+                ({"slurm_job_id": "17"}, {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "1"}),
+                ({"slurm_job_id": "17", "slurm_restarts": "1"}, {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "2"}),
+            )
+        ),
     ],
-)
-def test_the_same_launch_on_another_host_takes_over(
-    tmp_path: Path, where: dict[str, Any], before: dict[str, Any], now: dict[str, str]
+    "running": [
+        ({"pid": 1, "process_start": ""}, {}),  # its start time is hidden
+        ({"pid": os.getppid(), "process_start": "", "torchrun_id": "a"}, {"TORCHELASTIC_RUN_ID": "a"}),
+    ],
+    "unknown": [
+        (where | {"slurm_job_id": "17"}, now)
+        for where in ELSEWHERE
+        for now in ({}, {"TORCHELASTIC_RUN_ID": "none"}, {"SLURM_JOB_ID": "17"}, {"SLURM_JOB_ID": "18"})
+    ],
+}
+
+
+@pytest.mark.parametrize(("state", "owner", "now"), [(state, *row) for state, rows in OWNERS.items() for row in rows])
+def test_an_owner_is_checked(
+    tmp_path: Path, state: str, owner: dict[str, Any], now: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    leave(tmp_path, **where, **before)
-    with enter(tmp_path, **now):
-        pass
+    """One that runs keeps the folder; one whose state is unknown, unless job.take_over is true."""
+    leave(tmp_path, **owner)
+    refusal = {"running": "is in use", "unknown": r"Slurm job 17; host .* cannot check whether .*--job\.take_over true"}
+    wait_s = 30.0 if state == "unknown" else 0.0  # nobody waits for it
+    for take_over in (False, True):
+        if state == "ended" or (state == "unknown" and take_over):
+            with enter(tmp_path, take_over=take_over, **now):
+                assert (owner_in(tmp_path)["host"], owner_in(tmp_path)["pid"]) == (os.uname().nodename, os.getpid())
+            break
+        with pytest.raises(UserError, match=refusal[state]), enter(tmp_path, take_over=take_over, wait_s=wait_s, **now):
+            pass
+    logged = {"ended": ["has ended without releasing"], "running": [], "unknown": ["because job.take_over = true"]}
+    assert len(caplog.messages) == len(logged[state])
+    assert all(text in message for text, message in zip(logged[state], caplog.messages, strict=True))
 
 
 @pytest.mark.parametrize("where", ELSEWHERE)
@@ -256,18 +252,6 @@ def test_a_job_whose_folder_was_taken_over_is_told(tmp_path: Path, where: dict[s
         path.write_text(json.dumps({**json.loads(own), **where}))
         with pytest.raises(UserError, match=r"was taken over by process .* while this job ran"):
             require_own(tmp_path)
-
-
-def test_the_same_launch_does_not_take_over_from_a_running_owner(tmp_path: Path) -> None:
-    leave(tmp_path, torchrun_id="a", pid=os.getppid(), process_start="")
-    with pytest.raises(UserError, match="is in use"), enter(tmp_path, take_over=True, TORCHELASTIC_RUN_ID="a"):
-        pass
-
-
-def test_an_owner_from_before_a_reboot_has_ended(tmp_path: Path) -> None:
-    leave(tmp_path, boot="before", pid_namespace="pid:[7]")
-    with enter(tmp_path):
-        pass
 
 
 @pytest.mark.parametrize(
@@ -342,18 +326,6 @@ def test_a_forked_child_that_outlives_a_killed_owner_does_not_keep_the_folder(tm
         with enter(tmp_path):
             assert owner_in(tmp_path)["pid"] == os.getpid()
             os.kill(child, 0)
-
-
-def test_a_stopped_owner_counts_as_running(tmp_path: Path) -> None:
-    with job(tmp_path) as first:
-        assert says(first) == "inside"
-        first.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, first.pid, os.WSTOPPED)
-        for take_over in (False, True):
-            with pytest.raises(UserError, match=f"process {first.pid} on"), enter(tmp_path, take_over=take_over):
-                pass
-        first.send_signal(signal.SIGCONT)
-        finish(first)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -472,15 +444,6 @@ def test_without_system_locks_the_owner_is_still_checked(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_error_of_the_system_lock_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flock(*_: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(UserError, match=r"cannot read or write .*job\.lock: Input/output error"), enter(tmp_path):
-        pass
-
-
 @pytest.mark.parametrize("event", ["replaced", "removed"])
 def test_a_file_that_changes_between_open_and_lock_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: str
@@ -513,32 +476,37 @@ def test_a_file_that_stays_locked_raises(tmp_path: Path, monkeypatch: pytest.Mon
             pass
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_a_pipe_or_device_is_refused(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        ("pipe", "not a regular file but a pipe"),
+        ("device", "not a regular file but a device"),
+        ("flock", "Input/output error"),
+        ("fsync", "No space left on device"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_a_user_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str, reason: str
+) -> None:
     path = tmp_path / JOB_LOCK_FILE
-    if kind == "pipe":
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO if problem == "flock" else errno.ENOSPC, reason)
+
+    if problem == "pipe":
         os.mkfifo(path)
-    else:
+    elif problem == "device":
         path.symlink_to("/dev/zero")
-    message = rf"cannot read or write .*job\.lock: not a regular file but a {kind}; fix this, or give another folder"
-    with pytest.raises(UserError, match=message), enter(tmp_path):
-        pass
-
-
-def test_write_errors_are_user_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"job\.dump_folder: .*file is a file, not a folder"), enter(tmp_path / "file"):
-        pass
-
-    def fsync(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as full:
-        full.setattr(os, "fsync", fsync)
-        with pytest.raises(UserError, match=r"cannot read or write .*job\.lock: No space left on device; fix this, or"):
-            enter(tmp_path).__enter__()
-    with enter(tmp_path):  # the failed write left no owner
-        pass
+    with monkeypatch.context() as broken:
+        for owner, name in ((fcntl, "flock"), (os, "fsync")):
+            if name == problem:
+                broken.setattr(owner, name, fail)
+        message = rf"job\.dump_folder: cannot read or write .*job\.lock: {reason}; fix this, or give another folder"
+        with pytest.raises(UserError, match=message), enter(tmp_path):
+            pass
+    if problem == "fsync":
+        with enter(tmp_path):  # the failed write left no owner
+            pass
 
 
 def test_a_failed_removal_does_not_hide_the_error(
