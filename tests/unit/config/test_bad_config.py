@@ -320,6 +320,7 @@ BAD = [
     Bad("checkpoint.keep_latest_k", "0 or more", "keeps all", argv="--checkpoint.keep_latest_k -1"),
     Bad("checkpoint.keep_every", "0 or more", "disables", argv="--checkpoint.keep_every -1"),
     Bad("checkpoint.load_step", "at least -1", "latest", argv="--checkpoint.load_step -2"),
+    Bad("checkpoint.async_mode", "an accelerator", "async", argv="--checkpoint.async_mode async_with_pinned_mem"),
     Bad("parallelism.dp_shard", "-1 or at least 1", "axis off", argv="--parallelism.dp_shard -2"),
     Bad("optimizer.groups.0.lr_factor", "above 0", "", toml=f"{GROUP}lr_factor = 0.0"),
     Bad("optimizer.groups.0.weight_decay", "-1 or 0 or more", "", toml=f"{GROUP}weight_decay = -2.0"),
