@@ -18,15 +18,10 @@ def _log_reaches_caplog(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     caplog.set_level(logging.INFO, logger="titanlite")
 
 
-def run_in(folder: Path, text: str, *, tensorboard: bool = True) -> list[str]:
-    """Write the files of one run; returns the new names of the renamed files."""
-    moved = prepare_dump_folder(folder, OUTPUTS, rank=0)
-    (folder / "metrics.jsonl").write_text(text)
-    (folder / "config.toml").write_text(text)
-    if tensorboard:
-        (folder / "tb").mkdir()
-        (folder / "tb" / "events").write_text(text)
-    return [path.name for path in moved]
+def write(folder: Path, text: str, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -39,52 +34,42 @@ def test_a_new_folder_is_created_with_its_parents(tmp_path: Path, caplog: pytest
     assert not caplog.records
 
 
+FILES = ("metrics.jsonl", "config.toml", "tb/events")
+
+
+@pytest.mark.parametrize(
+    ("before", "moved"),
+    [
+        (FILES, ["metrics.jsonl.1", "config.toml.1", "tb.1"]),
+        (["config.toml"], ["config.toml.1"]),  # a run that died early
+        (["notes.txt", "tb.old"], []),
+        ([*FILES, "metrics.jsonl.2"], ["metrics.jsonl.1", "config.toml.1", "tb.1"]),  # the smallest free number
+        (["metrics.jsonl", "config.toml", "tb.1/events", "config.toml.2"], ["metrics.jsonl.3", "config.toml.3"]),
+    ],
+)
+def test_files_of_an_earlier_run_are_renamed(
+    before: list[str], moved: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, "kept", *before)
+    assert [path.name for path in prepare_dump_folder(tmp_path, OUTPUTS, rank=0)] == moved
+    number = moved[0].rpartition(".")[2] if moved else ""
+    renamed = {f"{name}.{number}{slash}{inside}" for name, slash, inside in (file.partition("/") for file in FILES)}
+    kept = {name for name in before if name not in FILES}
+    assert contents(tmp_path).keys() == kept | {name for name in renamed if name.partition("/")[0] in moved}
+    assert set(contents(tmp_path).values()) == {"kept"}
+    lines = [f"{tmp_path} has files of an earlier run; renamed to {', '.join(moved)}"]
+    assert caplog.messages == (lines if moved else [])
+
+
 def test_each_run_keeps_its_files_under_its_own_number(tmp_path: Path) -> None:
-    assert run_in(tmp_path, "first") == []
-    assert run_in(tmp_path, "second") == ["metrics.jsonl.1", "config.toml.1", "tb.1"]
-    assert run_in(tmp_path, "third") == ["metrics.jsonl.2", "config.toml.2", "tb.2"]
+    for text in ("first", "second", "third"):
+        prepare_dump_folder(tmp_path, OUTPUTS, rank=0)
+        write(tmp_path, text, *FILES)
     assert contents(tmp_path) == {
         f"{name}{suffix}{inside}": text
         for suffix, text in ((".1", "first"), (".2", "second"), ("", "third"))
         for name, inside in (("metrics.jsonl", ""), ("config.toml", ""), ("tb", "/events"))
     }
-
-
-def test_one_log_line_names_the_renamed_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run_in(tmp_path, "first")
-    run_in(tmp_path, "second")
-    (record,) = caplog.records
-    message = record.getMessage()
-    assert "\n" not in message
-    assert str(tmp_path) in message
-    assert message.endswith("metrics.jsonl.1, config.toml.1, tb.1")
-
-
-def test_a_number_used_by_one_name_is_not_used_for_others(tmp_path: Path) -> None:
-    (tmp_path / "tb.1").mkdir()
-    (tmp_path / "config.toml.2").write_text("kept")
-    run_in(tmp_path, "first", tensorboard=False)
-    assert run_in(tmp_path, "second") == ["metrics.jsonl.3", "config.toml.3"]
-    assert (tmp_path / "config.toml.2").read_text() == "kept"
-
-
-def test_the_smallest_free_number_is_used(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl.2").write_text("kept")
-    run_in(tmp_path, "first")
-    assert run_in(tmp_path, "second") == ["metrics.jsonl.1", "config.toml.1", "tb.1"]
-    assert (tmp_path / "metrics.jsonl.2").read_text() == "kept"
-
-
-def test_files_of_a_run_that_died_early_are_kept(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text("died before its first step")
-    assert run_in(tmp_path, "second") == ["config.toml.1"]
-
-
-def test_other_files_are_not_renamed(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    run_in(tmp_path, "first")
-    run_in(tmp_path, "second")
-    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_symlinks_are_renamed_not_followed(tmp_path: Path) -> None:
@@ -93,9 +78,9 @@ def test_symlinks_are_renamed_not_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_text("far")
     (folder / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
     (folder / "config.toml").symlink_to(tmp_path / "nowhere")
-    assert run_in(folder, "second") == ["metrics.jsonl.1", "config.toml.1"]
+    moved = prepare_dump_folder(folder, OUTPUTS, rank=0)
+    assert [(path.name, path.is_symlink()) for path in moved] == [("metrics.jsonl.1", True), ("config.toml.1", True)]
     assert (tmp_path / "elsewhere").read_text() == "far"
-    assert not (tmp_path / "nowhere").exists()
 
 
 def test_a_nested_tensorboard_folder(tmp_path: Path) -> None:
@@ -104,7 +89,7 @@ def test_a_nested_tensorboard_folder(tmp_path: Path) -> None:
 
 
 def test_other_ranks_do_not_access_the_disk(tmp_path: Path) -> None:
-    run_in(tmp_path, "first")
+    write(tmp_path, "first", *FILES)
     before = contents(tmp_path)
     assert prepare_dump_folder(tmp_path, OUTPUTS, rank=1) == []
     assert prepare_dump_folder(tmp_path / "new", OUTPUTS, rank=1) == []

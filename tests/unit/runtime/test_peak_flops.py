@@ -38,32 +38,18 @@ def test_known_devices(name: str, tflops: float) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
-        "NVIDIA A100-SXM-64GB",
-        "NVIDIA H100",
-        "NVIDIA H20",
-        "NVIDIA GH200 480GB MIG 1g.12gb",
-        "NVIDIA B300 PCIe",
-        "NVIDIA L40",
-        "NVIDIA A10G",
-        "Tesla T4",
-        "AMD Instinct MI300A",
-        "cpu",
-        "",
+        *("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA A100-SXM4-80GB MIG 1g.10gb"),
+        *("NVIDIA A100-SXM-64GB", "NVIDIA H100", "NVIDIA H20", "NVIDIA GH200 480GB MIG 1g.12gb", "NVIDIA B300 PCIe"),
+        *("NVIDIA L40", "NVIDIA A10G", "Tesla T4", "AMD Instinct MI300A", "cpu", ""),
     ],
 )
 def test_unknown_devices_have_no_figure(name: str) -> None:
     assert peak_flops(name, torch.bfloat16) is None
 
 
-def test_other_dtypes_have_no_figure() -> None:
+def test_other_dtypes_and_a_cpu_have_no_figure() -> None:
     assert peak_flops("NVIDIA H200", torch.float32) is None
     assert peak_flops("NVIDIA H200", torch.float64) is None
-
-
-def test_a_cpu_has_no_figure() -> None:
     assert device_peak_flops(torch.device("cpu"), torch.bfloat16) is None
 
 
