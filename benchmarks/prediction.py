@@ -16,7 +16,7 @@ from benchmarks.measuring import Row, configuration, report, threads_per_process
 from benchmarks.memory import measure
 from titanlite.config.fields import literal
 from titanlite.planning.estimate import estimate
-from titanlite.planning.hardware.profile import Profile, load_profile
+from titanlite.planning.hardware.machine import Profile, load_profile
 from titanlite.planning.search import search
 from titanlite.planning.step_time import predict
 from titanlite.runtime.launch import fork_context, run_ranks

@@ -16,7 +16,7 @@ from typing import Literal
 from benchmarks.measuring import Row, report
 from titanlite.config.load import load_config
 from titanlite.planning.estimate import estimate
-from titanlite.planning.hardware.profile import Grid, Profile, load_profile
+from titanlite.planning.hardware.machine import Grid, Profile, load_profile
 from titanlite.planning.step_time import predict
 
 POWER = (500 / 700) ** (1 / 3)

@@ -15,7 +15,7 @@ from tests.distributed.program import CONFIG, PATIENCE_S, Program, Starter, own_
 from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN, TOKENS
 from tests.unit.planning.test_step_time import profile
 from titanlite.metrics.timing import COLUMNS
-from titanlite.planning.hardware.profile import dump_profile
+from titanlite.planning.hardware.machine import dump_profile
 
 STEPS = 6
 EPOCH = f"epoch/tokens {TOKENS}"

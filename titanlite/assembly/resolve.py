@@ -9,8 +9,7 @@ from titanlite.assembly.facts import program_facts
 from titanlite.assembly.job import Job, job_of
 from titanlite.config.schema import JobConfig
 from titanlite.data.kinds import KINDS, open_source
-from titanlite.planning.layout import agree_on_layout
-from titanlite.planning.local_batch_size import agree_on_local_batch_size
+from titanlite.planning.automatic import agree_on_layout, agree_on_local_batch_size
 from titanlite.runtime.agreement import require_equal, share_from_rank_0
 from titanlite.runtime.distributed import World
 

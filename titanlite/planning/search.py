@@ -25,7 +25,7 @@ from titanlite.parallel.mesh import AXES, LAYOUT, ContextParallel, GradientSync,
 from titanlite.parallel.microbatches import Microbatches
 from titanlite.parallel.pipeline import SCHEDULES, local_stages, stage_owners
 from titanlite.planning.estimate import Estimate, estimate, estimate_memory, plan_step
-from titanlite.planning.hardware.profile import Profile
+from titanlite.planning.hardware.machine import Profile
 from titanlite.planning.stages import plan_stages
 from titanlite.planning.step_time import StepTime, predict, times
 from titanlite.runtime.memory import GIB, USABLE

@@ -29,7 +29,7 @@ from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
 from titanlite.planning.activations import MicrobatchShape
 from titanlite.planning.communication import Operation, StepShape, Traffic, exchanges, reductions
 from titanlite.planning.estimate import Estimate, RankPlan, microbatch_shape
-from titanlite.planning.hardware.profile import Profile
+from titanlite.planning.hardware.machine import Profile
 from titanlite.planning.pipeline_order import DURATION, Action, Kind, schedule_order, simulate
 from titanlite.planning.stages import Stage
 from titanlite.planning.work import Elementwise, Work, block_work, embedding_work, head_work

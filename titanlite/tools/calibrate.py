@@ -10,8 +10,8 @@ from typing import Annotated
 import torch
 import tyro
 
-from titanlite.planning.hardware.calibrate import calibrate, cores
-from titanlite.planning.hardware.profile import dump_profile
+from titanlite.planning.hardware.calibration import calibrate, cores
+from titanlite.planning.hardware.machine import dump_profile
 from titanlite.precision import DTYPES
 from titanlite.runtime.distributed import CommConfig, connect, world_from_environment
 from titanlite.runtime.errors import ConfigError, Problem, UserError

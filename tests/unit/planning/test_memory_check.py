@@ -10,10 +10,10 @@ import torch.distributed as dist
 from tests.distributed.reference import small_config
 from titanlite.config.schema import JobConfig
 from titanlite.parallel.mesh import Mesh
+from titanlite.planning import automatic
 from titanlite.planning import estimate as estimate_module
-from titanlite.planning import local_batch_size as batch_module
+from titanlite.planning.automatic import agree_on_local_batch_size, fit_local_batch_size
 from titanlite.planning.estimate import estimate
-from titanlite.planning.local_batch_size import agree_on_local_batch_size, fit_local_batch_size
 from titanlite.planning.memory_check import Need, explained_out_of_memory, plan_memory, verdict
 from titanlite.planning.pipeline_order import Action, schedule_order
 from titanlite.planning.rank_memory import Memory
@@ -113,11 +113,11 @@ def test_all_ranks_take_the_local_batch_of_rank_0(
     config = small_config(2, "training.global_batch_size=24", "training.local_batch_size=-1")
     shared = 2 * (round(planned(config, 6).total / USABLE) + 1)
     store = dist.HashStore()
-    monkeypatch.setattr(batch_module, "device_memory_bytes", lambda _: shared)
+    monkeypatch.setattr(automatic, "device_memory_bytes", lambda _: shared)
     with caplog.at_level("INFO"):
         first = agree_on_local_batch_size(config, World(0, 0, 2, "cpu", 2), store)
     assert "local_batch_size = -1: 6 sequences per microbatch, accumulation 2; planned peak" in caplog.text
-    monkeypatch.setattr(batch_module, "device_memory_bytes", lambda _: 1)
+    monkeypatch.setattr(automatic, "device_memory_bytes", lambda _: 1)
     assert agree_on_local_batch_size(config, World(1, 1, 2, "cpu", 2), store) == first
     assert first.training.local_batch_size == 6
     assert agree_on_local_batch_size(first, World(0, 0, 2, "cpu", 2), store) is first

@@ -12,7 +12,7 @@ from titanlite.config.check import check_config
 from titanlite.config.load import load_config
 from titanlite.parallel.mesh import ContextParallel, PipelineSchedule
 from titanlite.planning.estimate import estimate
-from titanlite.planning.hardware.profile import Profile, load_profile
+from titanlite.planning.hardware.machine import Profile, load_profile
 from titanlite.planning.search import PP_SCHEDULES, RECOMPUTE, RESHARD, SEARCHED, SYNC, Found, search, with_settings
 from titanlite.planning.step_time import predict
 from titanlite.runtime.memory import GIB, USABLE

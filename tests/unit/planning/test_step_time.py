@@ -9,7 +9,7 @@ import pytest
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.planning.estimate import estimate
-from titanlite.planning.hardware.profile import Grid, Link, Profile
+from titanlite.planning.hardware.machine import Grid, Link, Profile
 from titanlite.planning.step_time import PARTS, StepTime, predict
 from titanlite.runtime.errors import UsageError
 

@@ -12,9 +12,9 @@ import tyro
 from titanlite.config.load import parse, resolve
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import COMMAND_LINE
+from titanlite.planning.automatic import fit_local_batch_size
 from titanlite.planning.estimate import estimate, require_estimate
-from titanlite.planning.hardware.profile import Profile, load_profile, profile_names
-from titanlite.planning.local_batch_size import fit_local_batch_size
+from titanlite.planning.hardware.machine import Profile, load_profile, profile_names
 from titanlite.planning.search import search
 from titanlite.planning.step_time import predict
 from titanlite.runtime.errors import ConfigError, Problem, UsageError

@@ -5,7 +5,7 @@ from math import prod
 
 from titanlite.config.fields import literal
 from titanlite.config.schema import JobConfig
-from titanlite.planning.hardware.profile import Profile
+from titanlite.planning.hardware.machine import Profile
 from titanlite.planning.search import Choice, Found, TooLarge
 from titanlite.runtime.memory import GIB, USABLE
 from titanlite.runtime.text import aligned, counted

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from titanlite.config.schema import JobConfig
 from titanlite.models.decoder import flops_per_token
 from titanlite.planning.estimate import Estimate
-from titanlite.planning.hardware.profile import Profile
+from titanlite.planning.hardware.machine import Profile
 from titanlite.planning.step_time import StepTime
 
 SHOWN = 0.001

@@ -14,9 +14,9 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.toml import print_config
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.parallel.mesh import resolve_degrees
+from titanlite.planning.automatic import fit_local_batch_size
 from titanlite.planning.estimate import estimate, has_estimate
-from titanlite.planning.hardware.profile import load_profile
-from titanlite.planning.local_batch_size import fit_local_batch_size
+from titanlite.planning.hardware.machine import load_profile
 from titanlite.planning.search import SEARCHED, search, with_settings
 from titanlite.runtime.errors import UsageError
 from titanlite.runtime.memory import GIB, device_memory_bytes

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.planning.hardware.profile import PROFILES, Grid, Link, Profile, dump_profile, load_profile, profile_names
+from titanlite.planning.hardware.machine import PROFILES, Grid, Link, Profile, dump_profile, load_profile, profile_names
 from titanlite.runtime.errors import UsageError
 from titanlite.runtime.peak_flops import peak_flops
 

@@ -6,24 +6,24 @@ import pytest
 import torch.distributed as dist
 
 from tests.pool import run_ranks
-from titanlite.planning.hardware import calibrate, measure
-from titanlite.planning.hardware.measure import Clock, line, links
-from titanlite.planning.hardware.profile import dump_profile, load_profile
+from titanlite.planning.hardware import calibration
+from titanlite.planning.hardware.calibration import Clock, line, links
+from titanlite.planning.hardware.machine import dump_profile, load_profile
 from titanlite.runtime.distributed import World
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "SIZES", {"cpu": (16, 64)})
-    monkeypatch.setattr(measure, "SEQ_LENS", {"cpu": (16, 32)})
-    monkeypatch.setattr(measure, "HEAD_DIMS", (8,))
-    monkeypatch.setattr(measure, "ELEMENTWISE_BYTES", {"cpu": (2**10, 2**16)})
-    monkeypatch.setattr(measure, "LEAST_S", 0.001)
+    monkeypatch.setattr(calibration, "SIZES", {"cpu": (16, 64)})
+    monkeypatch.setattr(calibration, "SEQ_LENS", {"cpu": (16, 32)})
+    monkeypatch.setattr(calibration, "HEAD_DIMS", (8,))
+    monkeypatch.setattr(calibration, "ELEMENTWISE_BYTES", {"cpu": (2**10, 2**16)})
+    monkeypatch.setattr(calibration, "LEAST_S", 0.001)
 
 
 @pytest.mark.usefixtures("small")
 def test_one_process_measures_all_but_the_network(tmp_path: Path) -> None:
-    profile = calibrate.calibrate(World(0, 0, 1, "cpu"), dist.HashStore(), ["bfloat16"])
+    profile = calibration.calibrate(World(0, 0, 1, "cpu"), dist.HashStore(), ["bfloat16"])
     assert profile is not None
     assert {*profile.matmul} == {"bfloat16", "float32"}  # routers compute in float32
     assert (profile.device, profile.ranks_per_node, profile.computing, dict(profile.network)) == ("cpu", 1, 1, {})
@@ -47,7 +47,7 @@ def test_a_disturbed_time_of_a_small_message_leaves_a_rate() -> None:
 
 
 def links_of_a_pair() -> dict[str, tuple[float, float]]:
-    measure.MESSAGE_BYTES["cpu"] = (2**10, 2**20)
+    calibration.MESSAGE_BYTES["cpu"] = (2**10, 2**20)
     found = links([Clock(World(dist.get_rank(), 0, 2, "cpu").device, dist.group.WORLD)])
     return {name: (link.latency_s, link.bytes_per_s) for name, link in found.items()}
 

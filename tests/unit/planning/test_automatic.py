@@ -8,9 +8,9 @@ import torch.distributed as dist
 from tests.unit.planning.test_step_time import config_of, profile
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
-from titanlite.planning import layout
-from titanlite.planning.hardware.profile import Profile, dump_profile
-from titanlite.planning.layout import agree_on_layout
+from titanlite.planning import automatic
+from titanlite.planning.automatic import agree_on_layout
+from titanlite.planning.hardware.machine import Profile, dump_profile
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import ConfigError, UsageError
 
@@ -72,7 +72,7 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         measured.append(world.rank)
         return profile("cpu") if world.rank == 0 else None
 
-    monkeypatch.setattr(layout, "calibrate", calibrate)
+    monkeypatch.setattr(automatic, "calibrate", calibrate)
     first = chosen(auto())
     assert measured == [0, 1, 2, 3]
     assert chosen(auto()) == first
@@ -83,7 +83,7 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_all_ranks_report_that_nothing_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "device_memory_bytes", lambda _device: 2**20)
+    monkeypatch.setattr(automatic, "device_memory_bytes", lambda _device: 2**20)
     store, config = dist.HashStore(), auto(f"parallelism.hardware={profile_file(tmp_path)}")
     errors = []
     for rank in range(RANKS):
