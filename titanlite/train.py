@@ -138,8 +138,8 @@ def run_job(
     ended = run.data_end.before_training()
     if run.validation is not None and run.validation.missing:  # a kill or a signal prevented it
         last = any(ended) or first_step > config.training.steps
-        if run.validation.is_due(run.start.step, last):
-            run.validation.after_step(run.start.step, failure)
+        if run.validation.is_due(run.trainer.step, last):
+            run.validation.after_step(run.trainer.step, failure)
     if any(ended):
         end = End(config, "data exhausted", run.trainer.step)
         log.info(
@@ -152,7 +152,7 @@ def run_job(
         log.info(
             "Nothing to do: the run is finished, step %d of training.steps = %d. To continue: "
             "add --training.steps %d to the command",
-            *(run.start.step, config.training.steps, 2 * run.start.step),
+            *(run.trainer.step, config.training.steps, 2 * run.trainer.step),
         )
     else:
         if not config.checkpoint.enable and world.rank == 0:
@@ -207,8 +207,7 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
         failure.enter(step, phase)
         run.goodput.enter(phase)
 
-    paced = PacedGarbageCollection()
-    with stoppable(run, failure), closing(run.profiling), paced as garbage:
+    with stoppable(run, failure), closing(run.profiling), PacedGarbageCollection() as garbage:
         run.profiling.start(first_step)
         run.meter.start()
         while True:
@@ -219,43 +218,27 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
             stats = trainer.train_step(batches)
             compute_s = trainer.compute_time.stop()
             step = trainer.step
-            bad_rows = loader.bad_rows if trainer.counts_rows else 0
-            run.skipped.note(step, stats)
-            run.meter.update(
-                step,
-                stats,
-                lr=trainer.schedule(step),
-                data_wait_s=loader.wait_s,
-                bad_rows=bad_rows,
-                compute_s=compute_s,
-            )
+            run.checks.skipped.note(step, stats)
+            numbers = {"lr": trainer.schedule(step), "data_wait_s": loader.wait_s, "compute_s": compute_s}
+            run.meter.update(step, stats, bad_rows=loader.bad_rows if trainer.counts_rows else 0, **numbers)
             last = any(run.data_end.after_step()) or step == config.training.steps
             if last or is_log_step(step, log_freq=config.metrics.log_freq, total_steps=config.training.steps):
                 enter(step, "logging")
-                epochs = loader.epochs()
-                own_epochs = epochs if trainer.counts_rows else [0.0] * len(epochs)
-                of_experts, loads = run.expert_loads.flush(step)
-                too_long = loader.too_long_by_name(counts=trainer.counts_rows)
-                record = run.meter.flush(own_epochs, too_long, of_experts, run.goodput.columns)
-                run.sinks.write(record)
-                if loads is not None:
-                    run.sinks.write(loads)
-                run.skipped.check()
-                require_few_bad_rows(record, config.data.max_bad_rows)
+                record = log_step(config, run, step)
             if step == first_step:
-                run.mesh.set_timeout(config.comm.train_timeout_s)
+                trainer.mesh.set_timeout(config.comm.train_timeout_s)
             if run.ledger is not None:
                 run.ledger.write(step, loader.sequences, loader.origins)
             enter(step, "comparing replicas")
-            run.replicas.after_step(step, last)
+            run.checks.replicas.after_step(step, last)
             enter(step, "saving")
             stops = checkpoints is not None and checkpoints.after_step(step, last)
             if run.validation is not None and (last or not stops) and run.validation.is_due(step, last):
                 enter(step, "validating")
                 # The first one compiles the forward pass without gradients.
-                run.mesh.set_timeout(config.comm.train_timeout_s if has_validated else config.comm.init_timeout_s)
+                trainer.mesh.set_timeout(config.comm.train_timeout_s if has_validated else config.comm.init_timeout_s)
                 requested, has_validated = run.validation.after_step(step, failure), True
-                run.mesh.set_timeout(config.comm.train_timeout_s)
+                trainer.mesh.set_timeout(config.comm.train_timeout_s)
                 if requested and not stops:
                     assert checkpoints is not None, "signals stop a run without checkpoints at once"
                     checkpoints.stop_after(step, requested)
@@ -269,6 +252,22 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
             if stops:
                 return None
             garbage.after_step(step)
+
+
+def log_step(config: JobConfig, run: Run, step: int) -> Record:
+    """Write the record of the steps since the last log line. A collective. Raises UserError if too many steps were
+    skipped, or too many rows were bad."""
+    loader, counts_rows = run.loader, run.trainer.counts_rows
+    epochs = loader.epochs()
+    own_epochs = epochs if counts_rows else [0.0] * len(epochs)
+    of_experts, loads = run.expert_loads.flush(step)
+    record = run.meter.flush(own_epochs, loader.too_long_by_name(counts=counts_rows), of_experts, run.goodput.columns)
+    run.sinks.write(record)
+    if loads is not None:
+        run.sinks.write(loads)
+    run.checks.skipped.check()
+    require_few_bad_rows(record, config.data.max_bad_rows)
+    return record
 
 
 @contextmanager

@@ -39,20 +39,20 @@ def timeouts_of_a_run(folder: str) -> tuple[list[float], list[float], bool]:
     run = build(folder, "parallelism.dp_replicate=2", "parallelism.cp=2", "comm.init_timeout_s=77", *settings)
 
     def timeouts() -> list[float]:
-        backends = [group._get_backend(torch.device("cpu")) for group in run.mesh.groups]
+        backends = [group._get_backend(torch.device("cpu")) for group in run.trainer.mesh.groups]
         return [backend.options._timeout / timedelta(seconds=1) for backend in backends]
 
     at_start = timeouts()
-    run.mesh.set_timeout(55)
+    run.trainer.mesh.set_timeout(55)
     used = {
         group.group_name
         for parameter in run.trainer.model_parts[0].parameters()
         for group in parameter.device_mesh.get_all_groups()
     }
-    used |= {run.mesh.data_group.group_name, getattr(run.mesh.cp_group, "group_name", "no group of cp")}
+    used |= {run.trainer.mesh.data_group.group_name, getattr(run.trainer.mesh.cp_group, "group_name", "no group of cp")}
     run.loader.close()
     run.sinks.close()
-    return at_start, timeouts(), used <= {group.group_name for group in run.mesh.groups}
+    return at_start, timeouts(), used <= {group.group_name for group in run.trainer.mesh.groups}
 
 
 @pytest.mark.slow

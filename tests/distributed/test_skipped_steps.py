@@ -45,7 +45,7 @@ def trained(folder: str, fault: str, first: int, last: int, *settings: str) -> t
     batch = f"training.global_batch_size={GLOBAL_BATCH}"
     settings = ("data.shuffle=false", "training.steps=8", "metrics.log_freq=4", batch, *settings)
     run = build(folder, *settings)
-    rows = GLOBAL_BATCH // run.mesh.data_degree
+    rows = GLOBAL_BATCH // run.trainer.mesh.data_degree
     is_faulty = dist.get_rank() == dist.get_world_size() - 1
     trainer, warnings, calls = run.trainer, list[str](), 0
     handler = logging.Handler()

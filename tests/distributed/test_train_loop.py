@@ -17,7 +17,6 @@ from tests.pool import run_ranks
 from titanlite import train
 from titanlite.assembly.run import Run, build_expert_loads
 from titanlite.batch import Batch
-from titanlite.checkpoint.start import Start
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.records import Record
@@ -75,18 +74,15 @@ def run_of(config: JobConfig, *sinks: RecordSink) -> Run:
         trainer=trainer,
         loader=StubLoader(dist.get_rank()),  # type: ignore[arg-type]
         meter=meter,
-        expert_loads=build_expert_loads(config, mesh, trainer),
+        expert_loads=build_expert_loads(config, trainer),
         goodput=Goodput({}, began=monotonic()),
         sinks=Sinks(sinks),  # type: ignore[arg-type]
         data_end=DataEnd(None, None),
-        skipped=Mock(),
-        replicas=Mock(),
+        checks=Mock(),
         profiling=Mock(),
         ledger=None,
-        mesh=mesh,
         checkpoints=None,
         stop=StopRequest(),
-        start=Start(0, (), {}),
         validation=None,
         samples=None,
         memory=None,
@@ -116,7 +112,7 @@ def trained(max_bad_rows: int = 1000) -> tuple[list[Record], list[str]]:
     trainer.train_step = step
     meter.start = started
     gc.collect = collected
-    run.mesh.set_timeout = lambda _: calls.append("after the first step")  # type: ignore[method-assign]
+    trainer.mesh.set_timeout = lambda _: calls.append("after the first step")  # type: ignore[method-assign]
     try:
         with patch.object(train, "PacedGarbageCollection", lambda: PacedGarbageCollection(interval=3)):
             train.train(config, run, FailureReport())

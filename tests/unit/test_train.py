@@ -32,13 +32,20 @@ STEP = [
     "loader.next_step",
     "trainer.train_step",
     "trainer.compute_time.stop",
-    "skipped.note",
+    "checks.skipped.note",
     "meter.update",
     "data_end.after_step",
 ]
-LOG = ["loader.epochs", "expert_loads.flush", "loader.too_long_by_name", "meter.flush", "sinks.write", "skipped.check"]
-SAVE = ["ledger.write", "replicas.after_step", "checkpoints.after_step"]
-VALIDATE = ["validation.is_due", "mesh.set_timeout", "validation.after_step", "mesh.set_timeout"]
+LOG = [
+    "loader.epochs",
+    "expert_loads.flush",
+    "loader.too_long_by_name",
+    "meter.flush",
+    "sinks.write",
+    "checks.skipped.check",
+]
+SAVE = ["ledger.write", "checks.replicas.after_step", "checkpoints.after_step"]
+VALIDATE = ["validation.is_due", "trainer.mesh.set_timeout", "validation.after_step", "trainer.mesh.set_timeout"]
 SAMPLE = ["samples.is_due", "samples.after_step"]
 PROFILE = "profiling.after_step"
 AFTER = [*SAVE, *VALIDATE, *SAMPLE, PROFILE]
@@ -92,7 +99,7 @@ def test_calls_of_each_step_are_in_order(run: MagicMock) -> None:
     assert record.step == 3
     assert events(run) == [
         *("failure.record_stops", "profiling.start", "meter.start"),
-        *(*STEP, *LOG, "mesh.set_timeout", *AFTER),
+        *(*STEP, *LOG, "trainer.mesh.set_timeout", *AFTER),
         *(*STEP, *AFTER),
         *(*STEP, *LOG, *AFTER),
         *END,
@@ -101,7 +108,7 @@ def test_calls_of_each_step_are_in_order(run: MagicMock) -> None:
     paced = run.garbage.return_value.__enter__.return_value
     assert [call.args for call in paced.after_step.call_args_list] == [(1,), (2,)]
     assert [call.args for call in run.checkpoints.after_step.call_args_list] == [(1, False), (2, False), (3, True)]
-    assert run.replicas.after_step.call_args_list == run.checkpoints.after_step.call_args_list
+    assert run.checks.replicas.after_step.call_args_list == run.checkpoints.after_step.call_args_list
     failure.record_stops.assert_called_once_with(run.stop)
     compute_s = run.trainer.compute_time.stop.return_value
     numbers = {"data_wait_s": run.loader.wait_s, "bad_rows": run.loader.bad_rows, "compute_s": compute_s}
@@ -119,10 +126,10 @@ def test_the_first_validation_has_the_time_limit_of_the_start(run: MagicMock) ->
     """It compiles: with the limit of later steps, the ranks that wait for the slowest compilation would end the job."""
     run.validation.is_due.side_effect = [False, True, True, True]
     limits = []
-    run.validation.after_step.side_effect = lambda *_: limits.append(run.mesh.set_timeout.call_args.args) or 0
+    run.validation.after_step.side_effect = lambda *_: limits.append(run.trainer.mesh.set_timeout.call_args.args) or 0
     train(config(steps=4), run, Mock())
     assert limits == [(40,), (17,), (17,)]
-    assert [call.args for call in run.mesh.set_timeout.call_args_list] == [(17,), (40,), *[(17,)] * 5]
+    assert [call.args for call in run.trainer.mesh.set_timeout.call_args_list] == [(17,), (40,), *[(17,)] * 5]
 
 
 def test_only_the_rank_that_counts_rows_reports_bad_rows(run: MagicMock) -> None:
@@ -134,7 +141,7 @@ def test_only_the_rank_that_counts_rows_reports_bad_rows(run: MagicMock) -> None
 def test_optional_parts_may_be_absent(run: MagicMock) -> None:
     run.ledger = run.checkpoints = run.validation = run.samples = None
     assert train(config(steps=1), run, Mock()) is not None
-    parts = ["profiling.start", "meter.start", *STEP, *LOG, "mesh.set_timeout", "replicas.after_step"]
+    parts = ["profiling.start", "meter.start", *STEP, *LOG, "trainer.mesh.set_timeout", "checks.replicas.after_step"]
     assert events(run) == [*parts, PROFILE, "profiling.close"]
 
 

@@ -84,9 +84,9 @@ from titanlite.trainer import Trainer
 class Run:
     """All parts of a run.
 
-    checkpoints: None if checkpoint.enable is false. stop: the stop request by signals, not yet active. start: the step
-    and state from which the run starts. validation: None if validation.enable is false. samples: None without
-    samples.prompts. memory: planned for this rank; None if the family cannot be planned.
+    trainer: has the mesh, and the step from which the run starts. checkpoints: None if checkpoint.enable is false.
+    stop: the stop request by signals, not yet active. validation: None if validation.enable is false. samples: None
+    without samples.prompts. memory: planned for this rank; None if the family cannot be planned.
     """
 
     trainer: Trainer
@@ -96,14 +96,11 @@ class Run:
     goodput: Goodput
     sinks: Sinks
     data_end: DataEnd
-    skipped: SkippedSteps
-    replicas: Replicas
+    checks: "StateChecks"
     profiling: Profiling
     ledger: Ledger | None
-    mesh: Mesh
     checkpoints: Checkpoints | None
     stop: StopRequest
-    start: Start
     validation: Validation | None
     samples: Samples | None
     memory: Memory | None
@@ -149,38 +146,22 @@ def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[st
     about = record_start(config, mesh, hosts, resume_step, environment)
     sinks = build_run_sinks(config, world, meter, resume_step, about)
     cleanup.callback(sinks.close)
-    data_end = DataEnd(None, None)
-    if any(source.epochs != -1 for source in config.data.sources):
-        data_end = DataEnd(data.loader, mesh.new_group(config.comm.init_timeout_s))
-    ledger = None
-    if config.data.ledger and trainer.counts_rows:
-        ledger = Ledger(config.job.dump_folder, data_rank=mesh.data_rank, data_degree=mesh.data_degree)
-        cleanup.callback(ledger.close)
-    checkpoints = checkpoints if config.checkpoint.enable else None
-    if checkpoints is not None:
-        trainer.before_update = checkpoints.before_update
-    validation = None
-    if config.validation.enable:
-        validation = build_validation(job, trainer, data, meter, sinks, stop, start)
     return Run(
-        trainer,
-        data.loader,
-        meter,
-        build_expert_loads(config, mesh, trainer),
-        Goodput(last_row(Path(config.job.dump_folder, METRICS_FILE)) if resume_step else {}, began=began),
-        sinks,
-        data_end,
-        checks.skipped,
-        checks.replicas,
-        profiling,
-        ledger,
-        mesh,
-        checkpoints,
-        stop,
-        start,
-        validation,
-        build_samples(config, trainer, data.tokenizer, meter, sinks, start) if config.samples.prompts else None,
-        memory,
+        trainer=trainer,
+        loader=data.loader,
+        meter=meter,
+        expert_loads=build_expert_loads(config, trainer),
+        goodput=Goodput(last_row(Path(config.job.dump_folder, METRICS_FILE)) if resume_step else {}, began=began),
+        sinks=sinks,
+        data_end=build_data_end(config, data.loader, mesh),
+        checks=checks,
+        profiling=profiling,
+        ledger=build_ledger(config, trainer, cleanup),
+        checkpoints=checkpoints if config.checkpoint.enable else None,
+        stop=stop,
+        validation=build_validation(job, trainer, data, meter, sinks, stop, start),
+        samples=build_samples(config, trainer, data.tokenizer, meter, sinks, start),
+        memory=memory,
     )
 
 
@@ -271,7 +252,10 @@ def build_checkpoints(
         saving_group,
         imported,
     )
-    return Checkpoints(finder, control_group, mesh.world.device, stop, check_state)
+    checkpoints = Checkpoints(finder, control_group, mesh.world.device, stop, check_state)
+    if config.checkpoint.enable:
+        trainer.before_update = checkpoints.before_update
+    return checkpoints
 
 
 def load_start(config: JobConfig, trainer: Trainer, checkpoints: Checkpoints) -> Start:
@@ -354,13 +338,30 @@ def build_meter(config: JobConfig, world: World, mesh: Mesh, group: dist.Process
     )
 
 
-def build_expert_loads(config: JobConfig, mesh: Mesh, trainer: Trainer) -> ExpertLoads:
+def build_data_end(config: JobConfig, loader: Loader, mesh: Mesh) -> DataEnd:
+    """Build the agreement on exhausted sources. A collective: creates a process group if sources are finite."""
+    if all(source.epochs == -1 for source in config.data.sources):
+        return DataEnd(None, None)
+    return DataEnd(loader, mesh.new_group(config.comm.init_timeout_s))
+
+
+def build_ledger(config: JobConfig, trainer: Trainer, cleanup: ExitStack) -> Ledger | None:
+    """Open the ledger of this data rank; None if data.ledger is false, or another rank writes the rows."""
+    if not config.data.ledger or not trainer.counts_rows:
+        return None
+    mesh = trainer.mesh
+    ledger = Ledger(config.job.dump_folder, data_rank=mesh.data_rank, data_degree=mesh.data_degree)
+    cleanup.callback(ledger.close)
+    return ledger
+
+
+def build_expert_loads(config: JobConfig, trainer: Trainer) -> ExpertLoads:
     """Build the reader of the experts' loads."""
     family, hyper_parameters = config.family, config.hyper_parameters
     return ExpertLoads(
         trainer.model_parts,
         trainer.device,
-        counts=mesh.is_first(["tp"]),
+        counts=trainer.mesh.is_first(["tp"]),
         num_blocks=len(family.plan(hyper_parameters).blocks),
         n_experts=getattr(hyper_parameters, "n_experts", 1),
         n_active=getattr(hyper_parameters, "n_active_experts", 1),
@@ -371,9 +372,11 @@ def build_expert_loads(config: JobConfig, mesh: Mesh, trainer: Trainer) -> Exper
 
 def build_validation(
     job: Job, trainer: Trainer, data: RunData, meter: Meter, sinks: Sinks, stop: StopRequest, start: Start
-) -> Validation:
-    """Build the validation of the run. A collective: creates a process group."""
+) -> Validation | None:
+    """Build the validation of the run; None if validation.enable is false. A collective: creates a process group."""
     config = job.config
+    if not config.validation.enable:
+        return None
     group = trainer.mesh.new_group(config.comm.init_timeout_s)
     metrics_file = Path(config.job.dump_folder, METRICS_FILE)
     return Validation(
@@ -390,9 +393,11 @@ def build_validation(
 
 def build_samples(
     config: JobConfig, trainer: Trainer, tokenizer: Tokenizer | None, meter: Meter, sinks: Sinks, start: Start
-) -> Samples:
-    """Build the samples of the run. A collective: creates a process group. Raises ConfigError if a prompt is too long
-    or empty."""
+) -> Samples | None:
+    """Build the samples of the run; None without samples.prompts. A collective: creates a process group. Raises
+    ConfigError if a prompt is too long or empty."""
+    if not config.samples.prompts:
+        return None
     assert tokenizer is not None, "see check_samples"
     family, hyper_parameters = config.family, config.hyper_parameters
     given = [Prompt(f"samples.prompts, item {index}", text) for index, text in enumerate(config.samples.prompts)]

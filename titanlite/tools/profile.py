@@ -147,7 +147,7 @@ def profiled_config(config: JobConfig, steps: int, folder: Path) -> JobConfig:
 
 def measure(config: JobConfig, run: Run, options: Options, failure: FailureReport) -> Profile:
     """Take the steps, and write the trace of this rank if it is in profiling.ranks. A collective."""
-    rank, device = run.mesh.world.rank, run.trainer.device
+    rank, device = run.trainer.mesh.world.rank, run.trainer.device
     if any(run.data_end.before_training()):
         raise UserError("the data is exhausted before the first step: increase data.sources.N.epochs")
     with PacedGarbageCollection():
@@ -182,7 +182,7 @@ def measure(config: JobConfig, run: Run, options: Options, failure: FailureRepor
     on_device = device.type == "cuda"
     events = host_events(trace.profiler.events() or ())
     # On a device, the kernels of a collective run until all ranks have reached it.
-    for_ranks_s = elapsed_s - worked_s - waited_s if run.mesh.world.size > 1 and not on_device else 0.0
+    for_ranks_s = elapsed_s - worked_s - waited_s if run.trainer.mesh.world.size > 1 and not on_device else 0.0
     causes = time_by_cause(events, elapsed_s - waited_s, for_ranks_s, on_device=on_device)
     return Profile(
         record,
@@ -222,7 +222,7 @@ def report_lines(config: JobConfig, run: Run, found: Profile, waits: Sequence[fl
     """The report that `titanlite profile` prints. waits: see waits_by_rank."""
     record, training, device = found.record, config.training, run.trainer.device
     step_s = found.elapsed_s / found.steps
-    axes = " x ".join(f"{axis} {size}" for axis, size in run.mesh.layout.items() if size > 1)
+    axes = " x ".join(f"{axis} {size}" for axis, size in run.trainer.mesh.layout.items() if size > 1)
     numbers = [
         f"{record.step_time_s:.4g} s per step",
         f"{record.tokens_per_second:,.0f} tokens/s",
@@ -237,7 +237,7 @@ def report_lines(config: JobConfig, run: Run, found: Profile, waits: Sequence[fl
         causes = {cause.replace("communication", "communication, waiting for ranks"): s for cause, s in causes.items()}
     rest = max(0.0, found.elapsed_s - sum(found.regions.values()))
     lines = [
-        f"{config.model.family} {config.model.flavor} on {counted(run.mesh.world.size, 'rank')}"
+        f"{config.model.family} {config.model.flavor} on {counted(run.trainer.mesh.world.size, 'rank')}"
         f"{f' ({axes})' if axes else ''}, {device_name(device)}; {training.global_batch_size:,} sequences of "
         f"{training.seq_len:,} tokens per step",
         f"{counted(timed, 'step')}: {', '.join(numbers)}",
