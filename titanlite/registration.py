@@ -30,6 +30,7 @@ from titanlite.optim.optimizer import Arguments, GatedOptimizer, OptimizerConfig
 from titanlite.optim.registry import OPTIMIZERS
 from titanlite.optim.schedule import DECAY_SHAPES
 from titanlite.parallel.mesh import ShardGroups
+from titanlite.runtime.errors import UserError
 from titanlite.runtime.plugins import RegistrationError, add_entry
 
 CPU = torch.device("cpu")
@@ -116,8 +117,10 @@ def register_loss(
     check.name(name)
     named = {key: term if isinstance(term, Term) else Term(*term) for key, term in (terms or {}).items()}
     found = Loss(name, loss, named)
-    for problem in check_loss(found):
-        check.require(False, f"{problem.key}: {problem.rule}; {problem.remedy}")
+    try:
+        check_loss(found)
+    except UserError as error:
+        check.require(False, str(error))
     add_entry(LOSSES, name, found, "register_loss")
 
 

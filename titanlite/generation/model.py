@@ -11,6 +11,7 @@ from torch import Tensor
 from titanlite.models.family import Family, LanguageModel, saved_tensors
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.dtensors import is_dtensor
+from titanlite.runtime.logging import REDISTRIBUTION
 
 
 def empty_model(family: Family, hyper_parameters: Any, device: torch.device, dtype: torch.dtype) -> LanguageModel:
@@ -32,8 +33,7 @@ def gather_model(
     model_parts: the parallelized parts of this rank, with sharded parameters, between steps. One parameter at a time
     is gathered, first over dp_shard and tp, then from its pipeline rank to rank 0.
     """
-    # It warns that a parameter sharded over dp_shard and tp takes two all-gathers.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    REDISTRIBUTION.setLevel(logging.ERROR)
     device = mesh.world.device
     is_first = mesh.world.rank == 0
     with torch.device("meta"):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from titanlite.runtime.errors import Problem, UserError
+from titanlite.runtime.errors import UserError
 
 TokenFunction = Callable[[Tensor, Tensor], Tensor]
 """(logits, labels) -> one value per token, (tokens,), differentiable with respect to the logits.
@@ -57,7 +57,7 @@ class Loss:
         """The sum of each term's counts, float64 (terms,). labels: int64 of any shape."""
         labels = labels.flatten()
         counts = [_counts(self._key(name), term.count, labels) for name, term in self.terms.items()]
-        return torch.stack([torch.where(labels >= 0, each.to(torch.float64), 0).sum() for each in counts])
+        return torch.stack([each.sum() for each in counts])
 
     def _key(self, term: str) -> str:
         return f'loss "{self.name}", term "{term}"'
@@ -77,38 +77,35 @@ COUNTS = "one number of at least 0, or bool, per token, (tokens,), computed from
 
 
 def _values(key: str, function: TokenFunction, logits: Tensor, labels: Tensor) -> Tensor:
-    values = function(logits, labels)
-    if fault := _fault_of_values(values, logits):
+    """The values of tokens, 0 if a label is negative. Raises UserError by their type, shape and dtype: reads none."""
+    values: Any = function(logits, labels)
+    fault = ""
+    if not isinstance(values, Tensor):
+        fault = f"returns {type(values).__name__}"
+    elif values.shape != logits.shape[:1]:
+        fault = f"returns shape {tuple(values.shape)} for logits of shape {tuple(logits.shape)}"
+    elif torch.promote_types(values.dtype, logits.dtype) != values.dtype:
+        fault = f"returns {values.dtype} for logits in {logits.dtype}"
+    elif logits.requires_grad and not values.requires_grad:
+        fault = "returns values without a gradient"
+    if fault:
         raise UserError(f"{key} {fault}: return {VALUES}")
     return torch.where(labels >= 0, values, 0)
 
 
 def _counts(key: str, count: CountFunction, labels: Tensor) -> Tensor:
-    counts = count(labels)
-    if fault := _fault_of_counts(counts, labels):
-        raise UserError(f"{key} {fault}: return {COUNTS}")
-    return counts
-
-
-def _fault_of_values(values: Any, logits: Tensor) -> str:
-    """What is wrong with values of tokens, without reading them; "" if nothing is."""
-    if not isinstance(values, Tensor):
-        return f"returns {type(values).__name__}"
-    if values.shape != logits.shape[:1]:
-        return f"returns shape {tuple(values.shape)} for logits of shape {tuple(logits.shape)}"
-    if torch.promote_types(values.dtype, logits.dtype) != values.dtype:
-        return f"returns {values.dtype} for logits in {logits.dtype}"
-    if logits.requires_grad and not values.requires_grad:
-        return "returns values without a gradient"
-    return ""
-
-
-def _fault_of_counts(counts: Any, labels: Tensor) -> str:
+    """The counts of tokens, float64, 0 if a label is negative. Raises UserError by their type, shape and dtype."""
+    counts: Any = count(labels)
+    fault = ""
     if not isinstance(counts, Tensor):
-        return f"returns {type(counts).__name__} as count"
-    if counts.shape != labels.shape:
-        return f"returns a count of shape {tuple(counts.shape)} for labels of shape {tuple(labels.shape)}"
-    return f"returns a count in {counts.dtype}" if counts.is_complex() else ""
+        fault = f"returns {type(counts).__name__} as count"
+    elif counts.shape != labels.shape:
+        fault = f"returns a count of shape {tuple(counts.shape)} for labels of shape {tuple(labels.shape)}"
+    elif counts.is_complex():
+        fault = f"returns a count in {counts.dtype}"
+    if fault:
+        raise UserError(f"{key} {fault}: return {COUNTS}")
+    return torch.where(labels >= 0, counts.to(torch.float64), 0)
 
 
 TOKENS, IDS = 8, 24
@@ -118,85 +115,69 @@ CHUNKS = (TOKENS, 1, 3)
 ALONE = "compute each token alone, without a mean or sum over tokens"
 
 
-def check_loss(loss: Loss) -> list[Problem]:
-    """Problems of a loss and its terms, found by calling their functions with small random logits in float64: also
-    whether the value of a token is the same whichever other tokens are computed with it."""
+def check_loss(loss: Loss) -> None:
+    """Call the functions of a loss and of its terms with small random logits in float64. Raises UserError if one does
+    not return what it should, or if the value of a token depends on the other tokens that are computed with it."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(TOKENS, IDS, dtype=torch.float64, generator=generator)
     labels = torch.randint(IDS, (TOKENS,), generator=generator)
     labels[2:4] = -1  # a chunk without a valid label, too
-    problems = _check_values(f'loss "{loss.name}"', loss.function, logits, labels)
+    _check_values(f'loss "{loss.name}"', loss.function, logits, labels)
     for name, term in loss.terms.items():
         key = loss._key(name)
         if not re.fullmatch(r"[\w-]+", name):
-            problems.append(Problem(key, None, "letters, digits, - and _ in its name", "choose another name"))
-        problems += _check_values(key, term.values, logits, labels)
-        problems += _check_counts(key, term.count, labels)
-    return problems
+            raise UserError(f"{key} must have letters, digits, - and _ in its name: choose another name")
+        _check_values(key, term.values, logits, labels)
+        _check_counts(key, term.count, labels)
 
 
-def _check_values(key: str, function: TokenFunction, logits: Tensor, labels: Tensor) -> list[Problem]:
-    try:
-        found = [_in_chunks(function, logits, labels, size) for size in CHUNKS]
-    except Exception as error:
-        return [_problem(key, error, VALUES)]
+def _check_values(key: str, function: TokenFunction, logits: Tensor, labels: Tensor) -> None:
+    found = _by_size(key, VALUES, lambda size: _values_in_chunks(key, function, logits, labels, size))
     if not all(part.isfinite().all() for part in found[0]):
-        return [
-            Problem(key, None, "finite values and gradients for ordinary logits", "avoid divisions by 0, and log(0)")
-        ]
+        raise UserError(f"{key} returns values or gradients that are not finite: avoid divisions by 0, and log(0)")
     if not all(_are_close(one, other) for parts in found[1:] for one, other in zip(found[0], parts, strict=True)):
-        rule = "a value that does not depend on other tokens, and is not random; it changes with the size of a chunk"
-        return [Problem(key, None, rule, ALONE)]
-    return []
+        raise UserError(f"{key} returns values that are random, or change with the size of a chunk: {ALONE}")
 
 
-def _problem(key: str, error: Exception, rule: str) -> Problem:
-    if isinstance(error, _FaultError):
-        return Problem(key, None, f"{rule}; it {error}", ALONE)
-    remedy = "fix the function; labels are negative for tokens that do not count: index with labels.clamp(min=0)"
-    return Problem(key, None, f"{rule}; it raises {type(error).__name__}: {error}", remedy)
+def _check_counts(key: str, count: CountFunction, labels: Tensor) -> None:
+    found = _by_size(key, COUNTS, lambda size: _counts_in_chunks(key, count, labels, size))
+    if not (found[0].isfinite() & (found[0] >= 0)).all():
+        raise UserError(f"{key} returns counts that are negative or not finite: return {COUNTS}")
+    if not all(torch.equal(found[0], other) for other in found[1:]):
+        raise UserError(f"{key} returns counts that change with the size of a chunk: {ALONE}")
 
 
-class _FaultError(Exception):
-    """A function does not return what it should."""
+def _by_size(key: str, contract: str, compute: Callable[[int], Any]) -> list[Any]:
+    """What `compute` returns for each size of a chunk. Raises UserError for any error."""
+    try:
+        return [compute(size) for size in CHUNKS]
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{key} raises {type(error).__name__}: {error}; return {contract}; labels are negative for tokens that do "
+            "not count: index with labels.clamp(min=0)"
+        ) from error
 
 
-def _in_chunks(function: TokenFunction, logits: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _values_in_chunks(
+    key: str, function: TokenFunction, logits: Tensor, labels: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
     """The values of the valid tokens, and the gradients of their sum, in chunks of `size` tokens."""
     values, gradients = [], []
     for chunk, of_chunk in zip(logits.split(size), labels.split(size), strict=True):
         leaf = chunk.clone().requires_grad_()
         with torch.enable_grad():
-            found = function(leaf, of_chunk)
-            if fault := _fault_of_values(found, leaf):
-                raise _FaultError(fault)
-            (gradient,) = torch.autograd.grad(torch.where(of_chunk >= 0, found, 0).sum(), leaf)
+            found = _values(key, function, leaf, of_chunk)
+            (gradient,) = torch.autograd.grad(found.sum(), leaf)
         values.append(found.detach()[of_chunk >= 0])
         gradients.append(gradient[of_chunk >= 0])
     return torch.cat(values), torch.cat(gradients)
 
 
-def _check_counts(key: str, count: CountFunction, labels: Tensor) -> list[Problem]:
-    try:
-        found = [_counts_in_chunks(count, labels, size) for size in CHUNKS]
-    except Exception as error:
-        return [_problem(key, error, COUNTS)]
-    if not (found[0].isfinite() & (found[0] >= 0)).all():
-        return [Problem(key, None, COUNTS, "return counts that are finite and at least 0")]
-    if not all(torch.equal(found[0], other) for other in found[1:]):
-        return [Problem(key, None, "a count that does not depend on other tokens; it changes with their number", ALONE)]
-    return []
-
-
-def _counts_in_chunks(count: CountFunction, labels: Tensor, size: int) -> Tensor:
+def _counts_in_chunks(key: str, count: CountFunction, labels: Tensor, size: int) -> Tensor:
     """The counts of the valid tokens, in chunks of `size` tokens."""
-    found = []
-    for chunk in labels.split(size):
-        counts = count(chunk)
-        if fault := _fault_of_counts(counts, chunk):
-            raise _FaultError(fault)
-        found.append(counts)
-    return torch.cat(found).to(torch.float64)[labels >= 0]
+    return torch.cat([_counts(key, count, chunk) for chunk in labels.split(size)])[labels >= 0]
 
 
 def _are_close(one: Tensor, other: Tensor) -> bool:

@@ -14,6 +14,9 @@ from titanlite.runtime.files import open_to_append
 
 log = logging.getLogger("titanlite")
 
+REDISTRIBUTION = logging.getLogger("torch.distributed.tensor._redistribute")
+"""Warns that gathering a parameter that two axes shard takes two all-gathers."""
+
 PROGRESS_EVERY_S = 30.0
 """Seconds between two lines of Progress."""
 
@@ -112,8 +115,9 @@ def append_errors_to(path: Path) -> None:
 
 @contextmanager
 def logging_restored() -> Iterator[None]:
-    """Context that undoes the functions above: the logger is afterwards as before, and a log file is closed."""
+    """Context that undoes the functions above: the loggers are afterwards as before, and a log file is closed."""
     global _error_file
+    redistribution = REDISTRIBUTION.level
     before = log.handlers[:], log.level, log.propagate, _error_file
     try:
         yield
@@ -123,6 +127,7 @@ def logging_restored() -> Iterator[None]:
                 handler.stream.close()
         log.handlers[:], level, log.propagate, _error_file = before
         log.setLevel(level)
+        REDISTRIBUTION.setLevel(redistribution)
 
 
 class Progress:

@@ -30,6 +30,7 @@ from titanlite.parallel.data import running_dtypes
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.logging import REDISTRIBUTION
 from titanlite.tools.parity.layouts import Layout, config_of
 from titanlite.tools.parity.routing import routing_of
 from titanlite.tools.parity.shrink import gradient_config
@@ -94,8 +95,7 @@ def measure_layouts(config: JobConfig, layouts: Sequence[Layout], steps: int, fo
 
     config: resolved. folder: contains the reference's gradients; see record_status.
     """
-    # Silences the warning on the cost of gathering a parameter that two axes shard. Training does not do that.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    REDISTRIBUTION.setLevel(logging.ERROR)  # training does not gather
     results: list[list[Any]] = []
     meshes: dict[tuple[tuple[int, ...], int], Mesh] = {}
     for layout in layouts:
