@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.dropped import remove_dropped
 from titanlite.checkpoint.preflight import earlier_config
 from titanlite.config.arguments import Arguments, Options, missing_value, split_arguments
@@ -29,6 +30,7 @@ from titanlite.config.plugins import PLUGINS, import_plugins
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import COMMAND_LINE, tables_of
 from titanlite.config.values import read_values, unknown_column, unknown_key
+from titanlite.metrics.config import LOG_FILE, METRICS_FILE, RUN_FILE
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import ConfigError, Problem
@@ -79,7 +81,7 @@ def parse(argv: Sequence[str], values: Mapping[str, Any] | None = None, *, impor
         name: dict(table) if isinstance(table, dict) else table
         for name, table in (content.tables if content else {}).items()
     }
-    if path is not None and Path(path).name == CONFIG_COPY:  # maybe of an earlier version
+    if path is not None and _is_copy(Path(path)):  # maybe of an earlier version
         problems += remove_dropped(tables)
     if PLUGINS in values:
         put_value(tables, PLUGINS, values.pop(PLUGINS), None)  # the imported entries have digests
@@ -92,6 +94,12 @@ def parse(argv: Sequence[str], values: Mapping[str, Any] | None = None, *, impor
     config = read_tables(tables, arguments.texts, values, problems, family)
     problems = [_with_file(problem, origins, path) for problem in problems]
     return Parsed(config, problems, origins, arguments.options, content is not None, path or "")
+
+
+def _is_copy(path: Path) -> bool:
+    """Whether the file is the copy in a run's folder, and not a user's own file of the same name."""
+    of_runs = (RUN_FILE, METRICS_FILE, LOG_FILE, CheckpointConfig.folder)
+    return path.name == CONFIG_COPY and any(path.with_name(name).exists() for name in of_runs)
 
 
 def read_tables(

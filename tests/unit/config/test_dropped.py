@@ -42,8 +42,9 @@ def test_no_key_is_dropped_and_there() -> None:
 def test_a_file_of_ones_own_gets_the_remedy(key: str, tmp_path: Path) -> None:
     section, *array, name = key.split(".")
     value = literal(DROPPED[key].default or "a.toml")
-    (tmp_path / "my.toml").write_text(f"{f'[[{section}.{array[0]}]]' if array else f'[{section}]'}\n{name} = {value}")
-    _, (problem,) = parse_config([str(tmp_path / "my.toml")])
+    file = tmp_path / "config.toml"
+    file.write_text(f"{f'[[{section}.{array[0]}]]' if array else f'[{section}]'}\n{name} = {value}")
+    _, (problem,) = parse_config([str(file)])
     assert problem.key.replace(".0.", ".") == key
     assert problem.rule.startswith("a key of ")
     assert problem.remedy == DROPPED[key].remedy
@@ -83,6 +84,7 @@ def test_a_run_resumes_only_from_the_default(value: bool, tmp_path: Path) -> Non
 
 def test_a_written_config_toml_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
+    (tmp_path / "run.json").touch()  # else it is a file of one's own
     file.write_text("[training]\nsteps = 5\nnorm_type = '2'\ngc_freq = 50\n[optimizer]\nnesterov = true")
     config, problems = parse_config([str(file)])
     assert (config.training.steps, problems) == (5, [])
