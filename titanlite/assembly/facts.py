@@ -23,7 +23,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.hf.folder import PREFIX
 from titanlite.runtime.agreement import MODULE
 from titanlite.runtime.distributed import World
-from titanlite.runtime.plugins import MODULE_PREFIX, plugin_digests
+from titanlite.runtime.plugins import MODULE_PREFIX, code_digest, plugin_digests
 
 PACKAGES = ("numpy", "tokenizers", "datasets", "pyarrow")
 """Packages, beside torch, whose version decides tokens or weights."""
@@ -79,7 +79,7 @@ def code_facts(environment: Mapping[str, str]) -> dict[str, str]:
     facts |= {name: environment[name] for name in VARIABLES if name in environment}
     root = Path(titanlite.__file__).parent
     files = {f"titanlite/{file.relative_to(root)}": file for file in root.rglob("*.py")} | _user_modules(root)
-    return facts | {name: f"sha256 {_digest(file)}" for name, file in files.items()}
+    return facts | {name: f"sha256 {code_digest([file.read_bytes()])}" for name, file in files.items()}
 
 
 def content_facts(
@@ -137,7 +137,3 @@ def _user_modules(package: Path) -> dict[str, Path]:
         if file and (name in CUSTOMIZATIONS or not file.startswith(excluded)) and os.path.isfile(file)
         if not name.startswith(MODULE_PREFIX)
     }
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]

@@ -44,12 +44,12 @@ def describe_config(config: JobConfig) -> list[Section]:
         keys = keys_of(name, config.model.family)
         arrays = {key: row for key in keys if (row := row_type(keys[key].type))}
         plain = {key: keys[key] for key in keys if key not in arrays}
-        sections.append(Section(name, _text(section_type), _described(values, plain, texts)))
+        sections.append(Section(name, section_text(section_type), _described(values, plain, texts)))
         for key, row_class in arrays.items():
             texts = field_texts(row_class)
             for index, row in enumerate(values[key] or (row_class(),)):  # an empty array: show defaults
                 columns = _described(fields_of(row), columns_of(row_class), texts)
-                sections.append(Section(f"{name}.{key}.{index}", _text(row_class), columns))
+                sections.append(Section(f"{name}.{key}.{index}", section_text(row_class), columns))
     return sections
 
 
@@ -86,5 +86,6 @@ def _described(values: Mapping[str, Any], keys: Mapping[str, Key], texts: Mappin
     )
 
 
-def _text(section_type: type) -> str:
+def section_text(section_type: type) -> str:
+    """The docstring of a section, as one line."""
     return " ".join((section_type.__doc__ or "").split())

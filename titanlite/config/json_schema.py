@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
-from titanlite.config.describe import field_texts
+from titanlite.config.describe import field_texts, section_text
 from titanlite.config.fields import SECTIONS, Key, columns_of, keys_of, row_type
 from titanlite.config.files import EXTENDS
 from titanlite.config.values import annotated, table_type
@@ -45,16 +45,12 @@ def json_schema() -> Schema:
 
 def _section(name: str) -> Any:
     if name == "model":
-        return _described(table_type(name, _model()), _text(ModelConfig))
-    return _described(table_type(name, _keys(SECTIONS[name], keys_of(name, None))), _text(SECTIONS[name]))
+        return _described(table_type(name, _model()), section_text(ModelConfig))
+    return _described(table_type(name, _keys(SECTIONS[name], keys_of(name, None))), section_text(SECTIONS[name]))
 
 
 def _described(kind: Any, text: str, **more: Any) -> Any:
     return Annotated[kind, Field(description=text, json_schema_extra=more)]
-
-
-def _text(section_type: type) -> str:
-    return " ".join((section_type.__doc__ or "").split())
 
 
 def _keys(section_type: type, kinds: Mapping[str, Key]) -> dict[str, Any]:
@@ -69,7 +65,7 @@ def _keys(section_type: type, kinds: Mapping[str, Key]) -> dict[str, Any]:
 
 @cache  # one type for all arrays of it
 def _row(row: type) -> Any:
-    return _described(table_type(row.__name__, _keys(row, columns_of(row))), _text(row))
+    return _described(table_type(row.__name__, _keys(row, columns_of(row))), section_text(row))
 
 
 def _model() -> dict[str, Any]:

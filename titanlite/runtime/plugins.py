@@ -17,6 +17,7 @@ from functools import cache
 from importlib.machinery import SourceFileLoader
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import chain
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -245,7 +246,7 @@ def _import_file(path: str, shown: str) -> str:
     except BaseException:
         del sys.modules[module_name]
         raise
-    return _short(hashlib.sha256(code))
+    return code_digest([code])
 
 
 def _import_module(name: str, shown: str) -> ModuleType:
@@ -264,7 +265,7 @@ def _import_module(name: str, shown: str) -> ModuleType:
 
 def _digest_of_file(path: str, shown: str) -> str:
     try:
-        return _short(hashlib.sha256(Path(path).read_bytes()))
+        return code_digest([Path(path).read_bytes()])
     except OSError as error:
         raise PluginError(shown, f"a readable file ({error.strerror})", "put it back, or start Python again") from None
 
@@ -274,14 +275,19 @@ def _digest_of_package(module: ModuleType) -> str:
     top = sys.modules[module.__name__.partition(".")[0]]
     file, folders = getattr(top, "__file__", None), getattr(top, "__path__", None)
     if folders is None:
-        return _digest_of_file(file, module.__name__) if file else _short(hashlib.sha256())
+        return _digest_of_file(file, module.__name__) if file else code_digest([])
+    return code_digest(chain.from_iterable(map(_code_of_folder, folders)))
+
+
+def _code_of_folder(folder: str) -> Iterator[bytes]:
+    for path in sorted(path for path in Path(folder).rglob("*") if path.suffix in CODE_SUFFIXES and path.is_file()):
+        code = path.read_bytes()
+        yield f"{path.relative_to(folder).as_posix()}\0{len(code)}\0".encode() + code
+
+
+def code_digest(parts: Iterable[bytes]) -> str:
+    """The first 16 digits of the SHA-256 of code."""
     digest = hashlib.sha256()
-    for folder in folders:
-        for path in sorted(path for path in Path(folder).rglob("*") if path.suffix in CODE_SUFFIXES and path.is_file()):
-            code = path.read_bytes()
-            digest.update(f"{path.relative_to(folder).as_posix()}\0{len(code)}\0".encode() + code)
-    return _short(digest)
-
-
-def _short(digest: Any) -> str:
-    return str(digest.hexdigest()[:16])
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:16]
