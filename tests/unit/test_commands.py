@@ -26,12 +26,6 @@ def test_commands_are_listed_without_torch(arguments: tuple[str, ...]) -> None:
     assert [line.split()[0] for line in done.stdout.splitlines()[2:-2]] == list(COMMANDS)
 
 
-def test_an_unknown_command_is_refused() -> None:
-    done = run("tokenise", "config.toml")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "titanlite: unknown command 'tokenise': did you mean tokenize?\n"
-
-
 @pytest.mark.parametrize("name", [module for module, _ in COMMANDS.values()])
 def test_each_command_is_a_runnable_module(name: str) -> None:
     spec = importlib.util.find_spec(name)
@@ -58,13 +52,26 @@ def test_completion_knows_every_command() -> None:
     assert set(completion.OPTIONS) == set(COMMANDS)
 
 
-@pytest.mark.parametrize("words", [[], ["tcsh"], ["bash", "zsh"]])
-def test_completion_needs_one_shell(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+SHELL = "--tyro-print-completion needs the name of a shell: bash, zsh, fish"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("tokenise config.toml", "unknown command 'tokenise': did you mean tokenize?"),
+        ("--foo", "unknown option '--foo': see titanlite --help"),
+        *((f"--tyro-print-completion {shells}", SHELL) for shells in ("", "tcsh", "bash zsh")),
+    ],
+)
+def test_what_names_no_command_is_refused(
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert refused("--tyro-print-completion", *words, monkeypatch=monkeypatch, capsys=capsys) == (
-        "titanlite: --tyro-print-completion needs the name of a shell: bash, zsh, fish\n"
-    )
+    monkeypatch.setattr(sys, "argv", ["titanlite", *words.split()])
+    with pytest.raises(SystemExit) as caught:
+        __main__.run()
+    assert caught.value.code == 2
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", f"titanlite: {message}\n")
 
 
 @pytest.mark.parametrize(
@@ -76,22 +83,6 @@ def test_spellings_of_completion(words: list[str], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "argv", ["titanlite", *words])
     __main__.run()
     assert started == [("titanlite.tools.completion", ["zsh"])]
-
-
-def test_an_unknown_option_is_not_a_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    message = "titanlite: unknown option '--foo': see titanlite --help\n"
-    assert refused("--foo", monkeypatch=monkeypatch, capsys=capsys) == message
-
-
-def refused(*words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """stderr of a usage error, before a command is imported."""
-    monkeypatch.setattr(sys, "argv", ["titanlite", *words])
-    with pytest.raises(SystemExit) as caught:
-        __main__.run()
-    assert caught.value.code == 2
-    return capsys.readouterr().err
 
 
 def test_programs_handle_ctrl_c_before_they_import_torch() -> None:

@@ -79,23 +79,23 @@ path = "b"
 """
 
 
-def test_source_keys_on_the_command_line_change_one_table(tmp_path: Path) -> None:
-    config = config_of(tmp_path, TWO_SOURCES, "--data.sources.1.path", "c", "--data.sources.1.field", "body")
-    assert [(source.kind, source.path, source.field) for source in config.data.sources] == [
-        ("text", "a", ""),
-        ("jsonl", "c", "body"),
-    ]
-
-
-def test_source_key_of_the_next_number_adds_a_table(tmp_path: Path) -> None:
-    config = config_of(tmp_path, TWO_SOURCES, "--data.sources.2.path", "c", "--data.sources.3.kind", "text")
-    assert [(source.kind, source.path) for source in config.data.sources[2:]] == [("python-stdlib", "c"), ("text", "")]
-
-
-def test_source_key_without_a_file_changes_the_default_table() -> None:
-    config, problems = parse_config(["--data.sources.0.split", "validation"])
-    assert problems == []
-    assert [(source.kind, source.split) for source in config.data.sources] == [("python-stdlib", "validation")]
+@pytest.mark.parametrize(
+    ("toml", "argv", "sources"),
+    [
+        (TWO_SOURCES, "--data.sources.1.path c --data.sources.1.field d", [("text", "a", ""), ("jsonl", "c", "d")]),
+        (
+            TWO_SOURCES,
+            "--data.sources.2.path c --data.sources.3.kind text",
+            [("text", "a", ""), ("jsonl", "b", ""), ("python-stdlib", "c", ""), ("text", "", "")],
+        ),
+        ("", "--data.sources.0.field d", [("python-stdlib", "", "d")]),
+    ],
+)
+def test_source_keys_change_the_table_of_their_number_or_add_it(
+    toml: str, argv: str, sources: list[tuple[str, str, str]], tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, toml, *argv.split())
+    assert [(source.kind, source.path, source.field) for source in config.data.sources] == sources
 
 
 VALUES = [
