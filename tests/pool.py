@@ -33,7 +33,7 @@ from titanlite.runtime.logging import log
 POOL_SIZES = (1, 2, 4)
 launch.PRELOAD = (
     *launch.PRELOAD,
-    *("titanlite.train", "titanlite.tools.parity.measure", "tests.distributed.layouts"),
+    *("titanlite.train", "titanlite.tools.parity.measure", "pytest", "tests.distributed.layouts"),
     "tests.frozen",  # the last one
 )
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.forked import Parent
 from tests.distributed.program import Program, Starter, start_program
 from tests.distributed.recovered import Undisturbed, undisturbed_runs
 
@@ -22,14 +21,6 @@ def start() -> Iterator[Starter]:
     yield start_and_record
     for program in programs:
         program.close()
-
-
-@pytest.fixture(scope="session")
-def parent() -> Iterator[Parent]:
-    """Process that forks ranks; a rank may crash."""
-    process = Parent()
-    yield process
-    process.close()
 
 
 @pytest.fixture(scope="session")

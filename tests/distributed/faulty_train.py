@@ -1,4 +1,4 @@
-"""Training program with a fault on rank FAULTY_RANK. FAULT is one of:
+"""Training program with a fault on rank FAULTY_RANK ("all": on each rank). FAULT is one of:
 
 step: a programming error in the third step.
 stage: a programming error in the third step's forward pass.
@@ -14,68 +14,120 @@ hang-start: the rank hangs before the model is built, while the others wait for 
 hang-save: the rank hangs while it saves the third step.
 hang-end: the rank hangs after all work is done.
 slow: the rank sleeps for a while in each step.
+slow-step, slow-data, slow-save: the rank prints a line and sleeps for SLOW_S seconds in the first step of this start,
+    before the data of the third, and before each write of tensors.
 held: the rank sleeps for longer in each step, until the file "go" is in its folder.
+orders: each step takes 0.3 s longer, and the last rank obeys an order in the file ORDER_FILE of its folder, once.
+    nan: the loss of the next step is not finite. flip: after the next step, a bit of the optimizer's state, which all
+    data ranks hold, has flipped.
 arguments: the rank is started with further arguments, those in ARGUMENTS, as on a node with another configuration.
 evaluate: the ranks are nodes of their own that evaluate a run, with further arguments each: those in ARGUMENTS, after
     the rank's "|".
+
+Each rank prints a line when its training ends.
 """
 
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from tests.distributed.reference import GLOBAL_BATCH
 from titanlite import train
 from titanlite import trainer as trainer_module
 from titanlite.assembly import run as build_module
+from titanlite.assembly.run import Run
 from titanlite.batch import Batch, StepStats
+from titanlite.checkpoint import saver
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.saver import Saver
+from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader
+from titanlite.metrics.records import Record
+from titanlite.models.head import OutputLayer
 from titanlite.parallel.clip import GradNorm, clip_grad_norm_
 from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.failure import end_process
+from titanlite.runtime.failure import FailureReport, end_process
 from titanlite.tools import evaluate
 from titanlite.trainer import Trainer
 
+ORDER_FILE = "order"
 WRONG_GRADIENT = "layers.1.attention.wo.weight"
+SLOW_S = 2.0
 
+original_train = train.train
 train_step = Trainer.train_step
 next_step = Loader.next_step
 write = Saver._write
 
 
-def faulty_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
-    if self.step == 2:
-        raise ValueError("planted")
-    return train_step(self, batches)
+def print_line(text: str) -> None:
+    """Write a line atomically, so that lines of several ranks do not mix."""
+    os.write(1, f"{text}\n".encode())
 
 
-def killed_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
-    if self.step == 2:
-        time.sleep(1)  # the positions of this step are known
-        os.kill(os.getpid(), signal.SIGKILL)
-    return train_step(self, batches)
+def fail(*_: Any) -> Any:
+    raise ValueError("planted")
 
 
-def stopped_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
-    if self.step == 2:
-        time.sleep(1)
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return train_step(self, batches)
+def hang(*_: Any) -> Any:
+    time.sleep(1000)
+    raise AssertionError
 
 
-def hanging_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
-    if self.step == 2:
-        time.sleep(1000)
-    return train_step(self, batches)
+def end(number: signal.Signals, after_s: float, *_: Any) -> None:
+    time.sleep(after_s)
+    os.kill(os.getpid(), number)
+
+
+kill, stop = partial(end, signal.SIGKILL), partial(end, signal.SIGSTOP)
+
+
+def slow(operation: str) -> None:
+    print_line(f"slow {operation} on rank {os.environ['RANK']}")
+    time.sleep(SLOW_S)
+
+
+def before_step(number: int, act: Callable[[], Any]) -> Callable[[Trainer, Sequence[Batch]], StepStats]:
+    """`train_step` that calls `act` before this step, or before each step if it is 0."""
+
+    def faulty_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
+        if number in (0, self.step + 1):
+            act()
+        return train_step(self, batches)
+
+    return faulty_train_step
+
+
+def before_third_write(act: Callable[[], Any]) -> Callable[..., None]:
+    def faulty_write(self: Saver, draft: Manifest, *args: Any) -> None:
+        if draft.step == 3:
+            act()
+        write(self, draft, *args)
+
+    return faulty_write
+
+
+def before_call(number: int, function: Callable[..., Any], act: Callable[[], Any]) -> Callable[..., Any]:
+    """`function` that calls `act` before this call, or before each call if it is 0."""
+    calls = count(1)
+
+    def faulty(*args: Any) -> Any:
+        if number in (0, next(calls)):
+            act()
+        return function(*args)
+
+    return faulty
 
 
 def step_with_wrong_gradient(self: Trainer, batches: Sequence[Batch]) -> StepStats:
@@ -89,61 +141,34 @@ def step_with_wrong_gradient(self: Trainer, batches: Sequence[Batch]) -> StepSta
     return train_step(self, batches)
 
 
-def hanging_next_step(self: Loader) -> list[Batch]:
-    if getattr(self, "first_sequence", -1) == GLOBAL_BATCH:
-        time.sleep(1000)
-    return next_step(self)
-
-
-def stopped_write(self: Saver, draft: Manifest, *args: Any) -> None:
-    if draft.step == 3:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    write(self, draft, *args)
-
-
-def hanging_write(self: Saver, draft: Manifest, *args: Any) -> None:
-    if draft.step == 3:
-        time.sleep(1000)
-    write(self, draft, *args)
-
-
-def hang(*args: Any) -> Any:
-    del args
-    time.sleep(1000)
-
-
-def kill(*args: Any) -> Any:
-    del args
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def held_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
-    if not Path("go").exists():
-        time.sleep(0.8)
-    return train_step(self, batches)
-
-
-def slow_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
-    time.sleep(0.15)
-    return train_step(self, batches)
-
-
-def fail(*args: Any) -> None:
-    del args
-    raise ValueError("planted in a stage")
-
-
 def step_with_faulty_forward(self: Trainer, batches: Sequence[Batch]) -> StepStats:
     if self.step == 2:
         self.model_parts[0].register_forward_pre_hook(fail)
     return train_step(self, batches)
 
 
-def endless_build(*args: Any) -> Loader:
-    del args
-    print("building data", flush=True)
-    time.sleep(1000)
-    raise AssertionError
+def obedient_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
+    time.sleep(0.3)
+    order = ""
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1 and Path(ORDER_FILE).exists():
+        order = Path(ORDER_FILE).read_text()
+        Path(ORDER_FILE).unlink()
+    heads = [module for part in self.model_parts for module in part.modules() if isinstance(module, OutputLayer)]
+    with ExitStack() as hooks:
+        for head in heads if order == "nan" else ():
+            hook = head.register_forward_hook(lambda *arguments: arguments[-1] * float("nan"))
+            hooks.callback(hook.remove)
+        stats = train_step(self, batches)
+    if order == "flip":
+        count = next(local_part(tensor) for name, tensor in self.optimizer.named_state() if name.endswith("/step"))
+        count.view(torch.int32).bitwise_xor_(1)
+    return stats
+
+
+def hanging_next_step(self: Loader) -> list[Batch]:
+    if getattr(self, "first_sequence", -1) == GLOBAL_BATCH:
+        hang()
+    return next_step(self)
 
 
 def late_next_step(self: Loader) -> list[Batch]:
@@ -154,23 +179,43 @@ def late_next_step(self: Loader) -> list[Batch]:
         raise
 
 
+def endless_build(*_: Any) -> Loader:
+    print_line("building data")
+    return hang()  # type: ignore[no-any-return]
+
+
+def hold() -> None:
+    if not Path("go").exists():
+        time.sleep(0.8)
+
+
+def train_and_report(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
+    record = original_train(config, run, failure)
+    print_line(f"rank {os.environ['RANK']} ended after step {run.trainer.step}")
+    return record
+
+
 PLANTED: dict[str, tuple[Any, str, Any]] = {
-    "step": (Trainer, "train_step", faulty_train_step),
+    "step": (Trainer, "train_step", before_step(3, fail)),
     "stage": (Trainer, "train_step", step_with_faulty_forward),
     "data": (build_module, "build_data", endless_build),
     "late": (Loader, "next_step", late_next_step),
-    "kill": (Trainer, "train_step", killed_train_step),
-    "hang": (Trainer, "train_step", hanging_train_step),
+    "kill": (Trainer, "train_step", before_step(3, partial(kill, 1))),  # the positions of this step are known then
+    "hang": (Trainer, "train_step", before_step(3, hang)),
     "hang-data": (Loader, "next_step", hanging_next_step),
     "gradient": (Trainer, "train_step", step_with_wrong_gradient),
-    "stop-save": (Saver, "_write", stopped_write),
-    "stop": (Trainer, "train_step", stopped_train_step),
-    "kill-start": (build_module, "build_parts", kill),
+    "stop-save": (Saver, "_write", before_third_write(partial(stop, 0))),
+    "stop": (Trainer, "train_step", before_step(3, partial(stop, 1))),
+    "kill-start": (build_module, "build_parts", partial(kill, 0)),
     "hang-start": (build_module, "build_parts", hang),
-    "hang-save": (Saver, "_write", hanging_write),
+    "hang-save": (Saver, "_write", before_third_write(hang)),
     "hang-end": (train.dist, "destroy_process_group", hang),
-    "slow": (Trainer, "train_step", slow_train_step),
-    "held": (Trainer, "train_step", held_train_step),
+    "slow": (Trainer, "train_step", before_step(0, partial(time.sleep, 0.15))),
+    "slow-step": (Trainer, "train_step", before_call(1, train_step, partial(slow, "step"))),
+    "slow-data": (Loader, "next_step", before_call(3, next_step, partial(slow, "data"))),
+    "slow-save": (saver, "save_tensors", before_call(0, saver.save_tensors, partial(slow, "save"))),
+    "orders": (Trainer, "train_step", obedient_train_step),
+    "held": (Trainer, "train_step", before_step(0, hold)),
 }
 """FAULT -> the object, its attribute, and what replaces it."""
 
@@ -181,7 +226,8 @@ if __name__ == "__main__":
         os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         evaluate.main([*sys.argv[1:], *arguments.split()])
         sys.exit()
-    if os.environ["RANK"] == os.environ["FAULTY_RANK"]:
+    train.train = train_and_report
+    if os.environ["FAULTY_RANK"] in ("all", os.environ["RANK"]):
         if os.environ["FAULT"] == "arguments":
             sys.argv += os.environ["ARGUMENTS"].split()
             os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # a node of its own

@@ -1,21 +1,18 @@
-"""Ranks that may crash, forked from a process that has imported all modules.
+"""Ranks that may crash, forked from the fork server.
 
 titanlite.runtime.launch stops all ranks if one fails. Here the other ranks keep running, so tests can observe them.
 """
 
-import json
 import logging
 import os
-import shutil
+import pickle
 import signal
-import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -35,91 +32,45 @@ class End:
     exit_code: int | None
     result: Any = None
     error: tuple[str, str] | None = None
-    lines: list[str] = field(default_factory=list)
-    """Log lines; empty if the rank was killed."""
 
     @property
     def was_killed(self) -> bool:
         return self.exit_code == -signal.SIGKILL
 
 
-class Parent:
-    """A single-threaded process that forks ranks; it imports the modules for all of them once."""
-
-    def __init__(self) -> None:
-        context = fork_context()
-        self._connection, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other,))
-        self._process.start()
-        other.close()
-
-    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call `function(*args)` in the process and return its JSON result. The function may call fork_ranks."""
-        self._connection.send((function, args))
-        try:
-            answer = json.loads(self._connection.recv_bytes())
-        except EOFError:
-            self._process.join()
-            raise AssertionError(f"the process ended with exit code {self._process.exitcode}") from None
-        if "error" in answer:
-            raise AssertionError(answer["error"])
-        return answer["result"]
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.join()
-        self._connection.close()
-
-
-def _serve(connection: Connection) -> None:
-    while True:
-        try:
-            function, args = connection.recv()
-        except EOFError:
-            return
-        try:
-            answer = {"result": function(*args)}
-        except BaseException:
-            answer = {"error": traceback.format_exc()}
-        try:
-            connection.send_bytes(json.dumps(answer).encode())
-        except BrokenPipeError:  # pytest has exited
-            return
-
-
 def fork_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[End]:
-    """Call `function(*args)` on each rank with a gloo process group. Requires a single-threaded process."""
-    folder = Path(tempfile.mkdtemp())
-    pids: dict[int, int] = {}
-    codes: dict[int, int] = {}
-    try:
-        for rank in range(world_size):
-            pid = os.fork()
-            if pid == 0:
-                try:
-                    _run_rank(folder, rank, world_size, function, args)
-                finally:
-                    os._exit(1)
-            pids[rank] = pid
+    """Call `function(*args)` on each rank with a gloo process group."""
+    with TemporaryDirectory() as folder:
+        processes = [
+            fork_context().Process(target=_run_rank, args=(Path(folder), rank, world_size, function, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
         deadline = time.monotonic() + PATIENCE_S
-        while len(codes) < world_size and time.monotonic() < deadline:
-            for rank in pids.keys() - codes.keys():
-                ended, status = os.waitpid(pids[rank], os.WNOHANG)
-                if ended:
-                    codes[rank] = os.waitstatus_to_exitcode(status)
-            time.sleep(0.002)
-        return [_end(folder / f"{rank}.json", codes.get(rank)) for rank in range(world_size)]
-    finally:
-        for rank in pids.keys() - codes.keys():
-            os.kill(pids[rank], signal.SIGKILL)
-            os.waitpid(pids[rank], 0)
-        shutil.rmtree(folder)
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+            process.join()
+        return [_end(Path(folder, f"{rank}"), code) for rank, code in enumerate(codes)]
+
+
+def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Results of `function(*args)` by rank; fails if a rank fails."""
+    return results(fork_ranks(function, world_size, *args))
+
+
+def results(ends: list[End]) -> list[Any]:
+    """Results by rank; fails if a rank has failed."""
+    for end in ends:
+        assert end.exit_code == 0 and end.error is None, end  # noqa: PT018 shows all of `end`
+    return [end.result for end in ends]
 
 
 def _end(answer: Path, code: int | None) -> End:
-    content = json.loads(answer.read_text()) if answer.exists() and code == 0 else {}
-    error = content.get("error")
-    return End(code, content.get("result"), tuple(error) if error else None, content.get("lines", []))
+    return End(code, *pickle.loads(answer.read_bytes())) if code == 0 else End(code)
 
 
 class _Lines(logging.Handler):
@@ -139,23 +90,19 @@ def logged() -> list[str]:
 
 
 def _run_rank(folder: Path, rank: int, world_size: int, function: Callable[..., Any], args: Sequence[Any]) -> None:
-    lines = _Lines()
-    log.handlers[:] = [lines]
+    log.handlers[:] = [_Lines()]
     log.setLevel(logging.INFO)
     log.propagate = False
-    answer: dict[str, Any] = {}
+    result, error = None, None
     try:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         torch.set_num_threads(1)
         store = dist.FileStore(str(folder / "store"), world_size)
         timeout = timedelta(seconds=PATIENCE_S / 2)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-        answer["result"] = function(*args)
+        result = function(*args)
         dist.barrier()  # a rank that exits early would break a collective of another rank
-    except BaseException as error:
-        answer["error"] = (type(error).__name__, f"{error}")
-    answer["lines"] = lines.lines
-    temporary = folder / f"{rank}.json.writing"
-    temporary.write_text(json.dumps(answer))
-    temporary.rename(folder / f"{rank}.json")
+    except BaseException as failure:
+        error = (type(failure).__name__, f"{failure}")
+    (folder / f"{rank}").write_bytes(pickle.dumps((result, error)))
     os._exit(0)

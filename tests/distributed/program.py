@@ -76,10 +76,22 @@ class Program:
 
     def wait_for(self, pattern: str) -> None:
         """Wait until the output matches the regular expression."""
+        self.wait_until(lambda: re.search(pattern, self.output, re.MULTILINE) is not None)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until the condition holds; fail if the program ends before."""
         end = time.monotonic() + PATIENCE_S
-        while not re.search(pattern, self.output, re.MULTILINE):
+        while not condition():
             assert self.process.poll() is None, self.output
             assert time.monotonic() < end, self.output
+            time.sleep(0.02)
+
+    def wait_until_gone(self, within_s: float) -> None:
+        """Wait until no process of this program runs."""
+        end = time.monotonic() + within_s
+        while left := self.processes():
+            self.process.poll()
+            assert time.monotonic() < end, left
             time.sleep(0.02)
 
     def wait(self) -> int:

@@ -5,6 +5,7 @@ rows, log lines and metrics.jsonl.
 """
 
 import gc
+import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -14,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 import torch.distributed as dist
 import xxhash
@@ -99,6 +101,25 @@ def start_runs(folder: Path, starts: Sequence[Start]) -> list[Outcome]:
 def write_corpus(path: Path, windows: int = 70, seq_len: int = 16) -> None:
     """Write a small corpus: of 16 streams, the first have epochs of 5 steps, the others of 4."""
     np.save(path, np.load(TOKENS)[: windows * seq_len + 1])
+
+
+def write_text(folder: Path, vocabulary: str = "abcdefghijklmnopqrstuvwxyz ") -> tuple[str, ...]:
+    """Write a corpus of texts of very different lengths and a tokenizer of letters; return their settings."""
+    letters = {letter: n for n, letter in enumerate(vocabulary)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token=" "))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    generator = torch.Generator().manual_seed(5)
+    with (folder / "corpus.jsonl").open("w") as file:
+        for n in range(60):
+            ids = torch.randint(26, (1 + 7 * (n % 9),), generator=generator)
+            file.write(json.dumps({"text": "".join("abcdefghijklmnopqrstuvwxyz"[i] for i in ids)}) + "\n")
+    return (
+        "data.sources.0.kind=jsonl",
+        f"data.sources.0.path={folder / 'corpus.jsonl'}",
+        f"tokenizer.path={folder / 'tokenizer.json'}",
+    )
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.distributed.forked import End, fork_ranks, logged
+from tests.distributed.forked import logged, on_ranks
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.start import RunFacts, StartFinder
@@ -151,20 +151,8 @@ def train_run(folder: Path, branch: str, steps: int) -> None:
 
 
 def save_steps(folder: Path, steps: int) -> None:
-    """Train and save steps of branch "a" on two ranks. Requires a single-threaded process."""
+    """Train and save steps of branch "a" on two ranks."""
     on_ranks(train_run, 2, folder, "a", steps)
-
-
-def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """Results of `function(*args)` by rank; fails if a rank fails. Requires a single-threaded process."""
-    return results(fork_ranks(function, world_size, *args))
-
-
-def results(ends: list[End]) -> list[Any]:
-    """Results by rank; fails if a rank has failed."""
-    for end in ends:
-        assert end.exit_code == 0 and end.error is None, end  # noqa: PT018 shows all of `end`
-    return [end.result for end in ends]
 
 
 def starts(folders: list[Path], section: dict[str, Any], steps: int) -> list[dict[str, Any]]:

@@ -18,12 +18,13 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.file_operations import Fault, FaultPoints, one_of_each
-from tests.distributed.forked import Parent, fork_ranks, logged
-from tests.distributed.standin import BATCH, Run, on_ranks, results, save_steps, start_in
+from tests.distributed.forked import End, fork_ranks, logged, on_ranks, results
+from tests.distributed.standin import BATCH, Run, save_steps, start_in
 from titanlite.checkpoint import saver
 from titanlite.checkpoint.folder import complete_manifest, published_steps
 from titanlite.checkpoint.manifest import MANIFEST_FILE, InvalidCheckpointError
 from titanlite.checkpoint.saver import probe
+from titanlite.runtime.errors import UserError
 
 pytestmark = pytest.mark.slow
 
@@ -79,15 +80,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """killed, exit_codes, reports: of the ranks of the run. Reports are None if the fault kills a rank.
+    """ends, reports: of the ranks of the run. Reports are None if the fault kills a rank.
 
     latest: latest step with a manifest after the run. damaged: published steps that are invalid. starts: results of a
     new start by rank. names: names in the folder after the run, and after the new start.
     """
 
     case: Case
-    killed: list[bool]
-    exit_codes: list[int | None]
+    ends: list[End]
     reports: list[Any]
     latest: int
     damaged: list[int]
@@ -137,8 +137,7 @@ def prepare(folder: Path, scenario: Scenario) -> None:
         (folder / "step-1").rename(folder / ".step-1.deleting")
 
 
-def run_cases(root: Path, cases: list[Case]) -> list[tuple[Any, ...]]:
-    """Fields of an Outcome, except its case, for each case. Requires a single-threaded process."""
+def outcomes(root: Path, cases: list[Case]) -> list[Outcome]:
     models: dict[str, Path] = {}
     folders = [root / f"{number}" for number in range(len(cases))]
     for case, folder in zip(cases, folders, strict=True):
@@ -147,18 +146,18 @@ def run_cases(root: Path, cases: list[Case]) -> list[tuple[Any, ...]]:
             models[key] = root / f"model-{len(models)}"
             prepare(models[key], case.scenario)
         shutil.copytree(models[key], folder)
-    found, first = [], 0
+    ends: list[tuple[list[End], list[Any]]] = []
     for batch in batches(cases):
-        ends = fork_ranks(run_on_rank, WORLD, root, batch, first)
-        killed, codes = [end.was_killed for end in ends], [end.exit_code for end in ends]
-        by_rank = [[None] for _ in ends] if is_killed(batch[0]) else results(ends)
-        found += [(killed, codes, list(reports)) for reports in zip(*by_rank, strict=True)]
-        first += len(batch)
+        of_batch = fork_ranks(run_on_rank, WORLD, root, batch, len(ends))
+        by_rank = [[None] for _ in of_batch] if is_killed(batch[0]) else results(of_batch)
+        ends += [(of_batch, list(reports)) for reports in zip(*by_rank, strict=True)]
     left = [(latest_step(folder), damaged_steps(folder), sorted(os.listdir(folder))) for folder in folders]
     starts = start_in(folders, steps=int(is_killed(cases[0])))
     return [
-        (*reports, latest, damaged, [names, sorted(os.listdir(folder))], start)
-        for folder, reports, (latest, damaged, names), start in zip(folders, found, left, starts, strict=True)
+        Outcome(case, *of_case, latest, damaged, [names, sorted(os.listdir(folder))], start)
+        for case, folder, of_case, (latest, damaged, names), start in zip(
+            cases, folders, ends, left, starts, strict=True
+        )
     ]
 
 
@@ -193,24 +192,20 @@ def damaged_steps(folder: Path) -> list[int]:
     return [step for step in published_steps(folder) if not is_valid(step)]
 
 
-def outcomes(parent: Parent, root: Path, cases: list[Case]) -> list[Outcome]:
-    return [Outcome(case, *rest) for case, rest in zip(cases, parent(run_cases, root, cases), strict=True)]
-
-
-def sweep(parent: Parent, root: Path, cases: list[Case], judge: Callable[[Outcome], tuple[str, str]]) -> dict[str, int]:
+def sweep(root: Path, cases: list[Case], judge: Callable[[Outcome], tuple[str, str]]) -> dict[str, int]:
     """Number of cases by kind of outcome. Fails with a line for each bad outcome."""
-    found = outcomes(parent, root, cases)
+    found = outcomes(root, cases)
     judged = [judge(outcome) for outcome in found]
     bad = [f"{outcome.case}: {text}" for outcome, (_, text) in zip(found, judged, strict=True) if text]
     assert not bad, "\n".join(bad)
     return dict(Counter(kind for kind, _ in judged))
 
 
-def operations(parent: Parent, root: Path, scenario: Scenario, mode: str) -> list[list[str]]:
+def operations(root: Path, scenario: Scenario, mode: str) -> list[list[str]]:
     """Operations by rank at which a fault of the scenario can occur."""
     steps = scenario.armed_at or scenario.steps
     case = Case(Scenario(**vars(scenario) | {"steps": steps}), mode)
-    (outcome,) = outcomes(parent, root, [case])
+    (outcome,) = outcomes(root, [case])
     return [report["operations"] for report in outcome.reports]
 
 
@@ -230,8 +225,8 @@ def judge_killed(outcome: Outcome) -> tuple[str, str]:
         return "bad", f"{outcome.starts}"
     step, branch = one["step"], one["branch"]
     wrong = {
-        "the run finished": not outcome.killed[fault.rank],
-        f"the other rank did not exit: {outcome.exit_codes}": outcome.exit_codes[1 - fault.rank] != 0,
+        "the run finished": not outcome.ends[fault.rank].was_killed,
+        f"the other rank did not exit: {outcome.ends}": outcome.ends[1 - fault.rank].exit_code != 0,
         "ranks differ": (step, branch) != (other["step"], other["branch"]),
         f"step {step} was loaded, {outcome.latest} is the latest step": step != outcome.latest,
         "values are mixed": bool(step) and not branch,
@@ -245,10 +240,10 @@ def judge_killed(outcome: Outcome) -> tuple[str, str]:
     return kind, problems(wrong)
 
 
-def kills(parent: Parent, root: Path, name: str, mode: str, kinds: list[list[str]] | None) -> list[Case]:
+def kills(root: Path, name: str, mode: str, kinds: list[list[str]] | None) -> list[Case]:
     """Cases with a kill. kinds: by rank, kinds of operations, one operation of each; None: all operations."""
     scenario, cases = KILLED[name], []
-    for rank, found in enumerate(operations(parent, root, scenario, mode)):
+    for rank, found in enumerate(operations(root, scenario, mode)):
         expected = {"create", "written", "fsync", "fsynced"} | ({"rename", "mkdir"} if rank == 0 else set())
         assert expected <= {operation.split()[0] for operation in found}
         numbers = range(len(found)) if kinds is None else one_of_each(found, *kinds[rank])
@@ -263,28 +258,26 @@ CHANGES = ["mkdir", "create", "written", "fsync", "fsynced", "rename", "remove",
     ("name", "mode", "kinds"),
     [
         ("first", "disabled", [["mkdir", "written", "rename"], ["written"]]),
-        pytest.param("beside", "disabled", [CHANGES, ["create", "written", "fsynced"]], marks=pytest.mark.soak),
         ("beside", "async", [CHANGES, ["create", "written", "fsynced"]]),
         ("back", "disabled", [["rename", "fsync"], ["fsync"]]),
-        ("leftovers", "disabled", [["shutil.rmtree", "rmdir"], ["written"]]),
+        *(
+            pytest.param(name, mode, None, marks=[pytest.mark.soak, pytest.mark.timeout(0)])
+            for mode in MODES
+            for name in KILLED
+        ),
     ],
 )
-def test_kill_at_each_kind_of_operation_leaves_a_consistent_state(
-    parent: Parent, tmp_path: Path, name: str, mode: str, kinds: list[list[str]]
+def test_kill_at_an_operation_leaves_a_consistent_state(
+    tmp_path: Path, name: str, mode: str, kinds: list[list[str]] | None
 ) -> None:
-    cases = kills(parent, tmp_path / "undisturbed", name, mode, kinds)
-    counts = sweep(parent, tmp_path, cases, judge_killed)
-    assert sum(counts.values()) == sum(map(len, kinds))
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(0)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", KILLED)
-def test_kill_at_any_operation_leaves_a_consistent_state(parent: Parent, tmp_path: Path, name: str, mode: str) -> None:
-    counts = sweep(parent, tmp_path, kills(parent, tmp_path / "undisturbed", name, mode, None), judge_killed)
+    """At one operation of each of these kinds, by rank; or at every operation."""
+    cases = kills(tmp_path / "undisturbed", name, mode, kinds)
+    counts = sweep(tmp_path, cases, judge_killed)
     print(f"{name}, {mode}: {counts}")
-    assert set(counts) == ({"none", "new"} if name == "first" else {"old", "new"})
+    if kinds is None:
+        assert set(counts) == ({"none", "new"} if name == "first" else {"old", "new"})
+    else:
+        assert sum(counts.values()) == sum(map(len, kinds))
 
 
 # Operations that fail
@@ -311,11 +304,11 @@ def judge_survivor(outcome: Outcome) -> tuple[str, str]:
     return "failed" if counts[0] else "saved, nothing deleted" if undeleted else "saved", problems(wrong)
 
 
-def errors(parent: Parent, root: Path, mode: str, *, everywhere: bool) -> list[Case]:
+def errors(root: Path, mode: str, *, everywhere: bool) -> list[Case]:
     """Cases with an error at one operation of each kind in a save, or at all operations (everywhere)."""
     return [
         Case(SURVIVING, mode, Fault("error", rank, at, (errno.EIO, errno.ENOSPC, 0)[number % 3]), "continue")
-        for rank, found in enumerate(operations(parent, root, SURVIVING, mode))
+        for rank, found in enumerate(operations(root, SURVIVING, mode))
         for number, at in enumerate(range(len(found)) if everywhere else one_of_each(found))
     ]
 
@@ -327,9 +320,9 @@ def errors(parent: Parent, root: Path, mode: str, *, everywhere: bool) -> list[C
         *(pytest.param(mode, True, marks=[pytest.mark.soak, pytest.mark.timeout(0)]) for mode in MODES),
     ],
 )
-def test_error_in_a_save_is_handled_by_all_ranks(parent: Parent, tmp_path: Path, mode: str, everywhere: bool) -> None:
-    cases = errors(parent, tmp_path / "undisturbed", mode, everywhere=everywhere)
-    counts = sweep(parent, tmp_path, cases, judge_survivor)
+def test_error_in_a_save_is_handled_by_all_ranks(tmp_path: Path, mode: str, everywhere: bool) -> None:
+    cases = errors(tmp_path / "undisturbed", mode, everywhere=everywhere)
+    counts = sweep(tmp_path, cases, judge_survivor)
     print(f"{mode}: {counts}")
     assert counts["failed"] > 5
 
@@ -401,82 +394,45 @@ def judge_failed(outcome: Outcome) -> tuple[str, str]:
         ),
     ],
 )
-def test_full_disk_on_one_rank_fails_the_save_on_all_ranks_without_leftovers(
-    parent: Parent, tmp_path: Path, cases: list[Case]
-) -> None:
-    sweep(parent, tmp_path, cases, judge_failed)
+def test_full_disk_on_one_rank_fails_the_save_on_all_ranks_without_leftovers(tmp_path: Path, cases: list[Case]) -> None:
+    sweep(tmp_path, cases, judge_failed)
 
 
-def test_nonfinite_values_on_one_rank_are_not_published(parent: Parent, tmp_path: Path) -> None:
+def test_nonfinite_values_on_one_rank_are_not_published(tmp_path: Path) -> None:
     chosen = ((0, "disabled", "stop"), (1, "disabled", "continue"), (1, "async", "stop"))
     cases = [Case(SURVIVING, mode, Fault("not finite", rank), policy) for rank, mode, policy in chosen]
-    sweep(parent, tmp_path, cases, judge_failed)
+    sweep(tmp_path, cases, judge_failed)
 
 
-@pytest.mark.parametrize(("step", "names"), [(3, ["step-2"]), (2, ["step-3"])])
-def test_only_a_failed_last_save_fails_the_run(parent: Parent, tmp_path: Path, step: int, names: list[str]) -> None:
-    scenario = Scenario(0, "a", 3, {"steps": 3, "interval": 2}, armed_at=step)
-    fault = Fault("full disk", 1, 500, file=writing("__1_0.distcp", step))
-    (outcome,) = outcomes(parent, tmp_path, [Case(scenario, "async", fault, "continue")])
-    assert outcome.names[0] == names
-    message = rf"cannot save step {step}: rank 1: .*: File too large"
-    for rank, report in enumerate(outcome.reports):
-        if step == 3:
-            assert re.match(f"{message}.*; earlier checkpoints are still valid. Fix the cause", report["error"][1])
-        else:
-            assert report["error"] is None
-            assert sum(bool(re.match(message, line)) for line in report["lines"]) == (rank == 0)
+def test_a_failed_last_save_fails_the_run(tmp_path: Path) -> None:
+    """Also with on_save_error = "continue"."""
+    scenario = Scenario(0, "a", 3, {"steps": 3, "interval": 2}, armed_at=3)
+    fault = Fault("full disk", 1, 500, file=writing("__1_0.distcp", 3))
+    (outcome,) = outcomes(tmp_path, [Case(scenario, "async", fault, "continue")])
+    assert outcome.names[0] == ["step-2"]
+    message = r"cannot save step 3: rank 1: .*: File too large.*; earlier checkpoints are still valid. Fix the cause"
+    assert all(re.match(message, report["error"][1]) for report in outcome.reports)
 
 
 def probes(folder: Path) -> list[str]:
-    """Errors of `probe`: usable folder, file in the path, folder not shared, full disk, read-only folder."""
-    rank = dist.get_rank()
-    saver._VISIBILITY_TIMEOUT_S = 0.2
-    group = dist.group.WORLD
+    """Errors of `probe`: of a folder that is not shared, and of an operation that fails on rank 0 only."""
+    rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
-    messages = []
-
-    def try_probe(path: Path, needed: int = 1) -> None:
-        try:
-            probe(path, needed, group)
-            messages.append("nothing")
-        except Exception as error:
-            messages.append(f"{type(error).__name__}: {error}")
-
-    try_probe(folder / "good")
-    try_probe(folder / "file" / "below")
-    try_probe(folder / f"of-rank-{rank}")
-    try_probe(folder / "good", 10**18)
-    usage = shutil.disk_usage(folder)
-    if rank == 0:
-        shutil.disk_usage = lambda _: usage._replace(free=99)
-    try_probe(folder / "good", 100)
-    try_probe(folder / "good", 99)
+    saver._VISIBILITY_TIMEOUT_S = 0.2
     points = FaultPoints(folder)
-    points.arm(Fault("error", 0, 1, errno.ENOSPC) if rank == 0 else None)
-    try_probe(folder / "good", 1)
-    if os.geteuid() == 0:
-        os.seteuid(65534)
-    try_probe(folder / "read-only")
-    os.seteuid(os.getuid())
+    messages = []
+    for name, fault in ((f"of-rank-{rank}", None), ("shared", Fault("error", 0, 1, errno.ENOSPC))):
+        points.arm(fault if rank == 0 else None)
+        with pytest.raises(UserError) as caught:
+            probe(folder / name, 1, group)
+        messages.append(str(caught.value))
     return messages
 
 
-def test_unusable_folder_is_rejected_at_the_start_on_all_ranks(parent: Parent, tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    (tmp_path / "file").touch()
-    (tmp_path / "read-only").mkdir(mode=0o555)
-    one, other = parent(on_ranks, probes, WORLD, tmp_path)
-    good, below, apart, huge, little, enough, no_space, read_only = one
-    key = "RanksError: checkpoint.folder: "
-    assert (good, enough) == ("nothing", "nothing")
-    assert below.startswith(f"{key}{tmp_path / 'file' / 'below'} cannot be written: rank 0: ")
-    assert "Not a directory" in below
-    assert "is not the same folder for all ranks: rank 1: host " in apart
-    assert "choose a job.dump_folder that all nodes share" in apart
-    assert "but a checkpoint of this run needs 953,674,316,406.2 MiB: free space" in huge
-    assert little.startswith(f"{key}{tmp_path / 'good'} has 0.0 MiB of free space")
-    assert re.search(r"cannot be written: rank 0: .*\.probe\.incomplete: No space left on device", no_space)
-    assert re.search(r"cannot be written: rank 0: .*read-only.*: Permission denied", read_only)
-    for mine, of_other in zip(one, other, strict=True):
-        assert mine.split(":")[0] == of_other.split(":")[0]
+def test_unusable_folder_is_rejected_at_the_start_on_all_ranks(tmp_path: Path) -> None:
+    """tests/unit/checkpoint/test_probe.py has more kinds, for one rank."""
+    (tmp_path / "shared").mkdir()
+    by_rank = on_ranks(probes, WORLD, tmp_path)
+    for apart, no_space in by_rank:
+        assert "is not the same folder for all ranks: rank 1: host " in apart
+        assert re.search(r"cannot be written: rank 0: .*\.probe\.incomplete: No space left on device", no_space)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed.file_operations import watch
-from tests.distributed.forked import Parent
-from tests.distributed.standin import Run, StandIn, on_ranks, start_in
+from tests.distributed.forked import on_ranks
+from tests.distributed.standin import Run, StandIn, start_in
 from titanlite.checkpoint import saver as saver_module
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, FileRecord, Manifest
 from titanlite.checkpoint.saver import Saver
@@ -52,12 +52,10 @@ def operations_of_a_save(root: Path, mode: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module", params=["disabled", "async"])
-def recorded(
-    request: pytest.FixtureRequest, parent: Parent, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[Operation]]:
+def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Operation]]:
     """(checkpoint folder of a run, file operations of both ranks in order of time)"""
     root = tmp_path_factory.mktemp("power")
-    by_rank = parent(on_ranks, operations_of_a_save, 2, root, request.param)
+    by_rank = on_ranks(operations_of_a_save, 2, root, request.param)
     return root / "c", [Operation(*operation) for operation in sorted(by_rank[0] + by_rank[1])]
 
 
@@ -164,9 +162,9 @@ def change_while_saving(folder: Path) -> str:
     return "published too early" if published else ""
 
 
-def test_save_has_the_values_of_its_start(parent: Parent, tmp_path: Path) -> None:
-    assert parent(on_ranks, change_while_saving, 2, tmp_path) == [""] * 2
-    ((one, other),) = parent(start_in, [tmp_path])
+def test_save_has_the_values_of_its_start(tmp_path: Path) -> None:
+    assert on_ranks(change_while_saving, 2, tmp_path) == [""] * 2
+    ((one, other),) = start_in([tmp_path])
     assert (one["step"], one["branch"]) == (other["step"], other["branch"]) == (1, "a")
 
 
@@ -194,8 +192,8 @@ def places_of_saves(folder: Path) -> list[list[int]]:
     return [*places, [local_part(tensor).data_ptr() for tensor in run.state.model_and_optimizer().values()]]
 
 
-def test_all_saves_use_the_same_buffers(parent: Parent, tmp_path: Path) -> None:
-    for *saves, training in parent(on_ranks, places_of_saves, 2, tmp_path):
+def test_all_saves_use_the_same_buffers(tmp_path: Path) -> None:
+    for *saves, training in on_ranks(places_of_saves, 2, tmp_path):
         assert len(saves) == 4
         assert saves[1:] == saves[:-1]
         assert not set(saves[0]) & set(training)
@@ -224,9 +222,9 @@ def crowded_saves(folder: Path) -> int:
     return most
 
 
-def test_at_most_one_save_runs_at_a_time(parent: Parent, tmp_path: Path) -> None:
-    assert parent(on_ranks, crowded_saves, 2, tmp_path) == [1, 1]
-    ((one, other),) = parent(start_in, [tmp_path])
+def test_at_most_one_save_runs_at_a_time(tmp_path: Path) -> None:
+    assert on_ranks(crowded_saves, 2, tmp_path) == [1, 1]
+    ((one, other),) = start_in([tmp_path])
     assert (one["step"], one["branch"]) == (other["step"], other["branch"]) == (6, "a")
     assert {path.name for path in tmp_path.iterdir()} == {f"step-{step}" for step in range(1, 7)}
 
@@ -251,6 +249,6 @@ def ways_out(folder: Path) -> list[list[str]]:
     return found
 
 
-def test_running_save_is_finished_at_exit(parent: Parent, tmp_path: Path) -> None:
-    for found in parent(on_ranks, ways_out, 2, tmp_path):
+def test_running_save_is_finished_at_exit(tmp_path: Path) -> None:
+    for found in on_ranks(ways_out, 2, tmp_path):
         assert found == [["step-1"], ["step-1"]]

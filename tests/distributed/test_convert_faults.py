@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.file_operations import Fault, FaultPoints, one_of_each
-from tests.distributed.forked import Parent, fork_ranks
+from tests.distributed.forked import fork_ranks
 from tests.unit.hf.making import write_model
 from titanlite.runtime.memory import peak_memory_bytes
 from titanlite.tools.convert.__main__ import main
@@ -109,16 +109,14 @@ def made(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("arguments", [EXPORT, IMPORT], ids=["export", "import"])
 def test_after_a_kill_the_folder_is_complete_or_absent(
-    made: Path, parent: Parent, arguments: tuple[str, ...], everywhere: bool
+    made: Path, arguments: tuple[str, ...], everywhere: bool
 ) -> None:
-    assert parent(sweep, made, arguments, everywhere) == []
+    assert sweep(made, arguments, everywhere) == []
 
 
 @pytest.mark.parametrize("arguments", [EXPORT, IMPORT], ids=["export", "import"])
-def test_full_disk_is_reported_in_one_line_without_leftovers(
-    made: Path, parent: Parent, arguments: tuple[str, ...]
-) -> None:
-    for error, text, left in parent(without_space, made, arguments, [0, 100, 1000, 8000]):
+def test_full_disk_is_reported_in_one_line_without_leftovers(made: Path, arguments: tuple[str, ...]) -> None:
+    for error, text, left in without_space(made, arguments, [0, 100, 1000, 8000]):
         assert (error, left) == ("UserError", []), (error, text, left)
         assert "cannot write " in text
         assert "File too large" in text
@@ -158,12 +156,12 @@ def peaks(folder: Path) -> list[int]:
     return found
 
 
-def test_memory_is_that_of_a_shard_instead_of_the_model(tmp_path: Path, parent: Parent) -> None:
+def test_memory_is_that_of_a_shard_instead_of_the_model(tmp_path: Path) -> None:
     """The model takes 125 MiB, its largest tensor 8 MiB, a shard 16 MB at most.
 
     Measured: 70 MiB (import) and 55 MiB (export), including the libraries; once 82 MiB on a busy machine.
     """
-    for_import, for_export = parent(peaks, tmp_path)
+    for_import, for_export = peaks(tmp_path)
     assert for_import < 100 * 2**20, for_import / 2**20
     assert for_export < 80 * 2**20, for_export / 2**20
     exported = {n: t for f in (tmp_path / "outs" / "out").glob("*.safetensors") for n, t in load_file(f).items()}

@@ -6,17 +6,16 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 from tests.distributed.program import FAULTY, PATIENCE_S, Program, Starter, free_port, rows
-from tests.distributed.recovered import starts, stopped, tensors_in, trained_steps
+from tests.distributed.recovered import starts, tensors_in, trained_steps
 from tests.distributed.resuming import numbers
-from tests.distributed.test_restarts import wait_until
 from titanlite.checkpoint.folder import published_steps, step_folder
 from titanlite.data.ledger import read_ledger
 from titanlite.metrics.timing import COLUMNS
@@ -79,23 +78,22 @@ class Nodes:
 
     def wait_for_steps(self, number: int, attempts: int = 1) -> None:
         """Wait until the ranks have been started so often, and then trained `number` steps."""
-        wait_until(lambda: len(starts(self.output)) == attempts, self.first, PATIENCE_S)
+        self.first.wait_until(lambda: len(starts(self.output)) == attempts)
         before = len(trained_steps(self.output))
-        wait_until(lambda: len(trained_steps(self.output)) >= before + number, self.first, PATIENCE_S)
+        self.first.wait_until(lambda: len(trained_steps(self.output)) >= before + number)
 
     def has_rendezvous(self) -> bool:
         """Whether a node, the first one, serves the rendezvous."""
         with socket.socket() as client:
             return client.connect_ex(("127.0.0.1", self._port)) == 0
 
-    def lose(self, number: int) -> list[int]:
-        """Kill a node: its torchrun and ranks. Returns the numbers of these ranks."""
+    def lose(self, number: int) -> int:
+        """Kill a node: its torchrun and its rank. Returns the number of this rank."""
         node = self.running.pop(number)
-        ranks = self.ranks_of(node)
-        assert len(ranks) == 1
-        lost = [rank for rank, pid in node.ranks().items() if pid in ranks]
+        (pid,) = self.ranks_of(node)
+        (rank,) = [rank for rank, own in node.ranks().items() if own == pid]
         self.kill(node)
-        return lost
+        return rank
 
     def kill(self, node: Program) -> None:
         for pid in (node.process.pid, *self.ranks_of(node)):
@@ -145,23 +143,79 @@ def undisturbed(start: Starter, workplace: Path, *arguments: str) -> Program:
     return start(folder, *arguments)
 
 
-def test_a_node_joins_and_is_lost(tmp_path: Path, start: Starter) -> None:
-    """From one node to two and back. The join is not counted as a failure. Steps are slow until all has happened."""
-    arguments = (*SETTINGS, "--training.steps", "40")
+@dataclass(frozen=True)
+class Course:
+    """Nodes of a run, and what happens to them: "join", "lose N" (torchrun and rank), or "kill N" (only its rank).
+
+    begin, fewest, most: number of nodes. options: torchrun's, of the second node.
+    """
+
+    steps: int
+    begin: int
+    fewest: int
+    most: int
+    events: tuple[str, ...]
+    layout: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+
+COURSES = [
+    pytest.param(Course(40, 1, 1, 2, ("join", "lose 1")), id="a node joins and is lost"),
+    pytest.param(  # its launcher sees the join when its ranks have stopped with the others
+        Course(60, 2, 1, 3, ("join", "lose 1"), options=("--monitor-interval", "3")),
+        id="two nodes stay",
+        marks=pytest.mark.soak,
+    ),
+    pytest.param(  # the torchrun of the other node does not count the restart
+        Course(60, 2, 2, 2, tuple(f"kill {node}" for node in (0, 1, 1, 0, 1, 1, 1, 0))),
+        id="killed ranks",
+        marks=[pytest.mark.soak, pytest.mark.timeout(1800)],
+    ),
+    *(
+        pytest.param(  # two of three nodes are used; the loss of the third, which waits idle, does not stop the others
+            Course(150, 3, 2, 3, ("lose 2", "join", "lose 1", "join", "lose 1") * 2, (f"--parallelism.{axis}", "2")),
+            id=axis,
+            marks=[pytest.mark.soak, pytest.mark.timeout(1800)],
+        )
+        for axis in ("tp", "pp", "dp_replicate")
+    ),
+]
+
+
+@pytest.mark.parametrize("course", COURSES)
+def test_a_run_whose_nodes_change_has_the_numbers_of_one_process(
+    course: Course, tmp_path: Path, start: Starter
+) -> None:
+    """A join is not counted as a failure. Steps are slow until all has happened."""
+    arguments = (*SETTINGS, "--training.steps", str(course.steps))
     expected = undisturbed(start, tmp_path, *arguments)
-    nodes = Nodes(start, tmp_path, *arguments, fewest=1, most=2, restarts=1)
+    failures = sum(event != "join" for event in course.events)
+    nodes = Nodes(
+        *(start, tmp_path, *arguments, *course.layout), fewest=course.fewest, most=course.most, restarts=failures
+    )
     nodes.join()
-    nodes.wait_for_steps(2)
-    nodes.join()
-    nodes.wait_for_steps(2, attempts=2)
-    nodes.lose(1)
-    nodes.wait_for_steps(2, attempts=3)
+    nodes.first.wait_until(nodes.has_rendezvous)
+    for _ in range(course.begin - 1):
+        nodes.join(*course.options)
+    used = 2 if course.layout else course.most
+    attempts = 1
+    for event in course.events:
+        nodes.wait_for_steps(2, attempts=attempts)
+        kind, _, number = event.partition(" ")
+        if kind == "join":
+            nodes.join()
+        elif kind == "kill":
+            (pid,) = nodes.ranks_of(nodes.running[int(number)])
+            os.kill(pid, signal.SIGKILL)
+        attempts += kind != "lose" or nodes.lose(int(number)) < used
+    nodes.wait_for_steps(2, attempts=attempts)
     (tmp_path / "go").touch()
-    assert nodes.first.wait() == 0, nodes.output
-    assert len(starts(nodes.output)) == 3
-    assert [name for name, _ in stopped(nodes.output)] == ["SIGTERM"]
-    assert_same_run(tmp_path / "out", expected, 40)
-    assert_time_is_accounted(rows(tmp_path / "out"))
+    assert [node.wait() for node in nodes.running] == [0] * len(nodes.running), nodes.output
+    assert len(starts(nodes.output)) == attempts
+    assert not course.layout or "Ranks: 2 of 3, the most that the layout fits; the others wait idle" in nodes.output
+    assert_same_run(tmp_path / "out", expected, course.steps)
+    if course.begin == 1:
+        assert_time_is_accounted(rows(tmp_path / "out"))
 
 
 def test_a_run_whose_folder_was_taken_over_saves_nothing_more(tmp_path: Path, start: Starter) -> None:
@@ -172,7 +226,7 @@ def test_a_run_whose_folder_was_taken_over_saves_nothing_more(tmp_path: Path, st
         program=FAULTY,
         environment={"FAULT": "held", "FAULTY_RANK": "0"},
     )
-    wait_until(lambda: len(trained_steps(program.output)) >= 2, program, PATIENCE_S)
+    program.wait_until(lambda: len(trained_steps(program.output)) >= 2)
     lock = tmp_path / "out" / JOB_LOCK_FILE
     lock.write_text(json.dumps({**json.loads(lock.read_text()), "host": "other"}))
     (tmp_path / "go").touch()
@@ -192,55 +246,7 @@ def test_a_node_is_lost_while_the_ranks_start(seconds: float, tmp_path: Path, st
     time.sleep(seconds)
     began, before = time.monotonic(), len(trained_steps(nodes.output))
     nodes.kill(nodes.running.pop(1))
-    wait_until(lambda: len(trained_steps(nodes.output)) > before, nodes.first, PATIENCE_S)
+    nodes.first.wait_until(lambda: len(trained_steps(nodes.output)) > before)
     assert time.monotonic() - began < 25
     (tmp_path / "go").touch()
     assert nodes.first.wait() == 0, nodes.output
-
-
-@pytest.mark.soak  # default suite: test_a_node_joins
-def test_all_nodes_stay_when_a_node_joins(tmp_path: Path, start: Starter) -> None:
-    """From two nodes to three, with a data degree that divides nothing, and back to two."""
-    arguments = (*SETTINGS, "--training.steps", "60")
-    expected = undisturbed(start, tmp_path, *arguments)
-    nodes = Nodes(start, tmp_path, *arguments, fewest=1, most=3, restarts=1)
-    nodes.join()
-    wait_until(nodes.has_rendezvous, nodes.first, PATIENCE_S)
-    nodes.join("--monitor-interval", "3")  # its launcher sees the join when its ranks have stopped with the others
-    nodes.wait_for_steps(3)
-    nodes.join()
-    nodes.wait_for_steps(3, attempts=2)
-    nodes.lose(1)
-    nodes.wait_for_steps(3, attempts=3)
-    (tmp_path / "go").touch()
-    assert [node.wait() for node in nodes.running] == [0, 0], nodes.output
-    assert len(starts(nodes.output)) == 3
-    assert_same_run(tmp_path / "out", expected, 60)
-
-
-@pytest.mark.soak  # default suite: test_a_node_joins
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("axis", ["tp", "pp", "dp_replicate"])
-def test_ten_losses_and_joins(axis: str, tmp_path: Path, start: Starter) -> None:
-    """With three nodes of one rank, two are used by a layout of two ranks, and the third waits idle: its loss does not
-    stop the others."""
-    arguments = (*SETTINGS, "--training.steps", "150")
-    expected = undisturbed(start, tmp_path, *arguments)
-    nodes = Nodes(start, tmp_path, *arguments, f"--parallelism.{axis}", "2", fewest=2, most=3, restarts=10)
-    nodes.join()
-    wait_until(nodes.has_rendezvous, nodes.first, PATIENCE_S)
-    nodes.join()
-    nodes.join()
-    random, attempts = Random(3), 1
-    for _ in range(10):
-        nodes.wait_for_steps(random.randint(1, 12), attempts=attempts)
-        if len(nodes.running) < 3:
-            nodes.join()
-            attempts += 1
-        elif nodes.lose(random.choice([1, 2])) == [1]:
-            attempts += 1
-    nodes.wait_for_steps(1, attempts=attempts)
-    (tmp_path / "go").touch()
-    assert [node.wait() for node in nodes.running] == [0] * len(nodes.running), nodes.output
-    assert "Ranks: 2 of 3, the most that the layout fits; the others wait idle" in nodes.output
-    assert_same_run(tmp_path / "out", expected, 150)

@@ -246,7 +246,7 @@ def test_failing_stage_is_reported_once_by_the_training_command(tmp_path: Path, 
     assert program.wait() == 1
     assert time.monotonic() - begin < SOON_S
     assert re.findall("^titanlite: .*$", program.output, re.MULTILINE) == [
-        "titanlite: rank 1 failed: ValueError: planted in a stage"
+        "titanlite: rank 1 failed: ValueError: planted"
     ]
     assert own_tracebacks(program.output) == 1
     assert len(rows(tmp_path / "out")) == 2

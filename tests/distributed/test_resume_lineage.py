@@ -1,4 +1,4 @@
-"""Rewinding, finishing and extending runs: which checkpoint a start loads, and what it does with the others."""
+"""Rewinding, finishing, extending, branching: which checkpoint a start loads, and what it does with the others."""
 
 import os
 import re
@@ -13,9 +13,6 @@ from tests.distributed.resuming import Start, checkpoints_of, numbers, start_run
 from titanlite.checkpoint.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
-
-NO_DECAY = ("lr_schedule.decay=none",)
-LINEAR = ("lr_schedule.decay=linear",)
 
 
 @contextmanager
@@ -103,7 +100,6 @@ def test_saved_branch_is_in_the_lineage_and_continued_by_a_restart(tmp_path: Pat
     assert lineages[1] == lineages[2]
 
 
-@pytest.mark.slow
 def test_rewind_happens_once_for_each_named_launch(tmp_path: Path) -> None:
     back = ("checkpoint.load_step=4", "training.steps=8")
     starts = start_runs(
@@ -121,7 +117,6 @@ def test_rewind_happens_once_for_each_named_launch(tmp_path: Path) -> None:
     assert [(branch.step, branch.launch) for branch in lineage] == [(0, ""), (4, "")]
 
 
-@pytest.mark.slow
 def test_damaged_manifest_does_not_make_a_restart_rewind_again(tmp_path: Path) -> None:
     back = ("checkpoint.load_step=2", "training.steps=8")
     start_runs(tmp_path, [Start(kill=(5, 0)), Start(back, kill=(7, 0))])
@@ -132,34 +127,91 @@ def test_damaged_manifest_does_not_make_a_restart_rewind_again(tmp_path: Path) -
     assert restart.logged("step-6 is corrupted: MANIFEST.json")
 
 
-def test_load_step_requires_a_checkpoint(tmp_path: Path) -> None:
-    (outcome,) = start_runs(tmp_path, [Start(("checkpoint.load_step=4",))])
-    assert outcome.error.endswith("which has: no checkpoint\n    remedy: leave it out")
-    assert outcome.rows == {}
-
-
-@pytest.mark.slow
 def test_finished_run_does_nothing_and_extended_run_matches_the_longer_run(tmp_path: Path) -> None:
-    fixed = ("lr_schedule.decay=linear", "lr_schedule.decay_steps=4")
-    short, more = ("training.steps=3",), ("training.steps=7",)
-    starts = [
-        *(Start((*more, *NO_DECAY), run="long"), Start((*more, *fixed), run="long fixed")),
-        *(Start((*short, *NO_DECAY)), Start((*short, *NO_DECAY)), Start((*more, *NO_DECAY))),
-        *(Start((*short, *fixed), run="fixed"), Start((*more, *fixed), run="fixed")),
-        *(Start((*short, *LINEAR), run="linear"), Start((*more, *LINEAR), run="linear")),
-    ]
-    long, long_fixed, first, again, extended, _, fixed_extended, _, linear_extended = start_runs(tmp_path, starts)
+    fixed, linear = (("lr_schedule.decay=linear", *more) for more in (("lr_schedule.decay_steps=4",), ()))
+    short, long = ("training.steps=3",), ("training.steps=7",)
+    longer, first, again, extended, _, linear_extended = start_runs(
+        tmp_path,
+        [
+            Start((*long, *fixed), run="longer"),
+            *(Start((*short, *fixed)), Start((*short, *fixed)), Start((*long, *fixed))),
+            *(Start((*short, *linear), run="linear"), Start((*long, *linear), run="linear")),
+        ],
+    )
     assert first.logged("Done: 3 steps")
     assert again.logged("Nothing to do: the run is finished, step 3 of training.steps = 3")
     assert again.logged("--training.steps 6")
     assert again.rows == {}
     assert again.files == first.files
-    for found, expected, name in ((extended, long, "run"), (fixed_extended, long_fixed, "fixed")):
-        assert found.step == 3
-        assert found.end == expected.end
-        assert not found.logged("Changed")
-        longer = "long" if name == "run" else "long fixed"
-        assert numbers(tmp_path / name) == numbers(tmp_path / longer)
-    lines = [line for line in linear_extended.lines if line.startswith("Changed")]
-    assert len(lines) == 1
-    assert lines[0].startswith("Changed since the checkpoint: training.steps: 3 in the checkpoint, 7 now; the decay")
+    assert extended.step == 3
+    assert extended.end == longer.end
+    assert not extended.logged("Changed")
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "longer")
+    (line,) = [line for line in linear_extended.lines if line.startswith("Changed")]
+    assert line.startswith("Changed since the checkpoint: training.steps: 3 in the checkpoint, 7 now; the decay")
+
+
+# Several decays of the learning rate from one checkpoint of a trunk, which has a constant learning rate
+
+COMMON = ("checkpoint.interval=4", "training.local_batch_size=16")
+TRUNK = (*COMMON, "lr_schedule.decay=none")
+SQRT = (*COMMON, "lr_schedule.decay=sqrt", "lr_schedule.final_decay_steps=2", "lr_schedule.min_lr_factor=0")
+LINEAR = (*COMMON, "lr_schedule.decay=linear", "lr_schedule.final_decay_steps=5", "lr_schedule.min_lr_factor=0.1")
+
+
+def test_decays_branch_from_a_trunk_that_trains_on(tmp_path: Path) -> None:
+    branch = (
+        f"checkpoint.initial_load_path={tmp_path / 'trunk/checkpoint/step-4'}",
+        "checkpoint.initial_load_model_only=false",
+    )
+    sqrt, linear = (*branch, *SQRT, "training.steps=8"), (*branch, *LINEAR, "training.steps=10")
+    trunk, short, long, killed, resumed, late, forgotten, further, uninterrupted = start_runs(
+        tmp_path,
+        [
+            Start((*TRUNK, "training.steps=6"), run="trunk"),
+            Start(sqrt, run="short"),
+            Start(linear, run="long"),
+            Start(linear, run="killed", kill=(9, 0)),  # inside the decay
+            Start(linear, run="killed"),
+            Start((*branch, *LINEAR, "training.steps=8"), run="late"),  # should have begun at step 4
+            Start((*branch, *SQRT, "training.steps=8"), run="trunk"),  # without a folder of its own
+            Start((*TRUNK, "training.steps=10"), run="trunk"),
+            Start((*TRUNK, "training.steps=10", "checkpoint.enable=false"), run="uninterrupted"),
+        ],
+    )
+    assert [start.error for start in (trunk, short, long, killed, resumed, late, further)] == [""] * 7
+    assert [start.step for start in (short, long, killed, resumed, late, further)] == [4, 4, 4, 8, 4, 6]
+    constant = numbers(tmp_path / "uninterrupted")
+
+    # The state, the data and, before the decay, all numbers of a branch are those of the trunk.
+    assert short.begin == long.begin == late.begin
+    assert short.rows == {step: uninterrupted.rows[step] for step in range(5, 9)}
+    assert long.rows == {step: uninterrupted.rows[step] for step in range(5, 11)}
+    assert numbers(tmp_path / "short")[:2] == constant[4:6]
+    assert numbers(tmp_path / "long")[:1] == constant[4:5]
+    rates = {name: [row["lr"] for row in numbers(tmp_path / name)] for name in ("short", "long", "late")}
+    assert rates["short"] == pytest.approx([0.01, 0.01, 0.01 * (1 - 0.5**0.5), 0.0])
+    assert rates["long"] == pytest.approx([0.01, *(0.001 + 0.009 * left / 5 for left in (4, 3, 2, 1, 0))])
+    assert short.logged(
+        "Learning rate: warm-up to 0.01 in steps 1 to 3, constant to step 6, sqrt decay to 0 in steps 7 to 8"
+    )
+
+    # A branch resumes in its own folder.
+    assert killed.killed
+    assert checkpoints_of(long) == checkpoints_of(resumed) == ["step-8", "step-10"]
+    assert resumed.end == long.end
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "long")
+
+    # The trunk is unchanged and trains on.
+    assert checkpoints_of(trunk) == ["step-4", "step-6"]
+    assert further.end == uninterrupted.end
+    assert numbers(tmp_path / "trunk") == constant
+
+    # Mistakes.
+    assert rates["late"] == pytest.approx([0.001 + 0.009 * left / 5 for left in (3, 2, 1, 0)])
+    jump = "The learning rate jumps: step 4 was trained with 0.01, and has 0.0082 in this run's schedule. "
+    assert late.logged(f"{jump}The decay would have begun at step 4; to begin it at step 5: ")
+    assert late.logged("--lr_schedule.final_decay_steps 4")
+    assert not any(start.logged("jumps") for start in (trunk, short, long, killed, resumed, further))
+    assert "--job.dump_folder ANOTHER" in forgotten.error
+    assert forgotten.files == trunk.files

@@ -1,10 +1,9 @@
 """Resuming with other settings: rejected if the state would have another meaning, otherwise logged or ignored."""
 
 import json
-import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +13,7 @@ import pytest
 
 from tests.distributed.gradients import replaced
 from tests.distributed.reference import TOKENS
-from tests.distributed.resuming import CORPUS, Outcome, Start, checkpoints_of, hashes, numbers, start_runs
-from tests.distributed.test_resume import write_text
+from tests.distributed.resuming import CORPUS, Outcome, Start, checkpoints_of, hashes, numbers, start_runs, write_text
 from titanlite.assembly import run as build_module
 from titanlite.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 
@@ -26,9 +24,11 @@ FOUR = ("training.steps=4",)
 
 
 @contextmanager
-def version(name: str) -> Iterator[None]:
-    """Simulate another version of the program."""
-    with replaced(build_module, name, 77):
+def versions(*names: str) -> Iterator[None]:
+    """Simulate other versions of the program."""
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(replaced(build_module, name, 77))
         yield
 
 
@@ -49,121 +49,101 @@ def edited_text(folder: Path) -> str:
     return f"data.sources.0.path={edited}"
 
 
-REJECTED = [
-    ("model.ffn_dim=64", "model.ffn_dim: 48 in the checkpoint, 64 now", "resume with the model of the checkpoint"),
-    ("model.n_layers=3", "model.n_layers: 2 in the checkpoint, 3 now", "resume with the model of the checkpoint"),
-    ("model.vocab_size=140", "model.vocab_size: 131 in", "resume with the model of the checkpoint"),
-    ("training.seq_len=8", "seq_len: 16 in the checkpoint, 8 now", "the checkpoint's training.seq_len"),
-    ("data.num_streams=8", "num_streams: 16 in the checkpoint, 8 now", "data.num_streams: leave the key out"),
-    ("training.dtype=float32", "dtype: float64 in the checkpoint, float32 now", "the checkpoint's training.dtype"),
-    ("optimizer.name=SGD", "optimizer: AdamW in the checkpoint, SGD now", "the optimizers of the checkpoint"),
-    (
-        "optimizer.name=Muon",
-        "optimizer.layers.*.attention.wq.weight: AdamW in the checkpoint, Muon now",
-        "--checkpoint.accept_changes '[\"optimizer\"]'",
-    ),
-    ("optimizer.state_dtype=bfloat16", "AdamW in the checkpoint, AdamW with bfloat16 moments now", "state_dtype"),
-    ("data.seed=3", "data: ", "--checkpoint.accept_changes '[\"data\"]'"),
-    ("data.shuffle=false", "data: ", "--checkpoint.accept_changes '[\"data\"]'"),
-]
+def other_tokens(folder: Path) -> str:
+    return write_text(folder / "other", "bacdefghijklmnopqrstuvwxyz ")[2]
 
 
 def test_changes_to_the_meaning_of_the_state_are_rejected_with_a_remedy(tmp_path: Path) -> None:
+    """tests/unit/checkpoint/test_compatibility.py has each difference alone."""
     text = write_text(tmp_path / "text")
-    other_tokens = write_text(tmp_path / "other", "bacdefghijklmnopqrstuvwxyz ")[2]
-    edits = [
-        ((*text, edited_text(tmp_path)), "content differs", "--checkpoint.accept_changes '[\"data\"]'"),
-        ((*text, other_tokens), "tokenizer: ", "--checkpoint.accept_changes '[\"tokenizer\"]'"),
+    many = ("model.ffn_dim=64", "model.vocab_size=140", "training.seq_len=8", "data.num_streams=8", "data.seed=3")
+    many = (*many, "training.dtype=float32", "optimizer.name=SGD", other_tokens(tmp_path))
+    other_versions = partial(versions, "STREAM_VERSION", "INIT_VERSION")
+    rejected = [
+        (
+            Start((*text, *EIGHT, *many), around=other_versions),
+            [
+                *("model.ffn_dim: 48 in the checkpoint, 64 now", "model.vocab_size: 131 in the checkpoint, 140 now"),
+                *("resume with the model of the checkpoint", "seq_len: 16 in the checkpoint, 8 now"),
+                *("the checkpoint's training.seq_len", "num_streams: 16 in the checkpoint, 8 now"),
+                *("data.num_streams: leave the key out", "dtype: float64 in the checkpoint, float32 now"),
+                *("the checkpoint's training.dtype", "optimizer: AdamW in the checkpoint, SGD now"),
+                *("the optimizers of the checkpoint", "data: seed", "--checkpoint.accept_changes '[\"data\"]'"),
+                *("tokenizer: ", "--checkpoint.accept_changes '[\"tokenizer\"]'", "streams_version: "),
+                *("a titanlite of that version", "init_version: ", "--checkpoint.accept_changes '[\"init_version\"]'"),
+            ],
+        ),
+        (
+            Start((*text, *EIGHT, "optimizer.name=Muon", edited_text(tmp_path))),
+            [
+                "optimizer.layers.*.attention.wq.weight: AdamW in the checkpoint, Muon now",
+                *("--checkpoint.accept_changes '[\"optimizer\"]'", "content differs"),
+            ],
+        ),
+        (
+            Start((*text, *EIGHT, "optimizer.state_dtype=bfloat16", "data.shuffle=false")),
+            ["AdamW in the checkpoint, AdamW with bfloat16 moments now", "state_dtype", "data: shuffle"],
+        ),
     ]
-    versions = [
-        ("STREAM_VERSION", "streams_version: ", "a titanlite of that version"),
-        ("INIT_VERSION", "init_version: ", "--checkpoint.accept_changes '[\"init_version\"]'"),
-    ]
-    base, *outcomes = start_runs(
-        tmp_path,
-        [
-            Start((*text, *FOUR)),
-            *(Start((*text, *EIGHT, setting)) for setting, _, _ in REJECTED),
-            *(Start((*EIGHT, *settings)) for settings, _, _ in edits),
-            *(Start((*text, *EIGHT), around=partial(version, name)) for name, _, _ in versions),
-            Start((*text, *EIGHT, "model.ffn_dim=64", "training.seq_len=8")),
-        ],
-    )
-    for (changed, difference, remedy), outcome in zip([*REJECTED, *edits, *versions], outcomes, strict=False):
-        assert outcome.error.startswith(f"cannot resume from {tmp_path}/run/checkpoint/step-4: "), changed
-        assert difference in outcome.error, changed
-        assert remedy in outcome.error, changed
-        assert "--checkpoint.initial_load_path" in outcome.error
-        assert (outcome.step, outcome.files) == (-1, base.files), changed
-    assert all(text in outcomes[-1].error for text in ("model.ffn_dim", "seq_len: 16 in the checkpoint, 8 now"))
+    base, *outcomes = start_runs(tmp_path, [Start((*text, *FOUR)), *(start for start, _ in rejected)])
+    for (start, texts), outcome in zip(rejected, outcomes, strict=True):
+        assert outcome.error.startswith(f"cannot resume from {tmp_path}/run/checkpoint/step-4: "), start
+        for text_of_error in (*texts, "--checkpoint.initial_load_path"):
+            assert text_of_error in outcome.error, outcome.error
+        assert (outcome.step, outcome.files) == (-1, base.files), start
 
 
-@pytest.mark.slow
+CHANGED, ACCEPTED = "Changed since the checkpoint: ", "accepted change since the checkpoint: "
+
+
 def test_other_changes_are_logged_accepted_or_ignored(tmp_path: Path) -> None:
     text = write_text(tmp_path / "text")
-    other_tokens = write_text(tmp_path / "other", "bacdefghijklmnopqrstuvwxyz ")[2]
-    base_run, _ = start_runs(tmp_path, [Start(FOUR, run="base"), Start((*text, *FOUR), run="text")])
+    base, base_of_text = start_runs(tmp_path, [Start(FOUR, run="base"), Start((*text, *FOUR), run="text")])
     shutil.copy(tmp_path / CORPUS, tmp_path / "moved.npy")
-    cases: list[tuple[str, tuple[str, ...], int, tuple[str, ...]]] = [
-        ("base", (), 1, ()),
-        ("base", ("training.local_batch_size=8", "metrics.log_freq=4", "parallelism.dp_shard=2"), 2, ()),
-        ("base", (f"data.sources.0.path={tmp_path / 'moved.npy'}", "activation_checkpoint.mode=full"), 1, ()),
+    accept_data, accept_two = (
+        f"checkpoint.accept_changes={names}" for names in ('["data"]', '["optimizer","tokenizer"]')
+    )
+    layout = ("training.local_batch_size=8", "metrics.log_freq=4", "parallelism.dp_shard=2")
+    ignored = (*layout, "activation_checkpoint.mode=full", f"data.sources.0.path={tmp_path / 'moved.npy'}")
+    cases: list[tuple[str, int, tuple[str, ...], list[str]]] = [
+        ("base", 2, ignored, []),
         (
-            "base",
-            ("optimizer.lr=5e-3",),
-            1,
-            ("Changed since the checkpoint: optimizer.lr: 0.01 in the checkpoint, 0.005",),
+            *("base", 1, ("optimizer.lr=5e-3", "optimizer.beta1=0.8", "debug.seed=4")),
+            [
+                f"{CHANGED}optimizer.lr: 0.01 in the checkpoint, 0.005",
+                *(f"{CHANGED}optimizer.beta1: ", f"{CHANGED}debug.seed: 0"),
+            ],
+        ),
+        ("base", 1, (edited_corpus(tmp_path), accept_data), [f"{ACCEPTED}data: "]),
+        (
+            *("base", 2, (*ADDED_SOURCE, accept_data)),
+            [f"{ACCEPTED}data: source 1 (added) is new: it begins at its start"],
         ),
         (
-            "base",
-            ("optimizer.beta1=0.8", "debug.seed=4"),
-            1,
-            ("Changed since the checkpoint: optimizer.beta1: ", "Changed since the checkpoint: debug.seed: 0"),
-        ),
-        (
-            "base",
-            (edited_corpus(tmp_path), 'checkpoint.accept_changes=["data"]'),
-            1,
-            ("accepted change since the checkpoint: data: ",),
-        ),
-        (
-            "base",
-            (*ADDED_SOURCE, 'checkpoint.accept_changes=["data"]'),
-            2,
-            ("accepted change since the checkpoint: data: source 1 (added) is new: it begins at its start",),
-        ),
-        (
-            "base",
-            ("optimizer.name=Muon", 'checkpoint.accept_changes=["optimizer"]'),
-            2,
-            ("accepted change since the checkpoint: optimizer.layers.*.attention.wk.weight: AdamW in",) * 7,
-        ),
-        (
-            "text",
-            (*text, other_tokens, 'checkpoint.accept_changes=["tokenizer"]'),
-            1,
-            ("accepted change since the checkpoint: tokenizer: ",),
+            *("text", 2, (*text, "optimizer.name=Muon", other_tokens(tmp_path), accept_two)),
+            [*[f"{ACCEPTED}optimizer.layers.*."] * 7, f"{ACCEPTED}tokenizer: "],
         ),
     ]
     starts = []
-    for number, (base, settings, ranks, _) in enumerate(cases):
-        shutil.copytree(tmp_path / base, tmp_path / f"{number}")
+    for number, (run, ranks, settings, _) in enumerate(cases):
+        shutil.copytree(tmp_path / run, tmp_path / f"{number}")
         starts.append(Start((*EIGHT, *settings), ranks, run=f"{number}"))
-    for (_, settings, _, lines), outcome in zip(cases, start_runs(tmp_path, starts), strict=True):
+    outcomes = start_runs(tmp_path, starts)
+    for (_, _, settings, lines), outcome in zip(cases, outcomes, strict=True):
         assert (outcome.error, outcome.step) == ("", 4), settings
         changes = [line for line in outcome.lines if "since the checkpoint" in line]
         assert len(changes) == len(lines), changes
         assert all(any(line.startswith(start) for line in changes) for start in lines), changes
-        if "optimizer.name=Muon" in settings:
-            assert outcome.logged("The state of the optimizers starts anew")
-            weights = [name for name in base_run.end if "in the optimizer" not in name]
-            assert {name: outcome.begin[name] for name in weights} == {name: base_run.end[name] for name in weights}
-            assert not any(name.endswith("exp_avg in the optimizer") and "wq" in name for name in outcome.begin)
-        if set(ADDED_SOURCE) <= set(settings):
-            for stream in range(16):
-                before = json.loads(base_run.end[f"stream {stream}"])
-                assert json.loads(outcome.begin[f"stream {stream}"]) == [*before, 0, stream, 0, 0, 0, 0]
-            assert outcome.logged("data at sequence 64 (tokens ")
+
+    *_, added, muon = outcomes
+    for stream in range(16):
+        before = json.loads(base.end[f"stream {stream}"])
+        assert json.loads(added.begin[f"stream {stream}"]) == [*before, 0, stream, 0, 0, 0, 0]
+    assert added.logged("data at sequence 64 (tokens ")
+    assert muon.logged("The state of the optimizers starts anew")
+    weights = [name for name in base_of_text.end if "in the optimizer" not in name]
+    assert {name: muon.begin[name] for name in weights} == {name: base_of_text.end[name] for name in weights}
+    assert not any(name.endswith("exp_avg in the optimizer") and "wq" in name for name in muon.begin)
 
 
 def ledger(outcome: Outcome) -> dict[int, str]:
@@ -173,7 +153,6 @@ def ledger(outcome: Outcome) -> dict[int, str]:
     return dict(rows)
 
 
-@pytest.mark.slow
 def test_changed_global_batch_neither_skips_nor_repeats_rows(tmp_path: Path) -> None:
     """24 is not a multiple of the 16 streams, and 6 is less than the number of streams."""
     sizes = [("24", 1, "4"), ("6", 2, "3"), ("16", 1, "16")]
@@ -224,90 +203,81 @@ def test_sizes_derived_from_the_first_mesh_stay_if_the_mesh_changes(tmp_path: Pa
     assert sorted(ledger(first) | ledger(later)) == list(range(64))
 
 
-@pytest.mark.slow
 def test_run_starts_from_the_weights_or_the_full_state_of_another_run(tmp_path: Path) -> None:
     steps = "lr_schedule.decay=none"
     longer, source = start_runs(tmp_path, [Start((*EIGHT, steps), run="longer"), Start((*FOUR, steps), run="source")])
     folder = tmp_path / "source/checkpoint"
-    path = f"checkpoint.initial_load_path={folder}"
-    full, disabled = "checkpoint.initial_load_model_only=false", "checkpoint.enable=false"
     shutil.copytree(folder / "step-2", tmp_path / "gold")
-    for name, step in (("damaged", 4), ("broken", 4), ("broken", 2)):
-        if not (tmp_path / name).exists():
-            shutil.copytree(folder, tmp_path / name)
-        file = next((tmp_path / name / f"step-{step}").glob("*.distcp"))
-        file.write_bytes(file.read_bytes()[:-1] + b"?")
-    damaged = f"checkpoint.initial_load_path={tmp_path / 'damaged'}"
-    names = ["model", "plain", "all", "all plain", "cut", "float32", "vocabulary", "shape", "fallen back"]
-    names += ["named", "renamed", "none valid", "nothing", "rotary"]
-    settings: list[tuple[str, ...]] = [
-        *((path,), (path, disabled), (path, full), (path, full, disabled), (path, full)),
-        *((path, "training.dtype=float32"), (path, "model.vocab_size=140"), (path, full, "model.ffn_dim=64")),
-        *((damaged, full), (f"{damaged}/step-4",), (f"checkpoint.initial_load_path={tmp_path / 'gold'}", full)),
-        (f"checkpoint.initial_load_path={tmp_path / 'broken'}",),
-        (f"checkpoint.initial_load_path={tmp_path / 'nowhere'}",),
-        (path, "model.rope_theta=20000.0"),
-    ]
+    imported = Path(shutil.copytree(folder, tmp_path / "imported") / "step-4")
+    manifest = replace(read_manifest(imported), content="model")  # as an import of a model has it
+    (imported / MANIFEST_FILE).unlink()
+    write_manifest(imported, manifest)
+    for name, damaged_steps in (("damaged", (4,)), ("broken", (2, 4))):
+        shutil.copytree(folder, tmp_path / name)
+        for step in damaged_steps:
+            file = next((tmp_path / name / f"step-{step}").glob("*.distcp"))
+            file.write_bytes(file.read_bytes()[:-1] + b"?")
+    path, damaged, gold, broken = (
+        f"checkpoint.initial_load_path={tmp_path / name}" for name in ("source/checkpoint", "damaged", "gold", "broken")
+    )
+    full, unsaved = "checkpoint.initial_load_model_only=false", "checkpoint.enable=false"
+    cases: dict[str, tuple[str, ...]] = {
+        "weights": (path,),
+        "converted": (path, "training.dtype=float32", "model.rope_theta=20000.0"),
+        "vocabulary": (path, "model.vocab_size=140"),
+        "all": (path, full, unsaved),
+        "cut": (path, full),
+        "shape": (path, full, "model.ffn_dim=64"),
+        "fallen back": (damaged, full),
+        "named": (f"{damaged}/step-4",),
+        "renamed": (gold, full),
+        "none valid": (broken,),
+        "imported": (f"checkpoint.initial_load_path={imported}",),
+        "no state": (f"checkpoint.initial_load_path={imported}", full),
+    }
     starts = [
-        Start((*EIGHT, steps, *case), run=name, kill=(7, 0) if name == "cut" else None)
-        for name, case in zip(names, settings, strict=True)
+        Start((*EIGHT, steps, *settings), run=name, kill=(7, 0) if name == "cut" else None)
+        for name, settings in cases.items()
     ]
     again = Start((*EIGHT, steps, path, full), run="cut")
     *outcomes, resumed = start_runs(tmp_path, [*starts, again])
-    found = dict(zip(names, outcomes, strict=True))
+    found = dict(zip(cases, outcomes, strict=True))
 
     weights = {name: value for name, value in source.end.items() if "optimizer" not in name and "stream" not in name}
-    for name in ("model", "plain"):
-        assert (found[name].error, found[name].step) == ("", 0)
-        assert {key: found[name].begin[key] for key in weights} == weights
-        moments = {key: value for key, value in found[name].begin.items() if "in the optimizer" in key}
-        assert moments.items() <= longer.begin.items()  # those of a new run
-        assert found[name].rows == longer.rows
-        assert found[name].logged(f"with the weights of step 4 in {folder}/step-4, verified in full")
-        assert [row["step"] for row in numbers(tmp_path / name)] == list(range(1, 9))
-    assert found["rotary"].logged(
-        "Changed from the model of the weights: model.rope_theta: 500000.0 in the checkpoint, 20000.0 now"
-    )
-    assert not found["model"].logged("Changed from the model of the weights")
-    for name in ("all", "all plain"):
-        assert (found[name].error, found[name].step) == ("", 4)
-        assert found[name].begin == source.end
-        assert found[name].end == longer.end
-        assert found[name].rows == {step: longer.rows[step] for step in (5, 6, 7, 8)}
-        assert numbers(tmp_path / name) == numbers(tmp_path / "longer")[4:]
-    assert checkpoints_of(found["all"]) == ["step-6", "step-8"]
-    assert not any("checkpoint" in name for name in found["all plain"].files)
-    assert (found["cut"].killed, resumed.step) == (True, 6)  # its own checkpoint, not the source's
-    assert resumed.end == longer.end
-
-    assert found["float32"].error == ""
-    assert found["float32"].logged("are converted from torch.float64 to torch.float32")
-    assert all("torch.float32" in value for name, value in found["float32"].begin.items() if name in weights)
-    assert re.search(r"of shape \(131, 32\), but this model needs \(140, 32\)", found["vocabulary"].error)
+    begun = found["weights"]
+    assert (begun.error, begun.step) == ("", 0)
+    assert {key: begun.begin[key] for key in weights} == weights
+    moments = {key: value for key, value in begun.begin.items() if "in the optimizer" in key}
+    assert moments.items() <= longer.begin.items()  # those of a new run
+    assert begun.rows == longer.rows
+    assert begun.logged(f"with the weights of step 4 in {folder}/step-4, verified in full")
+    assert not begun.logged("Changed from the model of the weights")
+    assert [row["step"] for row in numbers(tmp_path / "weights")] == list(range(1, 9))
+    rope = "Changed from the model of the weights: model.rope_theta: 500000.0 in the checkpoint, 20000.0 now"
+    assert found["converted"].error == ""
+    assert found["converted"].logged(rope)
+    assert found["converted"].logged("are converted from torch.float64 to torch.float32")
+    assert all("torch.float32" in found["converted"].begin[name] for name in weights)
+    assert "of shape (131, 32), but this model needs (140, 32)" in found["vocabulary"].error
     assert "\n  model.vocab_size: 131 in the checkpoint, 140 now\n" in found["vocabulary"].error
     assert "remedy: use the checkpoint's [model] values and its tokenizer" in found["vocabulary"].error
+
+    assert (found["all"].error, found["all"].step) == ("", 4)
+    assert found["all"].begin == found["cut"].begin == source.end
+    assert found["all"].end == resumed.end == longer.end
+    assert found["all"].rows == {step: longer.rows[step] for step in (5, 6, 7, 8)}
+    assert numbers(tmp_path / "all") == numbers(tmp_path / "cut") == numbers(tmp_path / "longer")[4:]
+    assert not any("checkpoint" in name for name in found["all"].files)
+    assert (found["cut"].killed, resumed.step) == (True, 6)  # its own checkpoint, not the source's
+    assert checkpoints_of(resumed) == ["step-6", "step-8"]
     assert found["shape"].error.startswith(f"cannot resume from {folder}/step-4")
+
     assert (found["fallen back"].step, found["renamed"].step) == (2, 2)
     assert found["fallen back"].logged(f"{tmp_path}/damaged/step-4 is corrupted: ")
     assert "step-4 is corrupted" in found["named"].error
     assert "no valid checkpoint found" in found["none valid"].error
-    assert f"initial_load_path = '{tmp_path / 'nowhere'}'" in found["nothing"].error
+    assert found["imported"].begin == begun.begin
+    assert "checkpoint with optimizer and position in the data found" in found["no state"].error
     for name in ("damaged", "broken"):
         assert sorted(entry.name for entry in (tmp_path / name).iterdir()) == ["step-2", "step-4"]
     assert hashes(tmp_path / "source") == source.files
-
-
-def test_model_only_checkpoint_provides_only_weights(tmp_path: Path) -> None:
-    path = f"checkpoint.initial_load_path={tmp_path / 'source/checkpoint/step-4'}"
-    full = "checkpoint.initial_load_model_only=false"
-    (source,) = start_runs(tmp_path, [Start(FOUR, run="source")])
-    saved = tmp_path / "source/checkpoint/step-4"
-    manifest = replace(read_manifest(saved), content="model")  # as an import of a model has it
-    (saved / MANIFEST_FILE).unlink()
-    write_manifest(saved, manifest)
-    weights, everything = start_runs(
-        tmp_path, [Start((*FOUR, path), run="weights"), Start((*FOUR, path, full), run="everything")]
-    )
-    assert (source.error, weights.error, weights.step) == ("", "", 0)
-    assert "checkpoint with optimizer and position in the data found" in everything.error
-    assert everything.rows == {}

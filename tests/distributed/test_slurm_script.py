@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.program import PATIENCE_S, REPOSITORY, Program, clean_environment
-from tests.distributed.test_restarts import wait_until
+from tests.distributed.program import REPOSITORY, Program, clean_environment
 
 SCRIPT = REPOSITORY / "scripts" / "slurm.sbatch"
 NODES = 2
@@ -99,7 +98,7 @@ def start_job(tmp_path: Path) -> Iterator[Start]:
             )
         program = Program(process, tmp_path, output)
         started.append(program)
-        wait_until(lambda: len(nodes(program, "started")) == NODES, program, PATIENCE_S)
+        program.wait_until(lambda: len(nodes(program, "started")) == NODES)
         return program
 
     yield start

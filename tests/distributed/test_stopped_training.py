@@ -1,6 +1,5 @@
 """Training stopped by signals at different times: it saves once, and the next start resumes bit for bit."""
 
-import json
 import os
 import re
 import signal
@@ -10,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.program import TORCHRUN, Program, Starter, rows
+from tests.distributed.program import FAULTY, TORCHRUN, Program, Starter, rows
 from tests.distributed.recovered import (
-    SETTINGS,
     Undisturbed,
     assert_matches_undisturbed,
     saved_steps,
@@ -24,7 +22,6 @@ from titanlite.checkpoint.folder import published_steps
 from titanlite.runtime.job_lock import JOB_LOCK_FILE
 from titanlite.tools.report import __main__ as report
 
-SLOW_TRAIN = (str(Path(__file__).with_name("slow_train.py")),)
 FORWARDING = (*TORCHRUN, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
 STEPS = 40
 ASYNC = ("--checkpoint.async_mode", "async")
@@ -34,22 +31,23 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 
 @dataclass(frozen=True)
 class Stop:
-    """slow: operation during which the signal is sent (see slow_train.py). to: a rank, or None for torchrun."""
+    """slow: operation during which the signal is sent. to: a rank, or None for torchrun.
+
+    ranks: number of ranks with the operation.
+    """
 
     signal: str
     to: int | None
     slow: str
-    pattern: str
-    """Output of a rank at the start of the operation."""
     ranks: int
     arguments: tuple[str, ...]
 
 
 STOPS = [
-    Stop("SIGTERM", 1, "first_step", "^slow step on rank", 2, ("--checkpoint.interval", "100")),
-    Stop("SIGINT", 1, "data", "^slow data on rank", 1, ("--checkpoint.interval", "100")),
-    Stop("SIGTERM", None, "save", "^slow save on rank", 2, ("--checkpoint.interval", "3")),
-    Stop("SIGUSR1", 0, "save", "^slow save on rank", 2, ("--checkpoint.interval", "3", *ASYNC)),
+    Stop("SIGTERM", 1, "step", 2, ("--checkpoint.interval", "100")),
+    Stop("SIGINT", 1, "data", 1, ("--checkpoint.interval", "100")),
+    Stop("SIGTERM", None, "save", 2, ("--checkpoint.interval", "3")),
+    Stop("SIGUSR1", 0, "save", 2, ("--checkpoint.interval", "3", *ASYNC)),
 ]
 
 
@@ -60,12 +58,12 @@ def stop_at(start: Starter, workplace: Path, stop: Stop, number: int) -> Program
         *stop.arguments,
         "--training.steps",
         str(STEPS),
-        program=SLOW_TRAIN,
+        program=FAULTY,
         launcher=FORWARDING if stop.to is None else None,
         name=f"output{number}",
-        environment={"SLOW": stop.slow, "SLOW_S": "2"},
+        environment={"FAULT": f"slow-{stop.slow}", "FAULTY_RANK": "all" if stop.ranks == 2 else "1"},
     )
-    program.wait_for(rf"(?s)(?:{stop.pattern}.*){{{stop.ranks}}}")
+    program.wait_for(rf"(?s)(?:^slow {stop.slow} on rank.*){{{stop.ranks}}}")
     os.kill(program.process.pid if stop.to is None else program.ranks()[stop.to], signal.Signals[stop.signal])
     code = program.wait()
     assert code == (1 if stop.to is None else 0), program.output
@@ -107,25 +105,3 @@ def test_signal_saves_once_and_the_next_start_resumes_bit_for_bit(
     assert page.count("resumed from step ") == len(stops)
     assert f"resumed from step {last}, " in page
     assert f"<dd>{STEPS} of {STEPS}</dd>" in page
-
-
-@pytest.mark.soak
-def test_second_job_is_rejected_while_the_first_runs(tmp_path: Path, start: Starter) -> None:
-    """Both run without torchrun. A signal to its only process then stops the first job."""
-    first = start(tmp_path, *SETTINGS, "--training.steps", "1000000", name="first")
-    first.wait_for(r" 3/\d")
-    second = start(tmp_path, *SETTINGS, "--training.steps", "1000000", name="second")
-    assert second.wait() == 1, second.output
-    (process, host) = re.findall(r"in use by another job: process (\d+) on host (\S+), since", second.output)[0]
-    assert int(process) == first.process.pid
-    assert host
-    assert " 1/1000000 " not in second.output
-    assert json.loads((tmp_path / "out" / JOB_LOCK_FILE).read_text())["pid"] == first.process.pid
-    first.process.send_signal(signal.SIGTERM)
-    assert first.wait() == 0, first.output
-    ((name, step),) = stopped(first.output)
-    assert name == "SIGTERM"
-    assert [row["step"] for row in rows(tmp_path / "out")] == list(range(1, step + 1))
-    third = start(tmp_path, *SETTINGS, "--training.steps", str(step + 1), name="third")
-    assert third.wait() == 0, third.output
-    assert starts(third.output) == [step]

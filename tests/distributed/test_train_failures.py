@@ -12,18 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.distributed.program import (
-    FAULTY,
-    PATIENCE_S,
-    PYTHON,
-    TORCHRUN,
-    Program,
-    Starter,
-    free_port,
-    own_tracebacks,
-    rows,
-    start_program,
-)
+from tests.distributed.program import FAULTY, PYTHON, TORCHRUN, TRAIN, Program, Starter, free_port, own_tracebacks, rows
 from titanlite.data.bpe import train_bpe
 
 SENTENCE = "the model reads a few words and learns which of them follow the others in a text"
@@ -37,13 +26,6 @@ def seconds_to_end(program: Program) -> float:
     begin = time.monotonic()
     program.wait()
     return time.monotonic() - begin
-
-
-def assert_all_gone(program: Program) -> None:
-    end = time.monotonic() + SOON_S
-    while program.processes():
-        assert time.monotonic() < end, program.processes()
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -76,15 +58,6 @@ def write_rows(file: Path, bad: dict[int, str]) -> None:
 BAD_ROW = 35  # in stream 3, after two good rows
 
 
-@pytest.fixture(scope="module")
-def single_with_a_bad_row(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
-    workplace = tmp_path_factory.mktemp("bad_row")
-    write_rows(workplace / "rows.jsonl", {BAD_ROW: '{"text": "cut short'})
-    program = start_program(workplace, *text_arguments(tokenizer, workplace / "rows.jsonl"))
-    assert program.wait() == 1, program.output
-    return program
-
-
 def log_of(program: Program) -> list[str]:
     """Lines of train.log."""
     return (program.workplace / "out" / "train.log").read_text().splitlines()
@@ -103,23 +76,24 @@ def assert_bad_row_is_reported_once(program: Program, file: Path) -> None:
 
 @pytest.mark.slow
 def test_user_error_on_one_rank_is_reported_once_at_the_same_step(
-    single_with_a_bad_row: Program, tokenizer: Path, tmp_path: Path, start: Starter
+    tokenizer: Path, tmp_path: Path, start: Starter
 ) -> None:
-    file = single_with_a_bad_row.workplace / "rows.jsonl"
-    assert_bad_row_is_reported_once(single_with_a_bad_row, file)
-    assert "Traceback" not in single_with_a_bad_row.output
-    expected = rows(single_with_a_bad_row.workplace / "out")
-    assert 1 < len(expected) < 39
-
-    program = start(tmp_path, *text_arguments(tokenizer, file), "--training.local_batch_size", "4", ranks=2)
-    program.wait_for("^titanlite: bad row")
-    assert seconds_to_end(program) < SOON_S
-    assert program.wait() == 1
-    assert_bad_row_is_reported_once(program, file)
-    found = rows(tmp_path / "out")
-    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    file = tmp_path / "rows.jsonl"
+    write_rows(file, {BAD_ROW: '{"text": "cut short'})
+    found = {}
+    for ranks in (0, 2):
+        (tmp_path / f"{ranks}").mkdir()
+        batch = ("--training.local_batch_size", "4")
+        program = start(tmp_path / f"{ranks}", *text_arguments(tokenizer, file), *batch, ranks=ranks)
+        program.wait_for("^titanlite: bad row")
+        assert seconds_to_end(program) < SOON_S
+        assert program.wait() == 1
+        assert_bad_row_is_reported_once(program, file)
+        found[ranks] = rows(program.workplace / "out")
+    assert 1 < len(found[0]) < 39
+    assert [row["step"] for row in found[2]] == [row["step"] for row in found[0]]
     for key in ("loss", "grad_norm"):
-        assert [row[key] for row in found] == pytest.approx([row[key] for row in expected], rel=1e-10, abs=0)
+        assert [row[key] for row in found[2]] == pytest.approx([row[key] for row in found[0]], rel=1e-10, abs=0)
 
 
 @pytest.mark.slow
@@ -184,7 +158,7 @@ def test_programming_error_is_reported_only_by_its_rank(
         "titanlite: rank 1 failed: ValueError: planted"
     ]
     assert own_tracebacks(program.output) == 1
-    assert program.output.count("ValueError: planted") == 2
+    assert program.output.count("ValueError: planted") == (2 if launcher is None else 3)  # torchrun repeats the message
     assert log_of(program)[-1].endswith(" error: rank 1 failed: ValueError: planted")
     assert sum("planted" in line or "Traceback" in line for line in log_of(program)) == 1
     if launcher is not None:  # torchrun names the rank whose process ended first
@@ -193,140 +167,96 @@ def test_programming_error_is_reported_only_by_its_rank(
     assert len(rows(tmp_path / "out")) == 2
 
 
-@pytest.mark.slow
-@needs_proc
-def test_ranks_without_a_launcher_also_end(tmp_path: Path, start: Starter) -> None:
-    """Rank 0 hosts the store, and no launcher stops the others: only rank 0 prints."""
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "FAULT": "step"}
-    programs = [
+def start_without_a_launcher(start: Starter, folder: Path, fault: str, *arguments: str) -> list[Program]:
+    """Start two ranks that no launcher stops. Rank 0, which hosts the store, has the fault."""
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common |= {"FAULT": fault, "FAULTY_RANK": "0"}
+    return [
         start(
-            tmp_path,
+            *(folder, *arguments),
             program=FAULTY,
             name=f"output{rank}",
-            environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "FAULTY_RANK": "0"},
+            environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(2)
     ]
+
+
+@pytest.mark.slow
+@needs_proc
+def test_ranks_without_a_launcher_also_end(tmp_path: Path, start: Starter) -> None:
+    programs = start_without_a_launcher(start, tmp_path, "step")
     programs[0].wait_for("^titanlite: rank 0 failed: ValueError: planted")
     assert seconds_to_end(programs[1]) < SOON_S
     assert [program.wait() for program in programs] == [1, 1]
     assert [own_tracebacks(program.output) for program in programs] == [1, 0]
     assert "titanlite: " not in programs[1].output, programs[1].output
     for program in programs:
-        assert_all_gone(program)
-
-
-QUIET = {
-    "kill": r"rank 1 on \S+: no sign of life, in step 3 \(forward, backward and update\): killed, out of memory",
-    "hang-data": r"rank 1 on \S+ hangs or lags: in step 3 \(waiting for data\) for \d+ s; the other ranks wait for it",
-    "hang": r"rank 1 on \S+ hangs or lags: in step 3 \(forward, backward and update\) for \d+ s; .* in a collective",
-    "stop-save": r"rank 1 on \S+: no sign of life, in step 3 \(saving\): killed, out of memory, stopped",
-}
-CHECKPOINTS = ["--checkpoint.enable", "true", "--checkpoint.interval", "1"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "resumes"),
-    [
-        ("kill", False),
-        *(
-            pytest.param(*case, marks=pytest.mark.soak)
-            for case in (("stop-save", False), ("hang-data", True), ("hang", False))
-        ),
-    ],
-)
-def test_a_rank_that_is_killed_or_hangs_is_named(fault: str, resumes: bool, tmp_path: Path, start: Starter) -> None:
-    """One message, by a rank that waits for it, and an exit within 5 s after the timeout; files show where ranks are.
-
-    A save may take comm.save_timeout_s, half an hour; a rank that is stopped gives no signs of life.
-    """
-    faults = {"FAULT": fault, "FAULTY_RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
-    settings = ["--comm.train_timeout_s", "3", *(CHECKPOINTS if resumes or fault == "stop-save" else [])]
-    if resumes:
-        assert start(tmp_path, *settings, "--training.steps", "1", name="first").wait() == 0
-    program = start(tmp_path, *settings, ranks=2, program=FAULTY, environment=faults)
-    program.wait_for(r" 2/\d" if fault != "stop-save" else r" 3/\d")
-    begin = time.monotonic()
-    while 0 in program.ranks():
-        program.process.poll()
-        assert time.monotonic() - begin < 3 + 5
-        time.sleep(0.05)
-    program.close()
-    messages = re.findall("^titanlite: .*$", program.output, re.MULTILINE)
-    assert len(messages) == 1, program.output
-    assert re.match(f"titanlite: {QUIET[fault]}", messages[0]), messages
-    assert bool(re.search(r"\(rank 0 lost the connection: ", program.output)) == (fault != "stop-save")
-    assert own_tracebacks(program.output) == 0
-    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"].startswith(messages[0])
-    (folder,) = (tmp_path / "out" / "faults").iterdir()
-    assert str(folder) in messages[0]
-    files = {file.name: file.read_text() for file in folder.iterdir()}
-    living = [0, 1] if fault.startswith("hang") else [0]
-    assert sorted(files) == [f"rank-{rank}.{suffix}" for rank in living for suffix in ("gloo.json", "txt")]
-    assert json.loads(files["rank-0.gloo.json"])["entries"]
-    if fault.startswith("hang"):
-        assert ("hanging_next_step" if fault == "hang-data" else "hanging_train_step") in files["rank-1.txt"]
-
-
-ELSEWHERE = {
-    "kill-start": r"rank 1 on \S+: no sign of life, in step 0 \(start-up\): killed, out of memory",
-    "hang-start": r"rank 1 on \S+ hangs or lags: in step 0 \(start-up\) for \d+ s; the other ranks wait for it",
-    "hang-save": r"rank 1 on \S+ hangs or lags: in step \d+ \(saving\) for \d+ s; .*\n.*: cannot save step 3: ",
-    "hang-end": r"rank 1 on \S+ hangs or lags: in step 6 \(ending\) for \d+ s; the other ranks wait for it",
-}
-
-
-@pytest.mark.soak  # default suite: test_a_rank_that_is_killed_or_hangs_is_named
-def test_a_rank_that_is_killed_or_hangs_outside_of_a_step_is_named(tmp_path: Path, start: Starter) -> None:
-    """In start-up, in the thread of a save, and after the last step, in four programs at the same time."""
-    timeouts = [f"--comm.{name}_timeout_s={seconds}" for name, seconds in (("init", 6), ("train", 4), ("save", 3))]
-    programs = {
-        fault: start(
-            tmp_path,
-            *(*timeouts, "--job.dump_folder", str(tmp_path / "out" / fault)),
-            *([*CHECKPOINTS, "--checkpoint.async_mode", "async"] if fault == "hang-save" else []),
-            ranks=2,
-            program=FAULTY,
-            name=fault,
-            environment={"FAULT": fault, "FAULTY_RANK": "1"},
-        )
-        for fault in ELSEWHERE
-    }
-    for fault, program in programs.items():
-        program.wait_for("^titanlite: ")
-        begin = time.monotonic()
-        while 0 in program.ranks():
-            program.process.poll()
-            assert time.monotonic() - begin < SOON_S
-            time.sleep(0.05)
-        program.close()
-        assert re.search(f"^titanlite: {ELSEWHERE[fault]}", program.output, re.MULTILINE), program.output
-        assert len(re.findall("^titanlite: ", program.output, re.MULTILINE)) == 1, program.output
-        assert own_tracebacks(program.output) == 0
-    assert len(rows(tmp_path / "out" / "hang-end")) == 6
+        program.wait_until_gone(SOON_S)
 
 
 @pytest.mark.slow
 def test_a_rank_0_that_is_stopped_with_the_store_is_named(tmp_path: Path, start: Starter) -> None:
     """Its connections stay open, as after the loss of a node, so that calls to the store block without limit."""
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "FAULT": "stop"}
-    programs = [
-        start(
-            tmp_path,
-            *("--comm.train_timeout_s", "3"),
-            program=FAULTY,
-            name=f"output{rank}",
-            environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "FAULTY_RANK": "0"},
-        )
-        for rank in range(2)
-    ]
+    programs = start_without_a_launcher(start, tmp_path, "stop", "--comm.train_timeout_s", "3")
     programs[0].wait_for(r" 2/\d")
     assert seconds_to_end(programs[1]) < 1 + 3 + 5
     assert programs[1].wait() == 1
     stopped = r"^titanlite: the launcher or rank 0 has ended, is stopped, .* in step 3 \(forward, backward and update\)"
     assert len(re.findall(stopped, programs[1].output, re.MULTILINE)) == 1, programs[1].output
     programs[0].process.kill()
+
+
+IN_STEP = r"in step 3 \(forward, backward and update\)"
+ALONE = r"[\s\S]*\(rank 0 lost the connection: "
+DEAD, HANGS = r"rank 1 on \S+: no sign of life, ", r"rank 1 on \S+ hangs or lags: "
+CHECKPOINTS = ("--checkpoint.enable", "true", "--checkpoint.interval", "1")
+SAVES = (*CHECKPOINTS, "--checkpoint.async_mode", "async", "--comm.save_timeout_s", "3")
+SILENT = {
+    "kill": (r" 2/\d", rf"{DEAD}{IN_STEP}: killed, out of memory{ALONE}", ()),
+    "hang-data": (r" 2/\d", rf"{HANGS}in step 3 \(waiting for data\) for \d+ s; the other.*{ALONE}", CHECKPOINTS),
+    "hang": (r" 2/\d", rf"{HANGS}{IN_STEP} for \d+ s; .* in a collective{ALONE}", ()),
+    "stop-save": (r" 3/\d", rf"{DEAD}in step 3 \(saving\): killed, out of memory, stopped", CHECKPOINTS),
+    "kill-start": ("Job: ", rf"{DEAD}in step 0 \(start-up\): killed, out of memory", ()),
+    "hang-start": ("Job: ", rf"{HANGS}in step 0 \(start-up\) for \d+ s; the other ranks wait for it", ()),
+    "hang-save": (r" 3/\d", rf"{HANGS}in step \d+ \(saving\) for \d+ s; .*\n.*: cannot save step 3: ", SAVES),
+    "hang-end": (r" 6/\d", rf"{HANGS}in step 6 \(ending\) for \d+ s; the other ranks wait for it", ()),
+}
+"""Fault -> last output before it, message, settings."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill", *(pytest.param(name, marks=pytest.mark.soak) for name in [*SILENT][1:])])
+def test_a_rank_that_is_killed_or_hangs_is_named(fault: str, tmp_path: Path, start: Starter) -> None:
+    """One message, by a rank that waits for it, and an exit within 5 s after the timeout; files show where ranks are.
+
+    A save may take comm.save_timeout_s, half an hour; a rank that is stopped gives no signs of life.
+    """
+    begun, expected, settings = SILENT[fault]
+    limit_s = 6 if begun == "Job: " else 3
+    faults = {"FAULT": fault, "FAULTY_RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    settings = ("--comm.train_timeout_s", "3", "--comm.init_timeout_s", "6", *settings)
+    if fault == "hang-data":  # in a run that has resumed
+        assert start(tmp_path, *settings, "--training.steps", "1", name="first").wait() == 0
+    program = start(tmp_path, *settings, ranks=2, program=FAULTY, environment=faults)
+    program.wait_for(begun)
+    begin = time.monotonic()
+    while 0 in program.ranks():
+        program.process.poll()
+        assert time.monotonic() - begin < limit_s + 5, program.output
+        time.sleep(0.05)
+    program.close()
+    (message,) = re.findall("^titanlite: .*$", program.output, re.MULTILINE)
+    assert re.search(f"^titanlite: {expected}", program.output, re.MULTILINE), program.output
+    assert own_tracebacks(program.output) == 0
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"].startswith(message)
+    (folder,) = (tmp_path / "out" / "faults").iterdir()
+    assert str(folder) in program.output
+    files = {file.name: file.read_text() for file in folder.iterdir()}
+    living = [0, 1] if fault.startswith("hang") else [0]
+    assert sorted(files) == [f"rank-{rank}.{suffix}" for rank in living for suffix in ("gloo.json", "txt")]
+    assert begun == "Job: " or json.loads(files["rank-0.gloo.json"])["entries"]
+    assert fault.startswith("hang") == (" in hang\n" in files.get("rank-1.txt", ""))
 
 
 @pytest.mark.soak  # default suite: tests/unit/metrics/test_slow_ranks.py
@@ -353,71 +283,46 @@ def test_a_slow_rank_is_named_once_and_equal_ranks_are_not(tmp_path: Path, start
 LONG = ["--training.steps", "1000000"]
 
 
-def interrupt(program: Program) -> None:
-    """Send SIGINT, as Ctrl-C does. Only torchrun receives it, because its workers have separate sessions.
+INTERRUPTED = [
+    pytest.param(0, PYTHON, r" 3/\d", id="one process"),
+    pytest.param(0, PYTHON, "", id="one process that loads libraries"),
+    pytest.param(2, None, "building data", id="a rank that waits for the other"),
+    pytest.param(2, TORCHRUN, r" 3/\d", id="torchrun", marks=pytest.mark.soak),
+    pytest.param(2, TORCHRUN, "", id="ranks that load libraries", marks=pytest.mark.soak),
+]
 
-    In a forked program all ranks receive it, as if forwarded by torchrun.
-    """
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "launcher", "begun"), INTERRUPTED)
+def test_ctrl_c_ends_a_program_with_one_line(
+    ranks: int, launcher: tuple[str, ...] | None, begun: str, tmp_path: Path, start: Starter
+) -> None:
+    """Only torchrun receives the signal, because its workers have separate sessions. Without it, all ranks do."""
+    faults = {"FAULT": "data", "FAULTY_RANK": "0"}
+    program = start(
+        *(tmp_path, *LONG),
+        ranks=ranks,
+        launcher=launcher,
+        program=TRAIN if launcher is not None else FAULTY,
+        environment=faults,
+    )
+    if begun:
+        program.wait_for(begun)
+    else:
+        program.wait_until(lambda: len(program.workers("libtorch_cpu")) >= max(1, ranks))
+    if begun == "building data":
+        time.sleep(2)  # rank 1 has built its data by then, and waits in torch
     program.process.send_signal(signal.SIGINT)
     assert seconds_to_end(program) < SOON_S
     (line,) = re.findall("^titanlite: .*", program.output, re.MULTILINE)
     assert re.fullmatch(r"titanlite: (interrupted|rank \d was ended by SIGINT)", line)
     assert own_tracebacks(program.output) == 0, program.output
-
-
-def wait_until(program: Program, ranks: int, library: str) -> None:
-    """Wait until `ranks` ranks have loaded the library."""
-    end = time.monotonic() + PATIENCE_S
-    while len(program.workers(library)) < ranks:
-        assert program.process.poll() is None, program.output
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-@needs_proc
-@pytest.mark.slow
-def test_ctrl_c_ends_one_process(tmp_path: Path, start: Starter) -> None:
-    program = start(tmp_path, *LONG, launcher=PYTHON)
-    program.wait_for(r" 3/\d")
-    interrupt(program)
-    assert program.wait() == 130
-    assert "Traceback" not in program.output
-    assert program.processes() == []
-    assert [row["step"] for row in rows(tmp_path / "out")][:3] == [1, 2, 3]
-
-
-@needs_proc
-@pytest.mark.soak  # test_ctrl_c_ends_one_process, and the next two, are cheaper
-def test_ctrl_c_ends_all_ranks(tmp_path: Path, start: Starter) -> None:
-    program = start(tmp_path, *LONG, ranks=2, launcher=TORCHRUN)
-    program.wait_for(r" 3/\d")
-    assert len(program.workers("libtorch")) == 2
-    interrupt(program)
-    assert program.wait() != 0
-    assert_all_gone(program)
-
-
-@needs_proc
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.soak)])
-def test_ctrl_c_ends_a_program_while_it_loads_libraries(ranks: int, tmp_path: Path, start: Starter) -> None:
-    program = start(tmp_path, *LONG, ranks=ranks, launcher=TORCHRUN if ranks else PYTHON)
-    wait_until(program, max(1, ranks), "libtorch_cpu")
-    interrupt(program)
-    assert "Job:" not in program.output, "the libraries were already loaded"
-    assert_all_gone(program)
-    assert not (tmp_path / "out").exists()
-
-
-@needs_proc
-@pytest.mark.slow
-def test_ctrl_c_ends_a_rank_that_waits_for_the_others(tmp_path: Path, start: Starter) -> None:
-    faults = {"FAULT": "data", "FAULTY_RANK": "0"}
-    program = start(tmp_path, *LONG, ranks=2, program=FAULTY, environment=faults)
-    program.wait_for("building data")
-    time.sleep(2)  # rank 1 has built its data by then, and waits in torch
-    interrupt(program)
-    assert_all_gone(program)
+    assert program.wait() == 130 if ranks == 0 else program.wait() != 0
+    program.wait_until_gone(SOON_S)
+    if not begun:
+        assert "Job:" not in program.output, "the libraries were already loaded"
+        assert not (tmp_path / "out").exists()
 
 
 @needs_proc
@@ -427,7 +332,7 @@ def test_ranks_end_with_a_terminated_launcher(tmp_path: Path, start: Starter) ->
     program.wait_for(r" 3/\d")
     os.kill(program.process.pid, signal.SIGTERM)
     assert seconds_to_end(program) < SOON_S
-    assert_all_gone(program)
+    program.wait_until_gone(SOON_S)
     assert own_tracebacks(program.output) == 0
     assert len(re.findall("^titanlite: ", program.output, re.MULTILINE)) == 1
     assert re.search(r"^titanlite: rank \d was ended by SIGTERM$", program.output, re.MULTILINE)

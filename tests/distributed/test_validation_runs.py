@@ -12,8 +12,7 @@ import pytest
 
 from tests.distributed.program import Starter
 from tests.distributed.reference import TOKENS
-from tests.distributed.resuming import Outcome, Start, numbers, start_runs
-from tests.distributed.test_resume import write_text
+from tests.distributed.resuming import Outcome, Start, numbers, start_runs, write_text
 from titanlite.assembly.run import Run
 from titanlite.runtime import logging
 

@@ -116,7 +116,7 @@ def all_right(outcomes: Sequence[Outcome]) -> None:
     assert [outcome.error for outcome in outcomes] == [""] * len(outcomes)
 
 
-@pytest.mark.soak  # default suite: test_it_is_the_same_on_every_mesh, and test_resume_meshes.py
+@pytest.mark.soak  # default suite: test_it_is_the_same_on_every_mesh, and test_resume.py
 def test_a_run_on_other_meshes_continues_the_average(tmp_path: Path) -> None:
     """Saved in a thread, too, while training continues."""
     meshes: list[tuple[int, tuple[str, ...]]] = [
