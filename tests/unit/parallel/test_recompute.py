@@ -69,6 +69,7 @@ COMBINATIONS: list[tuple[str, list[str], set[str]]] = [
     ("2.11.0", by("DualPipeV"), {SCHEDULE}),
     ("2.12.0", by("DualPipeV"), set()),
     ("2.12.0", by("InterleavedZeroBubble", *COMPILE), {"compile.enable"}),
+    ("2.12.0", by("InterleavedZeroBubble", *COMPILE, *EXPERTS), set()),
     ("2.13.0", by("InterleavedZeroBubble", *COMPILE), set()),
     ("2.11.0", by("Interleaved1F1B", *COMPILE), set()),
     ("2.12.0", by("InterleavedZeroBubble", *DOCUMENTS), {SCHEDULE}),
