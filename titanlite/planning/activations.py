@@ -32,6 +32,11 @@ class MicrobatchShape:
     gathers_keys: bool = False
     extra_logits: float | None = None
 
+    @property
+    def positions(self) -> int:
+        """Of one rank."""
+        return self.rows * self.seq_len // self.cp
+
 
 @dataclass(frozen=True)
 class ActivationBytes:
@@ -60,7 +65,7 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
     by heads and features. The inputs of the column layers are gathered, so each rank has them in full. The selective
     policy "op" also keeps the unreduced outputs of the row layers, which have full size too.
     """
-    positions, tp, size = shape.rows * shape.seq_len // shape.cp, shape.tp, shape.element_bytes
+    positions, tp, size = shape.positions, shape.tp, shape.element_bytes
     exchanges_heads = shape.cp > 1 and not shape.gathers_keys
     # During attention, a rank has entire rows of 1 / cp of the heads, at least one of keys and values, or entire rows
     # of keys and values.

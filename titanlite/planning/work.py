@@ -148,7 +148,7 @@ def elementwise_work(forward: Work, backward: Work) -> PassWork:
 def block_work(config: DecoderConfig, plan: Plan, shape: MicrobatchShape, ep: int, ops: Elementwise) -> PassWork:
     """The work of one transformer block, without its collectives."""
     tp, dim = shape.tp, config.dim
-    positions = shape.rows * shape.seq_len // shape.cp
+    positions = shape.positions
     residual, gathered = positions * dim / tp, positions * dim
     query_dim, kv_dim = config.n_heads * config.head_dim // tp, config.n_kv_heads * config.head_dim // tp
     queries, keys = positions * query_dim, positions * kv_dim
@@ -191,7 +191,7 @@ def _attention(config: DecoderConfig, shape: MicrobatchShape) -> PassWork:
 
 def _experts(config: DecoderConfig, shape: MicrobatchShape, ep: int, ops: Elementwise) -> list[PassWork]:
     """A mixture of experts, each chosen equally often."""
-    positions = shape.rows * shape.seq_len // shape.cp
+    positions = shape.positions
     dim, hidden = config.dim, config.ffn_dim // shape.tp
     choices = positions * config.n_active_experts
     own = config.n_experts // ep
@@ -223,7 +223,7 @@ def _times(work: Work, count: int) -> Work:
 
 def embedding_work(config: DecoderConfig, shape: MicrobatchShape, ops: Elementwise) -> PassWork:
     """The embedding of a microbatch. Its gradient is a tensor of the size of the weight."""
-    positions = shape.rows * shape.seq_len // shape.cp
+    positions = shape.positions
     own_ids = -(-config.vocab_size // shape.tp)
     found, copies = positions * config.dim * ops.size, 3 if shape.tp > 1 else 0
     return PassWork(
@@ -235,7 +235,7 @@ def embedding_work(config: DecoderConfig, shape: MicrobatchShape, ops: Elementwi
 
 def head_work(config: DecoderConfig, shape: MicrobatchShape, ops: Elementwise) -> PassWork:
     """The last norm and the loss. Without a pipeline, the forward pass also computes the gradients (models/head.py)."""
-    positions, dim = shape.rows * shape.seq_len // shape.cp, config.dim
+    positions, dim = shape.positions, config.dim
     own_ids = -(-config.vocab_size // shape.tp)
     columns = own_ids if shape.shard_logits else config.vocab_size
     chunk = min(shape.loss_chunk, positions)
