@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.measuring import Row, configuration, report, threads_per_process
 from benchmarks.memory import measure
-from titanlite.config.fields import literal
+from titanlite.config.value_types import literal
 from titanlite.planning.estimate import estimate
 from titanlite.planning.hardware.machine import Profile, load_profile
 from titanlite.planning.search import search

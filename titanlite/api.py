@@ -14,8 +14,9 @@ from titanlite.assembly.facts import config_values
 from titanlite.assembly.resolve import resolve_job
 from titanlite.config.files import CONFIG_FILE
 from titanlite.config.ineffective import describe
-from titanlite.config.load import check_and_resolve, parse, resolve, text_of, without_effect
+from titanlite.config.load import check_and_resolve, parse, resolve, without_effect
 from titanlite.config.schema import JobConfig
+from titanlite.config.value_types import text_of
 from titanlite.generation.prompts import Prompt
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import last_row, read_rows

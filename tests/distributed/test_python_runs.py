@@ -7,7 +7,7 @@ import pytest
 
 from tests.distributed.program import Starter, rows, start_command
 from tests.distributed.python_runs import MESHES
-from titanlite.config.load import text_of
+from titanlite.config.value_types import text_of
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from tests.documentation.blocks import Block
 from tests.documentation.manifests import dockerfile_problems, manifest_commands, manifest_problems, scripts
 from titanlite.__main__ import COMMANDS
 from titanlite.runtime.errors import UserError
-from titanlite.tools.command import check_options, read_options_and_overrides
+from titanlite.tools.command import read_options_and_overrides
 from titanlite.tools.completion.__main__ import OPTIONS
 from titanlite.tools.sweep.combinations import split_values
 
@@ -129,10 +129,10 @@ def _options_problem(arguments: Sequence[str]) -> str:
     if command == "train":
         return _config_problem(rest)
     try:
-        options, overrides = read_options_and_overrides(OPTIONS[command], rest, command)
+        options, overrides, problems = read_options_and_overrides(OPTIONS[command], rest, command)
     except UserError as error:
         return str(error)
-    if problems := check_options(options):
+    if problems:
         return "\n".join(map(str, problems))
     config = getattr(options, "config", "")
     if overrides and not config and command != "evaluate":

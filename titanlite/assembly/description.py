@@ -11,9 +11,9 @@ import titanlite
 from titanlite.assembly.facts import config_values
 from titanlite.assembly.job import Job
 from titanlite.assembly.model import describe_attention
-from titanlite.config.fields import literal
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import dump_config
+from titanlite.config.value_types import literal
 from titanlite.metrics.about import AboutRun, git_commit, note_start
 from titanlite.models.losses import LOSSES
 from titanlite.models.registry import full_parameters

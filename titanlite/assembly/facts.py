@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 import titanlite
-from titanlite.config.fields import fields_of, literal, setting_of
+from titanlite.config.fields import fields_of, setting_of
 from titanlite.config.schema import JobConfig
+from titanlite.config.value_types import literal
 from titanlite.data.fingerprint import source_facts
 from titanlite.data.loader import Loader
 from titanlite.data.sources.base import sampled_digest

@@ -1,16 +1,191 @@
-"""Split the command line of a training into the values of keys, and the options that have no key."""
+"""Command lines: words are split by the options of a command, whose values are read as those of keys are.
+
+The options of a command are the fields of a dataclass; `--section.key value` sets a key of the configuration.
+"""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from titanlite.config.fields import literal
+from pydantic import TypeAdapter, ValidationError
+
 from titanlite.config.files import CONFIG_FILE, shipped_names
+from titanlite.config.value_types import Key, explain, missing_value, plain, value_from_text, value_type
 from titanlite.runtime.errors import Problem
+from titanlite.runtime.settings import setting, settings_of
 
 HELP = ("--help", "-h")
-DEVICES = ("cuda", "cpu")
+MAX_WORLD_SIZE = 2**20
+
+
+EXAMPLES = {int: 1, float: 1.0}
+"""For remedies, of options without a default."""
+
+
+class Option(NamedTuple):
+    """A field of the options of a command.
+
+    key: the type, range and default of a value. takes: "nothing", a switch; "one" value; "words": one value or more;
+    "repeated": one value each time that it is given. is_path: its texts are paths. position: a label, if it is given
+    without a name. excludes: at most one of the options that say so may be given.
+    """
+
+    key: Key
+    takes: Literal["nothing", "one", "words", "repeated"]
+    is_path: bool = False
+    is_required: bool = False
+    position: str = ""
+    excludes: bool = False
+
+    @property
+    def is_several(self) -> bool:
+        return self.takes in ("words", "repeated")
+
+
+def options_of(kind: type) -> dict[str, Option]:
+    """Name -> Option, of a dataclass with int, float, str, Path, bool, Literal, TYPE | None and tuple[TYPE, ...]."""
+    found = {}
+    hints, settings = get_type_hints(kind), settings_of(kind)
+    for each in fields(kind):
+        own, is_several = hints[each.name], get_origin(hints[each.name]) is tuple
+        own = get_args(own)[0] if is_several or NoneType in get_args(own) else own
+        example = EXAMPLES.get(own, "text") if each.default in (MISSING, None, ()) else each.default
+        key = Key(str if own is Path else own, example, settings[each.name])
+        takes: Any = "nothing" if own is bool else "words" if is_several else "one"
+        found[each.name] = Option(key, takes, own is Path, each.default is MISSING)
+    return found
+
+
+@dataclass(frozen=True)
+class Words:
+    """A split command line. given: name of an option, or key -> its texts, by time that it is given. others: words that
+    belong to none. wants_help: whether one is --help or -h."""
+
+    given: dict[str, list[list[str]]]
+    others: list[str]
+    wants_help: bool
+
+
+def split(argv: Sequence[str], options: Mapping[str, Option]) -> Words:
+    """Split `--name value` and `--name=value`; hyphens in names count as underscores.
+
+    A value after a space does not start with `--`. An option of several takes the words up to the next `--`.
+    """
+    words = Words({}, [], any(word in HELP for word in argv))
+    rest = [word for word in reversed(argv) if word not in HELP]
+    while rest:
+        word = rest.pop()
+        if not word.startswith("--") or word == "--":
+            words.others.append(word)
+            if word.startswith("-") and "." in word and rest and not rest[-1].startswith("--"):
+                rest.pop()  # the value of a key with one hyphen
+            continue
+        name, equals, text = word[2:].partition("=")
+        name = re.sub(r"(?<=\w)-(?=\w)", "_", name)
+        texts, takes = [text] * bool(equals), options[name].takes if name in options else "one"
+        while not equals and takes != "nothing" and rest and not rest[-1].startswith("--"):
+            texts.append(rest.pop())
+            if takes != "words":
+                break
+        words.given.setdefault(name, []).append(texts)
+    return words
+
+
+def read_options(options: Mapping[str, Option], words: Words, command: str) -> tuple[dict[str, Any], list[Problem]]:
+    """(values of options that are given, problems of options). command: "titanlite plan", for remedies."""
+    values: dict[str, Any] = {}
+    problems = [_unknown(name, times, options, command) for name, times in words.given.items() if name not in options]
+    others = list(words.others)
+    for name, option in options.items():
+        times = words.given.get(name, [])
+        if option.position:
+            times = [others[:] if option.is_several else others[:1]] if others else []
+            del others[: len(times[0]) if times else 0]
+        if problem := _times_problem(name, option, times, command):
+            problems.append(problem)
+        elif times:
+            texts = [text for time in times for text in time]
+            found = [value_from_text(text, option.key.type) for text in texts] or [True]
+            wrong = [value_problem(_flag(name, option), value, option) for value in found]
+            problems += [problem for problem in wrong if problem]
+            taken = [Path(value) if option.is_path else value for value in found]
+            values |= {} if any(wrong) else {name: tuple(taken) if option.is_several else taken[0]}
+    problems += [unexpected(word, f"see {command} --help") for word in others]
+    excluding = [name for name, option in options.items() if option.excludes and name in words.given]
+    if len(excluding) > 1:
+        first, second = (f"--{name.replace('_', '-')}" for name in excluding[:2])
+        problems.append(Problem(second, None, f"not together with {first}", "give one of them"))
+    return values, problems
+
+
+def check_values(options: Any, known: Mapping[str, Option]) -> list[Problem]:
+    """Problems of the values of an options dataclass that a program has filled."""
+    found = []
+    for name, option in known.items():
+        value, default = getattr(options, name), type(options).__dataclass_fields__[name].default
+        if value is not default and value != default:
+            items = value if option.is_several else [value]
+            found += [value_problem(_flag(name, option), item, option) for item in items]
+    return [problem for problem in found if problem]
+
+
+def value_problem(name: str, value: Any, option: Option) -> Problem | None:
+    """The problem of one value of an option, if any."""
+    value = plain(value)
+    if option.is_path and value == "":
+        return Problem(name, value, "a path", f"write {name} PATH")
+    try:
+        TypeAdapter(value_type(option.key)).validate_python(value)
+    except ValidationError as error:
+        return explain(name, value, option.key, error.errors()[0]["type"])
+    return None
+
+
+def _flag(name: str, option: Option) -> str:
+    return f"argument {option.position}" if option.position else f"--{name.replace('_', '-')}"
+
+
+def _times_problem(name: str, option: Option, times: Sequence[Sequence[str]], command: str) -> Problem | None:
+    """The problem of how often, and with how many texts, an option is given."""
+    flag = _flag(name, option)
+    if not times:
+        return Problem(flag, None, "must be given", f"see {command} --help") if option.is_required else None
+    if len(times) > 1 and not option.is_several:
+        return repeated(flag, times)
+    if option.takes == "nothing":
+        return Problem(flag, times[0][0], "a switch without a value", f"write {flag}") if times[0] else None
+    example = "VALUE" if option.is_path else option.key.default
+    return missing_value(flag, example) if not all(times) else None
+
+
+def _unknown(name: str, times: Sequence[Sequence[str]], options: Mapping[str, Option], command: str) -> Problem:
+    close = get_close_matches(name, [known for known, option in options.items() if not option.position], 1)
+    remedy = f"did you mean --{close[0].replace('_', '-')}?" if close else f"see {command} --help"
+    texts = [text for time in times for text in time]
+    return Problem(f"--{name.replace('_', '-')}", texts[0] if texts else None, f"an option of {command}", remedy)
+
+
+def unexpected(word: str, remedy: str) -> Problem:
+    """The Problem of a word that belongs to no option."""
+    rule = "every argument is CONFIG, a --section.key or its value"
+    if word.startswith("-") and "." in word.strip("-."):
+        remedy = f"write -{word}"
+    elif "=" in word and "." in word.partition("=")[0]:
+        remedy = f"write --{word}"
+    return Problem(f"argument {word!r}", None, rule, remedy)
+
+
+def repeated(flag: str, times: Sequence[Sequence[str]]) -> Problem:
+    """The Problem of an option or key that is given several times. flag: with its hyphens, or the full key."""
+    written = flag if flag.startswith("--") else f"--{flag}"
+    texts = [" ".join(time) for time in times]
+    choices = dict.fromkeys(f"{written}={text}" if time else written for time, text in zip(times, texts, strict=True))
+    rule = "given once on the command line"
+    return Problem(flag, texts if any(texts) else None, rule, f"keep one: {' or '.join(choices)}")
 
 
 @dataclass(frozen=True)
@@ -25,7 +200,7 @@ class Options:
     """Print the plan, the memory and the first sequences as text, and exit."""
     strict: bool = False
     """Refuse settings that have no effect."""
-    world_size: int | None = None
+    world_size: int | None = setting(None, "write --world-size 8 for 8 processes", least=1, most=MAX_WORLD_SIZE)
     """With one of the first three: number of processes, in place of that of the launcher."""
     device: Literal["cuda", "cpu"] | None = None
     """With one of the first three: type of the devices, in place of this machine's."""
@@ -37,14 +212,12 @@ class Options:
 
 
 PREVIEWS = ("print_config", "check", "dry_run")
-SWITCHES = (*PREVIEWS, "strict")
-OPTIONS = (*SWITCHES, "world_size", "device")
-MAX_WORLD_SIZE = 2**20
+TRAIN_OPTIONS = {name: option._replace(excludes=name in PREVIEWS) for name, option in options_of(Options).items()}
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The parsed command line.
+    """The parsed command line of a training.
 
     texts: key -> text, in the given order; None if a key has no value. Repeated keys are left out.
     problems: unexpected arguments, repeated keys, wrong options. has_config: whether a configuration is given, maybe
@@ -59,100 +232,31 @@ class Arguments:
 
 
 def split_arguments(argv: Sequence[str]) -> Arguments:
-    """Split `--section.key value` and `--section.key=value`; hyphens in keys count as underscores.
-
-    A value after a space does not start with `--`. A switch without a value is true. Options have no section.
+    """Split the command line of a training into keys and options.
 
     One argument may be the configuration itself: the first one, a path ending in .toml, or a shipped name.
     """
-    texts: dict[str, list[str | None]] = {}
-    problems: list[Problem] = []
-    wants_help = False
-    position = 0
-    while position < len(argv):
-        word = argv[position]
-        position += 1
-        if word in HELP:
-            wants_help = True
-        elif _may_be_path(word) and (position == 1 or word.endswith(".toml") or word in shipped_names()):
-            texts.setdefault(CONFIG_FILE, []).append(word)
-        elif not word.startswith("--") or word == "--":
-            problems.append(_unexpected(word))
-            if word.startswith("-") and "." in word and position < len(argv) and not _is_flag(argv[position]):
-                position += 1  # the value of a key with one hyphen
-        else:
-            key, equals, text = word[2:].partition("=")
-            key = re.sub(r"(?<=\w)-(?=\w)", "_", key)
-            value: str | None = text if equals else None
-            if not equals and key not in SWITCHES and position < len(argv) and not _is_flag(argv[position]):
-                value = argv[position]
-                position += 1
-            texts.setdefault(key, []).append(value)
-    problems += [_repeated(key, given) for key, given in texts.items() if len(given) > 1]
-    once = {key: given[0] for key, given in texts.items() if len(given) == 1}
-    options = _options({name: once.pop(name) for name in OPTIONS if name in once}, problems)
-    return Arguments(once, wants_help, tuple(problems), CONFIG_FILE in texts, options)
-
-
-def _options(given: dict[str, str | None], problems: list[Problem]) -> Options:
-    """The options; adds their problems."""
-    values: dict[str, Any] = {}
-    for name, text in given.items():
-        flag = f"--{name.replace('_', '-')}"
-        if name in SWITCHES:
-            if text is not None:
-                problems.append(Problem(flag, text, "a switch without a value", f"write {flag}"))
-            values[name] = True
-        elif name == "device":
-            if text not in DEVICES:
-                problems.append(Problem(flag, text, f"one of {', '.join(DEVICES)}", f"write {flag} cuda"))
-            values[name] = text
-        elif text is None or not text.isdecimal() or len(text) > 7 or not 1 <= int(text) <= MAX_WORLD_SIZE:
-            rule = f"a number of processes from 1 to {MAX_WORLD_SIZE:,}"
-            problems.append(Problem(flag, text, rule, f"write {flag} 8 for 8 processes"))
-        else:
-            values[name] = int(text)
-    previews = [f"--{name.replace('_', '-')}" for name in PREVIEWS if name in given]
-    if len(previews) > 1:
-        problems.append(Problem(previews[1], None, f"not together with {previews[0]}", "give one of them"))
-    for name in sorted(given.keys() & {"world_size", "device"}) if not previews else ():
+    words = split(argv, TRAIN_OPTIONS)
+    of_options = {name: words.given.pop(name) for name in TRAIN_OPTIONS if name in words.given}
+    is_first = [word is argv[0] for word in words.others]
+    configs = [
+        word
+        for word, first in zip(words.others, is_first, strict=True)
+        if not word.startswith("-") and "=" not in word and (first or word.endswith(".toml") or word in shipped_names())
+    ]
+    keys = words.given
+    if configs:
+        keys[CONFIG_FILE] = [[word] for word in configs] + keys.get(CONFIG_FILE, [])
+    remedy = """remove it, or write --section.key VALUE; an array is one argument: '["a", "b"]'"""
+    problems = [unexpected(word, remedy) for word in words.others if word not in configs]
+    problems += [repeated(key, times) for key, times in keys.items() if len(times) > 1]
+    values, of_values = read_options(TRAIN_OPTIONS, Words(of_options, [], False), "titanlite train")
+    options = Options(**values)
+    problems += of_values
+    if of_options.keys().isdisjoint(PREVIEWS):
         rule = "only with --check, --print-config or --dry-run: the launcher decides for a training"
         remedy = "add --check, or start as many processes with torchrun or NGPU"
-        problems.append(Problem(f"--{name.replace('_', '-')}", given[name], rule, remedy))
-    return Options(**values)
-
-
-def missing_value(key: str, default: Any) -> Problem:
-    """The Problem of a known key without a value; the remedy has the default as an example."""
-    if isinstance(default, str):
-        remedy = f"write --{key} {default or 'TEXT'}; for a value that starts with --, write --{key}=--VALUE"
-    else:
-        remedy = f"write --{key} {literal(default)}"
-    return Problem(key, None, "needs a value", remedy)
-
-
-def _is_flag(word: str) -> bool:
-    return word.startswith("--") or word in HELP
-
-
-def _may_be_path(word: str) -> bool:
-    return not word.startswith("-") and "=" not in word
-
-
-def _unexpected(word: str) -> Problem:
-    rule = "every argument is CONFIG, a --section.key or its value"
-    if word.startswith("-") and "." in word.strip("-."):
-        remedy = f"write -{word}"
-    elif "=" in word and "." in word.partition("=")[0]:
-        remedy = f"write --{word}"
-    else:
-        remedy = """remove it, or write --section.key VALUE; an array is one argument: '["a", "b"]'"""
-    return Problem(f"argument {word!r}", None, rule, remedy)
-
-
-def _repeated(key: str, given: list[str | None]) -> Problem:
-    flag = f"--{key.replace('_', '-')}" if key in OPTIONS else f"--{key}"
-    values = [text if text is not None else "" for text in given]
-    choices = " or ".join(flag if text is None else f"{flag}={text}" for text in dict.fromkeys(given))
-    name, value = (flag if key in OPTIONS else key), (values if any(values) else None)
-    return Problem(name, value, "given once on the command line", f"keep one: {choices}")
+        alone = [name for name in ("device", "world_size") if name in values]
+        problems += [Problem(f"--{name.replace('_', '-')}", values[name], rule, remedy) for name in alone]
+    once = {key: (times[0][0] if times[0] else None) for key, times in keys.items() if len(times) == 1}
+    return Arguments(once, words.wants_help, tuple(problems), CONFIG_FILE in keys, options)

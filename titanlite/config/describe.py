@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from titanlite.config.fields import SECTIONS, Key, alternatives, columns_of, fields_of, keys_of, literal, row_type
+from titanlite.config.fields import SECTIONS, columns_of, fields_of, keys_of
 from titanlite.config.schema import JobConfig
+from titanlite.config.value_types import Key, alternatives, literal, row_type
 from titanlite.models.family import ModelConfig
 from titanlite.optim.schedule import Length
 

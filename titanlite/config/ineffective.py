@@ -5,8 +5,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
-from titanlite.config.fields import SECTIONS, columns_of, keys_of, literal
+from titanlite.config.fields import SECTIONS, columns_of, keys_of
 from titanlite.config.schema import JobConfig
+from titanlite.config.value_types import literal
 from titanlite.data.bpe import kept_tokenizer
 from titanlite.data.check import has_key
 from titanlite.data.deal import most_sequences

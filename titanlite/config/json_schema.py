@@ -8,8 +8,9 @@ from pydantic import Field, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from titanlite.config.describe import field_texts, section_text
-from titanlite.config.fields import SECTIONS, Key, columns_of, keys_of, row_type
+from titanlite.config.fields import SECTIONS, columns_of, keys_of
 from titanlite.config.files import EXTENDS
+from titanlite.config.value_types import Key, row_type
 from titanlite.config.values import annotated, table_type
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES

@@ -3,32 +3,22 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.dropped import remove_dropped
 from titanlite.checkpoint.preflight import earlier_config
-from titanlite.config.arguments import Arguments, Options, missing_value, split_arguments
+from titanlite.config.arguments import Arguments, Options, split_arguments
 from titanlite.config.check import check_config, check_path_lengths, one_rank, resolve_config, with_model_tokenizer
-from titanlite.config.fields import (
-    SECTIONS,
-    alternatives,
-    columns_of,
-    fields_of,
-    keys_of,
-    literal,
-    row_type,
-    value_from_text,
-)
+from titanlite.config.fields import SECTIONS, columns_of, fields_of, keys_of
 from titanlite.config.files import CONFIG_FILE, Content, read_file
 from titanlite.config.ineffective import ineffective
 from titanlite.config.lengths import check_lengths, override_lengths
 from titanlite.config.plugins import PLUGINS, import_plugins
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import COMMAND_LINE, tables_of
+from titanlite.config.value_types import alternatives, missing_value, plain, row_type, text_of, value_from_text
 from titanlite.config.values import read_values, unknown_column, unknown_key
 from titanlite.metrics.config import LOG_FILE, METRICS_FILE, RUN_FILE
 from titanlite.models.family import ModelConfig
@@ -340,29 +330,9 @@ def put_value(tables: Tables, key: str, value: Any, family: str | None) -> Probl
     """Put the Python value of one full key into `tables`, or return its Problem; other parameters: put_argument."""
     section, _, name = key.partition(".")
     if section in SECTIONS and name in keys_of(section, family):
-        _table(tables, section)[name] = _plain(value)
+        _table(tables, section)[name] = plain(value)
         return None
     return put_argument(tables, key, text_of(value), family)  # a key of one table, or unknown
-
-
-def text_of(value: Any) -> str | None:
-    """A Python value as it is written on the command line; None for a value that no key has."""
-    value = _plain(value)
-    try:
-        return value if isinstance(value, str) else literal(value)
-    except TypeError:
-        return None
-
-
-def _plain(value: Any) -> Any:
-    """The value as TOML has it: paths as strings, tuples as lists, numbers of numpy as those of Python."""
-    if isinstance(value, PurePath):
-        return str(value)
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Problem | None:

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.fields import Key, value_from_text
-from titanlite.config.values import explain
+from titanlite.config.value_types import Key, explain, value_from_text
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.plugins import PluginError, load_plugins, missing_plugins
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import tomli_w
 
-from titanlite.config.fields import SECTIONS, fields_of, literal, setting_of
+from titanlite.config.fields import SECTIONS, fields_of, setting_of
 from titanlite.config.lengths import LENGTHS, UNSET
 from titanlite.config.schema import JobConfig
+from titanlite.config.value_types import literal
 from titanlite.models.family import ModelConfig, resolve_model
 
 COMMAND_LINE = "command line"

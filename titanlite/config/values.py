@@ -1,53 +1,24 @@
 """Strict reading of all values by pydantic, from whose types the JSON schema is made, too; a Problem for each error."""
 
-import math
-import re
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    Strict,
-    TypeAdapter,
-    ValidationError,
-    WithJsonSchema,
-    with_config,
-)
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError, with_config
 from pydantic_core import ErrorDetails
 from typing_extensions import TypedDict
 
 from titanlite.checkpoint.dropped import DROPPED
-from titanlite.config.fields import (
-    SECTIONS,
-    TABLES,
-    Key,
-    alternatives,
-    columns_of,
-    describe_type,
-    is_text,
-    keys_of,
-    literal,
-    row_type,
-)
+from titanlite.config.fields import SECTIONS, TABLES, columns_of, keys_of
 from titanlite.config.files import EXTENDS
+from titanlite.config.value_types import Key, close_names, explain, fold, row_type, value_type
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
-from titanlite.optim.schedule import LENGTH_PATTERN, LENGTH_RULE, Length, steps_of
 from titanlite.runtime.errors import Problem
-from titanlite.runtime.settings import Range
 
-INT64 = range(-(2**63), 2**63)
 _TypedDict: Any = TypedDict
-
-WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-"""Texts that people write for a boolean."""
 
 
 def read_values(tables: Mapping[str, Any], family: str | None) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
@@ -92,61 +63,10 @@ def table_type(name: str, keys: Mapping[str, Any]) -> Any:
 
 def annotated(key: Key) -> Any:
     """The type of a key's values, for pydantic: strict, in its range."""
-    if key.type == Length:
-        rule = key.range or Range("")
-        text: Any = Annotated[
-            str, Strict(), Field(pattern=LENGTH_PATTERN), AfterValidator(lambda text: _length(text, rule))
-        ]
-        return _number(int, rule) | text
-    other, words = alternatives(key.type)
-    if words:
-        return annotated(key._replace(type=other)) | Literal[words]
-    if get_origin(key.type) is Literal:
-        return key.type
     if row := row_type(key.type):
         build = AfterValidator(lambda values: row(**values))
         return tuple[Annotated[table_type(row.__name__, columns_of(row)), build], ...]  # type: ignore[misc]
-    if get_origin(key.type) is tuple:
-        return tuple[annotated(Key(get_args(key.type)[0], None)), ...]  # type: ignore[misc]
-    if key.type is bool:
-        return Annotated[bool, Strict()]
-    if key.type is str:
-        return Annotated[str, Strict(), AfterValidator(_clean)]
-    assert key.type in (int, float), f"the configuration has no values of type {key.type}"
-    return _number(key.type, key.range or Range(""))
-
-
-def _number(kind: type, rule: Range) -> Any:
-    bounds: dict[str, Any] = {"ge": rule.least, "gt": rule.above, "le": rule.most}
-    bounds |= {"allow_inf_nan": False} if kind is float else {}
-    if kind is int:
-        bounds |= {"ge": INT64.start if rule.least is None else rule.least, "le": rule.most or INT64.stop - 1}
-    bounds["lt"] = None if rule.below == math.inf else rule.below
-    number: Any = Annotated[kind, Strict(), Field(**bounds), BeforeValidator(_sized)]
-    if not isinstance(rule.unset, int | float) or replace(rule, unset=None).has(rule.unset):
-        return number
-    value, name = kind(rule.unset), "integer" if kind is int else "number"
-    # no Literal: that of 0.0 takes false
-    exact = WithJsonSchema({"const": value, "type": name})
-    return Annotated[kind, Strict(), Field(ge=value, le=value), exact] | number
-
-
-def _length(text: str, rule: Range) -> str:
-    if not rule.has(steps_of(text, 1, 10**9)):
-        raise ValueError
-    return text
-
-
-def _sized(value: Any) -> Any:
-    if isinstance(value, int) and value not in INT64:
-        raise ValueError
-    return value
-
-
-def _clean(text: str) -> str:
-    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError
-    return text
+    return value_type(key)
 
 
 def _remove(tables: dict[str, Any], location: Sequence[str | int]) -> None:
@@ -200,59 +120,6 @@ def _unknown_entry(name: str, value: Any) -> Problem:
     return Problem(name, value, "a section of the configuration", remedy)
 
 
-def explain(name: str, value: Any, key: Key, fault: str) -> Problem:
-    """The problem of a value that a key does not take. name: the full key. fault: the type of pydantic's error."""
-    number, words = alternatives(key.type)
-    if key.type == Length and isinstance(value, str) and re.fullmatch(LENGTH_PATTERN, value) and key.range:
-        return Problem(name, value, str(key.range), key.range.remedy)
-    if key.type == Length and (not isinstance(value, int) or isinstance(value, bool)):
-        return Problem(name, value, LENGTH_RULE, 'write for example 100, "2_000_000 tokens" or "5 %"')
-    if get_origin(key.type) is tuple and fault == "tuple_type":
-        item, example = get_args(key.type)[0], [value] if isinstance(value, str) else key.default
-        return Problem(name, value, f"an array, each item {describe_type(item)}", f"write {literal(example)}")
-    if get_origin(key.type) is tuple:
-        item = get_args(key.type)[0]
-        return explain(name, value, Key(item, "text" if is_text(item) else 1.0), fault)
-    if get_origin(key.type) is Literal:
-        return not_a_choice(name, value, get_args(key.type))
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and isinstance(value, float) and not math.isfinite(value):
-        return Problem(name, value, "a finite number", f"write a finite number, for example {literal(key.default)}")
-    if is_number and isinstance(value, int) and value not in INT64:
-        return Problem(name, value, "from -2^63 to 2^63 - 1", "write a number in this range")
-    if is_number and key.range and (isinstance(value, int) or number is float):
-        return Problem(name, value, str(key.range), key.range.remedy)
-    rule, example = describe_type(key.type), f"for example {literal(key.default)}"
-    if fault == "value_error":
-        return Problem(name, value, "valid Unicode text without NUL characters", "remove these characters")
-    if words:
-        return Problem(name, value, rule, f"write {literal(key.default)}, or {describe_type(number)}")
-    return Problem(name, value, rule, _guess(value, key.type) or f"write {rule}, {example}")
-
-
-def not_a_choice(key: str, value: Any, choices: tuple[str, ...]) -> Problem:
-    folded = {choice.lower(): choice for choice in choices if choice}
-    close = get_close_matches(str(value).lower(), folded, 1)
-    remedy = f"did you mean {literal(folded[close[0]])}?" if close else "use one of these values"
-    return Problem(key, value, describe_type(Literal[choices]), remedy)
-
-
-def _guess(value: Any, value_type: type) -> str:
-    """The remedy if the intended value can be guessed, else ""."""
-    if value_type is str:
-        return f"write {literal(str(value))}" if isinstance(value, int | float) else ""
-    text = str(value).strip()
-    if value_type is bool:
-        return f"write {literal(WORDS[text.lower()])}" if text.lower() in WORDS else ""
-    try:
-        number = float(text) if isinstance(value, str | float) else math.nan
-    except ValueError:
-        return ""
-    if not math.isfinite(number) or (value_type is int and not number.is_integer()):
-        return ""
-    return f"write {literal(value_type(number))}" + (" without quotes" if isinstance(value, str) else "")
-
-
 def full_keys(family: str | None) -> list[str]:
     """All keys in the spelling of the command line, with index 0 for arrays of tables (data.sources.0.path).
 
@@ -299,7 +166,7 @@ def unknown_column(key: str, value: Any, row: type) -> Problem:
 
 def suggest(key: str, known: Collection[str]) -> list[str]:
     """The known keys most similar to `key`: usually one or none, several if equally likely."""
-    folded = _fold(key)
+    folded = fold(key)
     prefix, _, name = folded.rpartition(".")
     if folded in known:
         return [folded]
@@ -309,13 +176,3 @@ def suggest(key: str, known: Collection[str]) -> list[str]:
     if siblings:
         return elsewhere or [f"{prefix}.{close}" for close in close_names(name, siblings)]
     return get_close_matches(folded, known, 1, 0.75) or elsewhere
-
-
-def close_names(name: str, known: Collection[str]) -> list[str]:
-    """The known name most similar to `name`, if any, ignoring case and hyphens."""
-    folded = {_fold(candidate): candidate for candidate in known}
-    return [folded[match] for match in get_close_matches(_fold(name), folded, 1)]
-
-
-def _fold(name: str) -> str:
-    return name.lower().replace("-", "_")

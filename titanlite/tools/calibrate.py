@@ -14,10 +14,10 @@ from titanlite.planning.hardware.calibration import calibrate, cores
 from titanlite.planning.hardware.machine import dump_profile
 from titanlite.precision import DTYPES
 from titanlite.runtime.distributed import CommConfig, connect, world_from_environment
-from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.errors import Problem, UserError, raise_problems
 from titanlite.runtime.logging import setup_logging
 from titanlite.runtime.settings import setting
-from titanlite.tools.command import File, OptionalCount, check_options, check_output_file, read_options, run_command
+from titanlite.tools.command import File, OptionalCount, check_output_file, read_options, run_command
 
 DEFAULT_DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16",)}
 
@@ -45,8 +45,7 @@ def main(argv: Sequence[str]) -> None:
     unknown = [name for name in options.dtypes if name not in DTYPES]
     rule = f"of {', '.join(DTYPES)}"
     problems = [Problem("--dtypes", name, rule, "leave it out for the usual ones") for name in unknown]
-    if problems := [*check_options(options), *problems, *check_output_file("--out", options.out)]:
-        raise ConfigError(problems)
+    raise_problems([*problems, *check_output_file("--out", options.out)])
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     processes = options.processes or gpus or cores()
     if "RANK" not in os.environ and processes > 1:

@@ -1,26 +1,22 @@
 """Parts that the commands share: options, exit codes, and outputs that are written atomically."""
 
-import argparse
 import contextlib
 import errno
 import json
 import os
-import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import MISSING, fields
-from difflib import get_close_matches
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
 import tyro
 
+from titanlite.config.arguments import HELP, Option, check_values, options_of, split, unexpected
+from titanlite.config.arguments import read_options as read_arguments
 from titanlite.runtime.durability import PARTIAL, appears_complete
-from titanlite.runtime.errors import Problem, Rules, UsageError, UserError
+from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, raise_problems
 from titanlite.runtime.failure import describe_user_error, raise_on_interrupt
-from titanlite.runtime.settings import settings_of
 from titanlite.runtime.signal_thread import stop_signals
 
 ConfigFile = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG")]
@@ -60,110 +56,73 @@ def run_command(main: Callable[[Sequence[str]], None]) -> None:
     sys.exit(code)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises UsageError in place of exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        hint = " (if it starts with -: --OPTION=VALUE)" if ": expected" in message else ""
-        raise UsageError(f"{message}{hint}\nsee {self.prog} --help")
-
-
 def read_options(kind: Any, argv: Sequence[str], command: str) -> Any:
-    """The command's options: an instance of the dataclass `kind`, or of one of a union of subcommands; not checked.
+    """The command's options: an instance of the dataclass `kind`, or of one of a union of subcommands.
 
-    Hyphens and underscores in names are the same. Prints the help and exits if argv has --help. Raises UsageError.
+    Prints the help and exits if argv has --help. Raises ConfigError with all problems.
     """
     subcommands = {get_args(each)[1].name: get_args(each)[0] for each in get_args(kind)}
-    if {"--help", "-h"} & {*(argv[:1] if subcommands else argv)}:
-        tyro.cli(kind, args=["--help"], prog=f"titanlite {command}", config=(tyro.conf.FlagCreatePairsOff,))
-    if subcommands:
-        if not argv or argv[0] not in subcommands:
-            problem = f"unknown subcommand {argv[0]!r}" if argv else "a subcommand is missing"
-            raise UsageError(f"{problem}: write {' or '.join(subcommands)}")
+    if argv and argv[0] in subcommands:
         return read_options(subcommands[argv[0]], argv[1:], f"{command} {argv[0]}")
-    parser = _Parser(f"titanlite {command}", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    exclusive = parser.add_mutually_exclusive_group()
-    hints, flags = get_type_hints(kind, include_extras=True), {}
-    for field in fields(kind):
-        settings, marks = _settings(hints[field.name])
-        is_required = field.default is MISSING
-        if tyro.conf.Positional in marks:
-            parser.add_argument(field.name, **{"nargs": None if is_required else "?", **settings})
-        else:
-            flags[_flag(field.name)] = settings
-            group = exclusive if EITHER in marks else parser
-            group.add_argument(_flag(field.name), dest=field.name, required=is_required, **settings)
-    words = [re.sub("^--[^=]+", lambda name: _flag(name[0][2:]), word) for word in argv]
-    given = [word.partition("=")[0] for word in words if word.startswith("--")]
-    repeated = {name for name in given if given.count(name) > 1 and "action" not in flags.get(name, {})}
-    problems = [_unexpected(name, flags) for name in given if name not in flags]
-    problems += [f"{name} is given twice: keep one" for name in sorted(repeated)]
-    if problems:
-        parser.error("\n".join(problems))
-    options, rest = parser.parse_known_args(words)
-    if rest:
-        parser.error("\n".join(_unexpected(word, flags) for word in rest))
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in vars(options).items()})
+    if subcommands and argv and argv[0] in HELP:
+        print_help(kind, command)
+    if subcommands:
+        problem = f"unknown subcommand {argv[0]!r}" if argv else "a subcommand is missing"
+        raise UsageError(f"{problem}: write {' or '.join(subcommands)}")
+    options, overrides, problems = read_options_and_overrides(kind, argv, command)
+    problems += [unexpected(word, f"see titanlite {command} --help") for word in overrides if word.startswith("--")]
+    raise_problems(problems)
+    return options
 
 
-def _settings(hint: Any) -> tuple[dict[str, Any], Sequence[Any]]:
-    """(settings of argparse, annotations of tyro) of a field of this type"""
-    kind, marks = (hint.__origin__, hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
-    if kind is bool:
-        return {"action": "store_true"}, marks
-    is_list = get_origin(kind) is tuple
-    kind = get_args(kind)[0] if is_list or NoneType in get_args(kind) else kind
-    settings = {"choices": get_args(kind)} if get_origin(kind) is Literal else {"type": _path if kind is Path else kind}
-    settings |= {"metavar": next((mark.metavar for mark in marks if getattr(mark, "metavar", None)), None)}
-    if is_list:
-        settings |= {"action": "append"} if tyro.conf.UseAppendAction in marks else {"action": "extend", "nargs": "+"}
-    return settings, marks
+def read_options_and_overrides(kind: Any, argv: Sequence[str], command: str) -> tuple[Any, list[str], list[Problem]]:
+    """(options, overrides of the configuration in argv, `--section.key=value`, problems of the options).
+
+    An option with a problem has its default. Raises ConfigError if one without a default has a problem.
+    """
+    known = command_options(kind)
+    words = split(argv, known)
+    if words.wants_help:
+        print_help(kind, command)
+    keys = {name: words.given.pop(name) for name in list(words.given) if "." in name}
+    overrides = ["=".join([f"--{key}", *time]) for key, times in keys.items() for time in times]
+    values, problems = read_arguments(known, words, f"titanlite {command}")
+    if any(option.is_required and name not in values for name, option in known.items()):
+        raise ConfigError(problems)
+    return kind(**values), overrides, problems
 
 
-def _path(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("needs a path")
-    return Path(text)
+def print_help(kind: Any, command: str) -> NoReturn:
+    """Print the options, and exit with 0."""
+    tyro.cli(kind, args=["--help"], prog=f"titanlite {command}", config=(tyro.conf.FlagCreatePairsOff,))
+    sys.exit(0)
 
 
-def _unexpected(word: str, flags: Iterable[str]) -> str:
-    """The problem of an argument that is none of the options `flags`."""
-    close = get_close_matches(word.strip("-"), [flag.strip("-") for flag in flags], 1)
-    return f"unexpected argument {word!r}" + (f": did you mean --{close[0]}?" if close else "")
+def command_options(kind: Any) -> dict[str, Option]:
+    """The options of a command, by name, as tyro's marks say."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {
+        name: option._replace(
+            takes="repeated" if tyro.conf.UseAppendAction in (marks := _marks(hints[name])) else option.takes,
+            position=_label(name, marks) if tyro.conf.Positional in marks else "",
+            excludes=EITHER in marks,
+        )
+        for name, option in options_of(kind).items()
+    }
 
 
-def read_options_and_overrides(kind: Any, argv: Sequence[str], command: str) -> tuple[Any, list[str]]:
-    """As `read_options`; also the overrides of the configuration in argv (`--section.key value`)."""
-    own: list[str] = []
-    overrides: list[str] = []
-    takes_value = False
-    for word in argv:
-        if word.startswith("--"):
-            key, equals, _ = word.partition("=")
-            (overrides if "." in key else own).append(word)
-            takes_value = "." in key and not equals
-        else:
-            (overrides if takes_value else own).append(word)
-            takes_value = False
-    return read_options(kind, own, command), overrides
+def _marks(hint: Any) -> Sequence[Any]:
+    """tyro's annotations of a field of this type."""
+    return hint.__metadata__ if get_origin(hint) is Annotated else ()
+
+
+def _label(name: str, marks: Sequence[Any]) -> str:
+    return next((mark.metavar.partition(" ")[0] for mark in marks if getattr(mark, "metavar", None)), name.upper())
 
 
 def check_options(options: Any) -> list[Problem]:
-    """Problems of numbers that are out of range, and, in a program, of values that are no choice."""
-    rules = Rules("--", options)
-    for name, found in settings_of(type(options)).items():
-        if (limits := found.range) is not None:
-            rules.require(name, limits.has(getattr(options, name)), str(limits), limits.remedy)
-    for name, hint in get_type_hints(type(options), include_extras=True).items():
-        choices = _settings(hint)[0].get("choices", ())
-        value, default = getattr(options, name), type(options).__dataclass_fields__[name].default
-        if choices and value not in (*choices, default):
-            rules.require(name, False, f"one of {', '.join(choices)}", "write one of these")
-    return rules.problems
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    """Problems of options that a program has filled: types, choices and ranges."""
+    return check_values(options, command_options(type(options)))
 
 
 def check_chat_template(file: str) -> list[Problem]:

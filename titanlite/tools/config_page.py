@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Sequence
 
 from titanlite.config.describe import Line, describe_config, field_texts, type_label
-from titanlite.config.fields import columns_of, literal
+from titanlite.config.fields import columns_of
 from titanlite.config.schema import JobConfig
+from titanlite.config.value_types import literal
 from titanlite.models.family import Family
 from titanlite.models.registry import FAMILIES
 

@@ -16,8 +16,7 @@ from titanlite.data.kinds import open_source
 from titanlite.data.preparation import bad_row_policy
 from titanlite.data.sources.config import CHAT
 from titanlite.data.sources.pieces import BadRowError
-from titanlite.runtime.errors import ConfigError, Problem
-from titanlite.tools.command import check_options
+from titanlite.runtime.errors import Problem, raise_problems
 
 T = TypeVar("T")
 
@@ -25,6 +24,7 @@ T = TypeVar("T")
 def config_of_data(
     options: Any,
     overrides: Sequence[str],
+    problems: Sequence[Problem],
     *,
     needs_tokenizer: bool,
     reads_tokens: bool = False,
@@ -32,11 +32,12 @@ def config_of_data(
 ) -> JobConfig:
     """The configuration of a command that reads its data: options.config, then --section.key value.
 
-    Checks both and the options. Raises ConfigError. reads_tokens: the command reads data as training does: any kind of
-    source is valid, and the vocabulary must fit the model. reads_chat: sources of conversations are valid.
+    problems: of the options. Raises ConfigError with them and those of the configuration. reads_tokens: the command
+    reads data as training does: any kind of source is valid, and the vocabulary must fit the model. reads_chat: sources
+    of conversations are valid.
     """
     parsed = parse(["--job.config_file", options.config, *overrides])
-    config, problems = parsed.config, [*parsed.problems, *check_options(options)]
+    config, problems = parsed.config, [*parsed.problems, *problems]
     if parsed.file_is_read:
         config = with_model_tokenizer(config)
         data, vocab_size = config.data, config.hyper_parameters.vocab_size
@@ -48,8 +49,7 @@ def config_of_data(
             room = vocab_size if reads_tokens or not config.tokenizer.path else 0
             found += check_tokenizer(config.tokenizer, data, vocab_size=room, model=start_model(config))
         problems += without_consequences(found, parsed.problems)
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return config
 
 

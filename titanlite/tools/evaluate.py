@@ -150,7 +150,8 @@ def evaluate_saved(
 
 def read_arguments(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """The command's options, and the overrides: `--section.key value`. Raises UsageError."""
-    options, overrides = read_options_and_overrides(Options, argv, "evaluate")
+    options, overrides, problems = read_options_and_overrides(Options, argv, "evaluate")
+    raise_problems(problems)
     check_arguments(options, overrides)
     return options, overrides
 

@@ -59,8 +59,8 @@ class Options:
 
 def main(argv: Sequence[str]) -> None:
     """Print statistics of each source, and the first sequences as text. Raises UserError."""
-    options, overrides = read_options_and_overrides(Options, argv, "inspect")
-    config = config_of_data(options, overrides, needs_tokenizer=True, reads_tokens=True)
+    options, overrides, problems = read_options_and_overrides(Options, argv, "inspect")
+    config = config_of_data(options, overrides, problems, needs_tokenizer=True, reads_tokens=True)
     # Replace each -1 for the configured layout; dp_shard = -1 becomes 1, since the number of ranks is unknown.
     world_size = math.prod(max(1, getattr(config.parallelism, axis)) for axis in AXES)
     config = resolve_config(config, world_size=world_size, device_type="cpu")

@@ -40,14 +40,7 @@ from titanlite.runtime.errors import UserError, raise_problems
 from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import aligned, counted
-from titanlite.tools.command import (
-    ConfigFile,
-    Count,
-    cannot_write,
-    check_options,
-    read_options_and_overrides,
-    require_new,
-)
+from titanlite.tools.command import ConfigFile, Count, cannot_write, read_options_and_overrides, require_new
 
 WARMUP_STEPS = 3
 """Steps before those that are measured: they compile, allocate and fill caches."""
@@ -90,8 +83,8 @@ class Profile:
 def main(argv: Sequence[str]) -> None:
     """Profile, on every rank; rank 0 prints the report."""
     with FailureReport() as failure:
-        options, overrides = read_options_and_overrides(Options, argv, "profile")
-        raise_problems(check_options(options))
+        options, overrides, problems = read_options_and_overrides(Options, argv, "profile")
+        raise_problems(problems)
         world, environment = start_rank()
         arguments = ["--job.config_file", options.config, *overrides]
         config = load_config(arguments, world_size=world.size, device_type=world.device_type)

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from titanlite.config.fields import literal
 from titanlite.config.schema import JobConfig
+from titanlite.config.value_types import literal
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.config import DataConfig
 from titanlite.data.corpus import TextCorpus
@@ -55,8 +55,8 @@ def main(argv: Sequence[str]) -> None:
     The tokens are those of all documents once, in source order, with BOS and EOS as in training: the tokens that one
     unshuffled stream reads. Tokens and shards depend neither on the number of workers nor on interruptions.
     """
-    options, overrides = read_options_and_overrides(Options, argv, "tokenize")
-    config = config_of_data(options, overrides, needs_tokenizer=True, reads_chat=False)
+    options, overrides, problems = read_options_and_overrides(Options, argv, "tokenize")
+    config = config_of_data(options, overrides, problems, needs_tokenizer=True, reads_chat=False)
     with _own_folder(options.out):
         manifest, description = tokenize(config, options.out, options.workers, options.shard_tokens)
     print(

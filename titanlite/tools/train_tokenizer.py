@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from titanlite.config.fields import literal
+from titanlite.config.value_types import literal
 from titanlite.data.bpe import MIN_VOCAB_SIZE, special_tokens_fault, train_bpe
 from titanlite.data.corpus import TextCorpus
 from titanlite.data.kinds import text_sources
@@ -47,8 +47,8 @@ class Options:
 
 def main(argv: Sequence[str]) -> None:
     """Write tokenizer.json and tokenizer_config.json into a new folder. Raises UserError."""
-    options, overrides = read_options_and_overrides(Options, argv, "train-tokenizer")
-    config = config_of_data(options, overrides, needs_tokenizer=False)
+    options, overrides, problems = read_options_and_overrides(Options, argv, "train-tokenizer")
+    config = config_of_data(options, overrides, problems, needs_tokenizer=False)
     require_new(options.out)
     vocab_size = options.vocab_size or config.hyper_parameters.vocab_size
     if problems := check_vocabulary(options, vocab_size):

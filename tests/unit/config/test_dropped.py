@@ -10,9 +10,9 @@ import pytest
 from tests.configuration import parse_config
 from tests.unit.checkpoint.making import make
 from titanlite.checkpoint.dropped import DROPPED, remove_dropped
-from titanlite.config.fields import literal
 from titanlite.config.load import config_from_values, load_config
 from titanlite.config.schema import JobConfig
+from titanlite.config.value_types import literal
 from titanlite.config.values import full_keys
 from titanlite.runtime.errors import ConfigError, Problem
 

@@ -12,11 +12,12 @@ import tomli
 from tests.configuration import parse_config
 from tests.seeds import seeds
 from titanlite.config.check import resolve_config
-from titanlite.config.fields import SECTIONS, Key, alternatives, columns_of, keys_of, literal, row_type
+from titanlite.config.fields import SECTIONS, columns_of, keys_of
 from titanlite.config.lengths import LENGTHS, UNSET
 from titanlite.config.load import CONFIG_COPY, load_config, most_ranks, parse
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import dump_config
+from titanlite.config.value_types import Key, alternatives, literal, row_type
 from titanlite.data.config import DataConfig
 from titanlite.data.sources.config import SourceConfig
 from titanlite.models.family import ModelConfig

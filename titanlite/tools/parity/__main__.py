@@ -19,7 +19,6 @@ from titanlite.tools.command import (
     ConfigFile,
     Count,
     File,
-    check_options,
     check_output_file,
     read_options_and_overrides,
     run_command,
@@ -87,9 +86,9 @@ class Options:
 
 def main(argv: Sequence[str]) -> None:
     """Print the comparison; exit with 1 if a layout differs. Raises UserError."""
-    options, overrides = read_options_and_overrides(Options, argv, "parity")
+    options, overrides, problems = read_options_and_overrides(Options, argv, "parity")
     parsed = parse(["--job.config_file", options.config, *overrides])
-    raise_problems([*parsed.problems, *check_options(options), *check_output_file("--json", options.json)])
+    raise_problems([*parsed.problems, *problems, *check_output_file("--json", options.json)])
     config, layouts, refused = prepare(options, parsed.config)
     named = [ONE_PROCESS, *(layout for layout in layouts if layout != ONE_PROCESS)]
     for line in refusal_lines(refused):

@@ -20,7 +20,7 @@ from titanlite.planning.step_time import predict
 from titanlite.runtime.errors import ConfigError, Problem, UsageError
 from titanlite.runtime.memory import GIB
 from titanlite.runtime.settings import setting
-from titanlite.tools.command import ConfigFile, Count, check_options, read_options_and_overrides, run_command
+from titanlite.tools.command import ConfigFile, Count, read_options_and_overrides, run_command
 from titanlite.tools.plan.choices import describe_choices
 from titanlite.tools.plan.cost import Price, describe_time
 from titanlite.tools.plan.report import DEFAULT_GIB, report
@@ -57,8 +57,7 @@ class Options:
 
 def main(argv: Sequence[str]) -> None:
     """Print the plan. Raises UsageError."""
-    options, overrides = read_options_and_overrides(Options, argv, "plan")
-    problems = check_options(options)
+    options, overrides, problems = read_options_and_overrides(Options, argv, "plan")
     if options.hardware is None:
         names = ", ".join(profile_names())
         remedy = f"add --hardware with one of {names}, or a file of titanlite calibrate"

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from math import prod
 
-from titanlite.config.fields import literal
 from titanlite.config.schema import JobConfig
+from titanlite.config.value_types import literal
 from titanlite.planning.hardware.machine import Profile
 from titanlite.planning.search import Choice, Found, TooLarge
 from titanlite.runtime.memory import GIB, USABLE

@@ -13,10 +13,10 @@ from titanlite.assembly.facts import code_facts
 from titanlite.config.load import CONFIG_COPY
 from titanlite.faults.record import read_records
 from titanlite.runtime.distributed import world_from_environment
-from titanlite.runtime.errors import UsageError, UserError, raise_problems
+from titanlite.runtime.errors import UsageError, UserError
 from titanlite.runtime.logging import setup_logging
 from titanlite.runtime.settings import setting
-from titanlite.tools.command import AllowImport, Count, check_options, read_options, run_command
+from titanlite.tools.command import AllowImport, Count, read_options, run_command
 from titanlite.tools.parity.measure import own_dtypes
 from titanlite.tools.replay.compare import judge
 from titanlite.tools.replay.compute import (
@@ -57,7 +57,6 @@ class Options:
 def main(argv: Sequence[str]) -> None:
     """Print the comparison; exit with 1 if the record is not reproduced. Raises UserError."""
     options = read_options(Options, argv, "replay")
-    raise_problems(check_options(options))
     world = world_from_environment()
     if world.size > 1:
         raise UsageError("replay runs on one process: start it without torchrun")

@@ -7,7 +7,7 @@ from importlib.resources import files
 import jinja2
 import numpy as np
 
-from titanlite.config.fields import literal
+from titanlite.config.value_types import literal
 from titanlite.metrics.jsonl import Series
 from titanlite.runtime.text import counted, duration
 from titanlite.tools.report.charts import COLORS, GRID, INK, MARKS, MIN_SMOOTHED, MUTED, Chart, number_text

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import torch
 
-from titanlite.runtime.errors import ConfigError, UserError, integer_variable
+from titanlite.runtime.errors import UserError, integer_variable, raise_problems
 from titanlite.runtime.gpus import usable_gpus
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
@@ -17,7 +17,6 @@ from titanlite.tools.command import (
     ConfigFile,
     File,
     OptionalCount,
-    check_options,
     new_output,
     read_options_and_overrides,
     require_new,
@@ -57,9 +56,8 @@ class Options:
 
 def main(argv: Sequence[str]) -> None:
     """Check the runs, then train them, write the script or print the table. Raises UserError."""
-    options, overrides = read_options_and_overrides(Options, argv, "sweep")
-    if problems := check_options(options):
-        raise ConfigError(problems)
+    options, overrides, problems = read_options_and_overrides(Options, argv, "sweep")
+    raise_problems(problems)
     if options.write_slurm is not None:
         require_new(options.write_slurm, "--write-slurm")
     processes = options.nproc or processes_of_node()

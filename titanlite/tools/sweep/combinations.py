@@ -12,11 +12,12 @@ from typing import Any
 import tomli
 
 from titanlite.config.arguments import split_arguments
-from titanlite.config.fields import columns_of, fields_of, is_text, keys_of, literal, row_type, setting_of
+from titanlite.config.fields import columns_of, fields_of, keys_of, setting_of
 from titanlite.config.files import CONFIG_FILE
 from titanlite.config.load import parse, read_copy, resolve
 from titanlite.config.plugins import PLUGINS
 from titanlite.config.schema import JobConfig
+from titanlite.config.value_types import is_text, literal, row_type
 from titanlite.models.family import ModelConfig
 from titanlite.runtime.errors import ConfigError, Problem, UsageError
 from titanlite.runtime.plugins import plugin_digests
