@@ -9,6 +9,7 @@ import subprocess
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 import yaml
 from torch.distributed.run import parse_args
@@ -18,7 +19,7 @@ from tests.documentation.blocks import Block
 from tests.documentation.manifests import dockerfile_problems, manifest_commands, manifest_problems, scripts
 from titanlite.__main__ import COMMANDS
 from titanlite.runtime.errors import UserError
-from titanlite.tools.command import read_options_and_overrides
+from titanlite.tools.command import read_options, read_options_and_overrides
 from titanlite.tools.completion.__main__ import OPTIONS
 from titanlite.tools.sweep.combinations import split_values
 
@@ -128,8 +129,12 @@ def _options_problem(arguments: Sequence[str]) -> str:
         return f"the commands are {', '.join(COMMANDS)}"
     if command == "train":
         return _config_problem(rest)
+    kind = OPTIONS[command]
     try:
-        options, overrides, problems = read_options_and_overrides(OPTIONS[command], rest, command)
+        if get_args(kind):
+            options, overrides, problems = read_options(kind, rest, command), [], []
+        else:
+            options, overrides, problems = read_options_and_overrides(kind, rest, command)
     except UserError as error:
         return str(error)
     if problems:
@@ -140,7 +145,8 @@ def _options_problem(arguments: Sequence[str]) -> str:
     given = [config, *overrides] if config else overrides
     if command != "sweep":
         return _config_problem(given)
-    values = [split_values(word) for word in given]
+    parts = [word.partition("=") for word in given]
+    values = [[f"{name}{equals}{value}" for value in split_values(text)] for name, equals, text in parts]
     runs = [[each[min(number, len(each) - 1)] for each in values] for number in range(max(map(len, values)))]
     return next(filter(None, map(_config_problem, runs)), "")
 

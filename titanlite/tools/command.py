@@ -70,9 +70,13 @@ def read_options(kind: Any, argv: Sequence[str], command: str) -> Any:
         problem = f"unknown subcommand {argv[0]!r}" if argv else "a subcommand is missing"
         raise UsageError(f"{problem}: write {' or '.join(subcommands)}")
     options, overrides, problems = read_options_and_overrides(kind, argv, command)
-    problems += [unexpected(word, f"see titanlite {command} --help") for word in overrides if word.startswith("--")]
-    raise_problems(problems)
+    raise_problems([*problems, *refused_keys(overrides, command)])
     return options
+
+
+def refused_keys(overrides: Sequence[str], command: str) -> list[Problem]:
+    """Problems of `--section.key value` for a command that has no configuration."""
+    return [unexpected(word, f"see titanlite {command} --help") for word in overrides]
 
 
 def read_options_and_overrides(kind: Any, argv: Sequence[str], command: str) -> tuple[Any, list[str], list[Problem]]:

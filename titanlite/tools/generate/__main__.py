@@ -34,7 +34,8 @@ from titanlite.tools.command import (
     RunFolder,
     check_chat_template,
     check_options,
-    read_options,
+    read_options_and_overrides,
+    refused_keys,
     run_command,
 )
 from titanlite.tools.generate.chat import DEFAULT_CHAT_TOKENS, ChatModel, Dialog, answer_all, converse
@@ -99,10 +100,9 @@ class Options:
 
 def main(argv: Sequence[str]) -> None:
     """Print the texts. Raises UserError."""
-    options = read_options(Options, argv, "generate")
-    prompts_given, problems = read_prompts(options.prompt, options.prompt_file, required=not options.chat)
-    problems += check(options)
-    raise_problems(problems)
+    options, overrides, problems = read_options_and_overrides(Options, argv, "generate")
+    prompts_given, of_prompts = read_prompts(options.prompt, options.prompt_file, required=not options.chat)
+    raise_problems([*problems, *refused_keys(overrides, "generate"), *of_prompts, *check(options)])
     setup_logging(0, sys.stderr)
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
