@@ -15,8 +15,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from titanlite.data.corpus import BYTES_PER_TOKEN, PieceEncoder
-from titanlite.data.indexed import MIN_PATIENCE, READ_AHEAD_PIECES
-from titanlite.data.order import shuffled
+from titanlite.data.order import MIN_PATIENCE, READ_AHEAD_PIECES, shuffled
 from titanlite.data.sources.base import MAX_BLOCK_BYTES, MAX_BLOCK_ROWS, Row, Share, StreamedSource, Unit
 from titanlite.data.sources.pieces import EMPTY_PIECE, BadRowError, Place, TokenPiece, cut, utf8_text
 from titanlite.runtime.errors import UserError
@@ -143,6 +142,11 @@ class Division:
             f"{self.sharers}, so the data is read {self.sharers} times (streaming = false reads it once)"
         )
 
+    def number(self, block: Block, piece: int) -> int:
+        """Ledger number of a piece of a block, the same in every epoch and for every number of streams."""
+        part = block.parts[piece]
+        return Position(self.file_numbers[block.unit.file], block.rows[part.row].number, part.number).packed()
+
     def locate(self, number: int) -> str:
         """File and row of a piece, by its ledger number, for messages."""
         file, row, _ = Position.of(number)
@@ -175,66 +179,134 @@ class _Start(NamedTuple):
     row: int
 
 
-class Blocks:
-    """The blocks of one stream. Keeps one block in memory, and its file open for the next block.
+class BlockPieces:
+    """StreamPieces of one stream. Keeps one block in memory, and its file open for the next block.
+
+    Place.position is a packed Position: index of the unit in the epoch's order, first row and piece of the block.
 
     Returning to an earlier block decodes its row group (Parquet) or reads its file (JSON lines) from the beginning.
     Retries reads that fail with a transient error, and raises UserError after the last try.
     """
 
-    def __init__(self, division: Division, stream: int, max_piece_bytes: int) -> None:
+    windows = False
+
+    def __init__(self, division: Division, stream: int, *, encoder: PieceEncoder, max_piece_bytes: int) -> None:
+        self.name = division.source.name
+        self.patience = sys.maxsize  # the number of pieces is unknown until the end of the first full epoch
         self._division = division
         self._stream = stream
+        self._encoder = encoder
         self._max_piece_bytes = max_piece_bytes
+        self._epochs = division.source.config.epochs
         self._order: tuple[int, list[Unit]] = (-1, [])
         self._block: tuple[_Start, Block] | None = None
         self._rows: tuple[_Start, Iterator[Row]] | None = None
+        self._walked: int | None = None
+        self._after: tuple[Place, Place] | None = None
+        self._fetched: dict[Place, TokenPiece | Exception] = {}
+        self._numbers: dict[Place, int] = {}
 
-    def first_unit(self) -> Place:
-        """The start of the stream's first unit."""
-        return self._place(self._stream % self._division.groups)
+    def first(self) -> Place:
+        """The start of the first unit, which may have no piece: nothing is read."""
+        return self._start_of_unit(self._stream % self._division.groups)
 
-    def next_unit(self, place: Place) -> Place:
-        """The start of the stream's next unit after the unit at `place`."""
-        current = place.epoch * len(self._division.units) + Position.of(place.position).unit
-        return self._place(current + self._division.groups)
+    def after(self, place: Place) -> Place:
+        """The place of the next piece; skips empty units, up to the first unit of the next epoch."""
+        if self._after is None or self._after[0] != place:  # a second lookup would reload the earlier block
+            self._after = (place, self._following(place))
+            self._count(place, self._after[1])
+        return self._after[1]
 
-    def _place(self, number: int) -> Place:
+    def _following(self, place: Place) -> Place:
+        unit, _, piece = Position.of(place.position)
+        block = self._block_at(place)
+        if piece + 1 < len(block.parts):
+            return Place(place.epoch, place.position + 1)
+        if block.rows:
+            following = Place(place.epoch, Position(unit, block.rows[-1].number + 1, 0).packed())
+            if self._block_at(following).rows:
+                return following
+        following = self._next_unit(place)
+        while following.epoch == place.epoch and not self._block_at(following).rows:
+            following = self._next_unit(following)
+        return following
+
+    def _start_of_unit(self, number: int) -> Place:
         """The start of unit `number` of the concatenated orders of all epochs."""
         epoch, unit = divmod(number, len(self._division.units))
         return Place(epoch, Position(unit, 1, 0).packed())
 
+    def _unit_number(self, place: Place) -> int:
+        """The reverse of _start_of_unit, of any place in the unit."""
+        return place.epoch * len(self._division.units) + Position.of(place.position).unit
+
+    def _next_unit(self, place: Place) -> Place:
+        """The start of the stream's next unit after the unit at `place`."""
+        return self._start_of_unit(self._unit_number(place) + self._division.groups)
+
+    def _count(self, place: Place, following: Place) -> None:
+        """Set `patience` to two epochs of pieces after each full epoch."""
+        if following.epoch == place.epoch:
+            self._walked = None if self._walked is None else self._walked + 1
+            return
+        if self._walked is not None:
+            self.patience = max(MIN_PATIENCE, 2 * (self._walked + 1))
+        self._walked = 0
+
+    def has_ended(self, place: Place) -> bool:
+        return place.epoch >= self._epochs > 0
+
     def has(self, place: Place) -> bool:
-        """Whether `place` is in a unit of this stream."""
-        unit = Position.of(place.position).unit
-        number = place.epoch * len(self._division.units) + unit
-        return unit < len(self._division.units) and (number - self._stream) % self._division.groups == 0
+        is_own = (self._unit_number(place) - self._stream) % self._division.groups == 0
+        return is_own and Position.of(place.position).unit < len(self._division.units)
 
     def epochs(self, place: Place) -> float:
         """The part of the source in the units before that of `place`. Streams that share a unit have a part of it."""
         division = self._division
-        number = place.epoch * len(division.units) + Position.of(place.position).unit
-        passed = (number - self._stream % division.groups) // division.groups
+        passed = (self._unit_number(place) - self._stream % division.groups) // division.groups
         return passed / (division.sharers * len(division.units))
 
-    def block(self, place: Place) -> Block:
+    def number(self, place: Place) -> int:
+        """Ledger number of the piece: file, row, part of the row, packed."""
+        return self._numbers[place]
+
+    def fetch(self, place: Place, num_tokens: int) -> TokenPiece | Exception:
+        if place not in self._fetched:
+            self._fetched = self._tokenize_ahead(place, num_tokens)
+        return self._fetched.pop(place)
+
+    def _tokenize_ahead(self, place: Place, num_tokens: int) -> dict[Place, TokenPiece | Exception]:
+        """Tokenize the piece at `place` and up to READ_AHEAD_PIECES of its block in one batch."""
+        block, first = self._block_at(place), Position.of(place.position).piece
+        if first >= max(1, len(block.parts)):
+            what = f"{self.name} has no piece {first} in {block.unit.file} {tuple(Position.of(place.position))}"
+            remedy = "use the data and data.max_piece_bytes of the run that is resumed"
+            return {place: UserError(f"{what}: {remedy}")}
+        end, num_bytes = first, 0
+        while end < min(len(block.parts), first + READ_AHEAD_PIECES) and num_bytes < BYTES_PER_TOKEN * num_tokens:
+            num_bytes += block.parts[end].end - block.parts[end].begin
+            end += 1
+        ahead = range(first, end)
+        places = [Place(place.epoch, place.position + piece - first) for piece in ahead]
+        read = [(block.parts[piece].flags, block.read(piece)) for piece in ahead]
+        tokens = self._encoder.encode(read, lambda n: block.locate(ahead[n]))
+        self._numbers = {place: self._division.number(block, piece) for place, piece in zip(places, ahead, strict=True)}
+        if not ahead:  # the first unit of the stream has no row for it
+            return {place: EMPTY_PIECE}
+        return dict(zip(places, tokens, strict=True))
+
+    def _block_at(self, place: Place) -> Block:
         """The block at `place`, its pieces in the order of consumption; empty after the end of a unit."""
         unit, row, _ = Position.of(place.position)
         start = _Start(place.epoch, unit, row)
         if self._block is None or self._block[0] != start:
             self._block = None
-            what = f"{self._units(place.epoch)[unit].file} of the source {self._division.source.name!r}"
+            what = f"{self._units(place.epoch)[unit].file} of the source {self.name!r}"
             try:
                 self._block = (start, retrying(what, lambda: self._take(start)))
             except OSError as error:
                 raise UserError(f"{what} can no longer be read: {reason(error)}") from error
         return self._block[1]
-
-    def number(self, block: Block, piece: int) -> int:
-        """Number of a piece, the same in every epoch and for every number of streams."""
-        part = block.parts[piece]
-        file = self._division.file_numbers[block.unit.file]
-        return Position(file, block.rows[part.row].number, part.number).packed()
 
     def _take(self, start: _Start) -> Block:
         """Read a block: from the open file if it follows the previous block, otherwise open the file again."""
@@ -255,95 +327,3 @@ class Blocks:
         if self._order[0] != epoch:
             self._order = (epoch, self._division.order(epoch))
         return self._order[1]
-
-
-class BlockPieces:
-    """StreamPieces of one stream.
-
-    Place.position is a packed Position: index of the unit in the epoch's order, first row and piece of the block.
-    """
-
-    windows = False
-
-    def __init__(self, division: Division, stream: int, *, encoder: PieceEncoder, max_piece_bytes: int) -> None:
-        self.name = division.source.name
-        self.patience = sys.maxsize  # the number of pieces is unknown until the end of the first full epoch
-        self._blocks = Blocks(division, stream, max_piece_bytes)
-        self._encoder = encoder
-        self._epochs = division.source.config.epochs
-        self._walked: int | None = None
-        self._after: tuple[Place, Place] | None = None
-        self._fetched: dict[Place, TokenPiece | Exception] = {}
-        self._numbers: dict[Place, int] = {}
-
-    def first(self) -> Place:
-        """The start of the first unit, which may have no piece: nothing is read."""
-        return self._blocks.first_unit()
-
-    def after(self, place: Place) -> Place:
-        """The place of the next piece; skips empty units, up to the first unit of the next epoch."""
-        if self._after is None or self._after[0] != place:  # a second lookup would reload the earlier block
-            self._after = (place, self._following(place))
-            self._count(place, self._after[1])
-        return self._after[1]
-
-    def _following(self, place: Place) -> Place:
-        unit, _, piece = Position.of(place.position)
-        block = self._blocks.block(place)
-        if piece + 1 < len(block.parts):
-            return Place(place.epoch, place.position + 1)
-        if block.rows:
-            following = Place(place.epoch, Position(unit, block.rows[-1].number + 1, 0).packed())
-            if self._blocks.block(following).rows:
-                return following
-        following = self._blocks.next_unit(place)
-        while following.epoch == place.epoch and not self._blocks.block(following).rows:
-            following = self._blocks.next_unit(following)
-        return following
-
-    def _count(self, place: Place, following: Place) -> None:
-        """Set `patience` to two epochs of pieces after each full epoch."""
-        if following.epoch == place.epoch:
-            self._walked = None if self._walked is None else self._walked + 1
-            return
-        if self._walked is not None:
-            self.patience = max(MIN_PATIENCE, 2 * (self._walked + 1))
-        self._walked = 0
-
-    def has_ended(self, place: Place) -> bool:
-        return place.epoch >= self._epochs > 0
-
-    def has(self, place: Place) -> bool:
-        return self._blocks.has(place)
-
-    def epochs(self, place: Place) -> float:
-        return self._blocks.epochs(place)
-
-    def number(self, place: Place) -> int:
-        """Ledger number of the piece: file, row, part of the row, packed."""
-        return self._numbers[place]
-
-    def fetch(self, place: Place, num_tokens: int) -> TokenPiece | Exception:
-        if place not in self._fetched:
-            self._fetched = self._tokenize_ahead(place, num_tokens)
-        return self._fetched.pop(place)
-
-    def _tokenize_ahead(self, place: Place, num_tokens: int) -> dict[Place, TokenPiece | Exception]:
-        """Tokenize the piece at `place` and up to READ_AHEAD_PIECES of its block in one batch."""
-        block, first = self._blocks.block(place), Position.of(place.position).piece
-        if first >= max(1, len(block.parts)):
-            what = f"{self.name} has no piece {first} in {block.unit.file} {tuple(Position.of(place.position))}"
-            remedy = "use the data and data.max_piece_bytes of the run that is resumed"
-            return {place: UserError(f"{what}: {remedy}")}
-        end, num_bytes = first, 0
-        while end < min(len(block.parts), first + READ_AHEAD_PIECES) and num_bytes < BYTES_PER_TOKEN * num_tokens:
-            num_bytes += block.parts[end].end - block.parts[end].begin
-            end += 1
-        ahead = range(first, end)
-        places = [Place(place.epoch, place.position + piece - first) for piece in ahead]
-        read = [(block.parts[piece].flags, block.read(piece)) for piece in ahead]
-        tokens = self._encoder.encode(read, lambda n: block.locate(ahead[n]))
-        self._numbers = dict(zip(places, (self._blocks.number(block, piece) for piece in ahead), strict=True))
-        if not ahead:  # the first unit of the stream has no row for it
-            return {place: EMPTY_PIECE}
-        return dict(zip(places, tokens, strict=True))

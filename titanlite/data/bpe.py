@@ -15,7 +15,7 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.python_stdlib import PythonStdlib
 from titanlite.data.sources.tokens import MANIFEST, Tokens
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, tokenizer_file
-from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts
+from titanlite.runtime.cache import built_once, cached_folder, file_facts
 from titanlite.runtime.durability import replace_file
 
 logger = logging.getLogger("titanlite")
@@ -73,15 +73,15 @@ def train_on_python_stdlib(vocab_size: int) -> Path:
     Raises UserError if the cache folder cannot be written.
     """
     source = PythonStdlib(SourceConfig(PythonStdlib.kind, split="train"))
-    key = content_key(["bpe", FORMAT_VERSION, tokenizers.__version__, vocab_size, file_facts(source.files())])
+    facts = ["bpe", FORMAT_VERSION, tokenizers.__version__, vocab_size, file_facts(source.files())]
 
     def build(folder: Path) -> None:
         logger.info("training a tokenizer of %s tokens on the Python standard library", f"{vocab_size:,}")
         texts = (file.read_text(encoding="utf-8") for file in source.split_files())
         train_bpe(texts, vocab_size, folder)
 
-    folder = built_once(cache_folder() / "tokenizer" / key, "a tokenizer for the Python standard library", build)
-    return folder / "tokenizer.json"
+    what = "a tokenizer for the Python standard library"
+    return built_once(cached_folder("tokenizer", facts), what, build) / "tokenizer.json"
 
 
 def prepare_tokenizer(

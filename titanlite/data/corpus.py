@@ -31,7 +31,7 @@ from titanlite.data.sources.pieces import (
     TokenPiece,
 )
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.runtime.cache import built_once, cache_folder, content_key
+from titanlite.runtime.cache import built_once, cached_folder
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.json_files import read_json
 from titanlite.runtime.retry import retrying
@@ -79,9 +79,9 @@ def open_index(source: TextSource, max_piece_bytes: int) -> PieceIndex:
     cannot be read.
     """
     facts = ["pieces", FORMAT_VERSION, source.index_settings(), max_piece_bytes, source.content_facts]
-    folder = cache_folder() / "index" / content_key(facts)
     what = f"the index of {source.name}"
-    return PieceIndex(built_once(folder, what, partial(_build, source, max_piece_bytes, what)))
+    build = partial(_build, source, max_piece_bytes, what)
+    return PieceIndex(built_once(cached_folder("index", facts), what, build))
 
 
 class _Meta(TypedDict):

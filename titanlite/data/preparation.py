@@ -12,8 +12,7 @@ from titanlite.data.blocks import BlockPieces, Division
 from titanlite.data.chat.encoder import ChatEncoder
 from titanlite.data.config import DataConfig
 from titanlite.data.corpus import TextCorpus, build_encoder
-from titanlite.data.indexed import IndexedPieces
-from titanlite.data.order import Mixture, Permutation
+from titanlite.data.order import IndexedPieces, Mixture, Permutation
 from titanlite.data.packing import num_sequences
 from titanlite.data.sources.base import Source, StreamedSource, TextSource
 from titanlite.data.sources.config import SourceConfig

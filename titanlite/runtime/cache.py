@@ -53,6 +53,11 @@ def content_key(facts: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
+def cached_folder(kind: str, facts: Any) -> Path:
+    """The folder in the cache, below `kind`, of what `facts`, a JSON value, decide. It may not exist yet."""
+    return cache_folder() / kind / content_key(facts)
+
+
 def file_facts(files: list[Path]) -> list[tuple[str, int, int, int]]:
     """Return (path, size in bytes, modification time in ns, inode) of each file, as facts of a content_key."""
     stats = [(file, os.stat(file)) for file in files]
@@ -73,7 +78,7 @@ def has_hash(path: Path, expected: str) -> bool:
     """
     if path.stat().st_size <= SMALL_BYTES:
         return hash_of(path) == expected
-    marker = cache_folder() / "verified" / content_key(["hash", file_facts([path.absolute()]), expected])
+    marker = cached_folder("verified", ["hash", file_facts([path.absolute()]), expected])
     with ExitStack() as stack:
         if _has_content(marker):
             return True

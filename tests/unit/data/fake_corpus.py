@@ -7,8 +7,7 @@ from typing import Literal
 import numpy as np
 
 from titanlite.batch import IGNORE_INDEX
-from titanlite.data.indexed import IndexedPieces
-from titanlite.data.order import Permutation
+from titanlite.data.order import IndexedPieces, Permutation
 from titanlite.data.packing import TooLong
 from titanlite.data.sources.pieces import AT_BEGIN, BadRowError, TokenPiece
 from titanlite.data.streams import BadRowPolicy, Row, SourceStream

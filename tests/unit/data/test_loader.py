@@ -17,8 +17,8 @@ from titanlite.batch import IGNORE_INDEX, Batch, rows_and_tokens
 from titanlite.data import preparation
 from titanlite.data.check import check_data
 from titanlite.data.config import DataConfig
-from titanlite.data.indexed import IndexedPieces
 from titanlite.data.loader import Loader
+from titanlite.data.order import IndexedPieces
 from titanlite.data.preparation import Assignment, SourceOrder
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer

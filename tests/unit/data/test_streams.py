@@ -6,8 +6,7 @@ import pytest
 from tests.seeds import seeds
 from tests.unit.data.fake_corpus import PAD, FakeCorpus, empty_row, expected_sequences, make_stream, permutation_of
 from titanlite.batch import IGNORE_INDEX
-from titanlite.data.indexed import IndexedPieces
-from titanlite.data.order import Permutation
+from titanlite.data.order import IndexedPieces, Permutation
 from titanlite.data.sources.pieces import TokenPiece
 from titanlite.data.streams import BadRowPolicy, SourceState, SourceStream
 from titanlite.runtime.errors import UserError

@@ -20,7 +20,7 @@ import xxhash
 
 from titanlite.data.sources.config import CHAT, SourceConfig
 from titanlite.data.sources.pieces import ArrayError, BadRowError, ConversationError, FieldError, KindError, Piece
-from titanlite.runtime.cache import built_once, cache_folder, content_key, file_facts
+from titanlite.runtime.cache import built_once, cached_folder, file_facts
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.files import open_regular
 from titanlite.runtime.json_files import read_json
@@ -187,16 +187,13 @@ class Source(ABC):
 
 
 def cached_json(kind: str, facts: list[Any], what: str, make: Callable[[], Any]) -> Any:
-    """The JSON value made by make(), from the cache if it has one of the same facts. kind: folder in the cache.
-
-    See built_once.
-    """
+    """The JSON value made by make(), from the cache if it has one of the same facts. See built_once."""
 
     def build(into: Path) -> None:
         (into / "value.json").write_text(json.dumps({"value": make()}))
 
-    folder = cache_folder() / kind / content_key([kind, CACHED_VERSION, *facts])
-    return read_json(built_once(folder, what, build) / "value.json")["value"]
+    folder = built_once(cached_folder(kind, [kind, CACHED_VERSION, *facts]), what, build)
+    return read_json(folder / "value.json")["value"]
 
 
 def sampled_digest(file: Path) -> bytes:
@@ -218,22 +215,28 @@ def sampled_digest(file: Path) -> bytes:
         raise UserError(f"{file} cannot be read: {error}") from error
 
 
-def field_problem(key: str, field: str, where: str, fault: FieldError) -> Problem:
-    """The Problem of the field of the text, of the table at `key`. where: the file."""
-    remedy = "use files that have a field of text"
-    if fault.texts:
-        first, *others = fault.texts
-        remedy = f"write field = {json.dumps(first, ensure_ascii=False)}, or add --{key}.field {shlex.quote(first)}"
-        remedy += f"; other fields of text: {', '.join(map(repr, others[:7]))}" if others else ""
-    return Problem(f"{key}.field", field, "a field that contains text", f"{where}: {fault}; {remedy}")
-
-
-def kind_problem(config: SourceConfig, key: str, where: str, fault: KindError) -> Problem:
-    """The Problem of rows of another kind than that of the table at `key`. where: the file."""
-    remedy = f'write kind = "{fault.kind}", or add --{key}.kind {fault.kind}'
-    if fault.kind == CHAT and config.kind not in _OF_LINES:
-        remedy = conversations_as_lines(config)
-    return Problem(f"{key}.kind", config.kind, "the kind of the rows", f"{where}: {fault}; {remedy}")
+def fault_problem(config: SourceConfig, key: str, file: str, fault: BadRowError) -> Problem | None:
+    """The Problem of the table at `key` that a fault of the first rows of a file shows; None if it is of the rows."""
+    if isinstance(fault, FieldError):
+        remedy = "use files that have a field of text"
+        if fault.texts:
+            first, *others = fault.texts
+            remedy = f"write field = {json.dumps(first, ensure_ascii=False)}, or add --{key}.field {shlex.quote(first)}"
+            remedy += f"; other fields of text: {', '.join(map(repr, others[:7]))}" if others else ""
+        field, rule = config.field or "text", "a field that contains text"
+        return Problem(f"{key}.field", field, rule, f"{file}: {fault}; {remedy}")
+    if isinstance(fault, KindError):
+        remedy = f'write kind = "{fault.kind}", or add --{key}.kind {fault.kind}'
+        if fault.kind == CHAT and config.kind not in _OF_LINES:
+            remedy = conversations_as_lines(config)
+        return Problem(f"{key}.kind", config.kind, "the kind of the rows", f"{file}: {fault}; {remedy}")
+    if isinstance(fault, ArrayError):
+        remedy = f"{file} is a JSON array; to make lines of it: jq -c '.[]' {shlex.quote(file)} > lines.jsonl"
+        return Problem(f"{key}.path", config.path, "files with one JSON object per line", remedy)
+    if isinstance(fault, ConversationError):
+        remedy = f"none of the first lines of {file} is one; the first of them: {fault}"
+        return Problem(f"{key}.path", config.path, "files with a conversation in each line", remedy)
+    return None
 
 
 def conversations_as_lines(config: SourceConfig, kind: str = "") -> str:
@@ -257,14 +260,11 @@ def files_below(folder: str) -> Iterator[Path]:
         yield from (Path(parent, name).absolute() for name in names if not name.startswith("."))
 
 
-def check_first_file(
-    source: Source, key: str, field: str, fault_in: Callable[[IO[bytes]], BadRowError | None]
-) -> list[Problem]:
-    """Problems of the rows of the source's first file: their kind, the field of their text, "" if they have none.
+def check_first_file(source: Source, key: str, fault_in: Callable[[IO[bytes]], BadRowError | None]) -> list[Problem]:
+    """Problems of the rows of the source's first file: their kind, and the field of their text.
 
-    fault_in: finds the fault of an open file.
-
-    Other faults of rows are reported when a row is needed, by data.on_bad_row.
+    fault_in: finds the fault of an open file. Other faults of rows are reported when a row is needed, by
+    data.on_bad_row.
     """
     file = source.files()[0]
     try:
@@ -273,15 +273,8 @@ def check_first_file(
     except OSError as error:
         remedy = f"{file} cannot be read: {error.strerror or error}; fix this, or the path"
         return [Problem(f"{key}.path", source.config.path, "readable files", remedy)]
-    if isinstance(fault, ArrayError):
-        remedy = f"{file} is a JSON array; to make lines of it: jq -c '.[]' {shlex.quote(str(file))} > lines.jsonl"
-        return [Problem(f"{key}.path", source.config.path, "files with one JSON object per line", remedy)]
-    if isinstance(fault, KindError):
-        return [kind_problem(source.config, key, str(file), fault)]
-    if isinstance(fault, ConversationError):
-        remedy = f"none of the first lines of {file} is one; the first of them: {fault}"
-        return [Problem(f"{key}.path", source.config.path, "files with a conversation in each line", remedy)]
-    return [field_problem(key, field, str(file), fault)] if isinstance(fault, FieldError) else []
+    problem = fault and fault_problem(source.config, key, str(file), fault)
+    return [problem] if problem else []
 
 
 MAX_SUFFIXES = 8

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from titanlite.data.sources.base import cached_json, field_problem, kind_problem
+from titanlite.data.sources.base import cached_json, fault_problem
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.jsonl import Jsonl, json_text, rows_fault
 from titanlite.data.sources.parquet import column_fault
@@ -188,10 +188,8 @@ def _check_fields(source: SourceConfig, key: str, found: HubFiles) -> None:
                 fault = rows_fault(opened, file, lambda line: json_text(line, field))
     except OSError as error:
         raise _config_error(key, "path", source.path, "readable files", f"{file}: {reason(error)}") from error
-    if isinstance(fault, KindError):
-        raise ConfigError([kind_problem(source, key, file, fault)])
-    if isinstance(fault, FieldError):
-        raise ConfigError([field_problem(key, field, file, fault)])
+    if isinstance(fault, KindError | FieldError) and (problem := fault_problem(source, key, file, fault)):
+        raise ConfigError([problem])
     if fault is not None:
         raise _config_error(key, "field", field, "a field that contains text", f"{file}: {fault}")
 

@@ -29,7 +29,7 @@ from titanlite.data.sources.pieces import (
     read_range,
     utf8_text,
 )
-from titanlite.runtime.cache import Recent, built_once, cache_folder, content_key, file_facts
+from titanlite.runtime.cache import Recent, built_once, cached_folder, file_facts
 from titanlite.runtime.errors import Problem
 from titanlite.runtime.files import open_regular
 from titanlite.runtime.retry import is_transient
@@ -84,7 +84,7 @@ class Jsonl(TextSource):
         self._unpacked: dict[Path, Unpacked] = {}
 
     def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:  # noqa: ARG002
-        return check_first_file(self, key, self.field, self._fault_of_first_file)
+        return check_first_file(self, key, self._fault_of_first_file)
 
     def _fault_of_first_file(self, opened: IO[bytes]) -> BadRowError | None:
         """The fault of the first row of the first file, open, if no checked row is good."""
@@ -262,7 +262,7 @@ def unpacked(path: Path, facts: list[Any], copy_lines: CopyLines) -> Unpacked:
     facts: settings of copy_lines. Truncated or corrupt data gives the complete lines before the damage. Raises
     UserError if the cache folder cannot be written, and OSError if the file cannot be read.
     """
-    folder = cache_folder() / "unpacked" / content_key(["unpacked", UNPACKED_VERSION, file_facts([path]), *facts])
+    folder = cached_folder("unpacked", ["unpacked", UNPACKED_VERSION, file_facts([path]), *facts])
     built_once(folder, f"the unpacked {path}", lambda into: _unpack(path, into, folder, copy_lines))
     meta = json.loads((folder / "meta.json").read_text())
     return Unpacked(folder / "content", meta["lines"], meta["damage"])

@@ -36,7 +36,7 @@ class Parquet(TextSource):
         self._row_groups: Recent[tuple[Path, int], Any] = Recent(CACHE_BYTES, lambda column: int(column.nbytes))
 
     def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:  # noqa: ARG002
-        return check_first_file(self, key, self.field, lambda opened: column_fault(opened, self.field))
+        return check_first_file(self, key, lambda opened: column_fault(opened, self.field))
 
     def settings(self) -> dict[str, Any]:
         return {"field": self.field}
