@@ -5,7 +5,6 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.config import DataConfig
 from titanlite.data.loader import Loader, build_loader
-from titanlite.data.sources.base import TextSource
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.logging import log
@@ -25,7 +24,7 @@ def build_data(job: Job, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
     log.info("Data: %s", loader.description)
     if mesh.world.rank == 0:  # takes time, and only rank 0 logs
         for source in loader.sources:
-            if isinstance(source, TextSource) and (unread := source.describe_unread()):
+            if source.holds == "text" and (unread := source.describe_unread()):
                 log.info("Not read: %s in %s, by kind = %r", unread, source.config.path, source.kind)
         log.info("Epochs: %s", loader.describe_epochs(job.config.training.steps))
     return loader

@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 from titanlite.data.chat.source import Chat
 from titanlite.data.sources.base import Source, TextSource
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.hf import HuggingFace
+from titanlite.data.sources.hf import ConvertedDataset, StreamedDataset
 from titanlite.data.sources.jsonl import Jsonl
 from titanlite.data.sources.parquet import Parquet
 from titanlite.data.sources.python_stdlib import PythonStdlib
@@ -22,7 +23,7 @@ KINDS: dict[str, type[Source]] = {
     Parquet.kind: Parquet,
     Csv.kind: Csv,
     Arrow.kind: Arrow,
-    HuggingFace.kind: HuggingFace,
+    StreamedDataset.kind: StreamedDataset,
     Tokens.kind: Tokens,
     PythonStdlib.kind: PythonStdlib,
 }
@@ -30,12 +31,14 @@ KINDS: dict[str, type[Source]] = {
 
 def open_source(config: SourceConfig) -> Source:
     """Open the source of a table."""
+    if config.kind == ConvertedDataset.kind and not config.streaming:
+        return ConvertedDataset(config)
     return KINDS[config.kind](config)
 
 
 def text_sources(configs: Sequence[SourceConfig]) -> list[TextSource]:
-    """Open the sources of tables, all of which must be TextSources."""
-    opened = [open_source(config) for config in configs]
+    """Open the sources of tables, all of which must hold text. Datasets of the hub are converted, not streamed."""
+    opened = [open_source(replace(config, streaming=False)) for config in configs]
     assert all(isinstance(source, TextSource) for source in opened)
     return [source for source in opened if isinstance(source, TextSource)]
 

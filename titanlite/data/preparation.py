@@ -93,7 +93,7 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
     else:
         assert tokenizer is not None, "sources of text need a tokenizer"
         encoder = build_encoder(source.config, tokenizer, add_bos=section.add_bos, add_eos=section.add_eos)
-        if isinstance(source, StreamedSource) and source.is_streamed:
+        if isinstance(source, StreamedSource):
             division = Division(source, section.num_streams, seeds)
             blocks = partial(BlockPieces, division, encoder=encoder, max_piece_bytes=section.max_piece_bytes)
             return SourceOrder(1, division.description, blocks, division.locate)  # a placeholder: the size is unknown

@@ -19,7 +19,7 @@ from titanlite.data.order import Mixture, shuffled
 from titanlite.data.packing import TooLong, fitted_length, num_packed
 from titanlite.data.preparation import Assignment, Preparation
 from titanlite.data.sources.arrays import ArrayFile
-from titanlite.data.sources.base import TextSource
+from titanlite.data.sources.base import StreamedSource, TextSource
 from titanlite.data.sources.pieces import BAD_FILE, STARTS_DOCUMENT, BadRowError, Piece, TokenPiece
 from titanlite.data.sources.tokens import Tokens, documents_file, manifests_of, open_tokens
 from titanlite.data.tokenizer import Tokenizer
@@ -105,7 +105,7 @@ def describe_sources(config: JobConfig, tokenizer: Tokenizer | None, vocab_size:
         sequences = None
         if isinstance(source, Tokens):
             sequences = describe_token_files(source, training.seq_len)
-        elif source.is_streamed:
+        elif isinstance(source, StreamedSource):
             print("  size          unknown: the source is streamed")
         else:
             assert tokenizer is not None, "sources of text have a tokenizer"

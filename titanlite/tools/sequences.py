@@ -11,7 +11,7 @@ from titanlite.data.config import DataConfig
 from titanlite.data.corpus import open_index
 from titanlite.data.kinds import open_source
 from titanlite.data.loader import Loader, build_loader
-from titanlite.data.sources.base import TextSource
+from titanlite.data.sources.base import StreamedSource, TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import STARTS_DOCUMENT
 from titanlite.data.sources.tokens import Tokens, documents_file
@@ -97,7 +97,7 @@ def head_of(origin: Origin, data: DataConfig) -> str:
         return "window"
     if origin.offset > 0:
         return "document, continued"
-    if source.is_streamed or origin.piece < 0:
+    if isinstance(source, StreamedSource) or origin.piece < 0:
         return "document"
     assert isinstance(source, TextSource)
     piece = open_index(source, data.max_piece_bytes)[origin.piece]

@@ -167,7 +167,7 @@ def open_stream(division: Division, stream: int = 0, max_piece_bytes: int = 100)
 
 
 def divided(source: SourceConfig, num_streams: int, seed: int | None = None) -> Division:
-    return Division(hf.HuggingFace(source), num_streams, () if seed is None else (seed,))
+    return Division(hf.StreamedDataset(source), num_streams, () if seed is None else (seed,))
 
 
 def test_too_many_files_are_refused_at_the_start(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +314,7 @@ def test_temporary_read_failures_lose_no_rows(dataset: Path, monkeypatch: pytest
     """The file is reopened, and reading resumes at the block that failed."""
     monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", 3)
     monkeypatch.setattr(blocks, "retrying", partial(retrying, delays_s=(0, 0)))
-    rows, failures = hf.HuggingFace.rows, iter([2, 4, 0])
+    rows, failures = hf.StreamedDataset.rows, iter([2, 4, 0])
 
     def failing(*arguments: object) -> object:
         limit = next(failures, 10**6)
@@ -323,7 +323,7 @@ def test_temporary_read_failures_lose_no_rows(dataset: Path, monkeypatch: pytest
                 raise ConnectionResetError("the server went away")
             yield row
 
-    monkeypatch.setattr(hf.HuggingFace, "rows", failing)
+    monkeypatch.setattr(hf.StreamedDataset, "rows", failing)
     assert texts_of(source_of(dataset, split="train"), 1) == [ALL_ROWS]
     assert next(failures, None) is None
 
@@ -332,7 +332,7 @@ def test_temporary_read_failures_lose_no_rows(dataset: Path, monkeypatch: pytest
 def test_arrow_files_of_a_dataset_are_indexed(
     folder: str, dataset: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = hf.HuggingFace(source_of(dataset / folder, streaming=False))
+    source = hf.ConvertedDataset(source_of(dataset / folder, streaming=False))
     index = open_index(source, 8)
     expected = {"data": ALL_ROWS, "french": [f"ligne {line}" for line in range(1, 7)], "table": ["one", "two"]}
     pieces = [index[n] for n in range(len(index))]
@@ -354,7 +354,7 @@ def test_datasets_that_cannot_be_converted_to_text(lines: list[str], reason: str
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "train.jsonl").write_text("\n".join(lines))
     with pytest.raises(UserError, match=reason):
-        open_index(hf.HuggingFace(source_of(tmp_path / "rows", streaming=False)), 100)
+        open_index(hf.ConvertedDataset(source_of(tmp_path / "rows", streaming=False)), 100)
 
 
 def test_zstd_files_are_converted_with_the_package_zstandard(tmp_path: Path) -> None:
@@ -363,10 +363,10 @@ def test_zstd_files_are_converted_with_the_package_zstandard(tmp_path: Path) -> 
     (folder / "train.jsonl.zst").write_bytes(pa.compress(b'{"text": "one"}\n', "zstd", asbytes=True))
     source = source_of(folder, streaming=False)
     if find_spec("zstandard"):
-        assert len(open_index(hf.HuggingFace(source), 100)) == 1
+        assert len(open_index(hf.ConvertedDataset(source), 100)) == 1
         return
     with pytest.raises(UserError, match='install the package zstandard, or read local files with kind = "jsonl"'):
-        open_index(hf.HuggingFace(source), 100)
+        open_index(hf.ConvertedDataset(source), 100)
     assert len(open_index(Jsonl(replace(source, kind="jsonl")), 100)) == 1
 
 
@@ -374,20 +374,20 @@ ON_THE_HUB = """
 import json, sys
 from dataclasses import replace
 from titanlite.data.config import SourceConfig
-from titanlite.data.sources.hf import HuggingFace
+from titanlite.data.sources.hf import StreamedDataset
 from titanlite.data.blocks import Division
 from titanlite.runtime.errors import ConfigError
 from tests.unit.data.test_hub import texts_of
 
 source = SourceConfig(kind="hf", path="user/dataset")
-pinned = replace(source, revision=HuggingFace(source).pinned_revision("data.sources.3"))
-division = Division(HuggingFace(pinned), 3, (7,))
+pinned = replace(source, revision=StreamedDataset(source).pinned_revision("data.sources.3"))
+division = Division(StreamedDataset(pinned), 3, (7,))
 found = texts_of(pinned, 3, epoch=1, seed=7)
 faults = []
 changes = [{"path": "user/missing"}, {"subset": "german"}, {"split": "dev"}, {"path": "user/script"}, {"field": "body"}]
 for change in changes:
     try:
-        HuggingFace(replace(source, **change)).pinned_revision("data.sources.3")
+        StreamedDataset(replace(source, **change)).pinned_revision("data.sources.3")
     except ConfigError as error:
         faults.append(str(error))
 print(json.dumps([pinned.revision, division.description, found, faults]))

@@ -44,6 +44,9 @@ _OTHER_KEYS = ("subset", "revision", "streaming", "loss_on", "too_long")
 _OF_LINES = ("jsonl", CHAT)
 """Kinds of sources of JSON lines."""
 
+MAX_SUFFIXES = 8
+"""Suffixes of unread files that are named."""
+
 READERS = 16
 """Files that are read concurrently: most of the time is spent waiting for the file system."""
 
@@ -72,15 +75,8 @@ class Source(ABC):
         return self.config.name or f"{self.kind} {self.config.path}"
 
     @property
-    def is_streamed(self) -> bool:
-        """Whether it is read in the order of its files, without an index; see StreamedSource."""
-        return False
-
-    @property
     def size_unit(self) -> str:
         """Unit of the size: "tokens" or "bytes"; "" if the size is unknown."""
-        if self.is_streamed:
-            return ""
         return "tokens" if self.holds == "tokens" else "bytes"
 
     def files(self) -> list[Path]:
@@ -105,6 +101,13 @@ class Source(ABC):
             below = glob.iglob(os.path.join(glob.escape(path), "**", "*"), recursive=True)
             return [entry for entry in below if entry.lower().endswith(self.suffixes)]
         return glob.glob(path, recursive=True)
+
+    def describe_unread(self) -> str:
+        """Numbers of the files in the source's folder that it does not read, by suffix; "" for a file or a glob."""
+        files = self.files()
+        unread = {*files_below(self.config.path)}.difference(files) if files else ()
+        counts = Counter(file.suffix or file.name for file in unread)
+        return ", ".join(f"{count} {suffix}" for suffix, count in sorted(counts.items())[:MAX_SUFFIXES])
 
     def check_keys(self, key: str) -> list[Problem]:  # noqa: ARG002
         """Problems of the table at `key` ("data.sources.0") that are specific to this kind. Does not access files."""
@@ -277,9 +280,6 @@ def check_first_file(source: Source, key: str, fault_in: Callable[[IO[bytes]], B
     return [problem] if problem else []
 
 
-MAX_SUFFIXES = 8
-
-
 class TextSource(Source):
     """Text in files with an index: files are cut into pieces once, and any piece can be read at any time.
 
@@ -287,12 +287,6 @@ class TextSource(Source):
     """
 
     row_name: ClassVar[str]
-
-    def describe_unread(self) -> str:
-        """Numbers of the files in the source's folder that it does not read, by suffix; "" for a file or a glob."""
-        unread = {*files_below(self.config.path)}.difference(self.files())
-        counts = Counter(file.suffix or file.name for file in unread)
-        return ", ".join(f"{count} {suffix}" for suffix, count in sorted(counts.items())[:MAX_SUFFIXES])
 
     def index_settings(self) -> list[Any]:
         """Keys that decide how files are cut into pieces. A change causes a new index."""
@@ -349,6 +343,10 @@ class Row(NamedTuple):
 
 class StreamedSource(Source):
     """Text in local or remote files that are read sequentially, without an index and without a copy on disk."""
+
+    @property
+    def size_unit(self) -> str:
+        return ""
 
     @abstractmethod
     def data_files(self) -> Sequence[str]:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from titanlite.data.sources.base import (
     MAX_BLOCK_BYTES,
@@ -14,6 +14,7 @@ from titanlite.data.sources.base import (
     READERS,
     Row,
     Share,
+    Source,
     StreamedSource,
     TextSource,
     Unit,
@@ -41,38 +42,23 @@ ROW_GROUPS_VERSION = 1
 BATCH_ROWS = 1024
 
 
-class HuggingFace(TextSource, StreamedSource):
-    """A document is one row of a text column. streaming = true reads the original files sequentially.
-
-    With streaming = false, a piece is a row (offset: record batch, size: row within the batch) and a part of its text
-    (begin, length).
-    """
+class HubDataset(Source):
+    """A document is one row of a text column."""
 
     kind = "hf"
     keys = ("field", "split", "subset", "revision", "streaming")
     has_revision = True
-    row_name = "row"
+    blocks: ClassVar[list[int] | None] = None
+    """Limits of a block, if the dataset is streamed."""
 
     def __init__(self, config: SourceConfig) -> None:
         super().__init__(config)
         self.field = config.field or "text"
-        self._columns: dict[Path, Any] = {}
-
-    @property
-    def is_streamed(self) -> bool:
-        return self.config.streaming
 
     @cached_property
     def found(self) -> HubFiles:
         """The files of the configured split. Raises ConfigError."""
         return hub_files(self.config)
-
-    @property
-    def origin(self) -> str:
-        return f" at commit {self.found.commit}" if self.found.commit else ""
-
-    def data_files(self) -> Sequence[str]:
-        return self.found.files
 
     def _find_files(self) -> list[Path]:
         """Local files; [] for a name on the hub."""
@@ -100,7 +86,7 @@ class HuggingFace(TextSource, StreamedSource):
             "subset": self.config.subset or "default",
             "split": source_split(self.config),
             "field": self.field,
-            "blocks": [MAX_BLOCK_ROWS, MAX_BLOCK_BYTES] if self.is_streamed else None,
+            "blocks": self.blocks,
         }
 
     def facts(self, *, document_mask: bool) -> dict[str, Any]:
@@ -112,6 +98,49 @@ class HuggingFace(TextSource, StreamedSource):
     def _current_facts(self) -> list[Any]:
         """URLs with the commit for a dataset on the hub."""
         return list(self.found.files) if self.found.commit else super()._current_facts()
+
+
+class StreamedDataset(HubDataset, StreamedSource):
+    """Reads the original files, JSON lines and Parquet, sequentially."""
+
+    blocks: ClassVar = [MAX_BLOCK_ROWS, MAX_BLOCK_BYTES]
+
+    @property
+    def origin(self) -> str:
+        return f" at commit {self.found.commit}" if self.found.commit else ""
+
+    def data_files(self) -> Sequence[str]:
+        return self.found.files
+
+    def row_groups(self) -> list[Unit]:
+        """The row groups of all files as units, from the cache if possible. Raises UserError."""
+        files = self.found.files
+
+        def read_sizes() -> list[list[int]]:
+            with ThreadPoolExecutor(READERS) as pool:
+                return list(pool.map(_row_group_sizes, files))
+
+        facts = [ROW_GROUPS_VERSION, self.content_facts]
+        sizes = cached_json("row_groups", facts, f"the row groups of {self.name}", read_sizes)
+        return [unit for file, of_file in zip(files, sizes, strict=True) for unit in _units_of(file, of_file)]
+
+    def rows(self, unit: Unit, first: int, share: Share) -> Iterator[Row]:
+        rows = _parquet_rows if unit.row_name == "row" else _json_rows
+        found = rows(unit, self.field, first, share)
+        return (row for row in found if row.number >= first and share.has(row.number))
+
+
+class ConvertedDataset(HubDataset, TextSource):
+    """Converts the dataset to Arrow files first.
+
+    A piece is a row (offset: record batch, size: row within the batch) and a part of its text (begin, length).
+    """
+
+    row_name = "row"
+
+    def __init__(self, config: SourceConfig) -> None:
+        super().__init__(config)
+        self._columns: dict[Path, Any] = {}
 
     def indexed_files(self, into: Path) -> list[Path]:
         """Download the dataset and write the split as Arrow files into `into`. Raises UserError."""
@@ -163,23 +192,6 @@ class HuggingFace(TextSource, StreamedSource):
             opened = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path)))
             self._columns[path] = opened.read_all().column(self.field)
         return self._columns[path]
-
-    def row_groups(self) -> list[Unit]:
-        """The row groups of all files as units, from the cache if possible. Raises UserError."""
-        files = self.found.files
-
-        def read_sizes() -> list[list[int]]:
-            with ThreadPoolExecutor(READERS) as pool:
-                return list(pool.map(_row_group_sizes, files))
-
-        facts = [ROW_GROUPS_VERSION, self.content_facts]
-        sizes = cached_json("row_groups", facts, f"the row groups of {self.name}", read_sizes)
-        return [unit for file, of_file in zip(files, sizes, strict=True) for unit in _units_of(file, of_file)]
-
-    def rows(self, unit: Unit, first: int, share: Share) -> Iterator[Row]:
-        rows = _parquet_rows if unit.row_name == "row" else _json_rows
-        found = rows(unit, self.field, first, share)
-        return (row for row in found if row.number >= first and share.has(row.number))
 
 
 def _require_text(name: str, field: str, features: Any) -> None:
