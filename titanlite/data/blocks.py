@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from titanlite.data.corpus import BYTES_PER_TOKEN, PieceEncoder
 from titanlite.data.order import MIN_PATIENCE, READ_AHEAD_PIECES, shuffled
-from titanlite.data.sources.base import MAX_BLOCK_BYTES, MAX_BLOCK_ROWS, Row, Share, StreamedSource, Unit
+from titanlite.data.sources.base import MAX_BLOCK_BYTES, MAX_BLOCK_ROWS, ReadUnit, Row, Share, StreamedSource
 from titanlite.data.sources.pieces import EMPTY_PIECE, BadRowError, Place, TokenPiece, cut, utf8_text
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.retry import reason, retrying
@@ -52,7 +52,7 @@ class Position(NamedTuple):
         return cls(unit, row, piece)
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """A piece: bytes [begin, end) of a row's text. row: index in the block. number: which part of the row."""
 
     row: int
@@ -65,9 +65,9 @@ class Part(NamedTuple):
 class Block(NamedTuple):
     """rows: consecutive rows of a unit that belong to the stream. parts: their pieces, in the order of consumption."""
 
-    unit: Unit
+    unit: ReadUnit
     rows: list[Row]
-    parts: list[Part]
+    parts: list[RowPart]
 
     def read(self, piece: int) -> str | BadRowError:
         """The text of a piece, or the BadRowError for its consumer to raise."""
@@ -85,10 +85,10 @@ class Block(NamedTuple):
         return f"{self.unit.file}, {self.unit.row_name} {self.rows[self.parts[piece].row].number}"
 
 
-def take_block(unit: Unit, rows: Iterator[Row], max_piece_bytes: int) -> Block:
+def take_block(unit: ReadUnit, rows: Iterator[Row], max_piece_bytes: int) -> Block:
     """Read the next rows until they fill a block; its pieces are in order. The block is empty if no rows are left."""
     taken: list[Row] = []
-    parts: list[Part] = []
+    parts: list[RowPart] = []
     num_bytes = 0
     for row in rows:
         text = b"" if isinstance(row.text, BadRowError) else row.text
@@ -97,7 +97,7 @@ def take_block(unit: Unit, rows: Iterator[Row], max_piece_bytes: int) -> Block:
             bad = f"the text has {len(cuts):,} pieces of data.max_piece_bytes; at most {MAX_ROW_PIECES:,} are supported"
             row, cuts = row._replace(text=BadRowError(bad)), []
         # A bad row or an empty text is one piece: reading it gives the error.
-        parts += [Part(len(taken), number, *part) for number, part in enumerate(cuts or [(0, 0, 0)])]
+        parts += [RowPart(len(taken), number, *part) for number, part in enumerate(cuts or [(0, 0, 0)])]
         taken.append(row)
         num_bytes += parts[-1].end
         if len(taken) >= MAX_BLOCK_ROWS or num_bytes >= MAX_BLOCK_BYTES or len(parts) >= MAX_ROW_PIECES:
@@ -117,7 +117,7 @@ class Division:
         self.source = source
         self.seeds = seeds
         self.file_numbers = {file: n for n, file in enumerate(files)}
-        self.units = [Unit(file) for file in files]
+        self.units = [ReadUnit(file) for file in files]
         if len(self.units) < num_streams:
             row_groups = source.row_groups()
             self.units = row_groups if len(row_groups) >= num_streams else self.units
@@ -150,10 +150,10 @@ class Division:
     def locate(self, number: int) -> str:
         """File and row of a piece, by its ledger number, for messages."""
         file, row, _ = Position.of(number)
-        unit = Unit(list(self.file_numbers)[file])
+        unit = ReadUnit(list(self.file_numbers)[file])
         return f"{unit.file}, {unit.row_name} {row}"
 
-    def order(self, epoch: int) -> list[Unit]:
+    def order(self, epoch: int) -> list[ReadUnit]:
         """All units in their order of an epoch."""
         if not self.seeds:
             return self.units
@@ -198,7 +198,7 @@ class BlockPieces:
         self._encoder = encoder
         self._max_piece_bytes = max_piece_bytes
         self._epochs = division.source.config.epochs
-        self._order: tuple[int, list[Unit]] = (-1, [])
+        self._order: tuple[int, list[ReadUnit]] = (-1, [])
         self._block: tuple[_Start, Block] | None = None
         self._rows: tuple[_Start, Iterator[Row]] | None = None
         self._walked: int | None = None
@@ -323,7 +323,7 @@ class BlockPieces:
         order = shuffled(len(block.parts), *self._division.seeds, start.epoch, self._stream, start.unit, start.row)
         return block._replace(parts=[block.parts[n] for n in order])
 
-    def _units(self, epoch: int) -> list[Unit]:
+    def _units(self, epoch: int) -> list[ReadUnit]:
         if self._order[0] != epoch:
             self._order = (epoch, self._division.order(epoch))
         return self._order[1]

@@ -18,7 +18,7 @@ from titanlite.data.sources.base import Source, StreamedSource, TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import Corpus, EpochSize, StreamPieces
 from titanlite.data.sources.tokens import Tokens, WindowCorpus
-from titanlite.data.streams import BadRowPolicy, Origin, Row, SourceState, SourceStream
+from titanlite.data.streams import BadRowPolicy, Origin, SequenceRow, SourceState, SourceStream
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.cache import content_key
 from titanlite.runtime.errors import DataError, UserError
@@ -236,7 +236,7 @@ class Preparation:
         origins = np.empty((len(own), len(Origin._fields)), np.int64)
         for place, sequence in enumerate(own):
             own_positions = None if positions is None else positions[place]
-            row = Row(tokens[place], labels[place], own_positions, lengths[place])
+            row = SequenceRow(tokens[place], labels[place], own_positions, lengths[place])
             try:
                 origins[place] = self._next_sequence(sequence % self._assignment.section.num_streams, row)
             except UserError as error:
@@ -248,7 +248,7 @@ class Preparation:
             raise DataError(str(error), first) from error
         return PreparedStep(tokens, labels, lengths, origins, self.states(), self.ended(), positions)
 
-    def _next_sequence(self, number: int, row: Row) -> Origin:
+    def _next_sequence(self, number: int, row: SequenceRow) -> Origin:
         """Write the next sequence of stream `number` into `row`. Raises UserError."""
         stream = self._streams[number]
         source = self.mixture.source(number, sum(source.sequences for source in stream))

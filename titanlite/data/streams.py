@@ -52,7 +52,7 @@ class Origin(NamedTuple):
     offset: int
 
 
-class Row(NamedTuple):
+class SequenceRow(NamedTuple):
     """Output arrays of a sequence, int64 (seq_len,). positions: None without data.document_mask. length: int64 (1,),
     positions that hold a token of a document, see Batch."""
 
@@ -153,7 +153,7 @@ class SourceStream:
         self._current: TokenPiece | None = None
         self._pieces_without_target = 0
 
-    def next_sequence(self, row: Row) -> tuple[int, int, int]:
+    def next_sequence(self, row: SequenceRow) -> tuple[int, int, int]:
         """Write the next sequence into `row`, fully masked if the source is exhausted.
 
         Returns (epoch, piece, offset) of its first token; (-1, -1, -1) if masked. Raises UserError.
@@ -230,7 +230,7 @@ class SourceStream:
         own = None if trained is None else trained[begin:end]
         return _Part(self._place.epoch, number, begin, tokens[begin:end], starts, own)
 
-    def _write(self, parts: list[_Part], row: Row) -> bool:
+    def _write(self, parts: list[_Part], row: SequenceRow) -> bool:
         """Write inputs and labels, padded and masked after the last token. Returns whether there is any target."""
         joined = parts[0].tokens if len(parts) == 1 else np.concatenate([part.tokens for part in parts] or [EMPTY])
         count = len(joined) if len(joined) > 1 else 0  # a single token has no target

@@ -10,7 +10,7 @@ from titanlite.batch import IGNORE_INDEX
 from titanlite.data.order import IndexedPieces, Permutation
 from titanlite.data.packing import TooLong
 from titanlite.data.sources.pieces import AT_BEGIN, BadRowError, TokenPiece
-from titanlite.data.streams import BadRowPolicy, Row, SourceStream
+from titanlite.data.streams import BadRowPolicy, SequenceRow, SourceStream
 
 PAD = 0
 
@@ -62,9 +62,9 @@ def make_stream(
     return SourceStream(pieces, seq_len=seq_len, packing=packing, policy=policy, too_long=too_long)
 
 
-def empty_row(seq_len: int, *, positions: bool = False) -> Row:
+def empty_row(seq_len: int, *, positions: bool = False) -> SequenceRow:
     tokens, labels, places = np.full((3, seq_len), -7)
-    return Row(tokens, labels, places if positions else None, np.array([-7]))
+    return SequenceRow(tokens, labels, places if positions else None, np.array([-7]))
 
 
 def expected_sequences(

@@ -311,7 +311,7 @@ class TextSource(Source):
         return text
 
 
-class Unit(NamedTuple):
+class ReadUnit(NamedTuple):
     """A file, or one row group of a Parquet file. first_row: number of its first row in the file, from 1."""
 
     file: str
@@ -358,11 +358,11 @@ class StreamedSource(Source):
         """Origin of the files for the description: " at commit …", or ""."""
 
     @abstractmethod
-    def row_groups(self) -> list[Unit]:
+    def row_groups(self) -> list[ReadUnit]:
         """The row groups of all files, as units. Raises UserError."""
 
     @abstractmethod
-    def rows(self, unit: Unit, first: int, share: Share) -> Iterator[Row]:
+    def rows(self, unit: ReadUnit, first: int, share: Share) -> Iterator[Row]:
         """Yield the rows of `share` in a unit, in order, from row `first`. Raises errors of opening and reading files.
 
         A unit without rows yields one bad row, and so does the lost end of a corrupted file. Rows before `first` are

@@ -12,12 +12,12 @@ from titanlite.data.sources.base import (
     MAX_BLOCK_BYTES,
     MAX_BLOCK_ROWS,
     READERS,
+    ReadUnit,
     Row,
     Share,
     Source,
     StreamedSource,
     TextSource,
-    Unit,
     cached_json,
 )
 from titanlite.data.sources.config import SourceConfig
@@ -112,7 +112,7 @@ class StreamedDataset(HubDataset, StreamedSource):
     def data_files(self) -> Sequence[str]:
         return self.found.files
 
-    def row_groups(self) -> list[Unit]:
+    def row_groups(self) -> list[ReadUnit]:
         """The row groups of all files as units, from the cache if possible. Raises UserError."""
         files = self.found.files
 
@@ -124,7 +124,7 @@ class StreamedDataset(HubDataset, StreamedSource):
         sizes = cached_json("row_groups", facts, f"the row groups of {self.name}", read_sizes)
         return [unit for file, of_file in zip(files, sizes, strict=True) for unit in _units_of(file, of_file)]
 
-    def rows(self, unit: Unit, first: int, share: Share) -> Iterator[Row]:
+    def rows(self, unit: ReadUnit, first: int, share: Share) -> Iterator[Row]:
         rows = _parquet_rows if unit.row_name == "row" else _json_rows
         found = rows(unit, self.field, first, share)
         return (row for row in found if row.number >= first and share.has(row.number))
@@ -211,23 +211,23 @@ def _row_group_sizes(file: str) -> list[int]:
             return row_counts(open_parquet(opened))
 
     try:
-        return retrying(file, read) if Unit(file).row_name == "row" else []
+        return retrying(file, read) if ReadUnit(file).row_name == "row" else []
     except BadRowError:  # rows() reports the error
         return []
 
 
-def _units_of(file: str, sizes: list[int]) -> Iterator[Unit]:
+def _units_of(file: str, sizes: list[int]) -> Iterator[ReadUnit]:
     """The nonempty row groups of a file; the file itself if it has none, or if `sizes` is empty."""
     first = 1
     for group, size in enumerate(sizes):
         if size:
-            yield Unit(file, group, first)
+            yield ReadUnit(file, group, first)
         first += size
     if first == 1:
-        yield Unit(file)
+        yield ReadUnit(file)
 
 
-def _json_rows(unit: Unit, field: str, first: int, share: Share) -> Iterator[Row]:
+def _json_rows(unit: ReadUnit, field: str, first: int, share: Share) -> Iterator[Row]:
     number, blank = 0, True
     with open_file(unit.file) as opened, open_lines(opened, unit.file) as lines:
         try:
@@ -246,7 +246,7 @@ def _json_rows(unit: Unit, field: str, first: int, share: Share) -> Iterator[Row
         yield Row(1, no_lines(number))
 
 
-def _parquet_rows(unit: Unit, field: str, first: int, share: Share) -> Iterator[Row]:
+def _parquet_rows(unit: ReadUnit, field: str, first: int, share: Share) -> Iterator[Row]:
     with open_file(unit.file) as opened:
         try:
             file = open_parquet(opened)
