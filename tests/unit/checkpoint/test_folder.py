@@ -252,6 +252,31 @@ def test_going_back_renames_later_checkpoints_after_their_branch(tmp_path: Path)
     assert supersede_after(tmp_path, 10) == []
 
 
+def test_a_save_killed_at_any_operation_leaves_the_checkpoints_to_keep(tmp_path: Path) -> None:
+    """With a retention that deletes two checkpoints; after the kill, the next save completes it."""
+    for operation in range(100):
+        folder = tmp_path / str(operation)
+        for step in (10, 20, 30, 40):
+            make(folder, step)
+        (step_folder(folder, 30) / MANIFEST_FILE).unlink()
+        kept = {step: content_of(step_folder(folder, step)) for step in (20, 30)}
+        with KILLER.at(operation) as killed:
+            make(folder, 50)
+            retain(folder, keep_latest_k=1, keep_every=0, keep=(20,))
+        assert {step: content_of(step_folder(folder, step)) for step in kept} == kept
+        found = completeness(folder)
+        assert {step for step, is_complete in found.items() if not is_complete} == {30}
+        assert 50 in found or {10, 40} <= found.keys()
+        clear_leftovers(folder)
+        make(folder, 60)
+        retain(folder, keep_latest_k=1, keep_every=0, keep=(20,))
+        assert {entry.name for entry in folder.iterdir()} == {"step-20", "step-30", "step-60"}
+        if not killed:
+            assert operation >= 15
+            return
+    raise AssertionError("a save takes more than 100 operations")
+
+
 def test_complete_manifest_checks_step_and_file_sizes(tmp_path: Path) -> None:
     path = make(tmp_path, 5)
     assert complete_manifest(tmp_path, 5).step == 5
