@@ -197,7 +197,8 @@ ELSEWHERE: list[dict[str, Any]] = [{"host": "other"}, {"pid_namespace": "pid:[7]
 OWNERS: dict[str, list[tuple[dict[str, Any], dict[str, str]]]] = {
     "ended": [
         ({"pid": os.getppid(), "process_start": "1"}, {}),  # a later process has its pid
-        ({"boot": "before", "pid_namespace": "pid:[7]"}, {}),  # its host was rebooted
+        ({"boot": "before"}, {}),  # its host was rebooted
+        ({"boot": "before", "pid_namespace": "pid:[7]"}, {}),
         *(
             (where | before, now)
             for where in ELSEWHERE
