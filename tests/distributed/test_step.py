@@ -169,8 +169,7 @@ def all_skipped_updates(layout: list[str], optimizers: list[str]) -> dict[str, l
     return found
 
 
-REPEATED = ("for-loop AdamW", "foreach SGD", "for-loop SGD", "SGD with momentum")
-FUSED, *OTHERS = (name for name in OPTIMIZERS if name not in REPEATED)
+FUSED, *OTHERS = OPTIMIZERS
 
 
 @pytest.mark.parametrize(
@@ -178,8 +177,7 @@ FUSED, *OTHERS = (name for name in OPTIMIZERS if name not in REPEATED)
     [
         ([], [FUSED]),
         pytest.param([], OTHERS, marks=pytest.mark.slow),
-        pytest.param([], REPEATED, marks=pytest.mark.soak),
-        pytest.param(REPLICATE, ["fused AdamW", "foreach AdamW", "for-loop SGD"], marks=pytest.mark.soak),
+        pytest.param(REPLICATE, [FUSED, "SGD"], marks=pytest.mark.soak),
     ],
 )
 def test_updates_require_a_valid_token_and_a_finite_norm(layout: list[str], optimizers: list[str]) -> None:
