@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +61,9 @@ def mesh_of(config: JobConfig) -> Mesh:
     axes = ParallelismConfig(**chosen)
     if (world, axes) not in _meshes:
         _meshes[world, axes] = connected_mesh(axes)
-    return _meshes[world, axes]
+    mesh = copy(_meshes[world, axes])
+    mesh.section = config.parallelism  # with the keys that change no group
+    return mesh
 
 
 def connected_mesh(section: ParallelismConfig, device_type: str = "cpu") -> Mesh:

@@ -31,17 +31,19 @@ sys.exit(max(abs(task.wait()) for task in tasks))
 """
 # Instead of titanlite.torchrun: runs until the file "end" exists or a signal comes, then takes its time, as for a save.
 NODE = f"""#!{sys.executable}
-import signal, sys, time
+import os, signal, sys, time
 from pathlib import Path
 signals, end = [], Path("end")
+def say(*words):
+    os.write(1, " ".join(["node", *words, "\\n"]).encode())  # at once: the nodes share the file
 for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, lambda number, frame: signals.append(signal.Signals(number).name))
-print("node started:", *sys.argv[1:], flush=True)
+say("started:", *sys.argv[1:])
 while not signals and not end.exists():
     time.sleep(0.02)
 time.sleep(0.3)
 code = int(end.read_text()) if end.exists() else 3
-print("node ended:", *signals, code, flush=True)
+say("ended:", *signals, str(code))
 sys.exit(code)
 """
 SCONTROL = """#!/usr/bin/env bash
@@ -109,7 +111,7 @@ def start_job(tmp_path: Path) -> Iterator[Start]:
 
 
 def nodes(program: Program, event: str) -> list[str]:
-    return re.findall(f"^node {event}: (.*)$", program.output, re.MULTILINE)
+    return re.findall(f"^node {event}: (.*) $", program.output, re.MULTILINE)
 
 
 def requeues(job: Program) -> list[str]:

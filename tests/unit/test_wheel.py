@@ -73,7 +73,9 @@ def environment(wheel: Path, tmp_path: Path) -> Environment:
 
 def test_the_wheel_contains_the_package_and_nothing_else(wheel: Path) -> None:
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
-    sources = [path for path in (ROOT / "titanlite").rglob("*") if path.suffix in (".py", ".toml", ".json", ".sh")]
+    sources = [
+        path for path in (ROOT / "titanlite").rglob("*") if path.suffix in (".py", ".toml", ".json", ".sh", ".html")
+    ]
     assert sorted(names) == sorted(str(path.relative_to(ROOT)) for path in sources)
     assert "titanlite/configs/quickstart.toml" in names
 
