@@ -1,5 +1,7 @@
 """Files that are replaced atomically."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,3 +34,29 @@ def test_a_leftover_is_replaced_and_a_folder_with_its_name_is_an_error(tmp_path:
         (temporary / "part").write_text("unfinished")
         temporary.write_text("raises")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"new"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_content_is_on_the_disk_before_the_name_and_the_name_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    sync, rename = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        events.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        sync(descriptor)
+
+    def renamed(path: Path, target: Path) -> Path:
+        events.append("rename")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    replace_file(tmp_path / "file", b"new")
+    assert events == ["sync file.incomplete", "rename", f"sync {tmp_path.name}"]
+    events.clear()
+    with appears_complete(tmp_path / "folder") as temporary:
+        temporary.mkdir()
+        (temporary / "part").touch()
+    assert events == ["sync part", "sync folder.incomplete", "rename", f"sync {tmp_path.name}"]
