@@ -219,8 +219,8 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
             compute_s = trainer.compute_time.stop()
             step = trainer.step
             run.checks.skipped.note(step, stats)
-            numbers = {"lr": trainer.schedule(step), "data_wait_s": loader.wait_s, "compute_s": compute_s}
-            run.meter.update(step, stats, bad_rows=loader.bad_rows if trainer.counts_rows else 0, **numbers)
+            bad_rows, lr = loader.bad_rows if trainer.counts_rows else 0, trainer.schedule(step)
+            run.meter.update(step, stats, lr=lr, data_wait_s=loader.wait_s, bad_rows=bad_rows, compute_s=compute_s)
             last = any(run.data_end.after_step()) or step == config.training.steps
             if last or is_log_step(step, log_freq=config.metrics.log_freq, total_steps=config.training.steps):
                 enter(step, "logging")

@@ -95,7 +95,7 @@ def split(argv: Sequence[str], options: Mapping[str, Option]) -> Words:
     return words
 
 
-def read_options(options: Mapping[str, Option], words: Words, command: str) -> tuple[dict[str, Any], list[Problem]]:
+def option_values(options: Mapping[str, Option], words: Words, command: str) -> tuple[dict[str, Any], list[Problem]]:
     """(values of options that are given, problems of options). command: "titanlite plan", for remedies."""
     values: dict[str, Any] = {}
     problems = [_unknown(name, times, options, command) for name, times in words.given.items() if name not in options]
@@ -114,7 +114,8 @@ def read_options(options: Mapping[str, Option], words: Words, command: str) -> t
             problems += [problem for problem in wrong if problem]
             taken = [Path(value) if option.is_path else value for value in found]
             values |= {} if any(wrong) else {name: tuple(taken) if option.is_several else taken[0]}
-    problems += [unexpected(word, f"see {command} --help") for word in others]
+    rule = f"every argument is an option of {command} or its value"
+    problems += [unexpected(word, rule, f"see {command} --help") for word in others]
     excluding = [name for name, option in options.items() if option.excludes and name in words.given]
     if len(excluding) > 1:
         first, second = (f"--{name.replace('_', '-')}" for name in excluding[:2])
@@ -169,9 +170,8 @@ def _unknown(name: str, times: Sequence[Sequence[str]], options: Mapping[str, Op
     return Problem(f"--{name.replace('_', '-')}", texts[0] if texts else None, f"an option of {command}", remedy)
 
 
-def unexpected(word: str, remedy: str) -> Problem:
-    """The Problem of a word that belongs to no option."""
-    rule = "every argument is CONFIG, a --section.key or its value"
+def unexpected(word: str, rule: str, remedy: str) -> Problem:
+    """The Problem of a word that belongs to no option. remedy: if nothing better can be guessed."""
     if word.startswith("-") and "." in word.strip("-."):
         remedy = f"write -{word}"
     elif "=" in word and "." in word.partition("=")[0]:
@@ -247,10 +247,11 @@ def split_arguments(argv: Sequence[str]) -> Arguments:
     keys = words.given
     if configs:
         keys[CONFIG_FILE] = [[word] for word in configs] + keys.get(CONFIG_FILE, [])
+    rule = "every argument is CONFIG, a --section.key or its value"
     remedy = """remove it, or write --section.key VALUE; an array is one argument: '["a", "b"]'"""
-    problems = [unexpected(word, remedy) for word in words.others if word not in configs]
+    problems = [unexpected(word, rule, remedy) for word in words.others if word not in configs]
     problems += [repeated(key, times) for key, times in keys.items() if len(times) > 1]
-    values, of_values = read_options(TRAIN_OPTIONS, Words(of_options, [], False), "titanlite train")
+    values, of_values = option_values(TRAIN_OPTIONS, Words(of_options, [], False), "titanlite train")
     options = Options(**values)
     problems += of_values
     if of_options.keys().isdisjoint(PREVIEWS):

@@ -12,8 +12,7 @@ from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hint
 
 import tyro
 
-from titanlite.config.arguments import HELP, Option, check_values, options_of, split, unexpected
-from titanlite.config.arguments import read_options as read_arguments
+from titanlite.config.arguments import HELP, Option, check_values, option_values, options_of, split
 from titanlite.runtime.durability import PARTIAL, appears_complete
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, raise_problems
 from titanlite.runtime.failure import describe_user_error, raise_on_interrupt
@@ -69,28 +68,26 @@ def read_options(kind: Any, argv: Sequence[str], command: str) -> Any:
     if subcommands:
         problem = f"unknown subcommand {argv[0]!r}" if argv else "a subcommand is missing"
         raise UsageError(f"{problem}: write {' or '.join(subcommands)}")
-    options, overrides, problems = read_options_and_overrides(kind, argv, command)
-    raise_problems([*problems, *refused_keys(overrides, command)])
+    options, _, problems = read_options_and_overrides(kind, argv, command, takes_keys=False)
+    raise_problems(problems)
     return options
 
 
-def refused_keys(overrides: Sequence[str], command: str) -> list[Problem]:
-    """Problems of `--section.key value` for a command that has no configuration."""
-    return [unexpected(word, f"see titanlite {command} --help") for word in overrides]
-
-
-def read_options_and_overrides(kind: Any, argv: Sequence[str], command: str) -> tuple[Any, list[str], list[Problem]]:
+def read_options_and_overrides(
+    kind: Any, argv: Sequence[str], command: str, *, takes_keys: bool = True
+) -> tuple[Any, list[str], list[Problem]]:
     """(options, overrides of the configuration in argv, `--section.key=value`, problems of the options).
 
-    An option with a problem has its default. Raises ConfigError if one without a default has a problem.
+    An option with a problem has its default. takes_keys: False: overrides are problems. Raises ConfigError if an option
+    without a default has a problem.
     """
     known = command_options(kind)
     words = split(argv, known)
     if words.wants_help:
         print_help(kind, command)
-    keys = {name: words.given.pop(name) for name in list(words.given) if "." in name}
+    keys = {name: words.given.pop(name) for name in list(words.given) if takes_keys and "." in name}
     overrides = ["=".join([f"--{key}", *time]) for key, times in keys.items() for time in times]
-    values, problems = read_arguments(known, words, f"titanlite {command}")
+    values, problems = option_values(known, words, f"titanlite {command}")
     if any(option.is_required and name not in values for name, option in known.items()):
         raise ConfigError(problems)
     return kind(**values), overrides, problems

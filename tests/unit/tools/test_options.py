@@ -108,7 +108,8 @@ def test_overrides_of_the_configuration_are_passed_on() -> None:
         (["a.toml", "--num-stpes", "7"], ["--num-stpes = '7'", "did you mean --num-steps?"]),
         (["a.toml", "-num-steps", "7"], ["argument '-num-steps'", "argument '7'"]),
         (["--num-stpes", "7", "a.toml"], ["--num-stpes = '7'", "did you mean --num-steps?"]),
-        (["a.toml", "b.toml"], ["argument 'b.toml'", "see titanlite test --help"]),
+        (["a.toml", "b.toml"], ["argument 'b.toml'\n    rule:   every argument is an option of titanlite test"]),
+        (["a.toml", "--training.steps", "3"], ["--training.steps = '3'\n    rule:   an option of titanlite test"]),
     ],
 )
 def test_a_problem_names_the_option_its_rule_and_a_remedy(argv: list[str], words: list[str]) -> None:

@@ -35,7 +35,6 @@ from titanlite.tools.command import (
     check_chat_template,
     check_options,
     read_options_and_overrides,
-    refused_keys,
     run_command,
 )
 from titanlite.tools.generate.chat import DEFAULT_CHAT_TOKENS, ChatModel, Dialog, answer_all, converse
@@ -100,9 +99,9 @@ class Options:
 
 def main(argv: Sequence[str]) -> None:
     """Print the texts. Raises UserError."""
-    options, overrides, problems = read_options_and_overrides(Options, argv, "generate")
+    options, _, problems = read_options_and_overrides(Options, argv, "generate", takes_keys=False)
     prompts_given, of_prompts = read_prompts(options.prompt, options.prompt_file, required=not options.chat)
-    raise_problems([*problems, *refused_keys(overrides, "generate"), *of_prompts, *check(options)])
+    raise_problems([*problems, *of_prompts, *check(options)])
     setup_logging(0, sys.stderr)
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
