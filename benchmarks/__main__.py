@@ -9,8 +9,8 @@ from pathlib import Path
 
 import tyro
 
+from titanlite.ranks.failure import FailureReport
 from titanlite.runtime.errors import UsageError
-from titanlite.runtime.failure import FailureReport
 
 
 def benchmarks() -> dict[str, str]:

@@ -30,7 +30,7 @@ from titanlite.checkpoint.manifest import Branch, Manifest, read_manifest
 from titanlite.checkpoint.saver import Saver
 from titanlite.checkpoint.start import load
 from titanlite.checkpoint.verification import Found, verify_checkpoint
-from titanlite.runtime.launch import run_ranks
+from titanlite.ranks.launch import run_ranks
 
 WIDTH, BLOCKS, VOCABULARY = 768, 12, 16384
 

@@ -32,8 +32,8 @@ from benchmarks.measuring import (
 )
 from benchmarks.memory import measure_all
 from titanlite.planning.estimate import estimate
+from titanlite.ranks.launch import run_ranks
 from titanlite.runtime.errors import UsageError
-from titanlite.runtime.launch import run_ranks
 
 MODEL = (
     *("model.n_layers=2", "model.dim=256", "model.n_heads=4", "model.n_kv_heads=4", "model.ffn_dim=768"),

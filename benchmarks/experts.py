@@ -36,8 +36,8 @@ from benchmarks.measuring import (
 from titanlite.models.experts import MixtureOfExperts, grouped_feed_forward, router_scores
 from titanlite.models.layers import FeedForward
 from titanlite.models.qwen3_moe import QWEN3_MOE
+from titanlite.ranks.launch import run_ranks
 from titanlite.runtime.errors import UsageError
-from titanlite.runtime.launch import run_ranks
 
 Shape = tuple[int, int, int]
 """Number of experts, width of their hidden layers, experts of a position."""

@@ -21,8 +21,8 @@ from titanlite.faults.record import NotedStep
 from titanlite.faults.replicas import Replicas
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.slow_ranks import Place, SlowRanks
-from titanlite.runtime.launch import run_ranks
-from titanlite.runtime.positions import Positions
+from titanlite.ranks.launch import run_ranks
+from titanlite.ranks.positions import Positions
 
 PHASES_PER_STEP = 4
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from benchmarks.measuring import MIB, Row, peak_bytes, ratios, report, reset_peak
 from titanlite.models.head import LossComputation, OutputLayer
-from titanlite.runtime.launch import run_ranks
+from titanlite.ranks.launch import run_ranks
 
 CASES = ("all logits", "gradients in forward", "logits again in backward")
 

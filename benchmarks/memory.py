@@ -30,7 +30,7 @@ from benchmarks.measuring import (
     wait_for_all,
 )
 from titanlite.planning.estimate import estimate
-from titanlite.runtime.launch import run_ranks
+from titanlite.ranks.launch import run_ranks
 
 
 def measure(settings: Sequence[str], steps: int, threads: int, device_type: str) -> tuple[float, float]:

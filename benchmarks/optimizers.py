@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.measuring import MIB, Row, build, configuration, in_turns, ratios, report
 from titanlite.optim import muon as muon_module
 from titanlite.optim.owners import Matrix, Owners
-from titanlite.runtime.launch import run_ranks
+from titanlite.ranks.launch import run_ranks
 from titanlite.trainer import Trainer
 
 Layout = Literal["dp_shard=1", "dp_shard=2", "dp_shard=4", "dp_shard=8", "dp_replicate=2", "dp_replicate=4", "tp=2"]

@@ -19,7 +19,7 @@ from titanlite.planning.estimate import estimate
 from titanlite.planning.hardware.machine import Profile, load_profile
 from titanlite.planning.search import search
 from titanlite.planning.step_time import predict
-from titanlite.runtime.launch import fork_context, run_ranks
+from titanlite.ranks.launch import fork_context, run_ranks
 
 MODELS = {
     "small": ("model.vocab_size=4096", "training.seq_len=256", "training.global_batch_size=8"),

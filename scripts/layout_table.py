@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tests.distributed.layouts import ALL, BOUNDS, Layout, measure_all
-from titanlite.runtime.launch import run_ranks
+from titanlite.ranks.launch import run_ranks
 
 
 def errors(layouts: list[Layout], dtype: str) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ def pools() -> Iterator[None]:
     """Ends the ranks of the pools after the tests."""
     # imported late: the main process of pytest-xdist imports this file before it starts its workers, and runs no test
     from tests.pool import close_pools
-    from titanlite.runtime.launch import fork_context
+    from titanlite.ranks.launch import fork_context
 
     fork_context()  # sets the modules that the fork server imports, before anything starts it
     yield

@@ -1,6 +1,6 @@
 """Pools of ranks that serve many test cases: forked once per test run, reset after each case, ended if a case fails.
 
-`run_ranks` has the contract of titanlite.runtime.launch.run_ranks, but reuses processes for 1, 2 and 4 ranks.
+`run_ranks` has the contract of titanlite.ranks.launch.run_ranks, but reuses processes for 1, 2 and 4 ranks.
 """
 
 import faulthandler
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor.debug as dtensor
 
-from titanlite.runtime import launch
+from titanlite.ranks import launch
 from titanlite.runtime.logging import log
 
 POOL_SIZES = (1, 2, 4)
@@ -94,7 +94,7 @@ _pools: dict[int, Pool] = {}
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
-    """titanlite.runtime.launch.run_ranks on the pool of that size. Sizes without a pool are forked per call."""
+    """titanlite.ranks.launch.run_ranks on the pool of that size. Sizes without a pool are forked per call."""
     if world_size not in POOL_SIZES:
         return launch.run_ranks(function, world_size, *args, timeout_s=timeout_s)
     pool = _pools.get(world_size)

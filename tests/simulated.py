@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from titanlite.config.schema import JobConfig
 from titanlite.parallel.mesh import Mesh
-from titanlite.runtime.distributed import World
+from titanlite.ranks.distributed import World
 
 
 @contextmanager

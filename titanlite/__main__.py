@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 from titanlite import __version__
-from titanlite.runtime.failure import end_on_interrupt
+from titanlite.ranks.failure import end_on_interrupt
 
 COMMANDS = {
     "train": ("titanlite.train", "train a model; on several processes: torchrun -m titanlite.train"),

@@ -21,10 +21,11 @@ from titanlite.generation.prompts import Prompt
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import last_row, read_rows
 from titanlite.metrics.scores import SetTotals, TaskScores, sum_of
-from titanlite.runtime.distributed import ELASTIC, CommConfig, World, connect, world_from_environment
-from titanlite.runtime.environment import raise_open_file_limit, start_rank
+from titanlite.ranks.agreement import start_rank
+from titanlite.ranks.distributed import ELASTIC, CommConfig, World, connect, world_from_environment
+from titanlite.ranks.failure import EmbeddedReport
+from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import ConfigError, UsageError, UserError
-from titanlite.runtime.failure import EmbeddedReport
 from titanlite.runtime.logging import keep_for_log_file, log
 from titanlite.runtime.process_state import restored_process
 from titanlite.tools import evaluate

@@ -1,6 +1,6 @@
 """Command: train. On one process `titanlite train CONFIG`, on several `torchrun ... -m titanlite.train CONFIG`."""
 
-from titanlite.runtime.failure import FailureReport, end_process, prepare_process
+from titanlite.ranks.failure import FailureReport, end_process, prepare_process
 
 if __name__ == "__main__":  # before the imports that take seconds
     prepare_process()
@@ -30,14 +30,13 @@ from titanlite.metrics.meter import is_log_step
 from titanlite.metrics.records import Record
 from titanlite.planning.memory_check import explained_out_of_memory
 from titanlite.profiling.regions import region
-from titanlite.runtime.agreement import RanksError, require_equal, watch_ranks
-from titanlite.runtime.distributed import ELASTIC, World, connect, note_finished, wait_until_finished
-from titanlite.runtime.environment import start_rank
+from titanlite.ranks.agreement import RanksError, require_equal, start_rank, watch_ranks
+from titanlite.ranks.distributed import ELASTIC, World, connect, note_finished, wait_until_finished
+from titanlite.ranks.job_lock import job_lock
+from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.errors import DataError, UserError
 from titanlite.runtime.garbage import PacedGarbageCollection
-from titanlite.runtime.job_lock import job_lock
 from titanlite.runtime.logging import keep_for_log_file, log
-from titanlite.runtime.signals import StopRequest
 from titanlite.tools.plan.preview import preview
 from titanlite.trainer import Trainer
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from titanlite.runtime.launch import end_with_parent, fork_context
+from titanlite.ranks.launch import end_with_parent, fork_context
 
 LATE_S = 3.0
 """Time that the other processes have to end after one of them has failed."""

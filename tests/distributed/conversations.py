@@ -26,8 +26,8 @@ from titanlite.data.bpe import train_bpe
 from titanlite.data.loader import build_loader
 from titanlite.forward import ModelOnMesh
 from titanlite.models.family import resolve_model
-from titanlite.runtime.failure import FailureReport
-from titanlite.runtime.signals import StopRequest
+from titanlite.ranks.failure import FailureReport
+from titanlite.ranks.signals import StopRequest
 
 ANSWERS = (1, 500, 2, 3, 90, 1, 1, 250, 17, 1, 400, 5, 40, 1, 8, 2)
 """Tokens of the answers, the end of the turn included."""

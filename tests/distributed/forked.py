@@ -1,6 +1,6 @@
 """Ranks that may crash, forked from the fork server.
 
-titanlite.runtime.launch stops all ranks if one fails. Here the other ranks keep running, so tests can observe them.
+titanlite.ranks.launch stops all ranks if one fails. Here the other ranks keep running, so tests can observe them.
 """
 
 import logging
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.runtime.launch import fork_context
+from titanlite.ranks.launch import fork_context
 from titanlite.runtime.logging import log
 
 PATIENCE_S = 120.0

@@ -17,7 +17,7 @@ from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
 from titanlite.parallel.mesh import AXES, Mesh, ParallelismConfig
-from titanlite.runtime.distributed import CommConfig, World
+from titanlite.ranks.distributed import CommConfig, World
 from titanlite.trainer import Trainer
 
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.reference import GLOBAL_BATCH, MODEL, SEQ_LEN, TOKENS
-from titanlite.runtime.launch import end_with_parent, fork_context
+from titanlite.ranks.launch import end_with_parent, fork_context
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE_S = 300.0  # on a busy machine, for tests that do not measure time

@@ -31,10 +31,10 @@ from titanlite.assembly.run import Run, build_run
 from titanlite.batch import FILLER, Batch
 from titanlite.metrics.records import Record
 from titanlite.metrics.timing import COLUMNS
-from titanlite.runtime.distributed import World
+from titanlite.ranks.distributed import World
+from titanlite.ranks.failure import FailureReport
+from titanlite.ranks.job_lock import JOB_LOCK_FILE, job_lock
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.failure import FailureReport
-from titanlite.runtime.job_lock import JOB_LOCK_FILE, job_lock
 from titanlite.runtime.logging import log, setup_logging
 
 MACHINE_DEPENDENT = {

@@ -18,8 +18,8 @@ from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.start import RunFacts, StartFinder
 from titanlite.checkpoint.state import STREAMS
 from titanlite.metrics.meter import MeterState
+from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.dtensors import local_part
-from titanlite.runtime.signals import StopRequest
 
 SHAPES = {"model/weight": (7, 3), "model/norm": (5,), "optimizer/weight/exp_avg": (7, 3), "optimizer/weight/step": ()}
 SHARDED = ("model/weight", "optimizer/weight/exp_avg")

@@ -17,7 +17,7 @@ from titanlite.assembly import run as build_module
 from titanlite.assembly.job import job_of
 from titanlite.assembly.run import Run, build_run
 from titanlite.batch import StepStats
-from titanlite.runtime.distributed import World
+from titanlite.ranks.distributed import World
 
 
 def build(folder: str, *settings: str) -> Run:

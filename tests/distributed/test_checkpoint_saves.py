@@ -22,8 +22,8 @@ from titanlite.checkpoint import saver as saver_module
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, FileRecord, Manifest
 from titanlite.checkpoint.saver import Saver
 from titanlite.checkpoint.state import STREAMS
+from titanlite.ranks.failure import FailureReport
 from titanlite.runtime.dtensors import local_part
-from titanlite.runtime.failure import FailureReport
 from titanlite.train import stoppable
 
 # Power loss: a published checkpoint is always complete on the disk

@@ -19,7 +19,7 @@ from tests.distributed.resuming import numbers
 from titanlite.checkpoint.folder import published_steps, step_folder
 from titanlite.data.ledger import read_ledger
 from titanlite.metrics.timing import COLUMNS
-from titanlite.runtime.job_lock import JOB_LOCK_FILE
+from titanlite.ranks.job_lock import JOB_LOCK_FILE
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 

@@ -17,9 +17,9 @@ from tests.distributed.reference import SEQ_LEN
 from titanlite.checkpoint.folder import step_folder
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import train_bpe
-from titanlite.runtime.distributed import World
+from titanlite.ranks.distributed import World
+from titanlite.ranks.job_lock import job_lock
 from titanlite.runtime.errors import ConfigError, UserError
-from titanlite.runtime.job_lock import job_lock
 from titanlite.tools.evaluate import evaluated_config, read_arguments, reading
 from titanlite.tools.saved_run import open_run
 

@@ -23,8 +23,8 @@ from tests.pool import run_ranks
 from titanlite.metrics.meter import Meter
 from titanlite.parallel.mesh import Mesh, ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import fits_schedule, local_stages, num_stages
-from titanlite.runtime.distributed import CommConfig, World
-from titanlite.runtime.launch import RankError
+from titanlite.ranks.distributed import CommConfig, World
+from titanlite.ranks.launch import RankError
 from titanlite.trainer import Trainer
 
 SOON_S = 15.0

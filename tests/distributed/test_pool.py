@@ -23,8 +23,8 @@ from tests import pool
 from tests.distributed.layouts import BOUNDS, Layout, measure
 from tests.distributed.mistakes import averaging_reduction, changed
 from tests.pool import run_ranks
-from titanlite.runtime import launch
-from titanlite.runtime.launch import RankError
+from titanlite.ranks import launch
+from titanlite.ranks.launch import RankError
 from titanlite.runtime.logging import log
 from titanlite.trainer import Trainer
 

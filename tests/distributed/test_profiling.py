@@ -16,7 +16,7 @@ from tests.distributed.program import CONFIG, Starter, rows, start_command
 from tests.distributed.reference import global_batch, rank_batches, small_config
 from tests.pool import run_ranks
 from titanlite.profiling.regions import REGIONS
-from titanlite.runtime.distributed import World
+from titanlite.ranks.distributed import World
 from titanlite.runtime.errors import UserError
 from titanlite.tools.profile import output_folder
 

@@ -127,7 +127,7 @@ COMMANDS = (
 
 FORKED_WITH_TORCH = """
 import importlib, os, runpy, sys
-from titanlite.runtime.launch import PRELOAD
+from titanlite.ranks.launch import PRELOAD
 for name in (*PRELOAD, "torch.distributed.checkpoint"):
     importlib.import_module(name)
 for name in sys.argv[1:]:

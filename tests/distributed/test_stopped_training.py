@@ -19,7 +19,7 @@ from tests.distributed.recovered import (
     stopped,
 )
 from titanlite.checkpoint.folder import published_steps
-from titanlite.runtime.job_lock import JOB_LOCK_FILE
+from titanlite.ranks.job_lock import JOB_LOCK_FILE
 from titanlite.tools.report import __main__ as report
 
 FORWARDING = (*TORCHRUN, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")

@@ -29,7 +29,7 @@ from titanlite.evaluation.task_rows import RowShape
 from titanlite.models.head import output_layers_of
 from titanlite.models.losses import Loss, cross_entropy
 from titanlite.parallel.mesh import Mesh
-from titanlite.runtime.signals import StoppedError, StopRequest
+from titanlite.ranks.signals import StoppedError, StopRequest
 
 DOUBLE = Loss("double", lambda logits, labels: 2 * cross_entropy(logits, labels))
 CHOICES = (2, 3, 2, 4, 2)

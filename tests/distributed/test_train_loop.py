@@ -22,11 +22,11 @@ from titanlite.metrics.meter import Meter
 from titanlite.metrics.records import Record
 from titanlite.metrics.sinks import Sinks
 from titanlite.metrics.timing import Goodput
-from titanlite.runtime.agreement import DataEnd
+from titanlite.ranks.agreement import DataEnd
+from titanlite.ranks.failure import FailureReport
+from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.garbage import PacedGarbageCollection
-from titanlite.runtime.signals import StopRequest
 
 
 class StubLoader:

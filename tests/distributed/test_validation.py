@@ -36,8 +36,8 @@ from titanlite.assembly.validation import build_evaluator, build_validation_data
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.data.loader import Loader
 from titanlite.evaluation.evaluator import Evaluator
-from titanlite.runtime.failure import FailureReport
-from titanlite.runtime.signals import StopRequest
+from titanlite.ranks.failure import FailureReport
+from titanlite.ranks.signals import StopRequest
 from titanlite.trainer import Trainer
 
 SETS = {"two batches": 16 * 21 + 6, "three windows": 16 * 3 + 1, "two tokens": 3}

@@ -27,7 +27,7 @@ from tests.distributed.reference import TOKENS
 from titanlite.api import AnyRun, TrainedRun
 from titanlite.config.toml import dump_config
 from titanlite.data.bpe import train_bpe
-from titanlite.runtime import signals
+from titanlite.ranks import signals
 from titanlite.runtime.errors import ConfigError, UsageError, UserError
 from titanlite.tools.convert.__main__ import main as convert
 from titanlite.tools.generate.__main__ import main as generate

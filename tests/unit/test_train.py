@@ -13,9 +13,9 @@ from titanlite import train as train_module
 from titanlite.config.schema import JobConfig, TrainingConfig
 from titanlite.data.config import DataConfig
 from titanlite.metrics.config import MetricsConfig
-from titanlite.runtime.distributed import CommConfig
+from titanlite.ranks.distributed import CommConfig
+from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.errors import DataError, UsageError, UserError
-from titanlite.runtime.signals import StopRequest
 from titanlite.train import train
 
 

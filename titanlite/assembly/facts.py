@@ -22,8 +22,8 @@ from titanlite.data.sources.base import sampled_digest
 from titanlite.data.tasks import EncodedTask
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.hf.folder import PREFIX
-from titanlite.runtime.agreement import MODULE
-from titanlite.runtime.distributed import World
+from titanlite.ranks.agreement import MODULE
+from titanlite.ranks.distributed import World
 from titanlite.runtime.plugins import MODULE_PREFIX, code_digest, plugin_digests
 
 PACKAGES = ("numpy", "tokenizers", "datasets", "pyarrow")

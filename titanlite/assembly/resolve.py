@@ -10,8 +10,8 @@ from titanlite.assembly.job import Job, job_of
 from titanlite.config.schema import JobConfig
 from titanlite.data.kinds import KINDS, open_source
 from titanlite.planning.automatic import agree_on_layout, agree_on_local_batch_size
-from titanlite.runtime.agreement import require_equal, share_from_rank_0
-from titanlite.runtime.distributed import World
+from titanlite.ranks.agreement import require_equal, share_from_rank_0
+from titanlite.ranks.distributed import World
 
 
 def resolve_job(

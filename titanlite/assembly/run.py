@@ -67,16 +67,16 @@ from titanlite.planning.rank_memory import Memory
 from titanlite.precision import DTYPES
 from titanlite.profiling.config import SNAPSHOTS_FOLDER, TRACES_FOLDER
 from titanlite.profiling.trace import Profiling
-from titanlite.runtime.agreement import DataEnd, require_equal, run_on_all_ranks, run_on_rank_0
+from titanlite.ranks.agreement import DataEnd, require_equal, run_on_all_ranks, run_on_rank_0
+from titanlite.ranks.distributed import World, init_process_group
+from titanlite.ranks.job_lock import require_own
+from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.determinism import apply_determinism
-from titanlite.runtime.distributed import World, init_process_group
 from titanlite.runtime.dump_folder import prepare_dump_folder
 from titanlite.runtime.durability import replace_file
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.job_lock import require_own
 from titanlite.runtime.logging import append_errors_to, log, open_log_file
 from titanlite.runtime.peak_flops import device_peak_flops
-from titanlite.runtime.signals import StopRequest
 from titanlite.trainer import Trainer
 
 

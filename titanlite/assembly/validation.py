@@ -16,8 +16,8 @@ from titanlite.evaluation.evaluator import Evaluator
 from titanlite.evaluation.task_rows import RowShape
 from titanlite.forward import ModelOnMesh
 from titanlite.parallel.mesh import Mesh
+from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.logging import log
-from titanlite.runtime.signals import StopRequest
 
 
 def build_validation_data(job: Job, mesh: Mesh, tokenizer: Tokenizer | None) -> dict[str, Loader]:

@@ -16,8 +16,8 @@ from titanlite.checkpoint.saver import Saver
 from titanlite.checkpoint.start import Start, StartFinder
 from titanlite.checkpoint.state import STREAMS
 from titanlite.hf.generation_defaults import GENERATION_FILE
-from titanlite.runtime.agreement import Agreement, RanksError, warn_on_rank_0
-from titanlite.runtime.signals import StopRequest
+from titanlite.ranks.agreement import Agreement, RanksError, warn_on_rank_0
+from titanlite.ranks.signals import StopRequest
 
 _AFTER_FAILURE = "earlier checkpoints are still valid. Fix the cause and restart"
 

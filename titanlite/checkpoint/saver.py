@@ -19,7 +19,7 @@ from titanlite.checkpoint.folder import publish, step_folder, writing_folder
 from titanlite.checkpoint.manifest import FileRecord, Manifest, write_manifest, write_recorded
 from titanlite.checkpoint.state import HostCopy, first_not_finite
 from titanlite.checkpoint.storage import first_failure, save_tensors
-from titanlite.runtime.agreement import RanksError, describe_failure, run_on_all_ranks, run_on_rank_0
+from titanlite.ranks.agreement import RanksError, describe_failure, run_on_all_ranks, run_on_rank_0
 from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.durability import replace_file, sync_path
 from titanlite.runtime.errors import UserError

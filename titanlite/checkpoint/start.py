@@ -33,7 +33,7 @@ from titanlite.checkpoint.verification import Found, latest_valid, prepare_folde
 from titanlite.hf.folder import ModelFolder
 from titanlite.hf.generation_defaults import GENERATION_FILE, read_generation_defaults
 from titanlite.metrics.meter import Meter, MeterState
-from titanlite.runtime.agreement import RanksError, run_on_all_ranks, run_on_rank_0, warn_on_rank_0
+from titanlite.ranks.agreement import RanksError, run_on_all_ranks, run_on_rank_0, warn_on_rank_0
 from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.json_files import JsonError, read_regular

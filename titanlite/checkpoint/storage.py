@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from titanlite.checkpoint.manifest import METADATA_FILE, FileRecord, InvalidCheckpointError
-from titanlite.runtime.agreement import RanksError, describe_failure
+from titanlite.ranks.agreement import RanksError, describe_failure
 from titanlite.runtime.files import open_regular
 
 

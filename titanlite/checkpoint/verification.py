@@ -32,7 +32,7 @@ from titanlite.checkpoint.manifest import (
     copy_id,
 )
 from titanlite.checkpoint.saver import size_of
-from titanlite.runtime.agreement import run_on_all_ranks, run_on_rank_0
+from titanlite.ranks.agreement import run_on_all_ranks, run_on_rank_0
 from titanlite.runtime.cache import hash_of
 from titanlite.runtime.errors import UsageError, UserError
 from titanlite.runtime.logging import log

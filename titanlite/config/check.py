@@ -37,8 +37,8 @@ from titanlite.parallel.pipeline import check_pipeline, splits_backward
 from titanlite.parallel.recompute import check_activation_checkpoint
 from titanlite.precision import DTYPES, check_precision
 from titanlite.profiling.config import check_profiling
+from titanlite.ranks.job_lock import JOB_LOCK_FILE
 from titanlite.runtime.errors import Problem, Rules
-from titanlite.runtime.job_lock import JOB_LOCK_FILE
 from titanlite.runtime.plugins import is_of_program
 
 OWN_FILES = (

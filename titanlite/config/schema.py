@@ -17,8 +17,8 @@ from titanlite.parallel.mesh import ModelDtypes, ParallelismConfig
 from titanlite.parallel.recompute import ActivationCheckpointConfig
 from titanlite.precision import DTYPES, DtypeName
 from titanlite.profiling.config import ProfilingConfig
+from titanlite.ranks.distributed import CommConfig
 from titanlite.runtime.determinism import DebugConfig
-from titanlite.runtime.distributed import CommConfig
 from titanlite.runtime.memory import MemoryConfig
 from titanlite.runtime.settings import Affects, setting
 

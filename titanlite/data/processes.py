@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 import titanlite
+from titanlite.ranks.signal_thread import STOP_SIGNALS
 from titanlite.runtime.errors import DataError, UserError
 from titanlite.runtime.plugins import load_plugins, loaded_plugins
-from titanlite.runtime.signal_thread import STOP_SIGNALS
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 

@@ -13,11 +13,11 @@ from titanlite.data.tasks import EncodedTask
 from titanlite.evaluation.task_rows import RowShape, task_batches
 from titanlite.forward import ModelOnMesh, cross_entropy_in, forward_only, on_device
 from titanlite.metrics.scores import SetTotals, TaskScores, score_choices, score_cloze
-from titanlite.runtime.agreement import RanksError
+from titanlite.ranks.agreement import RanksError
+from titanlite.ranks.failure import FailureReport
+from titanlite.ranks.signals import StoppedError, StopRequest
 from titanlite.runtime.errors import DataError
-from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.logging import Progress
-from titanlite.runtime.signals import StoppedError, StopRequest
 from titanlite.runtime.text import counted
 
 

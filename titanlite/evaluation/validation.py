@@ -11,9 +11,9 @@ from titanlite.evaluation.evaluator import Evaluator
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.records import ValidationRecord
 from titanlite.metrics.sinks import Sinks
-from titanlite.runtime.failure import FailureReport
+from titanlite.ranks.failure import FailureReport
+from titanlite.ranks.signals import StoppedError
 from titanlite.runtime.logging import log
-from titanlite.runtime.signals import StoppedError
 
 
 @dataclass(frozen=True)

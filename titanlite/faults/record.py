@@ -23,7 +23,7 @@ from titanlite.batch import StepStats
 from titanlite.data.preparation import Int64s
 from titanlite.faults.replicas import is_replicated
 from titanlite.parallel.mesh import PARAMETER_AXES, Mesh
-from titanlite.runtime.agreement import run_on_all_ranks
+from titanlite.ranks.agreement import run_on_all_ranks
 from titanlite.runtime.durability import replace_file
 from titanlite.runtime.json_files import parse_json, read_regular
 from titanlite.runtime.logging import log

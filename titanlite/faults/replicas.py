@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from titanlite.models.family import saved_tensors
 from titanlite.optim.optimizer import NO_AVERAGE, GatedOptimizer, WeightAverage
 from titanlite.parallel.mesh import EXPERT_AXES, PARAMETER_AXES, Mesh
-from titanlite.runtime.agreement import RanksError, run_on_all_ranks
+from titanlite.ranks.agreement import RanksError, run_on_all_ranks
 from titanlite.runtime.dtensors import is_dtensor, local_part
 
 DIGEST_BITS = 62

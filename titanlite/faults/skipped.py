@@ -13,7 +13,7 @@ from titanlite.data.streams import Origin
 from titanlite.faults.config import FaultsConfig
 from titanlite.faults.record import NotedStep, StepRecorder
 from titanlite.faults.spikes import WINDOW
-from titanlite.runtime.agreement import RanksError, run_on_all_ranks, warn_on_rank_0
+from titanlite.ranks.agreement import RanksError, run_on_all_ranks, warn_on_rank_0
 
 MAX_STEPS = 1000
 """Steps that are kept without a check; each takes 8 bytes per parameter tensor and 4 per sequence of this rank."""

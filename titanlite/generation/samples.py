@@ -19,7 +19,7 @@ from titanlite.metrics.meter import Meter
 from titanlite.metrics.records import SamplesRecord
 from titanlite.metrics.sinks import Sinks
 from titanlite.models.family import Family, LanguageModel
-from titanlite.runtime.agreement import run_on_rank_0
+from titanlite.ranks.agreement import run_on_rank_0
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from titanlite.hf.folder import CONFIG_FILE, PREFIX, ModelFolder, open_folder
 from titanlite.hf.hub import HubModel, download, open_snapshot, parse_hub_name, pinned
 from titanlite.models.family import Family
-from titanlite.runtime.distributed import World
+from titanlite.ranks.distributed import World
 from titanlite.runtime.errors import ConfigError, LateRanksError, Problem, UserError
 
 KEY = "checkpoint.initial_load_path"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titanlite.runtime.distributed import CommConfig, World, set_timeout
+from titanlite.ranks.distributed import CommConfig, World, set_timeout
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Affects, Needs, setting
 

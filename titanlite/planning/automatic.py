@@ -21,9 +21,9 @@ from titanlite.planning.hardware.calibration import calibrate, device_name
 from titanlite.planning.hardware.machine import Profile, dump_profile, load_profile
 from titanlite.planning.search import Found, search, with_settings
 from titanlite.planning.stages import plan_stages
-from titanlite.runtime.agreement import share_from_rank_0
+from titanlite.ranks.agreement import share_from_rank_0
+from titanlite.ranks.distributed import World
 from titanlite.runtime.cache import cache_folder, content_key
-from titanlite.runtime.distributed import World
 from titanlite.runtime.durability import replace_file
 from titanlite.runtime.errors import UsageError
 from titanlite.runtime.logging import log

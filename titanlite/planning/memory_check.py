@@ -17,12 +17,12 @@ from titanlite.parallel.pipeline import ModelPart
 from titanlite.planning.estimate import estimate_memory, has_estimate
 from titanlite.planning.rank_memory import Memory
 from titanlite.planning.stages import measure_stage
-from titanlite.runtime.agreement import decide_on_rank_0
-from titanlite.runtime.distributed import World
+from titanlite.ranks.agreement import decide_on_rank_0
+from titanlite.ranks.distributed import World
+from titanlite.ranks.positions import FAULTS_FOLDER
 from titanlite.runtime.errors import UsageError, UserError
 from titanlite.runtime.logging import log
 from titanlite.runtime.memory import GIB, USABLE, device_memory_bytes, is_out_of_memory, peak_memory_bytes
-from titanlite.runtime.positions import FAULTS_FOLDER
 
 
 @dataclass(frozen=True)

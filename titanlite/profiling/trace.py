@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from titanlite.profiling.config import SNAPSHOTS_FOLDER, TRACES_FOLDER, ProfilingConfig
-from titanlite.runtime.failure import FailureReport
+from titanlite.ranks.failure import FailureReport
 from titanlite.runtime.logging import log
 
 MAX_ALLOCATIONS = 100_000

@@ -1,13 +1,9 @@
-"""Environment of a rank: its start, the limit of open files, log lines about variables without secrets."""
+"""Environment of a process: the limit of open files, log lines about variables without secrets."""
 
-import os
 import re
 import resource
 from collections.abc import Mapping
 from contextlib import suppress
-
-from titanlite.runtime.distributed import World, world_from_environment
-from titanlite.runtime.logging import setup_logging
 
 OPEN_FILES = 65_536
 
@@ -38,18 +34,6 @@ def raise_open_file_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < limit:
         with suppress(ValueError, OSError):  # macOS has another limit below the hard one
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-
-def start_rank() -> tuple[World, dict[str, str]]:
-    """Set up logging and the limit of open files of this rank. Returns (the ranks, the environment variables at start).
-
-    Raises UserError.
-    """
-    raise_open_file_limit()
-    environment = dict(os.environ)
-    world = world_from_environment()
-    setup_logging(world.rank)
-    return world, environment
 
 
 def environment_lines(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -13,10 +13,10 @@ from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hint
 import tyro
 
 from titanlite.config.arguments import HELP, Option, check_values, option_values, options_of, split
+from titanlite.ranks.failure import describe_user_error, raise_on_interrupt
+from titanlite.ranks.signal_thread import stop_signals
 from titanlite.runtime.durability import PARTIAL, appears_complete
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, raise_problems
-from titanlite.runtime.failure import describe_user_error, raise_on_interrupt
-from titanlite.runtime.signal_thread import stop_signals
 
 ConfigFile = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG")]
 RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]

@@ -1,6 +1,6 @@
 """Command: evaluate a saved run; on several processes by `torchrun -m titanlite.tools.evaluate`."""
 
-from titanlite.runtime.failure import FailureReport, end_process, prepare_process
+from titanlite.ranks.failure import FailureReport, end_process, prepare_process
 
 if __name__ == "__main__":  # before the imports that take seconds
     prepare_process()
@@ -38,14 +38,13 @@ from titanlite.metrics.scores import SetTotals, TaskScores, sum_of
 from titanlite.models.attention import pin_kernels
 from titanlite.models.family import saved_tensors
 from titanlite.parallel.mesh import LAYOUT, Mesh, ParallelismConfig
-from titanlite.runtime.agreement import require_equal, share_from_rank_0, watch_ranks
+from titanlite.ranks.agreement import require_equal, share_from_rank_0, start_rank, watch_ranks
+from titanlite.ranks.distributed import CommConfig, World, connect, init_process_group, set_timeout
+from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.determinism import apply_determinism
-from titanlite.runtime.distributed import CommConfig, World, connect, init_process_group, set_timeout
-from titanlite.runtime.environment import start_rank
 from titanlite.runtime.errors import ConfigError, Problem, Rules, raise_problems
 from titanlite.runtime.logging import log
 from titanlite.runtime.settings import setting
-from titanlite.runtime.signals import StopRequest
 from titanlite.runtime.text import aligned, counted
 from titanlite.tools.command import (
     AllowImport,

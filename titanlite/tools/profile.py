@@ -1,6 +1,6 @@
 """Command: profile some steps of a configuration; on several processes by `torchrun -m titanlite.tools.profile`."""
 
-from titanlite.runtime.failure import FailureReport, end_process, prepare_process
+from titanlite.ranks.failure import FailureReport, end_process, prepare_process
 
 if __name__ == "__main__":  # before the imports that take seconds
     prepare_process()
@@ -33,9 +33,8 @@ from titanlite.profiling.breakdown import Operation, host_events, time_by_cause,
 from titanlite.profiling.config import TRACES_FOLDER
 from titanlite.profiling.regions import region
 from titanlite.profiling.trace import Trace, output_file
-from titanlite.runtime.agreement import run_on_all_ranks, share_from_rank_0, watch_ranks
-from titanlite.runtime.distributed import World, connect
-from titanlite.runtime.environment import start_rank
+from titanlite.ranks.agreement import run_on_all_ranks, share_from_rank_0, start_rank, watch_ranks
+from titanlite.ranks.distributed import World, connect
 from titanlite.runtime.errors import UserError, raise_problems
 from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.settings import setting

@@ -3,7 +3,7 @@
 python -m titanlite.torchrun [options of torchrun] -m titanlite.train [CONFIG] [--section.key VALUE ...]
 """
 
-from titanlite.runtime.failure import FailureReport, end_process, prepare_process, raise_on_interrupt
+from titanlite.ranks.failure import FailureReport, end_process, prepare_process, raise_on_interrupt
 
 if __name__ == "__main__":  # before the imports that take seconds
     prepare_process()
@@ -36,12 +36,12 @@ from torch.distributed.run import determine_local_world_size, get_rdzv_endpoint,
 from titanlite.assembly.facts import program_facts
 from titanlite.config.command_line import read_command_line
 from titanlite.config.load import most_ranks, resolve
-from titanlite.runtime.agreement import describe_differences
-from titanlite.runtime.distributed import ELASTIC, World
+from titanlite.ranks.agreement import describe_differences
+from titanlite.ranks.distributed import ELASTIC, World
+from titanlite.ranks.signal_thread import stop_signals
 from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import ConfigError, Rules, UsageError, UserError
 from titanlite.runtime.gpus import set_allocator
-from titanlite.runtime.signal_thread import stop_signals
 from titanlite.tools.plan.preview import preview
 
 TRAIN = "titanlite.train"

@@ -9,8 +9,8 @@ import os
 import runpy
 import sys
 
+from titanlite.ranks.failure import FailureReport
 from titanlite.runtime.errors import UsageError, integer_variable
-from titanlite.runtime.failure import FailureReport
 from titanlite.runtime.gpus import usable_gpus
 
 OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")

@@ -16,7 +16,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.config import DataConfig
 from titanlite.data.loader import Loader
 from titanlite.data.sources.config import SourceConfig
-from titanlite.runtime.distributed import World
+from titanlite.ranks.distributed import World
 
 FILES = ("bytes", "content", "files")
 """Facts about the files of a source."""

@@ -9,7 +9,7 @@ from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.start import Start
 from titanlite.config.load import CONFIG_COPY
 from titanlite.config.schema import JobConfig, JobSection
-from titanlite.runtime.distributed import World
+from titanlite.ranks.distributed import World
 from titanlite.runtime.errors import UserError
 
 

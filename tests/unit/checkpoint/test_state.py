@@ -16,7 +16,7 @@ from titanlite.checkpoint.state import HostCopy, RunState, first_not_finite
 from titanlite.data.loader import Loader
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.parallel.mesh import Mesh, ParallelismConfig
-from titanlite.runtime.distributed import World
+from titanlite.ranks.distributed import World
 from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UserError
 

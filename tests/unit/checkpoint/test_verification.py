@@ -14,7 +14,7 @@ from titanlite.checkpoint.manifest import MANIFEST_FILE, METADATA_FILE, Manifest
 from titanlite.checkpoint.start import check_tensors, load
 from titanlite.checkpoint.storage import save_tensors
 from titanlite.checkpoint.verification import Found, latest_valid, prepare_folder, verify_checkpoint
-from titanlite.runtime.agreement import RanksError
+from titanlite.ranks.agreement import RanksError
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 

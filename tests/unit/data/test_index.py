@@ -16,9 +16,9 @@ from titanlite.data.corpus import PieceIndex
 from titanlite.data.kinds import text_sources
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.text import Text
+from titanlite.ranks.launch import fork_context
 from titanlite.runtime.cache import built_once, cache_folder, content_key
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.launch import fork_context
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 

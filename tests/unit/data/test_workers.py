@@ -20,8 +20,8 @@ from titanlite.data.loader import Loader
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.workers import WorkerPool
+from titanlite.ranks.signal_thread import STOP_SIGNALS
 from titanlite.runtime.errors import DataError, UserError
-from titanlite.runtime.signal_thread import STOP_SIGNALS
 
 WORDS = ["the", "model", "reads", "a", "few", "words", "and", "learns", "which", "of", "them", "follow"]
 

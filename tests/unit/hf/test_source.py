@@ -20,8 +20,8 @@ from titanlite.hf.folder import ModelFolder
 from titanlite.hf.hub import HubModel, download, open_snapshot, parse_hub_name, pinned
 from titanlite.hf.source import check_source, fetch_source, open_source
 from titanlite.models.registry import FAMILIES
+from titanlite.ranks.distributed import World
 from titanlite.runtime import retry
-from titanlite.runtime.distributed import World
 from titanlite.runtime.errors import ConfigError, LateRanksError, Problem, UserError
 
 LLAMA3 = FAMILIES["llama3"]

@@ -16,7 +16,7 @@ from titanlite.parallel.mesh import (
     part_of_rows,
     resolve_degrees,
 )
-from titanlite.runtime.distributed import World
+from titanlite.ranks.distributed import World
 
 
 @pytest.mark.parametrize(

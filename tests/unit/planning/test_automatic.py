@@ -11,7 +11,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.planning import automatic
 from titanlite.planning.automatic import agree_on_layout
 from titanlite.planning.hardware.machine import Profile, dump_profile
-from titanlite.runtime.distributed import World
+from titanlite.ranks.distributed import World
 from titanlite.runtime.errors import ConfigError, UsageError
 
 RANKS = 4

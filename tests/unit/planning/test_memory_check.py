@@ -17,7 +17,7 @@ from titanlite.planning.estimate import estimate
 from titanlite.planning.memory_check import Need, explained_out_of_memory, plan_memory, verdict
 from titanlite.planning.pipeline_order import Action, schedule_order
 from titanlite.planning.rank_memory import Memory
-from titanlite.runtime.distributed import World
+from titanlite.ranks.distributed import World
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.memory import GIB, USABLE
 

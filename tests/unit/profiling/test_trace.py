@@ -14,7 +14,7 @@ import torch
 from titanlite.profiling.config import ProfilingConfig
 from titanlite.profiling.regions import in_region, region
 from titanlite.profiling.trace import MAX_ALLOCATIONS, Profiling
-from titanlite.runtime.failure import FailureReport
+from titanlite.ranks.failure import FailureReport
 from titanlite.runtime.logging import log
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 import pytest
 import tyro
 
+from titanlite.ranks.failure import end_on_interrupt
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError
-from titanlite.runtime.failure import end_on_interrupt
 from titanlite.runtime.settings import setting
 from titanlite.tools.command import (
     EITHER,

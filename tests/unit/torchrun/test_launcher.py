@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from titanlite.runtime import failure
+from titanlite.ranks import failure
 from titanlite.torchrun import launcher
 
 NODES = ["--nnodes=2", "--node-rank=1", "--rdzv-backend=static", "--rdzv-endpoint=node0:29500"]

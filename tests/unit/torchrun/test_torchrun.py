@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 from torch.distributed.run import parse_args
 
-from titanlite.runtime.distributed import ELASTIC
+from titanlite.ranks.distributed import ELASTIC
 from titanlite.runtime.errors import ConfigError, UsageError, UserError
 from titanlite.torchrun import __main__ as torchrun
 

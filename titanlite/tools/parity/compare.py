@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.schema import JobConfig
+from titanlite.ranks.launch import RankError, run_ranks
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.launch import RankError, run_ranks
 from titanlite.tools.parity.layouts import ONE_PROCESS, Layout
 from titanlite.tools.parity.measure import Measurement, measure_layouts, own_dtypes, passes
 from titanlite.tools.parity.reference import measure_reference

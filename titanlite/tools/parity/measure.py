@@ -28,7 +28,7 @@ from titanlite.optim.schedule import build_schedule
 from titanlite.parallel.clip import clip_grad_norm_
 from titanlite.parallel.data import running_dtypes
 from titanlite.parallel.mesh import Mesh
-from titanlite.runtime.distributed import World
+from titanlite.ranks.distributed import World
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import REDISTRIBUTION
 from titanlite.tools.parity.layouts import Layout, config_of

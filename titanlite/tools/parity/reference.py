@@ -26,7 +26,7 @@ from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_schedule
 from titanlite.parallel.mesh import Mesh, ShardGroups
 from titanlite.precision import DTYPES
-from titanlite.runtime.distributed import World
+from titanlite.ranks.distributed import World
 from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
 from titanlite.tools.parity.measure import (
     CPU,

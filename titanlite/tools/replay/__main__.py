@@ -12,7 +12,7 @@ import tyro
 from titanlite.assembly.facts import code_facts
 from titanlite.config.load import CONFIG_COPY
 from titanlite.faults.record import read_records
-from titanlite.runtime.distributed import world_from_environment
+from titanlite.ranks.distributed import world_from_environment
 from titanlite.runtime.errors import UsageError, UserError
 from titanlite.runtime.logging import setup_logging
 from titanlite.runtime.settings import setting

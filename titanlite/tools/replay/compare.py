@@ -8,7 +8,7 @@ import torch
 
 from titanlite.faults.record import MAX_RECORDS, RECORDED_STEPS, Record, RecordedStep
 from titanlite.precision import DTYPES
-from titanlite.runtime.agreement import MODULE
+from titanlite.ranks.agreement import MODULE
 from titanlite.tools.parity.verdict import FLOOR_EPS, MULTIPLE, SMALL_SHARE
 from titanlite.tools.replay.compute import Replayed
 

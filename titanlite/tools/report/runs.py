@@ -17,10 +17,10 @@ from titanlite.metrics.about import Started, read_starts
 from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, SAMPLES_FILE
 from titanlite.metrics.jsonl import Series, read_lines, read_series
 from titanlite.metrics.records import ExpertsRow, SampleRow
+from titanlite.ranks.positions import FAULTS_FOLDER
 from titanlite.runtime.errors import UsageError, UserError
 from titanlite.runtime.files import open_regular
 from titanlite.runtime.logging import log
-from titanlite.runtime.positions import FAULTS_FOLDER
 
 DATA_WAIT = "data_wait"
 """Percent of the step time."""

@@ -9,7 +9,7 @@ from tests.pool import run_ranks
 from titanlite.planning.hardware import calibration
 from titanlite.planning.hardware.calibration import Clock, line, links
 from titanlite.planning.hardware.machine import dump_profile, load_profile
-from titanlite.runtime.distributed import World
+from titanlite.ranks.distributed import World
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ time.sleep(100)
 WORKER = """
 import os, sys, time
 from pathlib import Path
-from titanlite.runtime import orphans
+from titanlite.ranks import orphans
 Path("{folder}/pid.new").write_text(str(os.getpid()))
 Path("{folder}/pid.new").rename("{folder}/pid")
 {before}

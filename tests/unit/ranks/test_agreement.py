@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from titanlite.checkpoint.manifest import InvalidCheckpointError
 from titanlite.checkpoint.storage import first_failure
-from titanlite.runtime.agreement import (
+from titanlite.ranks.agreement import (
     RanksError,
     decide_on_rank_0,
     require_equal,
@@ -21,7 +21,7 @@ from titanlite.runtime.agreement import (
     run_on_rank_0,
     share_from_rank_0,
 )
-from titanlite.runtime.distributed import World
+from titanlite.ranks.distributed import World
 from titanlite.runtime.errors import ConfigError, LateRanksError, UsageError, UserError
 
 

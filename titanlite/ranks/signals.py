@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
-from titanlite.runtime.signal_thread import STOP_SIGNALS, leave_to_thread, receive_in_thread, stop_signals
+from titanlite.ranks.signal_thread import STOP_SIGNALS, leave_to_thread, receive_in_thread, stop_signals
 
 # A signal often arrives twice: from a terminal or a scheduler, and forwarded by torchrun.
 SAME_SIGNAL_S = 1.0

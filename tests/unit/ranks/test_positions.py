@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from titanlite.runtime import positions
+from titanlite.ranks import positions
+from titanlite.ranks.positions import Positions, Seen, describe
 from titanlite.runtime.errors import LateRanksError
-from titanlite.runtime.positions import Positions, Seen, describe
 
 
 def fail() -> None:

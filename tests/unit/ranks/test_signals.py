@@ -12,9 +12,9 @@ import pytest
 LATER_S = 0.6
 BEGIN = """
 import ctypes, os, signal, threading, time
-from titanlite.runtime import signals
-from titanlite.runtime.failure import end_on_interrupt
-from titanlite.runtime.signals import StopRequest
+from titanlite.ranks import signals
+from titanlite.ranks.failure import end_on_interrupt
+from titanlite.ranks.signals import StopRequest
 end_on_interrupt()
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # even if the tests run under nohup
 request = StopRequest()

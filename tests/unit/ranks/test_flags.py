@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import run_ranks
-from titanlite.runtime.agreement import Agreement
-from titanlite.runtime.launch import RankError
+from titanlite.ranks.agreement import Agreement
+from titanlite.ranks.launch import RankError
 
 # Flags of each rank at the end of each step, and the agreed flags at the end of the next step.
 FLAGS = [[[0, 0], [0, 0], [2, 0], [2, 0], [0, 0]], [[0, 0], [0, 1], [0, 0], [15, 0], [0, 0]]]

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from titanlite.runtime import job_lock as job_lock_module
+from titanlite.ranks import job_lock as job_lock_module
+from titanlite.ranks.job_lock import JOB_LOCK_FILE, job_lock, require_own
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.job_lock import JOB_LOCK_FILE, job_lock, require_own
 from titanlite.runtime.logging import log
 
 JOB = """
 import os, sys, time
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.job_lock import job_lock
+from titanlite.ranks.job_lock import job_lock
 folder, go, wait_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
 
 def say(text):
@@ -384,7 +384,7 @@ def test_one_of_many_jobs_that_start_at_once_gets_the_folder(tmp_path: Path, bef
 USERS = """
 import os, random, sys, time
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.job_lock import job_lock
+from titanlite.ranks.job_lock import job_lock
 folder, seed, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 rng, uses, end = random.Random(seed), 0, time.monotonic() + seconds
 while time.monotonic() < end:

@@ -3,6 +3,7 @@ exchanged at each step."""
 
 import hashlib
 import json
+import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -11,12 +12,13 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from titanlite.runtime.distributed import World
+from titanlite.ranks.distributed import World, world_from_environment
+from titanlite.ranks.failure import FailureReport
+from titanlite.ranks.positions import Positions
+from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import LateRanksError, UsageError, UserError
-from titanlite.runtime.failure import FailureReport
-from titanlite.runtime.logging import log
+from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.memory import describe_out_of_memory, is_out_of_memory
-from titanlite.runtime.positions import Positions
 
 T = TypeVar("T")
 
@@ -264,6 +266,18 @@ class DataEnd:
 
     def _submit(self, ended: Sequence[bool]) -> None:
         self._agreement.exchange([not source for source in ended])
+
+
+def start_rank() -> tuple[World, dict[str, str]]:
+    """Set up logging and the limit of open files of this rank. Returns (the ranks, the environment variables at start).
+
+    Raises UserError.
+    """
+    raise_open_file_limit()
+    environment = dict(os.environ)
+    world = world_from_environment()
+    setup_logging(world.rank)
+    return world, environment
 
 
 def watch_ranks(

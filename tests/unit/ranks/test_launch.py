@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titanlite.runtime import launch
-from titanlite.runtime.launch import RankError, run_ranks
+from titanlite.ranks import launch
+from titanlite.ranks.launch import RankError, run_ranks
 
 
 def note_pid(folder: str) -> None:

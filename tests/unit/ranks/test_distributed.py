@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from titanlite.runtime.distributed import (
+from titanlite.ranks.distributed import (
     CommConfig,
     World,
     agree_on_attempt,

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import run_ranks
-from titanlite.runtime import flight_recorder
-from titanlite.runtime.flight_recorder import enable_flight_recorder, last_numbers, ranks_behind, recorded_collectives
+from titanlite.ranks import flight_recorder
+from titanlite.ranks.flight_recorder import enable_flight_recorder, last_numbers, ranks_behind, recorded_collectives
 
 
 def _collectives_of_a_rank() -> tuple[dict[str, int], list[str]]:

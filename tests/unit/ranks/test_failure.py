@@ -20,13 +20,13 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.program import free_port
-from titanlite.runtime import failure, positions
-from titanlite.runtime.agreement import RanksError
+from titanlite.ranks import failure, positions
+from titanlite.ranks.agreement import RanksError
+from titanlite.ranks.failure import FailureReport
+from titanlite.ranks.launch import fork_context
+from titanlite.ranks.positions import Positions
 from titanlite.runtime.errors import ConfigError, LateRanksError, Problem, UserError
-from titanlite.runtime.failure import FailureReport
-from titanlite.runtime.launch import fork_context
 from titanlite.runtime.logging import append_errors_to
-from titanlite.runtime.positions import Positions
 
 WAITS = {"SILENT_WAIT_S": 0.5}
 TIMEOUT_S = 200.0  # generous, for a busy machine

@@ -20,17 +20,17 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn, Self
 
-from titanlite.runtime.deadline import ANSWER_S, SETTLE_S, call_within
+from titanlite.ranks.deadline import ANSWER_S, SETTLE_S, call_within
+from titanlite.ranks.orphans import end_with_launcher
+from titanlite.ranks.signal_thread import STOP_SIGNALS, leave_to_thread, receive_in_thread, stop_signals
 from titanlite.runtime.errors import DataError, LateRanksError, UsageError, UserError
 from titanlite.runtime.logging import log_last_error
-from titanlite.runtime.orphans import end_with_launcher
-from titanlite.runtime.signal_thread import STOP_SIGNALS, leave_to_thread, receive_in_thread, stop_signals
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from titanlite.runtime.positions import Positions
-    from titanlite.runtime.signals import StopRequest
+    from titanlite.ranks.positions import Positions
+    from titanlite.ranks.signals import StopRequest
 
 Detail = Literal["full", "brief", "silent"]
 

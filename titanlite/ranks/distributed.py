@@ -11,8 +11,8 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
+from titanlite.ranks.flight_recorder import enable_flight_recorder
 from titanlite.runtime.errors import UserError, integer_variable
-from titanlite.runtime.flight_recorder import enable_flight_recorder
 from titanlite.runtime.settings import Affects, setting
 
 JOIN_POLL_S = 0.02
