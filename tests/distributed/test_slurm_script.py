@@ -184,7 +184,7 @@ def test_a_task_of_an_array_is_requeued_alone(start_job: Start) -> None:
 def test_shellcheck_finds_nothing() -> None:
     scripts = [
         SCRIPT,
-        REPOSITORY / "titanlite" / "runtime" / "slurm.sh",
+        REPOSITORY / "titanlite" / "ranks" / "slurm.sh",
         REPOSITORY / "run_train.sh",
         REPOSITORY / ".ci" / "run",
         *(REPOSITORY / "scripts").glob("*.sh"),

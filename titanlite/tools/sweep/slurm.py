@@ -10,7 +10,7 @@ from titanlite.config.files import CONFIG_FILE
 from titanlite.tools.sweep.combinations import Run
 from titanlite.tools.sweep.training import describe
 
-LAUNCH = Path(__file__).parents[2] / "runtime" / "slurm.sh"
+LAUNCH = Path(__file__).parents[2] / "ranks" / "slurm.sh"
 """What scripts/slurm.sbatch sources, too; the nodes see this installation."""
 
 HEAD = """\
