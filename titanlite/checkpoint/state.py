@@ -7,12 +7,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.cuda._pin_memory_utils import pin_memory
 
 from titanlite.models.family import saved_tensors
 from titanlite.optim.optimizer import NO_AVERAGE, GatedOptimizer, WeightAverage
 from titanlite.parallel.mesh import AXES, Mesh
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.torch_internals import pin_in_place
 
 MODEL, AVERAGE, OPTIMIZER, STREAMS = "model/", "ema/", "optimizer/", "data/streams"
 GRAD_NORMS = "faults/grad_norms"
@@ -184,7 +184,7 @@ _ALIGNMENT = 64
 def _page_lock(arena: Tensor) -> None:
     """Page-lock the memory of `arena` until the process ends. Raises UserError."""
     try:
-        pin_memory(arena.data_ptr(), arena.nbytes)
+        pin_in_place(arena.data_ptr(), arena.nbytes)
     except RuntimeError as error:
         raise UserError(
             f"checkpoint.async_mode: cannot page-lock {arena.nbytes / 2**30:,.1f} GiB of host memory ({error}): free "

@@ -7,10 +7,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import attention as torch_attention
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from titanlite.runtime.torch_internals import fused_attention_choice, set_attention_kernels
 
 MaskForm = Literal["scores", "blocks"]
 """scores: one additive number per query and key; blocks: the 128 x 128 blocks of scores to compute."""
@@ -27,7 +28,7 @@ def pin_kernels(device: torch.device) -> None:
     if device.type == "cuda":
         version = torch.backends.cudnn.version() if torch.version.cuda else None  # on AMD's GPUs it is MIOpen's
         order = kernel_order(torch.cuda.get_device_capability(device)[0], version or 0)
-        torch_attention._sdpa_kernel(order, set_priority=True)
+        set_attention_kernels(order)
 
 
 def kernel_order(capability: int, cudnn_version: int) -> list[SDPBackend]:
@@ -49,7 +50,7 @@ def chosen_kernel(device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_h
     heads = (n_heads, n_kv_heads, n_kv_heads)
     shapes = [(1, number, 128, head_dim) for number in heads]
     inputs = [torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
-    choice = torch.ops.aten._fused_sdp_choice(*inputs, is_causal=True, enable_gqa=n_heads != n_kv_heads)
+    choice = fused_attention_choice(*inputs, enable_gqa=n_heads != n_kv_heads)
     return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from titanlite.models.losses import CROSS_ENTROPY, Loss
 from titanlite.runtime.dtensors import is_dtensor
 from titanlite.runtime.settings import setting
+from titanlite.runtime.torch_internals import is_needed_by_backward
 
 CHUNK_BYTES = 128 * 2**20
 """Largest logits of an automatic chunk."""
@@ -399,7 +400,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, labels, weights, kept = ctx.saved_tensors
         # A split backward pass calls this twice, once for each of the two gradients.
-        needs = [torch._C._will_engine_execute_node(node) for node, _ in ctx.next_functions[:2]]
+        needs = [is_needed_by_backward(node) for node, _ in ctx.next_functions[:2]]
         scoring: Scoring = ctx.scoring
         gradients, buffer = Gradients(x, weight, scoring, *needs), scoring.buffer(x, weight)
         for tokens in scoring.chunks(len(x)):

@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,9 +17,7 @@ from torch import Tensor, nn
 
 from titanlite.models.family import Init
 from titanlite.runtime.dtensors import is_dtensor
-
-if TYPE_CHECKING:
-    import torch.distributed.tensor._utils
+from titanlite.runtime.torch_internals import shape_and_offset
 
 INIT_VERSION = 1
 """Version of the scheme. Increment it with any change of the values, since that changes every run."""
@@ -61,8 +58,7 @@ def local_region(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ..
     if not is_dtensor(tensor):
         return tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim()
     local = tensor.to_local().detach()
-    utils = torch.distributed.tensor._utils  # imported, since there is a DTensor
-    shape, offset = utils.compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = shape_and_offset(tensor)
     assert tuple(shape) == tuple(local.shape), f"local part {tuple(local.shape)} is not the box {tuple(shape)}"
     return local, tuple(tensor.shape), tuple(offset)
 

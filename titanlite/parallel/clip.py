@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.runtime.dtensors import is_dtensor
+from titanlite.runtime.torch_internals import norm_of_each, scale_all_
 
 
 class GradNorm(NamedTuple):
@@ -59,7 +60,7 @@ def clip_grad_norm_(model_parts: Iterable[nn.Module], max_norm: float, pp_group:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for indices in sharded.values():
             if indices:
-                torch._foreach_mul_([gradients[index] for index in indices], scale)
+                scale_all_([gradients[index] for index in indices], scale)
     return GradNorm(norm, torch.stack([norms.get(index, zero) for index in range(len(parameters))]))
 
 
@@ -72,7 +73,7 @@ def _norms(gradients: list[Tensor], dtype: torch.dtype) -> Iterable[Tensor]:
     if not gradients:
         return []
     rows = [torch.linalg.vector_norm(gradient, dim=-1, dtype=dtype) for gradient in gradients]
-    return torch._foreach_norm(rows, 2, dtype=torch.float64)
+    return norm_of_each(rows, torch.float64)
 
 
 def _shard_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_operations = torch.ops._c10d_functional
+from titanlite.runtime.torch_internals import functional_collectives
+
+_operations = functional_collectives()
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -9,7 +9,6 @@ from functools import cache
 
 import torch
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -18,6 +17,7 @@ from titanlite.models.experts import Experts
 from titanlite.models.family import Plan
 from titanlite.parallel.mesh import GradientSync, ModelDtypes, ReshardAfterForward
 from titanlite.runtime.dtensors import local_part
+from titanlite.runtime.torch_internals import mixed_precision_policy, replicate
 
 AT_ONCE_BYTES = 256 * 2**20
 
@@ -174,6 +174,6 @@ def running_dtypes(model: nn.Module) -> ModelDtypes:
     if root is None:
         casts = (module.compute_dtype for module in model.modules() if isinstance(module, CastModule))
         return ModelDtypes(parameters, next(casts, parameters), parameters)
-    policy = root._get_fsdp_state()._mp_policy
+    policy = mixed_precision_policy(root)
     compute = policy.param_dtype or parameters
     return ModelDtypes(parameters, compute, policy.reduce_dtype or compute)

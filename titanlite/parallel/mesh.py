@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from titanlite.ranks.distributed import CommConfig, World, set_timeout
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Affects, Needs, setting
+from titanlite.runtime.torch_internals import flattened, gloo_options, unflattened
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from the outermost to the innermost, whose ranks are adjacent; ParallelismConfig has their degrees."""
@@ -182,10 +183,7 @@ class Mesh:
         """
         override: dict[int | str, Any] = {}
         if section is not None and self.degrees["pp"] > 1 and self.world.backend == "gloo":
-            # On gloo, sends and receives keep the timeout that their group was created with.
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = timedelta(seconds=section.train_timeout_s)
-            override["pp"] = "gloo", options
+            override["pp"] = "gloo", gloo_options(timedelta(seconds=section.train_timeout_s))
         cp = self.degrees["cp"]
         sizes = self.degrees | {"dp_shard": self.degrees["dp_shard"] * cp}
         mesh = init_device_mesh(
@@ -196,17 +194,17 @@ class Mesh:
         )
         assert dist.group.WORLD is not None
         self.device_mesh = mesh
-        data_mesh = mesh[DATA_AXES]._flatten("dp" if cp == 1 else "dp_cp")
+        data_mesh = flattened(mesh[DATA_AXES], "dp" if cp == 1 else "dp_cp")
         self.position_group = data_mesh.get_group()
         self.groups += [dist.group.WORLD, *(mesh.get_group(axis) for axis in PARAMETER_AXES), self.position_group]
         if cp > 1:
-            both = data_mesh._unflatten(0, (self.data_degree, cp), ("dp", "cp"))
+            both = unflattened(data_mesh, "dp_cp", (self.data_degree, cp), ("dp", "cp"))
             data_mesh, self.cp_group = both["dp"], both["cp"].get_group()
             self.groups += [data_mesh.get_group(), self.cp_group]
         self.data_group = data_mesh.get_group()
         if (ep := self.section.ep) > 1:
             shards = sizes["dp_shard"] // ep, ep
-            self.expert_mesh = mesh._unflatten("dp_shard", shards, EXPERT_AXES)
+            self.expert_mesh = unflattened(mesh, "dp_shard", shards, EXPERT_AXES)
             self.groups += [self.expert_mesh.get_group(axis) for axis in EXPERT_AXES]
         if section is not None:
             self.set_timeout(section.init_timeout_s)  # the default of a mesh's groups is 30 minutes
@@ -222,7 +220,7 @@ class Mesh:
         replicas = self.device_mesh["dp_replicate"].size()
         group: dist.ProcessGroup | None = None
         if shards > 1:
-            group = self.device_mesh["dp_shard", "tp"]._flatten("dp_shard_tp").get_group()
+            group = flattened(self.device_mesh["dp_shard", "tp"], "dp_shard_tp").get_group()
             self.groups.append(group)
         return ShardGroups(group, self.group("dp_replicate") if replicas > 1 else None)
 

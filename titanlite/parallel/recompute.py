@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -14,15 +13,17 @@ from titanlite.models.family import Plan
 from titanlite.parallel.compile import can_split_compiled_backward
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Affects, Needs, setting
+from titanlite.runtime.torch_internals import (
+    functional_collectives,
+    fused_attention_operations,
+    set_activation_memory_budget,
+)
 
 SAVED_OPS: tuple[Any, ...] = (
     torch.ops.aten.mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    *fused_attention_operations(),
     torch.ops.higher_order.flex_attention,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    functional_collectives().reduce_scatter_tensor.default,
 )
 """Operations whose results selective_policy "op" saves: the most expensive ones to compute or communicate. The rest
 (norms, rotations, activation functions, gathers) is recomputed."""
@@ -108,7 +109,7 @@ def apply_recompute(model: nn.Module, plan: Plan, section: ActivationCheckpointC
     `inside_compilation(section)`, else after. The memory budget is a setting of the process, for all blocks that are
     compiled later.
     """
-    functorch_config.activation_memory_budget = section.memory_budget if section.mode == "memory_budget" else 1.0
+    set_activation_memory_budget(section.memory_budget if section.mode == "memory_budget" else 1.0)
     if section.mode == "none":
         return []
     if section.mode == "memory_budget":

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from titanlite.config.schema import JobConfig
@@ -23,6 +22,7 @@ from titanlite.ranks.positions import FAULTS_FOLDER
 from titanlite.runtime.errors import UsageError, UserError
 from titanlite.runtime.logging import log
 from titanlite.runtime.memory import GIB, USABLE, device_memory_bytes, is_out_of_memory, peak_memory_bytes
+from titanlite.runtime.torch_internals import write_allocations
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def write_snapshot(config: JobConfig, world: World) -> Path | None:
     path = Path(config.job.dump_folder, FAULTS_FOLDER, f"memory-rank-{world.rank}.pickle")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
+        write_allocations(str(path))
     except OSError:
         return None
     return path

@@ -5,8 +5,9 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Literal, ParamSpec, TypeVar, get_args
 
-import torch
 from torch.profiler import record_function
+
+from titanlite.runtime.torch_internals import is_profiling
 
 Region = Literal["data", "forward", "backward", "reduce", "clip", "update"]
 REGIONS: tuple[Region, ...] = get_args(Region)
@@ -28,7 +29,7 @@ def region(name: Region) -> AbstractContextManager[object]:
 
     Without an active profiler it costs a tenth of a microsecond: `record_function` alone would cost 10 to 20.
     """
-    return record_function(name) if torch.autograd._profiler_enabled() else _NO_REGION
+    return record_function(name) if is_profiling() else _NO_REGION
 
 
 def in_region(name: Region, function: Callable[P, T]) -> Callable[P, T]:

@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from titanlite.profiling.config import SNAPSHOTS_FOLDER, TRACES_FOLDER, ProfilingConfig
 from titanlite.ranks.failure import FailureReport
 from titanlite.runtime.logging import log
+from titanlite.runtime.torch_internals import record_allocations, write_allocations
 
 MAX_ALLOCATIONS = 100_000
 """Latest allocations and frees in a memory snapshot."""
@@ -31,7 +32,7 @@ class Profiling:
         self._snapshots = section.enable_memory_snapshot and rank in section.ranks
         self._trace: Trace | None = None
         if self._snapshots:
-            torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
+            record_allocations(MAX_ALLOCATIONS)
 
     def start(self, step: int) -> None:
         """Begin what is due at the start of this step. A trace whose warm-up has begun earlier is left out."""
@@ -54,7 +55,7 @@ class Profiling:
                 self._write(TRACES_FOLDER, step, "json.gz", self._trace.profiler.export_chrome_trace)
                 self._trace = None
             if self._snapshots:
-                self._write(SNAPSHOTS_FOLDER, step, "pickle", torch.cuda.memory._dump_snapshot)
+                self._write(SNAPSHOTS_FOLDER, step, "pickle", write_allocations)
         self.start(step + 1)
 
     def close(self) -> None:

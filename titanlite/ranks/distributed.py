@@ -14,6 +14,7 @@ import torch.distributed as dist
 from titanlite.ranks.flight_recorder import enable_flight_recorder
 from titanlite.runtime.errors import UserError, integer_variable
 from titanlite.runtime.settings import Affects, setting
+from titanlite.runtime.torch_internals import set_group_timeout
 
 JOIN_POLL_S = 0.02
 ELASTIC = "TITANLITE_ELASTIC"
@@ -189,4 +190,4 @@ def init_process_group(world: World, store: dist.Store, section: CommConfig) -> 
 def set_timeout(groups: Iterable[dist.ProcessGroup], seconds: int) -> None:
     """Set the timeout of later collectives of these groups."""
     for group in groups:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        set_group_timeout(group, timedelta(seconds=seconds))

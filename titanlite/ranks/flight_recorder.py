@@ -4,24 +4,14 @@ import json
 import os
 from collections.abc import Mapping
 
-from torch._C import _distributed_c10d
-
 VARIABLE = "TORCH_FR_BUFFER_SIZE"
 BUFFER_SIZE = 512
 """Collectives that are kept: several steps of a sharded model, about 0.25 MB as JSON."""
-_DUMPS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
-"""torch's function by backend; builds of torch without one of them have no such records."""
 
 
 def enable_flight_recorder() -> None:
     """Keep the last BUFFER_SIZE collectives, or as many as the environment says. Call before the first collective."""
     os.environ.setdefault(VARIABLE, str(BUFFER_SIZE))
-
-
-def recorded_collectives() -> dict[str, str]:
-    """The last collectives of this process by backend, as JSON text."""
-    dumps = {backend: getattr(_distributed_c10d, name, None) for backend, name in _DUMPS.items()}
-    return {backend: dump().decode() for backend, dump in dumps.items() if dump is not None}
 
 
 def last_numbers(recorded: Mapping[str, str]) -> dict[str, int]:

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from titanlite.ranks.deadline import ANSWER_S, SETTLE_S, call_within
-from titanlite.ranks.flight_recorder import last_numbers, ranks_behind, recorded_collectives
+from titanlite.ranks.flight_recorder import last_numbers, ranks_behind
 from titanlite.runtime.errors import LateRanksError
+from titanlite.runtime.torch_internals import recorded_collectives
 
 INTERVAL_S = 0.5
 """Seconds between two signs of life of a process."""

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 import torch.nn.attention as torch_attention
 
+from titanlite.runtime import torch_internals
 from titanlite.runtime.logging import logging_restored
 
 
@@ -48,7 +49,7 @@ def restored_process(device: torch.device) -> Iterator[None]:
 @contextmanager
 def _torch_restored(device: torch.device) -> Iterator[None]:
     has_gpu = device.type == "cuda"
-    donates = getattr(sys.modules.get("torch._functorch.config"), "donated_buffer", True)
+    donates = torch_internals.donated_buffer()
     dtype, cudnn = torch.get_default_dtype(), torch.backends.cudnn
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -58,7 +59,7 @@ def _torch_restored(device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))  # turns gradients on, too
         if has_gpu:
             stack.enter_context(torch.cuda.device(device))
-            kernels = torch_attention._cur_sdpa_kernel_backends(with_priority=True)
+            kernels = torch_internals.attention_kernels()
             stack.enter_context(torch_attention.sdpa_kernel(kernels, set_priority=True))
         torch.set_default_dtype(torch.float32)
         try:
@@ -67,19 +68,10 @@ def _torch_restored(device: torch.device) -> Iterator[None]:
             torch.set_default_dtype(dtype)
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
             cudnn.benchmark, cudnn.deterministic = benchmark, cudnn_deterministic
-            if functorch := sys.modules.get("torch._functorch.config"):
-                functorch.donated_buffer = donates  # type: ignore[attr-defined]
-            _clear_caches()
+            if donates != torch_internals.donated_buffer():
+                torch_internals.set_donated_buffer(donates)
+            # They refer to process groups and modules of the run; a block is compiled for a limited number of models
+            torch_internals.clear_sharding_cache()
+            torch_internals.reset_compiler()
             if has_gpu:
                 torch.cuda.empty_cache()
-
-
-def _clear_caches() -> None:
-    """Clear torch's caches that refer to process groups and modules of the run: torch compiles a block for a limited
-    number of models."""
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import run_ranks
-from titanlite.ranks import flight_recorder
-from titanlite.ranks.flight_recorder import enable_flight_recorder, last_numbers, ranks_behind, recorded_collectives
+from titanlite.ranks.flight_recorder import enable_flight_recorder, last_numbers, ranks_behind
+from titanlite.runtime.torch_internals import recorded_collectives
 
 
 def _collectives_of_a_rank() -> tuple[dict[str, int], list[str]]:
@@ -42,7 +42,7 @@ def test_the_environment_decides_on_the_size(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_without_a_recorder_there_are_no_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on older versions of torch."""
-    monkeypatch.setattr(flight_recorder, "_distributed_c10d", object())
+    monkeypatch.setattr(torch._C, "_distributed_c10d", object())
     assert recorded_collectives() == {}
     assert last_numbers({"gloo": '{"pg_config": {}}'}) == {}
 

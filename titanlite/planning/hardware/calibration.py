@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.models.attention import attend, attention_dtype
 from titanlite.models.llama3 import LLAMA3
@@ -32,6 +31,7 @@ from titanlite.ranks.distributed import CommConfig, World, init_process_group
 from titanlite.runtime.logging import log
 from titanlite.runtime.memory import GIB, device_memory_bytes
 from titanlite.runtime.peak_flops import device_peak_flops
+from titanlite.runtime.torch_internals import TorchDispatchMode
 
 Operation = Callable[[], object]
 

@@ -31,6 +31,7 @@ from titanlite.parallel.mesh import Mesh
 from titanlite.ranks.distributed import World
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import REDISTRIBUTION
+from titanlite.runtime.torch_internals import reset_compiler
 from titanlite.tools.parity.layouts import Layout, config_of
 from titanlite.tools.parity.routing import routing_of
 from titanlite.tools.parity.shrink import gradient_config
@@ -120,7 +121,7 @@ def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path, own:
     configuration whose updates are measured, too; None: no updates.
     """
     if config.compile.enable:
-        torch._dynamo.reset()  # the compiled blocks of all layouts share the recompilation limit
+        reset_compiler()  # the compiled blocks of all layouts share the recompilation limit
     loader = build_data(job_of(config, mesh.world.size), mesh, build_tokenizer(config))
     try:
         trainer = build_trainer(job_of(config, mesh.world.size), build_model(config, mesh, CPU), mesh, CPU)

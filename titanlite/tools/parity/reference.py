@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
 from titanlite.assembly.data import build_data, build_tokenizer
@@ -27,6 +25,7 @@ from titanlite.optim.schedule import build_schedule
 from titanlite.parallel.mesh import Mesh, ShardGroups
 from titanlite.precision import DTYPES
 from titanlite.ranks.distributed import World
+from titanlite.runtime.torch_internals import TorchDispatchMode, tree_leaves
 from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
 from titanlite.tools.parity.measure import (
     CPU,

@@ -1,0 +1,148 @@
+"""Each private name of torch that titanlite uses exists in the installed torch, and does what it is used for."""
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+import torch
+import torch._dynamo
+import torch._functorch.config
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+from titanlite.runtime import torch_internals as internals
+
+
+def test_each_function_is_tested_here() -> None:
+    functions = {name for name, value in vars(internals).items() if isinstance(value, FunctionType)}
+    source = Path(__file__).read_text("utf-8")
+    assert {name for name in functions if f"internals.{name}(" not in source} == {"tree_leaves"}  # torch's, not ours
+
+
+def test_groups_and_meshes(group: dist.ProcessGroup) -> None:
+    internals.set_group_timeout(group, timedelta(seconds=77))
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+    assert internals.gloo_options(timedelta(seconds=5))._timeout == timedelta(seconds=5)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    assert internals.flattened(mesh["a", "b"], "ab").mesh_dim_names == ("ab",)
+    assert internals.unflattened(mesh, "b", (1, 1), ("c", "d")).mesh_dim_names == ("a", "c", "d")
+
+
+def test_functional_collectives(group: dist.ProcessGroup) -> None:
+    operations, name, x = internals.functional_collectives(), group.group_name, torch.ones(2)
+    results = [
+        operations.all_reduce(x, "sum", name),
+        operations.all_gather_into_tensor(x, 1, name),
+        operations.reduce_scatter_tensor(x, "sum", 1, name),
+        operations.all_to_all_single(x, [2], [2], name),
+    ]
+    assert [operations.wait_tensor(result).tolist() for result in results] == [[1, 1]] * 4
+
+
+@pytest.mark.usefixtures("group")
+def test_recorded_collectives() -> None:
+    assert "entries" in json.loads(internals.recorded_collectives()["gloo"])
+
+
+@pytest.mark.usefixtures("group")
+def test_fsdp_and_dtensors() -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    replicated, sharded = nn.Linear(2, 2), nn.Linear(2, 2)
+    internals.replicate(replicated, mesh=mesh, mp_policy=policy)
+    fully_shard(sharded, mesh=mesh, mp_policy=policy)
+    for module in (replicated, sharded):
+        assert internals.mixed_precision_policy(module).param_dtype == torch.bfloat16
+    assert internals.shape_and_offset(distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)])) == ((3, 2), (0, 0))
+
+
+def test_attention_kernels() -> None:
+    before = internals.attention_kernels()
+    order = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
+    with sdpa_kernel(before, set_priority=True):
+        internals.set_attention_kernels(order)
+        assert internals.attention_kernels() == order
+    inputs = (torch.zeros(1, 2, 16, 8, requires_grad=True) for _ in range(3))
+    choice = internals.fused_attention_choice(*inputs, enable_gqa=False)
+    assert SDPBackend(choice) == SDPBackend.FLASH_ATTENTION
+    names = {operation.name() for operation in internals.fused_attention_operations()}
+    assert {f"aten::_scaled_dot_product_{name}" for name in ("flash_attention", "flash_attention_for_cpu")} < names
+
+
+def test_only_needed_gradients_are_computed() -> None:
+    needs: list[list[bool]] = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: object, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x * y
+
+        @staticmethod
+        def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            nodes = (node for node, _ in ctx.next_functions)  # type: ignore[attr-defined]
+            needs.append([internals.is_needed_by_backward(node) for node in nodes])
+            return grad, grad
+
+    x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    x, y = x + 0, y + 0  # torch answers for nodes that are not leaves
+    torch.autograd.grad(Product.apply(x, y), [y])
+    assert needs == [[False, True]]
+
+
+def test_foreach() -> None:
+    tensors = [torch.full((2,), 3.0), torch.full((3,), 2.0)]
+    internals.scale_all_(tensors, torch.tensor(0.5))
+    assert [tensor[0].item() for tensor in tensors] == [1.5, 1.0]
+    assert [norm.item() for norm in internals.norm_of_each(tensors, torch.float64)] == [4.5**0.5, 3**0.5]
+
+
+def test_settings_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("activation_memory_budget", "donated_buffer"):
+        monkeypatch.setattr(torch._functorch.config, name, getattr(torch._functorch.config, name))
+    internals.set_activation_memory_budget(0.25)
+    assert torch._functorch.config.activation_memory_budget == 0.25
+    for value in (False, True):
+        internals.set_donated_buffer(value)
+        assert internals.donated_buffer() is value
+
+
+@pytest.mark.usefixtures("group")
+def test_caches_are_cleared() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+    doubled = torch.compile(lambda x: x * 2, backend=lambda graph, _inputs: graphs.append(graph) or graph)
+    for compiled in (1, 1, 2):
+        if compiled == 2:
+            internals.reset_compiler()
+        doubled(torch.ones(1))
+        assert len(graphs) == compiled
+    internals.clear_sharding_cache()
+
+
+def test_a_running_profiler_is_seen() -> None:
+    assert not internals.is_profiling()
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True):
+        assert internals.is_profiling()
+
+
+def test_names_for_gpus_exist() -> None:
+    from torch.cuda._pin_memory_utils import pin_memory
+
+    memory = torch.cuda.memory
+    assert all(callable(name) for name in (memory._record_memory_history, memory._dump_snapshot, pin_memory))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_of_a_gpu(tmp_path: Path) -> None:
+    internals.record_allocations(100)
+    host = torch.zeros(1000)
+    internals.write_allocations(str(tmp_path / "blocks.pickle"))
+    assert (tmp_path / "blocks.pickle").stat().st_size > 0
+    internals.pin_in_place(host.data_ptr(), host.nbytes)
+    assert host.is_pinned()

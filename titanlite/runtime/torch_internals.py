@@ -1,0 +1,194 @@
+"""All private and unstable names of torch in titanlite: a torch that lacks one fails here, and in this module's test.
+
+Each function says what it is for and, where a public name exists or comes, which. Checked with torch 2.11, 2.13 and
+2.14 by scripts/test_torch.sh. What `import torch` does not import is imported when it is used, or a start would
+be slower.
+"""
+
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operation
+from torch.utils._pytree import tree_leaves as tree_leaves
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.nn.attention import SDPBackend
+
+
+# Process groups and meshes
+
+
+def set_group_timeout(group: "dist.ProcessGroup", timeout: timedelta) -> None:
+    """Set the timeout of later collectives. Public as dist.set_timeout since 2.14, where the old name warns."""
+    import torch.distributed as dist
+
+    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    change(timeout, group)
+
+
+def gloo_options(timeout: timedelta) -> Any:
+    """Options of a gloo group; gloo's sends and receives keep the timeout that their group was created with."""
+    import torch.distributed as dist
+
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    return options
+
+
+def flattened(mesh: "DeviceMesh", name: str) -> "DeviceMesh":
+    """The mesh with all of its axes joined to one, of this name. A collective if its group is new."""
+    return mesh._flatten(name)
+
+
+def unflattened(mesh: "DeviceMesh", axis: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> "DeviceMesh":
+    """The mesh with one axis split into several. A collective. torch 2.11 refuses the name of an axis that exists."""
+    assert mesh.mesh_dim_names is not None
+    return mesh._unflatten(mesh.mesh_dim_names.index(axis), sizes, names)
+
+
+def functional_collectives() -> Any:
+    """The collectives that torch.compile and selective recomputation know as operations. The public
+    torch.distributed._functional_collectives wraps them in a tensor subclass."""
+    return torch.ops._c10d_functional
+
+
+def recorded_collectives() -> dict[str, str]:
+    """The last collectives of this process by backend, as JSON text: torch's flight recorder. Builds of torch without
+    a backend have no records of it."""
+    from torch._C import _distributed_c10d
+
+    names = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+    dumps = {backend: getattr(_distributed_c10d, name, None) for backend, name in names.items()}
+    return {backend: dump().decode() for backend, dump in dumps.items() if dump is not None}
+
+
+# FSDP, DTensors
+
+
+def replicate(module: nn.Module | list[nn.Module], **keys: Any) -> None:
+    """Replicated data parallelism by FSDP's mechanism. The public torch.distributed._composable.replicate is DDP's."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    replicate(module, **keys)
+
+
+def mixed_precision_policy(module: Any) -> "MixedPrecisionPolicy":
+    """The policy of a module that `fully_shard` or `replicate` has wrapped."""
+    policy: MixedPrecisionPolicy = module._get_fsdp_state()._mp_policy
+    return policy
+
+
+def shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of a DTensor's local part, and its offset in the global tensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+# Kernels and autograd
+
+
+def set_attention_kernels(kernels: "Sequence[SDPBackend]") -> None:
+    """Set the order of scaled_dot_product_attention's kernels for the process. The public sdpa_kernel is a context."""
+    torch.nn.attention._sdpa_kernel(kernels, set_priority=True)
+
+
+def attention_kernels() -> "list[SDPBackend]":
+    """The order of scaled_dot_product_attention's kernels."""
+    kernels: list[SDPBackend] = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
+    return kernels
+
+
+def fused_attention_choice(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> int:
+    """The number of the kernel that causal scaled_dot_product_attention takes for these tensors."""
+    choice: int = torch.ops.aten._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=enable_gqa)
+    return choice
+
+
+def fused_attention_operations() -> tuple[Any, ...]:
+    """The operations that scaled_dot_product_attention calls, as selective recomputation sees them."""
+    kernels = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    return tuple(getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default for kernel in kernels)
+
+
+def is_needed_by_backward(node: Any) -> bool:
+    """Whether the running backward pass computes the gradient of this node of the graph."""
+    return torch._C._will_engine_execute_node(node)
+
+
+def scale_all_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply each tensor in place, in one kernel on GPUs."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def norm_of_each(tensors: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The 2-norm of each tensor, in one kernel on GPUs."""
+    return torch._foreach_norm(tensors, 2, dtype=dtype)
+
+
+# Compiler
+
+
+def set_activation_memory_budget(budget: float) -> None:
+    """The share of a compiled block's activations that it may keep, 0 to 1, for blocks compiled from now on."""
+    import torch._functorch.config as functorch
+
+    functorch.activation_memory_budget = budget
+
+
+def donated_buffer() -> bool:
+    """Whether compiled backward passes free buffers for reuse: so that a part of a process can restore it."""
+    return getattr(sys.modules.get("torch._functorch.config"), "donated_buffer", True)
+
+
+def set_donated_buffer(value: bool) -> None:
+    """A backward pass that is split in two still needs the buffers in its second half."""
+    import torch._functorch.config as functorch
+
+    functorch.donated_buffer = value
+
+
+def reset_compiler() -> None:
+    """Forget compiled blocks, whose number is limited. Public as torch.compiler.reset, which imports the compiler."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+def clear_sharding_cache() -> None:
+    """Drop the cache of DTensor's sharding rules, which refers to meshes."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+
+
+# Profiler, memory
+
+
+def is_profiling() -> bool:
+    """Whether a profiler records: asking costs a tenth of a microsecond, record_function 10 to 20."""
+    return torch.autograd._profiler_enabled()
+
+
+def record_allocations(max_entries: int) -> None:
+    """Record the allocations of CUDA memory, for write_allocations."""
+    torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+
+def write_allocations(path: str) -> None:
+    """Write the blocks of the CUDA allocator, and the recorded allocations, as a pickle for torch's viewer."""
+    torch.cuda.memory._dump_snapshot(path)
+
+
+def pin_in_place(address: int, size: int) -> None:
+    """Lock `size` bytes of existing host memory, so that copies from a GPU do not wait. Public names pin a copy."""
+    from torch.cuda._pin_memory_utils import pin_memory
+
+    pin_memory(address, size)
