@@ -80,6 +80,7 @@ set_up_venv() {
     local missing=${1//$'\n'/, } extras
     shift
     extras=$(IFS=, && printf '%s' "$*")
+    local torch=()
     local own="to use your own environment instead, activate it and run: pip install -e '$repo${extras:+[$extras]}'"
     if [[ -e $venv.incomplete || ! -e $venv ]]; then
         say "$active lacks $missing: creating ${venv##*/} for them ($own)"
@@ -91,7 +92,9 @@ set_up_venv() {
         die "$venv has no working Python: delete it, and start again"
     fi
     "$python" -P -m pip --version >/dev/null 2>&1 || "$python" -P -m ensurepip >&2 || die "$venv has no pip: install it there"
-    (cd "$repo" && "$python" -P -m pip install --disable-pip-version-check --editable ".[report${extras:+,$extras}]") >&2 ||
+    # A torch that is there stays; else the version that development uses, not the newest
+    [[ -n $(check "$python" torch-folder) ]] || torch=(--constraint scripts/constraints.txt)
+    (cd "$repo" && "$python" -P -m pip install --disable-pip-version-check "${torch[@]}" --editable ".[report${extras:+,$extras}]") >&2 ||
         die "pip could not install titanlite into ${venv##*/}, see the error above: fix it, and start again${untested:+. $untested}"
     make_torchrun
     missing=$(check "$python" missing "$@")

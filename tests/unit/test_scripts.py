@@ -209,7 +209,7 @@ def test_set_up_runs_once_and_prints_one_line(checkout: Checkout) -> None:
     assert f"pip install -e '{checkout.repo}'" in done.stderr
     assert done.stdout.startswith(f"{checkout.venv / 'bin' / 'python'}\n")
     calls = checkout.calls()
-    install = "-P -m pip install --disable-pip-version-check --editable .[report]"
+    install = "-P -m pip install --disable-pip-version-check --constraint scripts/constraints.txt --editable .[report]"
     assert f"{checkout.venv}/bin/python {install}\n{checkout.repo}\n" in calls
     assert not (checkout.repo / ".venv.incomplete").exists()
     again = checkout.run()
@@ -254,10 +254,11 @@ def test_users_own_venv_is_completed_and_never_cleared(checkout: Checkout) -> No
     checkout.python_is(missing="torch")
     executable(checkout.venv / "bin" / "python", PYTHON)
     (checkout.venv / "bin" / "missing").write_text("tyro")
+    (checkout.venv / "bin" / "torch-folder").write_text("its own")
     done = checkout.run()
     assert "completing .venv" in done.stderr
     assert "-m venv" not in checkout.calls()
-    assert "-m pip install" in checkout.calls()
+    assert "-P -m pip install --disable-pip-version-check --editable .[report]" in checkout.calls()  # its torch stays
     (checkout.venv / "bin" / "python").unlink()
     assert "has no working Python: delete it" in checkout.refused()
 
@@ -344,15 +345,15 @@ check_environment = load_check_environment()
 @pytest.mark.parametrize(
     ("version", "fits"),
     [
-        *[(version, True) for version in ("2.11", "2.11.0", "2.13.1+cu130", "2.12.0.post1")],
+        *[(version, True) for version in ("2.11", "2.11.0", "2.13.1+cu130", "2.12.0.post1", "2.14.1")],
         *[
             (version, False)
-            for version in ("2.10.9", "2.14", "2.14.0+cpu", "3.0", "2.13.0.dev20260101", "2.12.0a0+git")
+            for version in ("2.10.9", "2.15", "2.15.0+cpu", "3.0", "2.13.0.dev20260101", "2.12.0a0+git")
         ],
     ],
 )
 def test_version_range_excludes_nightlies(version: str, fits: bool) -> None:
-    assert check_environment.fits(version, ">=2.11,<2.14") is fits
+    assert check_environment.fits(version, ">=2.11,<2.15") is fits
 
 
 def test_every_requirement_can_be_checked() -> None:

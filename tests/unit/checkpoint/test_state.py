@@ -99,7 +99,7 @@ def test_copies_of_a_gpu_run_beside_training_until_the_update(monkeypatch: pytes
     """The order of the calls, with stand-ins for CUDA's streams: the copies begin after what training has launched, the
     update waits for them on the GPU, and the thread that writes waits for them on the host."""
     cuda = MagicMock()
-    monkeypatch.setattr(state, "pin_memory", cuda.pin_memory)
+    monkeypatch.setattr(state, "pin_in_place", cuda.pin_memory)
     for name in ("Stream", "current_stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     source, copy = {"a": torch.ones(3), "b": torch.arange(5)}, HostCopy(pinned=True)
@@ -122,7 +122,7 @@ def test_copies_of_a_gpu_run_beside_training_until_the_update(monkeypatch: pytes
 
 
 def test_memory_that_cannot_be_page_locked_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "pin_memory", Mock(side_effect=RuntimeError("Pinning memory failed")))
+    monkeypatch.setattr(state, "pin_in_place", Mock(side_effect=RuntimeError("Pinning memory failed")))
     with pytest.raises(UserError, match=r"async_mode: cannot page-lock 0\.0 GiB.*Pinning memory failed.*\"async\""):
         HostCopy(pinned=True).begin({"a": torch.ones(3)})
 

@@ -210,7 +210,7 @@ def test_cudnn_is_never_first_on_gpus_of_amd(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 4))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 3_005_000)
-    monkeypatch.setattr(attention.torch_attention, "_sdpa_kernel", lambda order, **_: orders.append(order))
+    monkeypatch.setattr(attention, "set_attention_kernels", orders.append)
     attention.pin_kernels(torch.device("cuda", 0))
     assert orders == [attention.kernel_order(9, 0)]
     assert SDPBackend.CUDNN_ATTENTION not in orders[0]
