@@ -3,6 +3,7 @@
 from titanlite.assembly.job import Job
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import prepare_tokenizer
+from titanlite.data.chat.encoder import NO_END, ChatEncoder
 from titanlite.data.config import DataConfig
 from titanlite.data.loader import Loader, build_loader
 from titanlite.data.tokenizer import Tokenizer
@@ -24,6 +25,8 @@ def build_data(job: Job, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
     log.info("Data: %s", loader.description)
     if mesh.world.rank == 0:  # takes time, and only rank 0 logs
         for source in loader.sources:
+            if source.config.is_chat and tokenizer and (fault := ChatEncoder(tokenizer).fault_of_end):
+                log.warning("%s: %s, so %s", source.config.path, fault, NO_END)
             if source.holds == "text" and (unread := source.describe_unread()):
                 log.info("Not read: %s in %s, by kind = %r", unread, source.config.path, source.kind)
         log.info("Epochs: %s", loader.describe_epochs(job.config.training.steps))

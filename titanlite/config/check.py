@@ -13,7 +13,7 @@ from titanlite.data.bpe import kept_tokenizer
 from titanlite.data.check import check_data, check_tokenizer, check_validation
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
 from titanlite.data.kinds import KINDS, open_source
-from titanlite.data.tokenizer import tokenizer_file
+from titanlite.data.tokenizer_files import tokenizer_file
 from titanlite.generation.config import check_samples
 from titanlite.hf.folder import PREFIX
 from titanlite.hf.source import check_source

@@ -14,7 +14,8 @@ from titanlite.data.config import TokenizerConfig
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.python_stdlib import PythonStdlib
 from titanlite.data.sources.tokens import MANIFEST, Tokens
-from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, tokenizer_file
+from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
+from titanlite.data.tokenizer_files import tokenizer_file
 from titanlite.runtime.cache import built_once, cached_folder, file_facts
 from titanlite.runtime.durability import replace_file
 

@@ -22,7 +22,8 @@ from titanlite.data.sources.tables import Arrow, Csv
 from titanlite.data.sources.text import Text
 from titanlite.data.sources.tokens import Tokens, manifests_of
 from titanlite.data.tasks import check_tasks, read_task
-from titanlite.data.tokenizer import Tokenizer, read_chat_template, tokenizer_file
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer_files import read_chat_template, tokenizer_file
 from titanlite.runtime.errors import Problem, Rules, UserError
 from titanlite.runtime.plugins import is_of_program
 

@@ -103,9 +103,9 @@ class TokenizerConfig:
     in the model folder of checkpoint.initial_load_path = "hf:FOLDER", or one that is trained on the corpus
     (python-stdlib)."""
     bos: str = ""
-    """Token that starts a document; default: from the tokenizer_config.json beside the tokenizer, if any."""
+    """Token that starts a document; default: that of the files beside the tokenizer, if any."""
     eos: str = ""
-    """Token that ends a document; default: from the tokenizer_config.json beside the tokenizer, if any."""
+    """Token that ends a document; default: that of the files beside the tokenizer, if any."""
     chat_template: str = setting("", per_node=True)
     """Jinja file that turns messages into text; default: chat_template.jinja beside the tokenizer, or the one in its
     tokenizer_config.json, if any. Stored with the run, and exported."""

@@ -2,23 +2,29 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
+from titanlite.data.tokenizer_files import (
+    ADDED_TOKENS,
+    CHAT_TEMPLATE,
+    SPECIAL_TOKENS_MAP,
+    TEMPLATES,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILES,
+    TOKENIZER_JSON,
+    flags_of,
+    read_tokenizer_files,
+    text_of,
+)
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.json_files import JsonError, read_json, read_regular
 from titanlite.runtime.text import counted
 
 TOKENIZER_FOLDER = "tokenizer"
 """Folder of the copy of a run's tokenizer, inside job.dump_folder."""
-TOKENIZER_CONFIG = "tokenizer_config.json"
-CHAT_TEMPLATE = "chat_template.jinja"
-MAX_GROWTH = 10_000
-"""Limit of how many times longer normalization may make a text."""
 
 
 class Tokenizer:
@@ -26,81 +32,111 @@ class Tokenizer:
 
     The text of a special token inside a document is encoded as plain text, so no document contains BOS or EOS.
     vocab_size: the largest id + 1. bos_id, eos_id: None if the tokenizer has no such token. description: file, size,
-    BOS and EOS with their origin, in one line. fingerprint: 64 hex digits, a hash of the file, bos_id and eos_id.
-    content: of the tokenizer.json. chat_template: its Jinja text, or None. unused_templates: names of those in the
-    tokenizer_config.json if none of them is "default", the one that is used. special_tokens: name -> text
-    of BOS, EOS and the others of the tokenizer_config.json, such as pad_token. arguments: file, bos, eos and
-    chat_template, to construct the same tokenizer again.
+    BOS and EOS with their origin, in one line. fingerprint: 64 hex digits, a hash of tokenizer.json, bos_id, eos_id and
+    the tokens of the files beside it that change how a document is encoded. promoted: words of the vocabulary that the
+    files beside it name as special tokens, which conversations have. chat_template: its Jinja text, or None.
+    unused_templates: names of those of the folder if none of them is "default", the one that is used. special_tokens:
+    name -> text of BOS, EOS and others, such as pad_token. arguments: file, bos, eos and chat_template, to construct
+    the same tokenizer again.
     """
 
     def __init__(self, file: Path | str, *, bos: str = "", eos: str = "", chat_template: str = "") -> None:
-        """chat_template: a file; default: chat_template.jinja beside `file`, else that of the tokenizer_config.json.
+        """All files beside `file`, a tokenizer.json, are read; see TokenizerFiles.
 
-        Raises UserError if the file is not a tokenizer, its vocabulary lacks `bos` or `eos`, or a file cannot be read.
+        chat_template: a file; default: that of the folder. Raises UserError if the file is not a tokenizer, its
+        vocabulary lacks `bos` or `eos`, the files contradict each other, or one cannot be read.
         """
         file = Path(file)
         self.arguments = {"file": str(file), "bos": bos, "eos": eos, "chat_template": chat_template}
         try:
-            self.content = read_regular(file)  # kept for save(): a new run may rename the folder
-            _require_bounded_normalizer(json.loads(self.content))
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(self.content)
+            # All content is kept for save(): a new run may rename the folder.
+            self._files = read_tokenizer_files(file, {"bos_token": bos, "eos_token": eos}, chat_template)
+            self._files.check()
+            self._tokenizer, known = self._files.open()
+        except UserError:
+            raise
         except (AttributeError, KeyError, TypeError):
             reason = "it is not a JSON object with a valid normalizer"
             raise UserError(f"{file} is not a readable tokenizer.json: {reason}") from None
         except Exception as error:  # the library raises bare Exceptions
             raise UserError(f"{file} is not a readable tokenizer.json: {error}") from None
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = {token_id for token_id, token in added.items() if token.special}
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        self._config_beside = _config_beside(file)
-        beside = str(file.with_name(CHAT_TEMPLATE))
-        template = chat_template or (beside if os.path.lexists(beside) else "")
-        self._template_file_text = read_chat_template(template) if template else None
-        self.chat_template = self._template_file_text
-        if self.chat_template is None:
-            self.chat_template = _chat_template_of(self._config_beside, file.with_name(TOKENIZER_CONFIG))
-        self.unused_templates = () if self.chat_template is not None else _template_names(self._config_beside)
-        separators = _separators(self._config_beside, file.with_name(TOKENIZER_CONFIG))
-        self.bos_id, bos_text = self._separator("bos", bos, separators)
-        self.eos_id, eos_text = self._separator("eos", eos, separators)
-        self.special_tokens = _named_tokens(self._config_beside)
-        for name, token_id in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
-            self.special_tokens.pop(name, None)
-            if token_id is not None:
-                self.special_tokens[name] = str(self._tokenizer.id_to_token(token_id))
+        templates = self._files.chat_templates
+        self.chat_template = templates.get("default")
+        self.unused_templates = () if self.chat_template is not None else tuple(templates)
+        model = self._tokenizer.model
+        self._added = {token_id: token for token_id, token in added.items() if repr(token) != repr(known.get(token_id))}
+        self.promoted: Sequence[str] = [
+            token.content
+            for token_id, token in sorted(self._added.items())
+            if token.special and token_id not in known and model.token_to_id(token.content) == token_id
+        ]
+        self.special_tokens = self._files.texts
+        self.bos_id, bos_text = self._separator("bos_token")
+        self.eos_id, eos_text = self._separator("eos_token")
         usable = self._tokenizer.get_vocab_size(with_added_tokens=True) - len({self.bos_id, self.eos_id} - {None})
         if usable < 2:
             raise UserError(
                 f"{file} has {counted(usable, 'token')} besides BOS and EOS, so there is nothing to predict: give "
                 "another tokenizer"
             )
-        ids = json.dumps([self.bos_id, self.eos_id]).encode()
-        self.fingerprint = hashlib.sha256(hashlib.sha256(self.content).digest() + ids).hexdigest()
+        changing = [
+            [token_id, token.content, flags_of(token)]
+            for token_id, token in sorted(self._added.items())
+            if token.content not in self.promoted
+        ]
+        facts = json.dumps([self.bos_id, self.eos_id, *([changing] if changing else [])])
+        content = hashlib.sha256(self._files.content).digest()
+        self.fingerprint = hashlib.sha256(content + facts.encode()).hexdigest()
         self.description = f"{file}: {self.vocab_size:,} tokens, BOS {bos_text}, EOS {eos_text}"
+        if self._files.lacks_characters:
+            self.description += ". It has no tokens for some characters: texts with them are bad rows"
 
     def save(self, folder: Path) -> None:
         """Write files that transformers' AutoTokenizer and this class can load. Raises OSError.
 
-        tokenizer.json: unchanged. tokenizer_config.json: the original with the BOS and EOS in use. chat_template.jinja:
-        the chat template, if any; a list of templates in the original tokenizer_config.json stays there.
+        All files of the tokenizer are kept, with the BOS and EOS in use. tokenizer.json: unchanged.
+        chat_template.jinja: the chat template, if any; a list of templates in the original tokenizer_config.json stays
+        there.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        config = {"tokenizer_class": "PreTrainedTokenizerFast"} | self._config_beside
-        for name, token_id in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
-            config[name] = None if token_id is None else self._tokenizer.id_to_token(token_id)
+        files = self._files
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"} | dict(files.config)
+        names = dict(files.special_tokens_map)
+        for name in ("bos_token", "eos_token"):
+            text = self.special_tokens.get(name)
+            if text is None or text_of(config.get(name)) != text or "__type" not in config[name]:
+                config[name] = text
+            if name in names and text_of(names[name]) != text:
+                names[name] = text
         config.pop("auto_map", None)  # it names code, which is not copied
-        template = self._template_file_text
-        if template is None and isinstance(config.get("chat_template"), str):
-            template = self.chat_template
-        if template is not None:
+        templates = dict(files.templates)
+        if isinstance(config.get("chat_template"), str):
+            templates = files.chat_templates
+        if templates:
             config.pop("chat_template", None)
-        (folder / "tokenizer.json").write_bytes(self.content)
-        (folder / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if template is not None:
-            (folder / CHAT_TEMPLATE).write_bytes(template.encode())
+        contents: dict[str, bytes | None] = dict.fromkeys(TOKENIZER_FILES)
+        contents |= {TOKENIZER_JSON: files.content, TOKENIZER_CONFIG: _json(config)}
+        contents |= {SPECIAL_TOKENS_MAP: _json(names)} if names else {}
+        contents |= {ADDED_TOKENS: _json(files.ids)} if files.ids else {}
+        for name, text in templates.items():
+            contents[CHAT_TEMPLATE if name == "default" else f"{TEMPLATES}/{name}.jinja"] = text.encode()
+        for name, content in contents.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            if content is None:
+                (folder / name).unlink(missing_ok=True)  # of another tokenizer
+            else:
+                (folder / name).write_bytes(content)
+
+    @cached_property
+    def content(self) -> bytes:
+        """A tokenizer.json with the added tokens of all files."""
+        if not self._added and not self._files.lacks_characters:
+            return self._files.content
+        return self._files.with_added(self._tokenizer.get_added_tokens_decoder())
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -108,9 +144,12 @@ class Tokenizer:
 
         transformers adds them where this class does not, and documents of a run have none of them.
         """
-        encoded = self._tokenizer.encode("a", add_special_tokens=True)
-        is_special = encoded.special_tokens_mask
-        return tuple(encoded.ids[: is_special.index(0)]) if 0 in is_special else ()
+        for text in ("a", *self._tokenizer.get_vocab()):
+            with suppress(Exception):  # of the library, if it has no tokens for this text
+                encoded = self._tokenizer.encode(text, add_special_tokens=True)
+                if 0 in (is_special := encoded.special_tokens_mask):
+                    return tuple(encoded.ids[: is_special.index(0)])
+        return ()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of one text."""
@@ -174,116 +213,17 @@ class Tokenizer:
         """Whether `text` is one token of the vocabulary."""
         return self._tokenizer.token_to_id(text) is not None
 
-    def _separator(self, name: str, chosen: str, beside: dict[str, str]) -> tuple[int | None, str]:
-        """Id and description of BOS or EOS; the id is None if there is no such token.
-
-        name: "bos" or "eos". chosen: the token in the configuration, "" if none is given. beside: the tokens of the
-        tokenizer_config.json. Raises UserError if the chosen token is not in the vocabulary.
-        """
-        text = chosen or beside.get(name, "")
+    def _separator(self, name: str) -> tuple[int | None, str]:
+        """Id and description of bos_token or eos_token; the id is None if there is no such token."""
+        text = self.special_tokens.get(name)
         if not text:
-            return None, "none"
+            self.special_tokens.pop(name, None)
+            unread = text_of(self._files.special_tokens_map.get(name))
+            reason = f" ({SPECIAL_TOKENS_MAP} names {unread!r}, but {TOKENIZER_CONFIG} is used)" if unread else ""
+            return None, f"none{reason}"
         token_id = self._tokenizer.token_to_id(text)
-        if token_id is None and chosen:
-            raise UserError(f"tokenizer.{name} = {chosen!r} is not a token of the vocabulary")
-        origin = f"tokenizer.{name}" if chosen else "tokenizer_config.json"
-        if token_id is None:
-            return None, f"none ({origin} names {text!r}, which is not in the vocabulary)"
-        return token_id, f"{text!r} = {token_id} ({origin})"
+        return token_id, f"{text!r} = {token_id} ({self._files.names[name][1]})"
 
 
-def _require_bounded_normalizer(tokenizer: dict[str, Any]) -> None:
-    """Raise ValueError if normalization may make a text more than MAX_GROWTH times longer.
-
-    Chained replacements multiply: a small file could request any amount of memory. Unicode normal forms, which grow
-    a text at most 18 times, and the tables of SentencePiece ("Precompiled") are not counted.
-    """
-    growth = 1
-    waiting = [tokenizer.get("normalizer")]
-    while waiting:
-        step = waiting.pop() or {}
-        waiting += step.get("normalizers", ())
-        if step.get("type") == "Replace":
-            literal = step["pattern"].get("String")
-            # A regular expression may match the empty string between all characters.
-            growth *= max(1, -(-len(step["content"]) // len(literal))) if literal else len(step["content"]) + 1
-        elif step.get("type") == "Prepend":
-            growth *= max(1, len(step["prepend"]))
-        if growth > MAX_GROWTH:
-            raise ValueError(f"its normalizer may make a text more than {MAX_GROWTH:,} times longer: remove steps")
-
-
-def _config_beside(file: Path) -> dict[str, Any]:
-    """The tokenizer_config.json beside `file`; {} if absent. Raises UserError if it cannot be read or is not JSON."""
-    config_file = file.with_name(TOKENIZER_CONFIG)
-    if not os.path.lexists(config_file):
-        return {}
-    try:
-        config: dict[str, Any] = read_json(config_file)
-    except JsonError as error:
-        raise UserError(f"{config_file} {error}: fix or remove it") from None
-    except OSError as error:
-        raise UserError(f"{config_file} cannot be read: {error.strerror or error}") from None
-    return config
-
-
-def read_chat_template(file: str) -> str:
-    """The text of a chat template. Raises UserError if the file cannot be read or is not UTF-8."""
-    try:
-        return read_regular(Path(os.path.expanduser(file))).decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8 at byte {error.start}: fix or remove it") from None
-    except JsonError as error:
-        raise UserError(f"{file} {error}: fix or remove it") from None
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
-
-
-def _chat_template_of(config: Mapping[str, Any], file: Path) -> str | None:
-    """The chat template of a tokenizer_config.json: a text, or the one named "default" of a list. Raises UserError."""
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        named = (one for one in found if isinstance(one, dict) and one.get("name") == "default")
-        found = next((one.get("template") for one in named), None)
-    if not isinstance(found, str | None):
-        raise UserError(f"{file} has a chat_template that is not a text: fix or remove it")
-    try:
-        (found or "").encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{file} has a chat_template with an unpaired surrogate at character {error.start}") from None
-    return found
-
-
-def _template_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of a list of chat templates in a tokenizer_config.json."""
-    found = config.get("chat_template")
-    return tuple(str(one.get("name")) for one in found if isinstance(one, dict)) if isinstance(found, list) else ()
-
-
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> text of the special tokens of a tokenizer_config.json that have a name, such as pad_token."""
-    found = {}
-    for name, token in config.items():
-        text = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
-
-
-def _separators(config: Mapping[str, Any], file: Path) -> dict[str, str]:
-    """{"bos": text, "eos": text} of a tokenizer_config.json; keys it does not set are absent. Raises UserError."""
-    found = {}
-    for name in ("bos", "eos"):
-        token = config.get(f"{name}_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        if not isinstance(text, str | None):
-            raise UserError(f"{file} has {name}_token = {json.dumps(token)}, which is not a text: fix or remove it")
-        if text:
-            found[name] = text
-    return found
-
-
-def tokenizer_file(path: str) -> Path:
-    """The tokenizer.json for a tokenizer.path, which is the file or its folder."""
-    full = Path(os.path.expanduser(path))
-    return full / "tokenizer.json" if full.is_dir() else full
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.data.tokenizer import CHAT_TEMPLATE, Tokenizer
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer_files import TEMPLATES, TOKENIZER_FILES, TOKENIZER_JSON
 from titanlite.hf.generation_defaults import GENERATION_FILE, defaults_of_config
 from titanlite.hf.safetensors import SUFFIX, StoredStack, StoredTensor, read_box_, read_header, read_object
 from titanlite.models.family import FAMILIES, Family
@@ -29,7 +30,6 @@ PREFIX = "hf:"
 CONFIG_FILE = "config.json"
 SINGLE_FILE = f"model{SUFFIX}"
 INDEX_FILE = f"{SINGLE_FILE}.index.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", CHAT_TEMPLATE)
 
 OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 """Names in Hugging Face format. Some folders store a tied output layer, too; it must equal the embedding."""
@@ -77,7 +77,7 @@ class ModelFolder:
     @property
     def tokenizer_file(self) -> Path | None:
         """Path of tokenizer.json; None if it does not exist."""
-        file = self.path / TOKENIZER_FILES[0]
+        file = self.path / TOKENIZER_JSON
         return file if file.is_file() else None
 
     def tokenizer_fingerprint(self) -> str | None:
@@ -122,6 +122,10 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
     for entry in TOKENIZER_FILES:
         if os.path.lexists(path / entry):
             files.find(entry)
+    if (path / TEMPLATES).is_dir():
+        templates = _Files(f"{name}/{TEMPLATES}", path / TEMPLATES, path if inside is None else inside)
+        for entry in templates.names():
+            templates.find(entry)
     generation_config = defaults_of_config(fields)
     if os.path.lexists(path / GENERATION_FILE):
         files.read_json(GENERATION_FILE)

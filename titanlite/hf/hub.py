@@ -6,15 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.hf.folder import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    SINGLE_FILE,
-    TOKENIZER_FILES,
-    ModelFolder,
-    open_folder,
-    shard_of_tensors,
-)
+from titanlite.data.tokenizer_files import TEMPLATES, TOKENIZER_FILES
+from titanlite.hf.folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, ModelFolder, open_folder, shard_of_tensors
 from titanlite.hf.generation_defaults import GENERATION_FILE
 from titanlite.hf.safetensors import read_object
 from titanlite.runtime.errors import UserError
@@ -51,7 +44,7 @@ def download(model: HubModel) -> Path:
 
     Cached files are not downloaded again. The entries of the folder are links into the cache.
     """
-    path = _snapshot(model, [CONFIG_FILE, GENERATION_FILE, INDEX_FILE, *TOKENIZER_FILES])
+    path = _snapshot(model, [CONFIG_FILE, GENERATION_FILE, INDEX_FILE, *TOKENIZER_FILES], f"{TEMPLATES}/*.jinja")
     shards = [SINGLE_FILE]
     if (path / INDEX_FILE).exists():
         try:
@@ -70,14 +63,17 @@ def open_snapshot(model: HubModel, path: Path) -> ModelFolder:
     return open_folder(f"hf:{model}", path, cache if path.parent.name == "snapshots" else None)
 
 
-def _snapshot(model: HubModel, names: Sequence[str]) -> Path:
-    """Download the files `names`, if they exist; return the folder of the model's commit in the cache."""
+def _snapshot(model: HubModel, names: Sequence[str], *patterns: str) -> Path:
+    """Download the files `names` and those of `patterns`, if they exist; return the folder of the model's commit in the
+    cache."""
     hub = _client()
     title = f"hf:{model}"
 
     def fetch() -> str:
         folder: str = hub.snapshot_download(
-            model.repository, revision=model.revision or None, allow_patterns=[_escaped(name) for name in names]
+            model.repository,
+            revision=model.revision or None,
+            allow_patterns=[*(_escaped(name) for name in names), *patterns],
         )
         return folder
 

@@ -29,7 +29,8 @@ from titanlite.config.load import CONFIG_COPY, config_from_values, read_copy
 from titanlite.config.plugins import import_plugins_of
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import prepare_tokenizer
-from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer, tokenizer_file
+from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
+from titanlite.data.tokenizer_files import tokenizer_file
 from titanlite.generation.model import empty_model
 from titanlite.hf.generation_defaults import GenerationDefaults, read_generation_defaults
 from titanlite.models.family import Family, LanguageModel, saved_tensors

@@ -198,9 +198,9 @@ def test_the_first_rank_of_each_node_downloads(hub: SmallHub, tmp_path: Path, mo
     downloads: list[str] = []
     snapshot = hub_module._snapshot
 
-    def counted(model: HubModel, names: list[str]) -> Path:
+    def counted(model: HubModel, names: list[str], *patterns: str) -> Path:
         downloads.append(f"{model} {'all' if len(names) > 1 else names[0]}")
-        return snapshot(model, names)
+        return snapshot(model, names, *patterns)
 
     monkeypatch.setattr(hub_module, "_snapshot", counted)
     found = on_all_ranks("hf:org/name", worlds)

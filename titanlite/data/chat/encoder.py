@@ -21,6 +21,8 @@ LossOn = Literal["assistant", "all"]
 PROBE = ("What comes after seven?", "Eight")
 """A question and its answer: what a template writes after the answer ends a turn of the assistant."""
 
+NO_END = "an answer of the model ends only at EOS, which it may not learn to write, or at the length limit"
+"""What follows from ChatEncoder.fault_of_end."""
 _UNKNOWN = (
     "it is not known which tokens the assistant writes: mark its text in the chat template with {% generation %} and "
     "{% endgeneration %}"
@@ -30,10 +32,14 @@ _UNKNOWN = (
 class ChatTokenizer(Protocol):
     """What a ChatEncoder reads of a titanlite.data.tokenizer.Tokenizer.
 
-    content: of the tokenizer.json. special_tokens: name -> text, such as {"eos_token": "</s>"}.
+    content: of a tokenizer.json with the added tokens of all files. promoted: words of the vocabulary that are special
+    tokens in these files only. special_tokens: name -> text, such as {"eos_token": "</s>"}.
     """
 
-    content: bytes
+    @property
+    def content(self) -> bytes: ...
+
+    promoted: Sequence[str]
     special_tokens: dict[str, str]
     chat_template: str | None
     eos_id: int | None
@@ -91,8 +97,9 @@ class ChatEncoder:
     Special tokens that the template writes become their ids. The same text in a message stays text. Added tokens that
     are not special, such as Qwen's <think>, are found in both. Only the template adds BOS and EOS.
 
-    stop_ids: the special token with which the template ends a turn of the assistant, if any, and EOS, if any.
-    fingerprint: a hash of the template and of the special tokens that it can name.
+    stop_ids: the added token with which the template ends a turn of the assistant, if any, and EOS, if any.
+    fault_of_end: why the template ends a turn with no such token; "" if it does. fingerprint: a hash of the template
+    and of the special tokens that it can name.
     """
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
@@ -104,10 +111,10 @@ class ChatEncoder:
             )
         self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
         self._special_tokens = SpecialTokens(tokenizer.content)
-        named = json.dumps([tokenizer.chat_template, tokenizer.special_tokens], sort_keys=True)
+        named = json.dumps([tokenizer.chat_template, tokenizer.special_tokens, *tokenizer.promoted], sort_keys=True)
         self.fingerprint = hashlib.sha256(named.encode()).hexdigest()
-        ends = [*self._ends_of_turn(), *([] if tokenizer.eos_id is None else [tokenizer.eos_id])]
-        self.stop_ids = tuple(dict.fromkeys(ends))
+        end, self.fault_of_end = self._end_of_turn()
+        self.stop_ids = tuple(dict.fromkeys(token for token in (end, tokenizer.eos_id) if token is not None))
 
     def encode(self, conversations: Sequence[Sequence[Message]], loss_on: LossOn) -> list[EncodedChat | BadRowError]:
         """The tokens of each conversation, computed as one batch; or why it cannot be used.
@@ -283,20 +290,28 @@ class ChatEncoder:
         # Without add_generation_prompt, all that is before an answer may belong to the question, as "[/INST]".
         return prompt != plain or full.removeprefix(prompt).lstrip().startswith(answer)
 
-    def _ends_of_turn(self) -> Sequence[int]:
-        """The special token with which the template ends a turn of the assistant, if any."""
+    def _end_of_turn(self) -> tuple[int | None, str]:
+        """The added token with which the template ends a turn of the assistant, special or not; or None and why."""
         question, answer = PROBE
         try:
             probe = [{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}]
             text, _ = self._render(probe, False)
-        except BadRowError:  # the template wants another conversation
-            return []
-        place = text.text.rfind(answer)
-        encoded = self._encode([text])[text]
-        if place < 0 or isinstance(encoded, BadRowError):
-            return []
-        is_after = encoded.offsets[:, 0] >= place + len(answer)
-        return [int(token) for token in encoded.ids[encoded.is_special & is_after][:1]]
+            encoded = self._encode([text])[text]
+            if isinstance(encoded, BadRowError):
+                raise encoded
+        except BadRowError as bad:  # the template may want another conversation
+            return None, f"the chat template's end of a turn is not known: {bad}"
+        begin, found, written = text.text.rpartition(answer)
+        if not found:
+            return None, f"the chat template's end of a turn is not known: it does not write the answer {answer!r}"
+        is_after = encoded.offsets[:, 0] >= len(begin) + len(answer)
+        ends = encoded.ids[is_after & np.isin(encoded.ids, self._special_tokens.marks)]
+        if len(ends):
+            return int(ends[0]), ""
+        if not written.strip():
+            return None, "the chat template writes nothing at the end of a turn"
+        mark = repr(written.strip())
+        return None, f"the chat template ends a turn with {mark}, which is no added token of the tokenizer"
 
 
 def _cuts(draft: _Draft, encoded: Encoded | BadRowError) -> Iterator[_Cut]:

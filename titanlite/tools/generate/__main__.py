@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from titanlite.data.chat.encoder import ChatEncoder
+from titanlite.data.chat.encoder import NO_END, ChatEncoder
 from titanlite.data.chat.messages import Message, parse_conversation
 from titanlite.data.sources.pieces import BadRowError
 from titanlite.data.tokenizer import Tokenizer
@@ -198,6 +198,8 @@ def open_chat(run: SavedRun, options: Options) -> Iterator[ChatModel]:
     if options.system and (fault := encoder.fault_of_system(options.system)):
         remedy = "leave it out, and begin the first message with these instructions"
         raise ConfigError([Problem("--system", options.system, fault, remedy)])
+    if encoder.fault_of_end:
+        log.warning("%s, so %s", encoder.fault_of_end, NO_END)
     defaults = run.generation_defaults()
     sampling = choose_sampling(options, defaults)
     with remembering(load_model(run, options), [0], 0) as cache:

@@ -20,6 +20,7 @@ from tests.unit.data.chat.chat_templates import (
     random_conversations,
     without_generation,
 )
+from titanlite.data.bpe import EOS
 from titanlite.data.chat.encoder import ChatEncoder, EncodedChat
 from titanlite.data.chat.messages import Message
 from titanlite.data.chat.special_tokens import Encoded
@@ -232,6 +233,39 @@ def test_only_special_tokens_end_a_turn(tmp_path: Path) -> None:
     template = "{% for message in messages %}{{ message.content + '\\n<|im_end|>' }}{% endfor %}"
     tokenizer = make_tokenizer("qwen", template, tmp_path)
     assert tokenizer.decode(ChatEncoder(tokenizer).stop_ids[:1]) == "<|im_end|>"
+
+
+NO_MARK = "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "end", "fault"),
+    [
+        (QWEN, True, "<|im_end|>", ""),
+        (QWEN, False, "<|im_end|>", ""),
+        (NO_MARK.replace("'\\n'", "'\\n<|im_end|>'"), False, "<|im_end|>", ""),
+        (QWEN.replace("<|im_end|>", "<|end|>"), True, None, "ends a turn with '<|end|>', which is no added token"),
+        (NO_MARK, True, None, "writes nothing at the end of a turn"),
+        ("{{ messages[0].content }}", True, None, "does not write the answer 'Eight'"),
+        ("{{ raise_exception('no') }}", True, None, "is not known: "),
+    ],
+)
+def test_the_end_of_a_turn_follows_from_the_template(
+    template: str, special: bool, end: str | None, fault: str, tmp_path: Path
+) -> None:
+    """Also if its token is not special, and never a line end, which is an added token of some vocabularies."""
+    file = Path(make_tokenizer("qwen", template, tmp_path).arguments["file"])
+    content = json.loads(file.read_text())
+    for token in content["added_tokens"]:
+        token["special"] = special or token["content"] != "<|im_end|>"
+    file.write_text(json.dumps(content))
+    made = tokenizers.Tokenizer.from_file(str(file))
+    made.add_tokens(["\n"])
+    made.save(str(file))
+    encoder = ChatEncoder(Tokenizer(file))
+    ids = [made.token_to_id(text) for text in (end, EOS) if text]
+    assert encoder.stop_ids == tuple(ids)
+    assert (fault in encoder.fault_of_end) if fault else not encoder.fault_of_end
 
 
 def test_the_fingerprint_has_the_special_tokens_that_a_template_names(tmp_path: Path) -> None:

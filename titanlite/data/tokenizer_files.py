@@ -1,0 +1,368 @@
+"""The files of a tokenizer's folder, read as `transformers.AutoTokenizer` reads them.
+
+tokenizer.json is a tokenizer; the files beside it add tokens, name BOS and EOS, and have the chat templates.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.json_files import JsonError, read_json, read_regular
+
+TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+TEMPLATES = "additional_chat_templates"
+"""Folder of further chat templates, NAME.jinja."""
+TOKENIZER_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, CHAT_TEMPLATE)
+
+UNKNOWN = "for a character that the vocabulary lacks"
+"""Unknown token of a model without one. It is in no vocabulary, and the library raises an exception that names it."""
+MAX_GROWTH = 10_000
+"""Limit of how many times longer normalization may make a text."""
+_DECODER = "added_tokens_decoder"
+_SEPARATORS = ("bos_token", "eos_token")
+_NOT_WRITTEN = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The content of a tokenizer's files.
+
+    content: of tokenizer.json. config, special_tokens_map, ids: of tokenizer_config.json, special_tokens_map.json and
+    added_tokens.json, {} if absent. templates: name -> text of the template files; chat_template.jinja, or the file
+    that the configuration names in its place, is "default". chosen: the bos_token and eos_token of the configuration,
+    in place of those of the files.
+    """
+
+    file: Path
+    chosen: Mapping[str, str]
+    content: bytes
+    config: Mapping[str, Any]
+    special_tokens_map: Mapping[str, Any]
+    ids: Mapping[str, int]
+    templates: Mapping[str, str]
+
+    @cached_property
+    def definition(self) -> dict[str, Any]:
+        """Of tokenizer.json, parsed. If the library would drop text, its unknown token is UNKNOWN."""
+        found: dict[str, Any] = json.loads(self.content)
+        if _drops_text(found):
+            found["model"]["unk_token"] = UNKNOWN
+        return found
+
+    @property
+    def lacks_characters(self) -> bool:
+        """Whether the vocabulary has no tokens for some characters, and no unknown token for them."""
+        return bool(self.definition["model"].get("unk_token") == UNKNOWN)
+
+    @property
+    def names(self) -> dict[str, tuple[Any, str]]:
+        """Name -> (token, file) of the special tokens that have a name, such as eos_token. A token is a text, a table
+        with its content and flags, or None.
+
+        transformers reads special_tokens_map.json only if tokenizer_config.json has no added_tokens_decoder.
+        """
+        files = [(TOKENIZER_CONFIG, self.config)]
+        if _DECODER not in self.config:
+            files.append((SPECIAL_TOKENS_MAP, self.special_tokens_map))
+        found = {}
+        for file, fields in files:
+            extra = fields.get("extra_special_tokens")
+            named = {key: value for key, value in fields.items() if key.endswith("_token")}
+            for name, token in (named | (extra if isinstance(extra, dict) else {})).items():
+                if token is None or text_of(token) is not None:
+                    found[name] = (token, file)
+                elif name in _SEPARATORS:
+                    value = json.dumps(token)
+                    raise self._error(file, f"{name} = {value}, which is not a text: fix or remove it")
+        for name, text in self.chosen.items():
+            if text_of(found.get(name, ("", ""))[0]) != text:
+                found[name] = (text, f"tokenizer.{name.removesuffix('_token')}")
+        return found
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Name -> text of the special tokens with a name."""
+        return {name: text for name, (token, _) in self.names.items() if (text := text_of(token)) is not None}
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """Name -> text. Files take the place of those in tokenizer_config.json. Raises UserError."""
+        found = self.config.get("chat_template")
+        if self.templates or not found:
+            return dict(self.templates)
+        templates: dict[Any, Any] = {"default": found}
+        if isinstance(found, list):
+            templates = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        for text in templates.values():
+            if not isinstance(text, str):
+                raise self._error(TOKENIZER_CONFIG, "a chat_template that is not a text: fix or remove it")
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                fault = f"a chat_template with an unpaired surrogate at character {error.start}"
+                raise self._error(TOKENIZER_CONFIG, fault) from None
+        return {str(name): text for name, text in templates.items()}
+
+    def open(self) -> tuple[tokenizers.Tokenizer, dict[int, AddedToken]]:
+        """The tokenizer of the `tokenizers` library with the added tokens of all files; and those of tokenizer.json
+        alone, by id.
+
+        transformers adds a token that the vocabulary lacks at its end. Those of _NOT_WRITTEN are not added there: no
+        text has them, and a model may have no row for them. Raises UserError, and what the library raises.
+        """
+        library = _open(json.dumps(self.definition).encode() if self.lacks_characters else self.content)
+        known = library.get_added_tokens_decoder()
+        listed = dict(self._listed(known))
+        had = {text for text in self._ids_by_text() if library.token_to_id(text) is not None}
+        others = {token.content for token in listed.values()} | {text_of(token) for token, _, _ in self._extra()}
+        for name, text in self.chosen.items():
+            if text not in others and library.token_to_id(text) is None:
+                raise UserError(f"tokenizer.{name.removesuffix('_token')} = {text!r} is not a token of the vocabulary")
+        wanted = list(self._to_add(known, listed))
+        while wanted and wanted[-1][1] in _NOT_WRITTEN and library.token_to_id(wanted[-1][0].content) is None:
+            wanted.pop()
+        library.add_tokens([token for token, _ in wanted])
+        if any(token.content in {one.content for one in known.values()} for token, _ in wanted):
+            # The library would go on to treat them as special tokens, or as others.
+            library = _open(self.with_added(library.get_added_tokens_decoder()))
+        for text, (token_id, file, key) in self._ids_by_text().items():
+            found = library.token_to_id(text)
+            if text not in had and found != token_id:
+                fault = f"{key} for {text!r} with the id {token_id}; transformers gives it {found or 'no id'}"
+                raise self._error(file, f"{fault}: ids must follow those of {TOKENIZER_JSON} without gaps")
+        return library, known
+
+    def with_added(self, tokens: Mapping[int, AddedToken]) -> bytes:
+        """tokenizer.json with these added tokens in place of its own."""
+        added = [{"id": key, "content": tokens[key].content, **flags_of(tokens[key])} for key in sorted(tokens)]
+        return json.dumps(self.definition | {"added_tokens": added}).encode()
+
+    def _to_add(
+        self, known: Mapping[int, AddedToken], listed: Mapping[int, AddedToken]
+    ) -> Iterator[tuple[AddedToken, str]]:
+        """The added tokens that tokenizer.json lacks or has with other flags, in the order of transformers, each with
+        its name or "". known: those of tokenizer.json. listed: by id."""
+        names = {name: token for name, (token, _) in self.names.items() if token is not None}
+        texts = {token.content for token in known.values()}
+        flags = {repr(token) for token in known.values()}
+        named = {text_of(token) for token in names.values()}
+        for _, token in sorted(listed.items(), key=lambda item: item[0]):
+            if repr(token) not in flags:
+                texts.add(token.content)
+                yield _with_flags(token, special=token.special or token.content in named), ""
+        by_text = {token.content: token for token in listed.values()}
+        for name in sorted(names, key=[*_SEPARATORS, *_NOT_WRITTEN, *names].index):
+            token = self._token(names[name], self.names[name][1], name)
+            if token.content not in texts:
+                texts.add(token.content)
+                yield _with_flags(by_text.get(token.content, token), special=True), name
+        for value, file, key in self._extra():
+            token = self._token(value, file, key)
+            if token.content not in texts:
+                texts.add(token.content)
+                yield token, ""
+
+    def _ids_by_text(self) -> dict[str, tuple[int, str, str]]:
+        """Text -> (id, file, key) of the tokens that a file beside tokenizer.json adds with an id."""
+        if _DECODER in self.config:
+            listed = self._listed({})
+            return {token.content: (token_id, TOKENIZER_CONFIG, _DECODER) for token_id, token in listed}
+        return {text: (token_id, ADDED_TOKENS, "an entry") for text, token_id in self.ids.items()}
+
+    def _listed(self, known: Mapping[int, AddedToken]) -> Iterator[tuple[int, AddedToken]]:
+        """The tokens of added_tokens_decoder, by id; without it, those of added_tokens.json and `known`."""
+        if _DECODER in self.config:
+            decoder = self.config[_DECODER]
+            for token_id, fields in decoder.items() if isinstance(decoder, dict) else [("", decoder)]:
+                key = f"{_DECODER}.{token_id}"
+                if not token_id.isdecimal() or not isinstance(fields, dict):
+                    value = f"{key} = {json.dumps(fields)[:80]}"
+                    raise self._error(TOKENIZER_CONFIG, f"{value}, which is not an id with a table: fix it")
+                yield int(token_id), self._token({"special": False, "normalized": True} | fields, TOKENIZER_CONFIG, key)
+            return
+        standard = {text_of(self.names[name][0]) for name in (*_SEPARATORS, *_NOT_WRITTEN) if name in self.names}
+        in_config = _list(self.config.get("extra_special_tokens") or self.config.get("additional_special_tokens"))
+        special = standard | {text_of(token) for token in in_config}
+        for text, token_id in self.ids.items():
+            yield token_id, self._token({"content": text, "special": text in special}, ADDED_TOKENS, text)
+        yield from known.items()
+
+    def _extra(self) -> Iterator[tuple[Any, str, str]]:
+        """(token, file, key) of the special tokens without a name."""
+        found: list[tuple[Any, str, str]] = []
+        for key in ("extra_special_tokens", "additional_special_tokens"):
+            if not found:
+                found = [(token, TOKENIZER_CONFIG, key) for token in _list(self.config.get(key))]
+            if _DECODER not in self.config and (not found or key == "extra_special_tokens"):
+                found += [(token, SPECIAL_TOKENS_MAP, key) for token in _list(self.special_tokens_map.get(key))]
+        yield from found
+
+    def _token(self, value: Any, file: str, key: str) -> AddedToken:
+        fields = value if isinstance(value, dict) else {"content": value}
+        flags = {"special": True} | {name: fields[name] for name in _FLAGS if name in fields}
+        text = fields.get("content")
+        if not isinstance(text, str) or not text or any(not isinstance(flag, bool) for flag in flags.values()):
+            raise self._error(file, f"{key} = {json.dumps(value)[:80]}, which is not a token: fix or remove it")
+        flags.setdefault("normalized", not flags["special"])
+        return AddedToken(text, **flags)
+
+    def _error(self, file: str, fault: str) -> UserError:
+        return UserError(f"{self.file.with_name(file)} has {fault}")
+
+    def check(self) -> None:
+        """Raise UserError or ValueError if the files do not define one tokenizer, or one that may use any memory."""
+        _require_bounded_normalizer(self.definition)
+        for name in _list(self.config.get("fast_tokenizer_files")):
+            if name != TOKENIZER_JSON:
+                fault = f"fast_tokenizer_files with {name!r}, which transformers may read in place of {TOKENIZER_JSON}"
+                raise self._error(TOKENIZER_CONFIG, f"{fault}: remove the key, or rename this file")
+        key, adds = "add_prefix_space", adds_prefix_space(self.definition)
+        if isinstance(self.config.get(key), bool) and self.config[key] != adds:
+            value = str(self.config[key]).lower()
+            raise self._error(
+                TOKENIZER_CONFIG,
+                f"{key} = {value}, but {TOKENIZER_JSON} {'adds one' if adds else 'adds none'}: some versions of "
+                f"transformers follow the first and some the second. Remove {key} to use {TOKENIZER_JSON} as it is",
+            )
+
+
+def read_tokenizer_files(file: Path, chosen: Mapping[str, str], chat_template: str) -> TokenizerFiles:
+    """Read tokenizer.json, which is `file`, and all files beside it.
+
+    chosen: BOS and EOS, see TokenizerFiles. chat_template: a file to use as the default template, or "". Raises
+    UserError if a file cannot be read, and OSError or JsonError for `file`.
+    """
+    beside = file.with_name(CHAT_TEMPLATE)
+    folder = file.with_name(TEMPLATES)
+    files = {path.stem: str(path) for path in sorted(folder.glob("*.jinja"))} if folder.is_dir() else {}
+    if chat_template or os.path.lexists(beside):
+        files["default"] = chat_template or str(beside)
+    return TokenizerFiles(
+        file,
+        {name: text for name, text in chosen.items() if text},
+        read_regular(file),
+        _read_beside(file, TOKENIZER_CONFIG),
+        _read_beside(file, SPECIAL_TOKENS_MAP),
+        _read_beside(file, ADDED_TOKENS, dict[str, int]),
+        {name: read_chat_template(path) for name, path in files.items()},
+    )
+
+
+def _open(content: bytes) -> tokenizers.Tokenizer:
+    library = tokenizers.Tokenizer.from_buffer(content)
+    library.no_truncation()
+    library.no_padding()
+    return library
+
+
+def text_of(token: Any) -> str | None:
+    """The text of a token of a tokenizer_config.json, which may be a table; None if it is neither."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def read_chat_template(file: str) -> str:
+    """The text of a chat template. Raises UserError if the file cannot be read or is not UTF-8."""
+    try:
+        return read_regular(Path(os.path.expanduser(file))).decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 at byte {error.start}: fix or remove it") from None
+    except JsonError as error:
+        raise UserError(f"{file} {error}: fix or remove it") from None
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
+
+
+def tokenizer_file(path: str) -> Path:
+    """The tokenizer.json for a tokenizer.path, which is the file or its folder."""
+    full = Path(os.path.expanduser(path))
+    return full / TOKENIZER_JSON if full.is_dir() else full
+
+
+def _drops_text(definition: Mapping[str, Any]) -> bool:
+    """Whether the library drops characters without tokens. definition: a tokenizer.json."""
+    model = definition["model"]
+    if model.get("type", "BPE") != "BPE" or "merges" not in model or model.get("unk_token") is not None:
+        return False
+    if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256)):
+        return False
+    has_bytes = any(step["type"] == "ByteLevel" for step in _steps(definition, "normalizer", "pre_tokenizer"))
+    return not has_bytes or any(byte not in model["vocab"] for byte in tokenizers.pre_tokenizers.ByteLevel.alphabet())
+
+
+def adds_prefix_space(definition: Mapping[str, Any]) -> bool:
+    """Whether a space is put before a text. definition: a tokenizer.json."""
+    return any(
+        step["type"] == "Prepend"
+        or (step["type"] == "ByteLevel" and step.get("add_prefix_space", True))
+        or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+        for step in _steps(definition, "normalizer", "pre_tokenizer")
+    )
+
+
+def _steps(definition: Mapping[str, Any], *parts: str) -> Iterator[Mapping[str, Any]]:
+    """The normalizers or pre-tokenizers of a tokenizer.json, also those of sequences."""
+    waiting = [definition.get(part) for part in parts]
+    while waiting:
+        step = waiting.pop()
+        if step:
+            waiting += [*step.get("normalizers", ()), *step.get("pretokenizers", ())]
+            yield step
+
+
+def _require_bounded_normalizer(definition: Mapping[str, Any]) -> None:
+    """Raise ValueError if normalization may make a text more than MAX_GROWTH times longer.
+
+    Chained replacements multiply: a small file could request any amount of memory. Unicode normal forms, which grow
+    a text at most 18 times, and the tables of SentencePiece ("Precompiled") are not counted.
+    """
+    growth = 1
+    for step in _steps(definition, "normalizer"):
+        if step.get("type") == "Replace":
+            literal = step["pattern"].get("String")
+            # A regular expression may match the empty string between all characters.
+            growth *= max(1, -(-len(step["content"]) // len(literal))) if literal else len(step["content"]) + 1
+        elif step.get("type") == "Prepend":
+            growth *= max(1, len(step["prepend"]))
+        if growth > MAX_GROWTH:
+            raise ValueError(f"its normalizer may make a text more than {MAX_GROWTH:,} times longer: remove steps")
+
+
+def _read_beside(file: Path, name: str, schema: Any = dict[str, Any]) -> dict[str, Any]:
+    """The JSON object in the file `name` beside `file`; {} if absent. Raises UserError."""
+    path = file.with_name(name)
+    if not os.path.lexists(path):
+        return {}
+    try:
+        found: dict[str, Any] = read_json(path, schema)
+    except JsonError as error:
+        raise UserError(f"{path} {error}: fix or remove it") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+    return found
+
+
+def _list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else []
+
+
+def flags_of(token: AddedToken) -> dict[str, bool]:
+    """The flags of an added token, by their names in a tokenizer.json."""
+    return {name: getattr(token, name) for name in _FLAGS}
+
+
+def _with_flags(token: AddedToken, **flags: bool) -> AddedToken:
+    return AddedToken(token.content, **flags_of(token) | flags)
