@@ -26,6 +26,7 @@ from titanlite.ranks.distributed import ELASTIC, CommConfig, World, connect, wor
 from titanlite.ranks.failure import EmbeddedReport
 from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import ConfigError, UsageError, UserError
+from titanlite.runtime.files import expand_home
 from titanlite.runtime.logging import keep_for_log_file, log
 from titanlite.runtime.process_state import restored_process
 from titanlite.tools import evaluate
@@ -202,9 +203,9 @@ def generate_text(
             weights=_weights(run, weights),
             device=device,
             dtype=dtype,
-            tokenizer=None if tokenizer is None else str(tokenizer),
+            tokenizer=None if tokenizer is None else expand_home(tokenizer),
             chat=messages is not None,
-            chat_template="" if chat_template is None else str(chat_template),
+            chat_template="" if chat_template is None else expand_home(chat_template),
         )
         if problems := generate.check(options):
             raise ConfigError(problems)
@@ -244,12 +245,12 @@ def evaluate_run(
         paths, files = ([given] if isinstance(given, str | Path) else given for given in (data, tasks))
         options = evaluate.Options(
             run=run.path if isinstance(run, SavedRun) else run.folder if isinstance(run, TrainedRun) else Path(run),
-            data=tuple(str(path) for path in paths),
-            tasks=tuple(str(path) for path in files),
+            data=tuple(map(expand_home, paths)),
+            tasks=tuple(map(expand_home, files)),
             steps=steps,
             weights=_weights(run, weights),
-            tokenizer=None if tokenizer is None else str(tokenizer),
-            chat_template="" if chat_template is None else str(chat_template),
+            tokenizer=None if tokenizer is None else expand_home(tokenizer),
+            chat_template="" if chat_template is None else expand_home(chat_template),
         )
         arguments = _arguments(overrides or {})
         evaluate.check_arguments(options, arguments)
@@ -281,7 +282,7 @@ def export_run(
     Raises ConfigError for invalid arguments; UserError if `out` exists or cannot be written, or the logits differ.
     """
     with _problems_of_keywords():
-        out = Path(out)
+        out = Path(expand_home(out))
         options = convert.ExportOptions(
             *(Path(), out, dtype, _weights(run, weights), shard_size), verify=verify is True, no_verify=verify is False
         )

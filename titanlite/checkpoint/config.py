@@ -31,7 +31,7 @@ class CheckpointConfig:
 
     enable: bool = False
     """Write checkpoints, and resume from the latest valid one. The last step is always saved."""
-    folder: str = setting("checkpoint", needs=_SAVES)
+    folder: str = setting("checkpoint", is_path=True, needs=_SAVES)
     """Folder of the checkpoints, inside job.dump_folder."""
     interval: int = setting(500, "1 saves every step", least=1, needs=_SAVES)
     """Optimizer steps between checkpoints."""
@@ -44,7 +44,7 @@ class CheckpointConfig:
     """Keep checkpoints at multiples of this step permanently; 0: disabled."""
     load_step: int = setting(-1, "-1 selects the latest valid checkpoint", least=-1, needs=_SAVES, once=True)
     """Step to start from; -1: the latest valid checkpoint. Checkpoints of later steps are renamed, not deleted."""
-    initial_load_path: str = setting("", affects="facts", per_node=True)
+    initial_load_path: str = setting("", affects="facts", per_node=True, is_path=True)
     """Initial state of a run that has no checkpoints yet: a folder step-N, a folder of such folders, "hf:FOLDER" (a
     model in the Hugging Face format) or "hf:ORGANIZATION/NAME[@REVISION]" (a model on the hub)."""
     initial_load_model_only: bool = setting(True, affects="facts", needs=_IMPORTS)

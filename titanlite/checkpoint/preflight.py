@@ -1,6 +1,5 @@
 """Checks of the checkpoint that a run will start from. Reads manifests only, before the ranks are connected."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,6 @@ def check_start(section: CheckpointConfig, dump_folder: str) -> list[Problem]:
     elif text.startswith(PREFIX):
         rule = f"true with initial_load_path = {text!r}, which has no optimizer state and no position in the data"
         rules.require("initial_load_model_only", section.initial_load_model_only, rule, "leave it out")
-    elif text.startswith("~"):
-        rules.require(key, False, 'a path without "~", which is not expanded', f'write "{os.path.expanduser(text)}"')
     elif text:
         remedy = f"no checkpoint at {path.absolute()}: fix the path (relative to the current folder)"
         if published_steps(path / section.folder):

@@ -5,7 +5,7 @@ The options of a command are the fields of a dataclass; `--section.key value` se
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
@@ -30,7 +30,7 @@ class Option(NamedTuple):
     """A field of the options of a command.
 
     key: the type, range and default of a value. takes: "nothing", a switch; "one" value; "words": one value or more;
-    "repeated": one value each time that it is given. is_path: its texts are paths. position: a label, if it is given
+    "repeated": one value each time that it is given. is_path: its values are paths. position: a label, if it is given
     without a name. excludes: at most one of the options that say so may be given.
     """
 
@@ -53,8 +53,9 @@ def options_of(kind: type) -> dict[str, Option]:
     for each in fields(kind):
         own, is_several = hints[each.name], get_origin(hints[each.name]) is tuple
         own = get_args(own)[0] if is_several or NoneType in get_args(own) else own
-        example = EXAMPLES.get(own, "text") if each.default in (MISSING, None, ()) else each.default
-        key = Key(str if own is Path else own, example, settings[each.name])
+        example = EXAMPLES.get(own, "text") if each.default in (MISSING, None, ()) else plain(each.default)
+        known = replace(settings[each.name], is_path=own is Path or settings[each.name].is_path)
+        key = Key(str if own is Path else own, example, known)
         takes: Any = "nothing" if own is bool else "words" if is_several else "one"
         found[each.name] = Option(key, takes, own is Path, each.default is MISSING)
     return found
@@ -110,10 +111,10 @@ def option_values(options: Mapping[str, Option], words: Words, command: str) -> 
         elif times:
             texts = [text for time in times for text in time]
             found = [value_from_text(text, option.key.type) for text in texts] or [True]
-            wrong = [value_problem(_flag(name, option), value, option) for value in found]
-            problems += [problem for problem in wrong if problem]
-            taken = [Path(value) if option.is_path else value for value in found]
-            values |= {} if any(wrong) else {name: tuple(taken) if option.is_several else taken[0]}
+            read = [read_value(_flag(name, option), value, option) for value in found]
+            wrong = [value for value in read if isinstance(value, Problem)]
+            problems += wrong
+            values |= {} if wrong else {name: tuple(read) if option.is_several else read[0]}
     rule = f"every argument is an option of {command} or its value"
     problems += [unexpected(word, rule, f"see {command} --help") for word in others]
     excluding = [name for name, option in options.items() if option.excludes and name in words.given]
@@ -130,20 +131,20 @@ def check_values(options: Any, known: Mapping[str, Option]) -> list[Problem]:
         value, default = getattr(options, name), type(options).__dataclass_fields__[name].default
         if value is not default and value != default:
             items = value if option.is_several else [value]
-            found += [value_problem(_flag(name, option), item, option) for item in items]
-    return [problem for problem in found if problem]
+            found += [read_value(_flag(name, option), item, option) for item in items]
+    return [each for each in found if isinstance(each, Problem)]
 
 
-def value_problem(name: str, value: Any, option: Option) -> Problem | None:
-    """The problem of one value of an option, if any."""
+def read_value(name: str, value: Any, option: Option) -> Any:
+    """One value of an option, or its Problem."""
     value = plain(value)
     if option.is_path and value == "":
         return Problem(name, value, "a path", f"write {name} PATH")
     try:
-        TypeAdapter(value_type(option.key)).validate_python(value)
+        read = TypeAdapter(value_type(option.key)).validate_python(value)
     except ValidationError as error:
         return explain(name, value, option.key, error.errors()[0]["type"])
-    return None
+    return Path(read) if option.is_path else read
 
 
 def _flag(name: str, option: Option) -> str:

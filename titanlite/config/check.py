@@ -238,12 +238,9 @@ def check_job(section: JobSection) -> list[Problem]:
     existing = Path(folder).absolute()
     while not os.path.lexists(existing):
         existing = existing.parent
-    expanded = f'write "{os.path.expanduser(folder)}"'
-    if (
-        rules.require("dump_folder", folder.strip(), "the path of a folder", 'write for example "outputs"')
-        and rules.require("dump_folder", folder[0] != "~", 'a path without "~", which is not expanded', expanded)
-        and rules.require("dump_folder", existing.is_dir(), f"a folder; {existing} is a file", remedy)
-    ):
+    if rules.require(
+        "dump_folder", folder.strip(), "the path of a folder", 'write for example "outputs"'
+    ) and rules.require("dump_folder", existing.is_dir(), f"a folder; {existing} is a file", remedy):
         is_writable = os.access(existing, os.W_OK | os.X_OK)
         rules.require("dump_folder", is_writable, f"a writable folder; {existing} is not writable", remedy)
     return rules.problems

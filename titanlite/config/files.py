@@ -100,7 +100,7 @@ def _table(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _beside(folder: Path, base: str) -> str:
     """The path of a base that a file in `folder` names: beside it, or else a shipped configuration."""
-    path = folder / base
+    path = folder / os.path.expanduser(base)
     return str(SHIPPED / f"{base}.toml" if base in shipped_names() and not path.is_file() else path)
 
 
@@ -109,7 +109,9 @@ def _plugins_beside(content: Mapping[str, Any], folder: Path) -> None:
     job = _table(content, "job")
     if isinstance(job.get("plugins"), list):
         content["job"]["plugins"] = [
-            str(folder / item) if isinstance(item, str) and split_entry(item)[0].endswith(".py") else item
+            str(folder / os.path.expanduser(item))
+            if isinstance(item, str) and split_entry(item)[0].endswith(".py")
+            else item
             for item in job["plugins"]
         ]
 
@@ -163,7 +165,7 @@ def _parse_file(name: str, path: str, chain: tuple[str, ...], problems: list[Pro
 
 def _similar(name: str, path: str) -> str:
     """The remedy of a file that does not exist. name: as written; of the file `path`."""
-    folder = Path(path).parent
+    folder = config_path(path).parent
     # os.path: no error for long names
     files = [file for file in folder.glob("*.toml") if file.is_file()] if os.path.isdir(folder) else []
     known = {shipped: shipped for shipped in shipped_names()}
@@ -179,5 +181,5 @@ def shipped_names() -> list[str]:
 
 def config_path(name: str) -> Path:
     """The TOML file that `name` means: a path, or the name of a shipped configuration if no such file exists."""
-    path = Path(name)
+    path = Path(os.path.expanduser(name))
     return SHIPPED / f"{name}.toml" if name in shipped_names() and not path.is_file() else path

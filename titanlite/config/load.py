@@ -12,7 +12,7 @@ from titanlite.checkpoint.preflight import earlier_config
 from titanlite.config.arguments import Arguments, Options, split_arguments
 from titanlite.config.check import check_config, check_path_lengths, one_rank, resolve_config, with_model_tokenizer
 from titanlite.config.fields import SECTIONS, columns_of, fields_of, keys_of
-from titanlite.config.files import CONFIG_FILE, Content, read_file
+from titanlite.config.files import CONFIG_FILE, Content, config_path, read_file
 from titanlite.config.ineffective import ineffective
 from titanlite.config.lengths import check_lengths, override_lengths
 from titanlite.config.plugins import PLUGINS, import_plugins
@@ -71,7 +71,7 @@ def parse(argv: Sequence[str], values: Mapping[str, Any] | None = None, *, impor
         name: dict(table) if isinstance(table, dict) else table
         for name, table in (content.tables if content else {}).items()
     }
-    if path is not None and _is_copy(Path(path)):  # maybe of an earlier version
+    if path is not None and _is_copy(config_path(path)):  # maybe of an earlier version
         problems += remove_dropped(tables)
     if PLUGINS in values:
         put_value(tables, PLUGINS, values.pop(PLUGINS), None)  # the imported entries have digests
@@ -161,7 +161,8 @@ def resolve(
 
 def check_and_resolve(config: JobConfig, *, world_size: int, device_type: str) -> JobConfig:
     """A configuration that was built or changed in Python, as `resolve` returns it. Raises ConfigError."""
-    _, problems = read_values(tables_of(config), config.model.family)
+    problems: list[Problem] = []
+    config = read_tables(tables_of(config), {}, {}, problems)
     return resolve(Parsed(config, problems), world_size=world_size, device_type=device_type)
 
 

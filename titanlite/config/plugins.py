@@ -4,11 +4,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.value_types import Key, explain, value_from_text
+from pydantic import TypeAdapter, ValidationError
+
+from titanlite.config.value_types import Key, explain, value_from_text, value_type
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.plugins import PluginError, load_plugins, missing_plugins
+from titanlite.runtime.settings import Setting
 
 PLUGINS = "job.plugins"
+_KEY = Key(tuple[str, ...], ("my_package.model",), Setting(is_path=True))
 
 
 def import_plugins(tables: dict[str, Any], texts: dict[str, str | None]) -> Problem | None:
@@ -21,10 +25,11 @@ def import_plugins(tables: dict[str, Any], texts: dict[str, str | None]) -> Prob
     if not isinstance(job, dict):
         return None  # has its own problem
     value = job.get("plugins", []) if text is None else value_from_text(text, tuple[str, ...])
-    wrong = [entry for entry in value if not isinstance(entry, str)] if isinstance(value, list) else [value]
-    if wrong:
-        fault = "string_type" if isinstance(value, list) else "tuple_type"
-        return explain(PLUGINS, wrong[0], Key(tuple[str, ...], ("my_package.model",)), fault)
+    try:
+        value = TypeAdapter(value_type(_KEY)).validate_python(value)
+    except ValidationError as error:
+        details = error.errors()[0]
+        return explain(PLUGINS, details["input"], _KEY, details["type"])
     try:
         entries = load_plugins(value)
     except PluginError as error:

@@ -29,11 +29,11 @@ class JobSection:
 
     AFFECTS: ClassVar[Affects] = "nothing"
 
-    dump_folder: str = setting("outputs", per_node=True)
+    dump_folder: str = setting("outputs", per_node=True, is_path=True)
     """Folder for all outputs of the run."""
     description: str = setting("", per_node=True)
     """Free text, logged at the start."""
-    plugins: tuple[str, ...] = setting((), per_node=True)
+    plugins: tuple[str, ...] = setting((), per_node=True, is_path=True)
     """Modules to import, which add families, sources, optimizers, ...: names, or paths that end in .py, beside the TOML
     file. Runs store them with a digest of their code."""
     take_over: bool = setting(False, once=True)

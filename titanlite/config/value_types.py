@@ -15,7 +15,8 @@ import tomli
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, WithJsonSchema
 
 from titanlite.optim.schedule import LENGTH_PATTERN, LENGTH_RULE, Length, steps_of
-from titanlite.runtime.errors import Problem
+from titanlite.runtime.errors import Problem, UserError
+from titanlite.runtime.files import expand_home
 from titanlite.runtime.json_files import check_depth
 from titanlite.runtime.settings import Range, Setting
 
@@ -141,11 +142,12 @@ def value_type(key: Key) -> Any:
     if get_origin(key.type) is Literal:
         return key.type
     if get_origin(key.type) is tuple:
-        return tuple[value_type(Key(get_args(key.type)[0], None)), ...]  # type: ignore[misc]
+        return tuple[value_type(key._replace(type=get_args(key.type)[0])), ...]  # type: ignore[misc]
     if key.type is bool:
         return Annotated[bool, Strict()]
     if key.type is str:
-        return Annotated[str, Strict(), AfterValidator(_clean)]
+        text = Annotated[str, Strict(), AfterValidator(_clean)]
+        return Annotated[text, AfterValidator(_expanded)] if key.setting.is_path else text
     assert key.type in (int, float), f"the configuration has no values of type {key.type}"
     return _number(key.type, key.range or Range(""))
 
@@ -183,6 +185,13 @@ def _clean(text: str) -> str:
     return text
 
 
+def _expanded(path: str) -> str:
+    try:
+        return expand_home(path)
+    except UserError:
+        raise ValueError from None
+
+
 def explain(name: str, value: Any, key: Key, fault: str) -> Problem:
     """The problem of a value that a key does not take. name: the full key. fault: the type of pydantic's error."""
     number, words = alternatives(key.type)
@@ -195,7 +204,7 @@ def explain(name: str, value: Any, key: Key, fault: str) -> Problem:
         return Problem(name, value, f"an array, each item {describe_type(item)}", f"write {literal(example)}")
     if get_origin(key.type) is tuple:
         item = get_args(key.type)[0]
-        return explain(name, value, Key(item, "text" if is_text(item) else 1.0), fault)
+        return explain(name, value, key._replace(type=item, default="text" if is_text(item) else 1.0), fault)
     if get_origin(key.type) is Literal:
         return not_a_choice(name, value, get_args(key.type))
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -206,6 +215,8 @@ def explain(name: str, value: Any, key: Key, fault: str) -> Problem:
     if is_number and key.range and (isinstance(value, int) or number is float):
         return Problem(name, value, str(key.range), key.range.remedy)
     rule, example = describe_type(key.type), f"for example {literal(key.default)}"
+    if fault == "value_error" and key.setting.is_path and str(value).removeprefix("hf:").startswith("~"):
+        return Problem(name, value, "a path; ~ is a home folder, and this one is unknown", "write the path without ~")
     if fault == "value_error":
         return Problem(name, value, "valid Unicode text without NUL characters", "remove these characters")
     if words:

@@ -88,7 +88,7 @@ class ValidationConfig:
     """Maximum batches of training.global_batch_size sequences per source; -1: all of each source."""
     sources: tuple[SourceConfig, ...] = setting((), needs=_VALIDATES)
     """Corpora to validate on, each read once and unshuffled: [[validation.sources]] tables."""
-    tasks: tuple[str, ...] = setting((), needs=_VALIDATES, per_node=True)
+    tasks: tuple[str, ...] = setting((), needs=_VALIDATES, per_node=True, is_path=True)
     """Files of questions to evaluate on, at the same steps (docs/evaluation.md#tasks)."""
 
 
@@ -98,7 +98,7 @@ class TokenizerConfig:
 
     AFFECTS: ClassVar[Affects] = "facts"
 
-    path: str = setting("", per_node=True, automatic="the model folder in checkpoint.initial_load_path")
+    path: str = setting("", per_node=True, is_path=True, automatic="the model folder in checkpoint.initial_load_path")
     """A tokenizer.json or its folder. Empty: the tokenizer in the folder of the token files, if any (kind tokens), or
     in the model folder of checkpoint.initial_load_path = "hf:FOLDER", or one that is trained on the corpus
     (python-stdlib)."""
@@ -106,6 +106,6 @@ class TokenizerConfig:
     """Token that starts a document; default: that of the files beside the tokenizer, if any."""
     eos: str = ""
     """Token that ends a document; default: that of the files beside the tokenizer, if any."""
-    chat_template: str = setting("", per_node=True)
+    chat_template: str = setting("", per_node=True, is_path=True)
     """Jinja file that turns messages into text; default: chat_template.jinja beside the tokenizer, or the one in its
     tokenizer_config.json, if any. Stored with the run, and exported."""

@@ -58,17 +58,16 @@ def source_from_path(path: str, key: str) -> SourceConfig | Problem:
 
     Returns a Problem of `key` if no file matches or the files are not of one kind.
     """
-    expanded = os.path.expanduser(path)
-    if os.path.isfile(os.path.join(expanded, MANIFEST)):
+    if os.path.isfile(os.path.join(path, MANIFEST)):
         return SourceConfig(Tokens.kind, path)
     # The suffixes of conversations are those of documents in JSON lines, whose check names the kind chat.
     known = [kind for kind in KINDS.values() if kind.needs_path and kind.suffixes and kind is not Chat]
-    if os.path.isdir(expanded):
+    if os.path.isdir(path):
         kinds = [kind for kind in known if kind(SourceConfig(kind.kind, path)).files()]
     else:
         files = [str(file).lower() for file in Text(SourceConfig(Text.kind, path)).files()]
         if not files:
-            remedy = f"no regular file matches {os.path.join(os.getcwd(), expanded)}: fix the path"
+            remedy = f"no regular file matches {os.path.join(os.getcwd(), path)}: fix the path"
             return Problem(key, path, "a file, a folder or a glob that matches files", remedy)
         kinds = [kind for kind in known if any(file.endswith(kind.suffixes) for file in files)]
     if len(kinds) == 1:

@@ -85,7 +85,7 @@ class EncodedTask:
 
 def read_task(path: str | Path) -> Task:
     """Read and check all questions. Raises UserError, which names the file and the line."""
-    path = Path(path).expanduser()
+    path = Path(path)
     try:
         content = read_regular(path)
     except OSError as error:

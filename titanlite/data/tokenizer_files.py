@@ -277,7 +277,7 @@ def text_of(token: Any) -> str | None:
 def read_chat_template(file: str) -> str:
     """The text of a chat template. Raises UserError if the file cannot be read or is not UTF-8."""
     try:
-        return read_regular(Path(os.path.expanduser(file))).decode()
+        return read_regular(Path(file)).decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 at byte {error.start}: fix or remove it") from None
     except JsonError as error:
@@ -288,7 +288,7 @@ def read_chat_template(file: str) -> str:
 
 def tokenizer_file(path: str) -> Path:
     """The tokenizer.json for a tokenizer.path, which is the file or its folder."""
-    full = Path(os.path.expanduser(path))
+    full = Path(path)
     return full / TOKENIZER_JSON if full.is_dir() else full
 
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from os.path import expanduser  # unlike Path.expanduser, no error for an unknown user
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +42,6 @@ def check_source(text: str, family: Family, hyper_parameters: Any, *, accepts_ro
     """Check initial_load_path with local files only. text: including "hf:". accepts_rope: see check_model."""
     where = text.removeprefix(PREFIX)
     path = Path(where)
-    if where.startswith("~"):
-        return [Problem(KEY, text, 'a path without "~", which is not expanded', f'write "{PREFIX}{expanduser(where)}"')]
     if not where or not path.is_dir():
         remedy = (
             f"there is no folder {path.absolute()}: fix the path (relative to the current folder) or the model name"

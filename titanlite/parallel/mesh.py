@@ -50,7 +50,7 @@ class ParallelismConfig:
     layout: Layout = "given"
     """given: the degrees below. auto: the fastest that fits, by the planner, for the number of processes; chooses
     microbatches, schedule and recomputation as well, but keeps the keys that are set."""
-    hardware: str = setting("", needs=_AUTO)
+    hardware: str = setting("", is_path=True, needs=_AUTO)
     """With layout = "auto": the hardware profile, the name of a shipped one or a TOML file of `titanlite calibrate`.
     Empty: measured at the first start on a machine, in about a minute, and kept in the cache."""
     dp_replicate: int = setting(1, "1 switches this axis off", least=1)

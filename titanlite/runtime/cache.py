@@ -16,7 +16,7 @@ import xxhash
 
 from titanlite.runtime.durability import PARTIAL, appears_complete
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import NotRegularError, open_regular, open_to_append
+from titanlite.runtime.files import NotRegularError, expand_home, open_regular, open_to_append
 from titanlite.runtime.logging import log
 
 K = TypeVar("K", bound=Hashable)
@@ -36,10 +36,10 @@ def cache_folder() -> Path:
     """
     own = os.environ.get("TITANLITE_CACHE")
     if own:
-        folder = os.path.expanduser(own)
-        if folder.startswith("~"):
-            raise UserError(f"TITANLITE_CACHE={own}: this home folder is unknown: write the path without ~")
-        return Path(folder)
+        try:
+            return Path(expand_home(own))
+        except UserError as error:
+            raise UserError(f"TITANLITE_CACHE={error}") from None
     shared = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(shared) if shared else Path.home() / ".cache") / "titanlite"

@@ -62,14 +62,16 @@ class Setting:
     """What is true of a key beside its type; the parameters of `setting`.
 
     affects: None: as the section, whose class attribute AFFECTS says it. needs: what it needs of its section to have an
-    effect. per_node: may differ between the ranks: a name, or a path that may mean the same on each node. once: an
-    option of one start, which is not stored. automatic: in words, what the value for an automatic choice becomes.
+    effect. per_node: may differ between the ranks: a name, or a path that may mean the same on each node. is_path: a
+    path, whose ~ is the home folder, or a name in its place. once: an option of one start, which is not stored.
+    automatic: in words, what the value for an automatic choice becomes.
     """
 
     range: Range | None = None
     affects: Affects | None = None
     needs: Needs | None = None
     per_node: bool = False
+    is_path: bool = False
     once: bool = False
     automatic: str = ""
 
@@ -81,13 +83,15 @@ def setting(
     affects: Affects | None = None,
     needs: Needs | None = None,
     per_node: bool = False,
+    is_path: bool = False,
     once: bool = False,
     automatic: str = "",
     **bounds: Any,
 ) -> Any:
     """Define a field of a section. remedy, bounds: of its Range, if it has one. Others: see Setting."""
     limits = Range(remedy, **bounds) if bounds else None
-    return field(default=default, metadata={"setting": Setting(limits, affects, needs, per_node, once, automatic)})
+    value = Setting(limits, affects, needs, per_node, is_path, once, automatic)
+    return field(default=default, metadata={"setting": value})
 
 
 def settings_of(section_type: Any) -> dict[str, Setting]:

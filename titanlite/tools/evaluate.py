@@ -80,17 +80,21 @@ class Options:
 
     run: RunFolder
     """dump folder of a run, or one of its folders step-N"""
-    data: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE")]] = ()
+    data: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE")]] = setting(
+        (), is_path=True
+    )
     """file, folder or glob; its kind follows from the file names"""
-    tasks: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE")]] = ()
+    tasks: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE")]] = setting(
+        (), is_path=True
+    )
     """questions as JSON lines: multiple choice or cloze (docs/evaluation.md)"""
     steps: OptionalCount = setting(None, "leave it out to evaluate on all of the data", least=1)
     """batches of training.global_batch_size sequences per source; None: all of its data"""
     weights: Weights = "last"
     """last: the weights of the checkpoint's step; ema: their average, of a run with optimizer.ema_decay above 0"""
-    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = setting(None, is_path=True)
     """tokenizer.json or its folder, for a run on token files without a tokenizer; None: the run's own"""
-    chat_template: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    chat_template: Annotated[str, tyro.conf.arg(metavar="FILE")] = setting("", is_path=True)
     """chat template in Jinja, for conversations in sources and tasks; empty: the tokenizer's own"""
     json: File = None
     """also write the results to this file"""

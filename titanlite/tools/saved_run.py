@@ -37,6 +37,7 @@ from titanlite.models.family import Family, LanguageModel, saved_tensors
 from titanlite.models.registry import FAMILIES
 from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.files import expand_home
 from titanlite.runtime.logging import log
 
 Weights = Literal["last", "ema"]
@@ -182,7 +183,7 @@ def open_run(path: str | Path, *, verifies: bool = True, allow_import: bool = Fa
     ranks whose folder step-N another rank has verified. allow_import: whether to import the plugins that the run's
     configuration names. Raises UserError.
     """
-    path = Path(path)
+    path = Path(expand_home(path))
     if (path / MANIFEST_FILE).exists():
         try:
             return _opened(path, verifies=verifies, allow_import=allow_import)

@@ -333,7 +333,7 @@ BAD = [
     # Outputs.
     Bad("job.dump_folder", "the path of a folder", '"outputs"', toml='job.dump_folder = ""'),
     Bad("job.dump_folder", "the path of a folder", '"outputs"', toml='job.dump_folder = "  "'),
-    Bad("job.dump_folder", 'without "~"', "write", argv="--job.dump_folder ~/runs"),
+    Bad("job.dump_folder", "home folder", "without ~", argv="--job.dump_folder ~nobodyhere/runs"),
     Bad("job.dump_folder", "a folder; ", "another job.dump_folder", argv="--job.dump_folder /dev/null"),
     Bad("job.dump_folder", "a folder; ", "another job.dump_folder", argv="--job.dump_folder /dev/null/runs/a"),
     # The file.

@@ -94,7 +94,7 @@ class Source(ABC):
 
     def _entries(self) -> list[str]:
         """Entries that the path selects: files, and folders, links, pipes or devices whose names match."""
-        path = os.path.expanduser(self.config.path)
+        path = self.config.path
         if os.path.isfile(path):
             return [path]
         if os.path.isdir(path):
@@ -126,7 +126,7 @@ class Source(ABC):
             return []
         rule = f"a file, a folder with {' or '.join(f'*{suffix}' for suffix in self.suffixes)} files, or a glob that "
         rule += "matches files"
-        full = os.path.join(os.getcwd(), os.path.expanduser(path))
+        full = os.path.join(os.getcwd(), path)
         remedy = f"nothing matches {full}: fix the path (relative to the current folder)"
         if not path:
             rule, remedy = f"{rule}; required for kind = {self.kind!r}", "write the path of your files"
@@ -258,7 +258,7 @@ def conversations_as_lines(config: SourceConfig, kind: str = "") -> str:
 
 def files_below(folder: str) -> Iterator[Path]:
     """The files below a folder, without hidden ones; none if it is not a folder."""
-    for parent, folders, names in os.walk(os.path.expanduser(folder) if folder else os.devnull):
+    for parent, folders, names in os.walk(folder if folder else os.devnull):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(parent, name).absolute() for name in names if not name.startswith("."))
 

@@ -36,7 +36,7 @@ class HubFiles(NamedTuple):
 
 def hub_folder(source: SourceConfig) -> Path | None:
     """The folder of an hf source; None if its path is a name on the hub."""
-    path = os.path.abspath(os.path.expanduser(source.path))
+    path = os.path.abspath(source.path)
     return Path(path) if source.path and os.path.isdir(path) else None
 
 
@@ -46,7 +46,7 @@ def check_hub_name(source: SourceConfig, key: str) -> list[Problem]:
     if hub_folder(source) is not None:
         rules.needs("revision", not source.revision, "a name on the hub: a local folder has no revisions")
         return rules.problems
-    full = Path(os.path.expanduser(source.path)).absolute()
+    full = Path(source.path).absolute()
     remedy = f"there is no folder {full}: fix the path (relative to the current folder) or the dataset name"
     if full.is_file():
         remedy = 'write its folder, or read the file with kind = "jsonl", "parquet", "csv" or "arrow"'

@@ -321,7 +321,7 @@ def _check_manifests(source: SourceConfig, key: str, files: Sequence[Path], voca
     by_folder: dict[Path, list[Path]] = defaultdict(list)
     for file in files:
         by_folder[file.parent].append(file)
-    complete = os.path.isdir(os.path.expanduser(source.path))
+    complete = os.path.isdir(source.path)
     for folder, inside in by_folder.items():
         try:
             mismatch = next(_mismatches(folder, inside, complete=complete, vocab_size=vocab_size), None)

@@ -51,7 +51,7 @@ class ExportOptions:
 class ImportOptions:
     """Write a model folder, or a model of the hub, as a run at step 0."""
 
-    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER|ORGANIZATION/NAME[@REVISION]")]
+    source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER|ORGANIZATION/NAME[@REVISION]")]
     """a folder, or a name on the hub"""
     out: Folder
     """new folder, the dump folder of the run"""
@@ -115,7 +115,7 @@ def write_export(run: SavedRun, options: ExportOptions, shard_bytes: int) -> Non
 
 def import_folder(options: ImportOptions) -> None:
     load_plugins(())  # families of installed packages
-    source = open_source(options.source.removeprefix(PREFIX))
+    source = open_source(str(options.source).removeprefix(PREFIX))
     dtype = kept_dtype(source) if options.dtype == "auto" else options.dtype
     log.info("Importing %s: %s %s", source.name, source.family.name, source.describe(DTYPES[dtype]))
     if source.tokenizer_file is None:

@@ -61,7 +61,9 @@ class Options:
     """dump folder of a run, for its latest valid checkpoint; or one folder step-N"""
     prompt: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT")]] = ()
     """text to continue"""
-    prompt_file: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE")]] = ()
+    prompt_file: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE")]] = setting(
+        (), is_path=True
+    )
     """file with a text to continue; -: stdin"""
     max_new_tokens: OptionalCount = setting(None, f"leave it out for {DEFAULT_NEW_TOKENS}", least=1)
     """maximum tokens to generate per prompt; None: 200, with --chat 1,024, or fewer if the model has fewer positions
@@ -86,13 +88,13 @@ class Options:
     """auto: cuda if available"""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """of weights and arithmetic; auto: the dtype of the run's weights"""
-    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = setting(None, is_path=True)
     """tokenizer.json or its folder; None: the run's own"""
     chat: bool = False
     """converse: a line of stdin is a message, --prompt and --prompt-file are messages that are answered in turn"""
     system: Annotated[str, tyro.conf.arg(metavar="TEXT")] = ""
     """system message of the conversation; with --chat"""
-    chat_template: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    chat_template: Annotated[str, tyro.conf.arg(metavar="FILE")] = setting("", is_path=True)
     """chat template in Jinja; empty: the tokenizer's own; with --chat"""
     allow_import: AllowImport = False
 

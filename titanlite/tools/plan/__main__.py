@@ -39,7 +39,7 @@ class Options:
     """TOML file, or the name of a shipped configuration"""
     world_size: Count = setting(MISSING, "give the number of processes of the run", least=1)
     """number of processes"""
-    hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
+    hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = setting(None, is_path=True)
     """profile of the machine: the name of a shipped one, or a TOML file of `titanlite calibrate`"""
     search: bool = False
     """search the fastest layouts for these ranks; needs --hardware"""
