@@ -2,9 +2,15 @@
 
 from collections.abc import Sequence
 
+import pytest
+import torch
+
 from titanlite.config.load import parse
 from titanlite.config.schema import JobConfig
 from titanlite.runtime.errors import Problem
+
+EACH_SCHEDULE = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch before 2.13 lacks some schedules")
+"""Of tests that take all pipeline schedules."""
 
 
 def parse_config(argv: Sequence[str]) -> tuple[JobConfig, list[Problem]]:

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import titanlite
+from tests.configuration import EACH_SCHEDULE
 from tests.custom_loss import LOSS, plain_objective
 from tests.distributed.test_plan_memory import memory_events
 from tests.plain_loss import cross_entropy_by_row
@@ -159,6 +160,7 @@ def test_number_of_products(recomputes: bool, forward: int, backward: int) -> No
     assert without_gradients.shapes.total() == 1
 
 
+@EACH_SCHEDULE
 @EVERY_LOSS
 def test_a_split_backward_pass_computes_each_gradient_once(loss: Loss) -> None:
     head, (x, labels, num_valid) = layer(chunk=ROWS * SEQ_LEN, recomputes=True, loss=loss), inputs()
@@ -199,7 +201,7 @@ def test_peak_memory_in_bfloat16(recomputes: bool) -> None:
     head.computation = LossComputation(chunk_tokens=chunk, recomputes=recomputes)
     x = torch.randn(1, 4 * chunk, dim).to(torch.bfloat16).requires_grad_()
     labels = torch.arange(4 * chunk).unsqueeze(0)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         head(x, labels, torch.tensor([4 * chunk])).sum().backward()
     peak = max(accumulate(size for _, size in memory_events(profiler)))
     during = chunk * ids * (4 + 2 * 2) + PART_IDS * dim * (4 + 2)

@@ -2,6 +2,7 @@ from typing import get_args
 
 import pytest
 
+from tests.configuration import EACH_SCHEDULE
 from tests.distributed.reference import small_config
 from titanlite.assembly.job import job_of
 from titanlite.parallel.mesh import PipelineSchedule
@@ -33,6 +34,7 @@ def test_equal_microbatches(degree: int, local_batch_size: int, size: int, batch
     assert step.filler_share == pytest.approx(filler_rows / (16 + filler_rows))
 
 
+@EACH_SCHEDULE
 @pytest.mark.parametrize("schedule", get_args(PipelineSchedule))
 @pytest.mark.parametrize("sync", ["every", "hybrid"])
 def test_a_pipeline_gets_as_many_microbatches_as_its_schedule_needs(schedule: str, sync: str) -> None:

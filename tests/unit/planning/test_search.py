@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
+from tests.configuration import EACH_SCHEDULE
 from tests.unit.planning.test_step_time import config_of, profile
 from titanlite.config.check import check_config
 from titanlite.config.load import load_config
@@ -148,6 +149,7 @@ def test_a_profile_of_another_machine_gives_another_choice() -> None:
     assert best.fastest[0].sizes["dp_shard"] <= 2
 
 
+@EACH_SCHEDULE
 @pytest.mark.parametrize(
     ("schedule", "reshard"),
     [*((schedule, "never") for schedule in PP_SCHEDULES), ("1F1B", "always"), ("Interleaved1F1B", "always")],

@@ -5,6 +5,7 @@ from typing import get_args
 
 import pytest
 
+from tests.configuration import EACH_SCHEDULE
 from tests.distributed.layouts import EXPERTS
 from tests.distributed.reference import small_config
 from titanlite.parallel.mesh import PipelineSchedule
@@ -63,6 +64,7 @@ def test_candidates_are_all_factorizations_with_all_schedules() -> None:
         assert names[0] == (None if candidates[0].degrees[0] == 1 else "DualPipeV")
 
 
+@EACH_SCHEDULE
 def test_four_ranks_have_each_factorization_and_each_schedule() -> None:
     accepted, refused = choose_layouts(small_config(1, "model.n_layers=6", "model.n_kv_heads=4"), 4)
     assert refused == []

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.configuration import EACH_SCHEDULE
 from tests.distributed.reference import small_config
 from titanlite.models.family import ModelConfig, resolve_model
 from titanlite.models.registry import FAMILIES, check_model
@@ -46,6 +47,7 @@ def test_a_shrunk_model_accepts_the_same_tp_degrees(name: str, flavor: str, rank
         assert (check_model(shrunk, seq_len=64, tp=tp, pp=1) == []) == accepted
 
 
+@EACH_SCHEDULE
 @pytest.mark.parametrize("sync", ["hybrid", "every"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_shrunk_batch_fits_every_layout(ranks: int, sync: str) -> None:
