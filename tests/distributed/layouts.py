@@ -298,10 +298,9 @@ ALL = (*QUICK, *SLOW, *THREE_AXES, *SOAK, *UNEVEN, *SOAK_UNEVEN, *SIXTEEN)
 
 
 def is_supported(layout: Layout) -> bool:
-    """Whether this torch supports the layout. Before 2.13: no V schedules, no compiled blocks with split backward."""
-    shape = next(shape for name, shape in SCHEDULES.items() if name == (layout.schedule or "1F1B"))
-    compiled_and_split = shape.splits_backward and COMPILE[0] in layout.settings
-    return torch.__version__ >= "2.13" or (shape.placement != "v" and not compiled_and_split)
+    """Whether this torch supports the layout: before 2.13, none whose schedule splits the backward pass."""
+    splits = {name for name, shape in SCHEDULES.items() if shape.splits_backward}
+    return torch.__version__ >= "2.13" or layout.schedule not in splits
 
 
 @dataclass(frozen=True)

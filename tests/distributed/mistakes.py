@@ -122,7 +122,8 @@ def averaged_replicas(trainer: Trainer) -> None:
     """The reduction divides by the number of replicas, which is torch's default."""
     for module in wrapped_modules(trainer.model_parts[0]):
         module.set_force_sum_reduction_for_comms(False)
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        state = module._get_fsdp_state()
+        for group in state._fsdp_param_groups if torch.__version__ >= "2.12" else [state._fsdp_param_group]:
             group.gradient_divide_factor = None
 
 

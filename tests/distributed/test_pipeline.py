@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from tests.configuration import EACH_SCHEDULE
 from tests.distributed.gradients import build_on_mesh, difference, local_batches
 from tests.distributed.layouts import Layout, is_supported, schedule
 from tests.distributed.program import FAULTY, Starter, own_tracebacks, rows
@@ -127,6 +128,7 @@ SYNCS += (("InterleavedZeroBubble", "every"), ("InterleavedZeroBubble", "last"))
 
 
 @pytest.mark.slow
+@EACH_SCHEDULE
 @pytest.mark.parametrize(
     ("sharded", "replicated"),
     [((0, 3, 5), (2, 4)), pytest.param((1, 2, 4), (3,), marks=pytest.mark.soak)],
@@ -226,7 +228,9 @@ def failing_stage(name: str) -> None:
     trainer.train_step(batches)
 
 
-@pytest.mark.parametrize("name", ["1F1B", pytest.param("InterleavedZeroBubble", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["1F1B", pytest.param("InterleavedZeroBubble", marks=[pytest.mark.slow, EACH_SCHEDULE])]
+)
 def test_failing_stage_stops_all_ranks_with_its_error(name: str) -> None:
     begin = time.monotonic()
     with pytest.raises(RankError) as raised:

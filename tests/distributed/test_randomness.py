@@ -62,14 +62,9 @@ TWO = (
 FOUR = (Layout((2, 2, 1, 1), schedule("1F1B")), Layout((2, 1, 2, 1), schedule("GPipe"), accumulation=2))
 
 
-def splits_in_old_torch(layout: Layout) -> bool:
-    """Whether torch would request gradients of row keys: 2.11 does, for all stage arguments, if backward is split."""
-    return torch.__version__ < "2.12" and layout.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble")
-
-
 @pytest.mark.parametrize("layouts", [ONE, TWO, pytest.param(FOUR, marks=pytest.mark.soak)])
 def test_draws_by_row_key_are_equal_on_every_layout(layouts: Sequence[Layout]) -> None:
-    usable = [layout for layout in layouts if is_supported(layout) and not splits_in_old_torch(layout)]
+    usable = [layout for layout in layouts if is_supported(layout)]
     for rank, errors in enumerate(run_ranks(drawn_by_key, usable[0].world_size, usable)):
         for layout, error in zip(usable, errors, strict=True):
             assert error <= BOUNDS["float64"], f"rank {rank}, {layout}"

@@ -146,17 +146,21 @@ def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
         problems += check_context(section, model, training.seq_len)
         problems += [] if of_mesh else check_experts(section, getattr(model, "n_experts", 1), world_size)
         layout = replace(section, dp_shard=resolve_degrees(section, world_size)["dp_shard"])
-        problems += check_pipeline(layout, family.plan(model), document_mask=config.data.masks_documents)
-    schedule: dict[str, Any] = {"pp_schedule": section.pp_schedule, "splits_backward": splits_backward(section)}
+        problems += check_pipeline(layout, family.plan(model))
     compiled, backend = compiles_blocks(config.compile, model), config.compile.backend
     return [
         *problems,
         *check_training(training, section),
         *of_mesh,
         *check_activation_checkpoint(
-            config.activation_checkpoint, compiled=compiled, backend=backend, tp=section.tp, **schedule
+            config.activation_checkpoint,
+            compiled=compiled,
+            backend=backend,
+            tp=section.tp,
+            pp_schedule=section.pp_schedule,
+            splits_backward=splits_backward(section),
         ),
-        *check_compile(config.compile, compiled=compiled, **schedule),
+        *check_compile(config.compile),
     ]
 
 

@@ -135,8 +135,8 @@ class _RMSNorm(torch.autograd.Function):
         square = total(torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_())
         inverse = square.div_(ctx.dim).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        out: Tensor = (x * inverse).mul_(weight).to(x.dtype)
-        return out
+        # A view: compiled by torch 2.11, a result that an operation changed in place has a gradient of zero.
+        return (x * inverse).mul_(weight).to(x.dtype).view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
@@ -185,7 +185,7 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
+        return _rotate(x, cos, sin).view_as(x)  # see _RMSNorm
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

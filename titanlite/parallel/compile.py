@@ -28,27 +28,15 @@ class CompileConfig:
     """Backend of torch.compile."""
 
 
-def check_compile(section: CompileConfig, *, pp_schedule: str, splits_backward: bool, compiled: bool) -> list[Problem]:
-    """Check that the backend exists, and that this torch can compile blocks under `pp_schedule`.
-
-    splits_backward: whether that schedule computes gradients of weights separately from those of inputs. compiled:
-    whether blocks are compiled.
-    """
+def check_compile(section: CompileConfig) -> list[Problem]:
+    """Check that the backend exists."""
     rules = Rules("compile", section)
     if not section.enable:
         return []
     backends = torch.compiler.list_backends(exclude_tags=())
     remedy = 'compile.backend = "inductor"'
     rules.require("backend", section.backend in backends, f"one of {', '.join(backends)}", remedy)
-    splits = compiled and splits_backward and not can_split_compiled_backward()
-    rule = f"false with parallelism.pp_schedule = {pp_schedule} and torch {torch.__version__}, which is older than 2.13"
-    rules.require("enable", not splits, rule, "another schedule, such as Interleaved1F1B, or a newer torch")
     return rules.problems
-
-
-def can_split_compiled_backward() -> bool:
-    """Whether this torch can compute gradients of weights separately from those of inputs in compiled blocks."""
-    return torch.__version__ >= "2.13"  # TorchVersion compares versions, not strings
 
 
 def compiles_blocks(section: CompileConfig, hyper_parameters: Any) -> bool:

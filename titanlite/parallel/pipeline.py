@@ -122,11 +122,8 @@ def resolve_reshard_after_forward(section: ParallelismConfig) -> ReshardAfterFor
     return "never" if section.pp > 1 and policy == "default" else policy
 
 
-def check_pipeline(section: ParallelismConfig, plan: Plan, *, document_mask: bool = False) -> list[Problem]:
-    """Check the pp_... keys for a model with this plan. They have no effect if pp is 1.
-
-    document_mask: whether every stage gets the positions of its rows.
-    """
+def check_pipeline(section: ParallelismConfig, plan: Plan) -> list[Problem]:
+    """Check the pp_... keys for a model with this plan. They have no effect if pp is 1."""
     rules = Rules("parallelism", section)
     if section.pp <= 1:
         return []
@@ -134,13 +131,11 @@ def check_pipeline(section: ParallelismConfig, plan: Plan, *, document_mask: boo
     rule = f"{schedule} needs {stages} stages; the model can be split into at most {len(plan.units)}"
     remedy = "fewer stages (a smaller pp, or a schedule with one stage per rank: 1F1B, GPipe), or more model.n_layers"
     rules.require("pp", stages <= len(plan.units), rule, remedy)
-    # Older versions cannot split the backward pass of FlexAttention, which is compiled, nor request gradients of
-    # positions; and before 2.12 they connect the rank of a V to itself.
-    masked = splits and (document_mask or section.cp > 1)
-    needed = "2.13" if masked else "2.12" if SCHEDULES[schedule].placement == "v" else "2"
-    rule = f"needs torch {needed}{' with data.document_mask or cp' if masked else ''}, and torch is {torch.__version__}"
+    # Older versions cannot split the backward pass of an autograd.Function, such as the loss, nor of compiled code.
+    # TorchVersion compares versions, not strings.
+    rule = f"needs torch 2.13, and torch is {torch.__version__}"
     remedy = "another schedule, such as Interleaved1F1B, or a newer torch"
-    rules.require("pp_schedule", torch.__version__ >= needed, rule, remedy)
+    rules.require("pp_schedule", not splits or torch.__version__ >= "2.13", rule, remedy)
     drops = section.dp_shard * section.cp != 1 and splits and section.fsdp_reshard_after_forward == "always"
     rule = f"not with {schedule}, which computes weight gradients later: torch drops those of freed parameters"
     rules.require("fsdp_reshard_after_forward", not drops, rule, '"default" or "never", or another pp_schedule')

@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from titanlite.models.family import Plan
-from titanlite.parallel.compile import can_split_compiled_backward
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Affects, Needs, setting
 from titanlite.runtime.torch_internals import (
@@ -88,8 +87,8 @@ def check_activation_checkpoint(
         rules.require("mode", tp == 1, rule, 'mode = "selective"')
     twice = splits_backward and not compiled and inside_compilation(section)
     rule = f'"layer" with parallelism.pp_schedule = {pp_schedule}, whose backward pass needs the results of "op" twice'
-    remedy = "compile.enable = true, " if can_split_compiled_backward() else ""
-    rules.require("selective_policy", not twice, rule, f'{remedy}"layer", mode = "full", or pp_schedule = "1F1B"')
+    remedy = 'compile.enable = true, "layer", mode = "full", or pp_schedule = "1F1B"'
+    rules.require("selective_policy", not twice, rule, remedy)
     return rules.problems
 
 
