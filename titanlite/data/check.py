@@ -188,6 +188,8 @@ def check_tokenizer(
     for name in ("bos", "eos"):
         is_token = not getattr(section, name) or tokenizer.is_token(getattr(section, name))
         rules.require(name, is_token, "a token of the vocabulary", f"write a token of {file}, or leave {name} out")
+    if not rules.problems and (section.bos or section.eos):  # in place of tokens that the files may add
+        tokenizer = Tokenizer(file, bos=section.bos, eos=section.eos)
     if section.path and data.add_bos and not section.bos and tokenizer.bos_id is None:
         rule = "requires a tokenizer with a known BOS token"
         rules.problems.append(Problem("data.add_bos", True, rule, "write tokenizer.bos, or data.add_bos = false"))
@@ -199,8 +201,6 @@ def check_tokenizer(
         _require_chat_template(rules, data, held_out, tasks, str(file.parent), tokenizer.unused_templates)
     if rules.problems or all(source.kind != Tokens.kind for source in (*data.sources, *held_out)):
         return rules.problems
-    if section.bos or section.eos:  # loading a large tokenizer again takes a second
-        tokenizer = Tokenizer(file, bos=section.bos, eos=section.eos)
     return _check_made_by(section, tokenizer, data, held_out) + _check_written_with(data)
 
 

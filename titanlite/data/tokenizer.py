@@ -33,11 +33,10 @@ class Tokenizer:
     The text of a special token inside a document is encoded as plain text, so no document contains BOS or EOS.
     vocab_size: the largest id + 1. bos_id, eos_id: None if the tokenizer has no such token. description: file, size,
     BOS and EOS with their origin, in one line. fingerprint: 64 hex digits, a hash of tokenizer.json, bos_id, eos_id and
-    the tokens of the files beside it that change how a document is encoded. promoted: words of the vocabulary that the
-    files beside it name as special tokens, which conversations have. chat_template: its Jinja text, or None.
-    unused_templates: names of those of the folder if none of them is "default", the one that is used. special_tokens:
-    name -> text of BOS, EOS and others, such as pad_token. arguments: file, bos, eos and chat_template, to construct
-    the same tokenizer again.
+    the tokens that the files beside it add or change. chat_tokens: those that only conversations have. chat_template:
+    its Jinja text, or None. unused_templates: names of those of the folder if none of them is "default", the one that
+    is used. special_tokens: name -> text of BOS, EOS and others, such as pad_token. arguments: file, bos, eos and
+    chat_template, to construct the same tokenizer again.
     """
 
     def __init__(self, file: Path | str, *, bos: str = "", eos: str = "", chat_template: str = "") -> None:
@@ -51,7 +50,6 @@ class Tokenizer:
         try:
             # All content is kept for save(): a new run may rename the folder.
             self._files = read_tokenizer_files(file, {"bos_token": bos, "eos_token": eos}, chat_template)
-            self._files.check()
             self._tokenizer, known = self._files.open()
         except UserError:
             raise
@@ -67,13 +65,14 @@ class Tokenizer:
         templates = self._files.chat_templates
         self.chat_template = templates.get("default")
         self.unused_templates = () if self.chat_template is not None else tuple(templates)
-        model = self._tokenizer.model
-        self._added = {token_id: token for token_id, token in added.items() if repr(token) != repr(known.get(token_id))}
-        self.promoted: Sequence[str] = [
-            token.content
-            for token_id, token in sorted(self._added.items())
-            if token.special and token_id not in known and model.token_to_id(token.content) == token_id
-        ]
+        changed = {key: token for key, token in sorted(added.items()) if repr(token) != repr(known.get(key))}
+        self._is_changed = bool(changed)
+        words = {key for key, token in changed.items() if self._tokenizer.model.id_to_token(key) == token.content}
+        # Documents have the text of a special token as text, whatever else the files say about it.
+        were_special = {key for key, token in known.items() if token.special} | words - known.keys()
+        in_chat = [key for key, token in changed.items() if token.special and key in were_special]
+        self.chat_tokens = [[key, changed[key].content, flags_of(changed[key])] for key in in_chat]
+        others = [[key, token.content, flags_of(token)] for key, token in changed.items() if key not in in_chat]
         self.special_tokens = self._files.texts
         self.bos_id, bos_text = self._separator("bos_token")
         self.eos_id, eos_text = self._separator("eos_token")
@@ -83,15 +82,12 @@ class Tokenizer:
                 f"{file} has {counted(usable, 'token')} besides BOS and EOS, so there is nothing to predict: give "
                 "another tokenizer"
             )
-        changing = [
-            [token_id, token.content, flags_of(token)]
-            for token_id, token in sorted(self._added.items())
-            if token.content not in self.promoted
-        ]
-        facts = json.dumps([self.bos_id, self.eos_id, *([changing] if changing else [])])
+        facts = json.dumps([self.bos_id, self.eos_id, *([others] if others else [])])
         content = hashlib.sha256(self._files.content).digest()
         self.fingerprint = hashlib.sha256(content + facts.encode()).hexdigest()
-        self.description = f"{file}: {self.vocab_size:,} tokens, BOS {bos_text}, EOS {eos_text}"
+        count = len(changed.keys() - known.keys() - words)
+        beside = f" ({count} of the files beside it)" if count else ""
+        self.description = f"{file}: {self.vocab_size:,} tokens{beside}, BOS {bos_text}, EOS {eos_text}"
         if self._files.lacks_characters:
             self.description += ". It has no tokens for some characters: texts with them are bad rows"
 
@@ -122,6 +118,7 @@ class Tokenizer:
         contents |= {TOKENIZER_JSON: files.content, TOKENIZER_CONFIG: _json(config)}
         contents |= {SPECIAL_TOKENS_MAP: _json(names)} if names else {}
         contents |= {ADDED_TOKENS: _json(files.ids)} if files.ids else {}
+        contents |= {f"{TEMPLATES}/{path.name}": None for path in (folder / TEMPLATES).glob("*.jinja")}
         for name, text in templates.items():
             contents[CHAT_TEMPLATE if name == "default" else f"{TEMPLATES}/{name}.jinja"] = text.encode()
         for name, content in contents.items():
@@ -134,7 +131,7 @@ class Tokenizer:
     @cached_property
     def content(self) -> bytes:
         """A tokenizer.json with the added tokens of all files."""
-        if not self._added and not self._files.lacks_characters:
+        if not self._is_changed and not self._files.lacks_characters:
             return self._files.content
         return self._files.with_added(self._tokenizer.get_added_tokens_decoder())
 

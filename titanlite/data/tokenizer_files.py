@@ -7,12 +7,11 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, pre_tokenizers
 
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.json_files import JsonError, read_json, read_regular
@@ -33,6 +32,8 @@ MAX_GROWTH = 10_000
 _DECODER = "added_tokens_decoder"
 _SEPARATORS = ("bos_token", "eos_token")
 _NOT_WRITTEN = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_ALL_BYTES = "".join(map(chr, [*range(0x800), *range(0x800, 0xD800, 0x800), *range(0xE000, 0x110000, 0x1000)]))
+"""A text with all bytes that occur in UTF-8."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -43,29 +44,18 @@ class TokenizerFiles:
     content: of tokenizer.json. config, special_tokens_map, ids: of tokenizer_config.json, special_tokens_map.json and
     added_tokens.json, {} if absent. templates: name -> text of the template files; chat_template.jinja, or the file
     that the configuration names in its place, is "default". chosen: the bos_token and eos_token of the configuration,
-    in place of those of the files.
+    in place of those of the files. lacks_characters: whether the vocabulary has no tokens for some characters, and no
+    unknown token for them.
     """
 
     file: Path
     chosen: Mapping[str, str]
     content: bytes
+    lacks_characters: bool
     config: Mapping[str, Any]
     special_tokens_map: Mapping[str, Any]
     ids: Mapping[str, int]
     templates: Mapping[str, str]
-
-    @cached_property
-    def definition(self) -> dict[str, Any]:
-        """Of tokenizer.json, parsed. If the library would drop text, its unknown token is UNKNOWN."""
-        found: dict[str, Any] = json.loads(self.content)
-        if _drops_text(found):
-            found["model"]["unk_token"] = UNKNOWN
-        return found
-
-    @property
-    def lacks_characters(self) -> bool:
-        """Whether the vocabulary has no tokens for some characters, and no unknown token for them."""
-        return bool(self.definition["model"].get("unk_token") == UNKNOWN)
 
     @property
     def names(self) -> dict[str, tuple[Any, str]]:
@@ -123,7 +113,7 @@ class TokenizerFiles:
         transformers adds a token that the vocabulary lacks at its end. Those of _NOT_WRITTEN are not added there: no
         text has them, and a model may have no row for them. Raises UserError, and what the library raises.
         """
-        library = _open(json.dumps(self.definition).encode() if self.lacks_characters else self.content)
+        library = _open(self.with_added() if self.lacks_characters else self.content)
         known = library.get_added_tokens_decoder()
         listed = dict(self._listed(known))
         had = {text for text in self._ids_by_text() if library.token_to_id(text) is not None}
@@ -135,20 +125,27 @@ class TokenizerFiles:
         while wanted and wanted[-1][1] in _NOT_WRITTEN and library.token_to_id(wanted[-1][0].content) is None:
             wanted.pop()
         library.add_tokens([token for token, _ in wanted])
-        if any(token.content in {one.content for one in known.values()} for token, _ in wanted):
-            # The library would go on to treat them as special tokens, or as others.
+        if not {token.content for token, _ in wanted}.isdisjoint(token.content for token in known.values()):
+            # The library keeps a token that has become another kind among the special tokens, or outside of them.
             library = _open(self.with_added(library.get_added_tokens_decoder()))
         for text, (token_id, file, key) in self._ids_by_text().items():
             found = library.token_to_id(text)
             if text not in had and found != token_id:
-                fault = f"{key} for {text!r} with the id {token_id}; transformers gives it {found or 'no id'}"
-                raise self._error(file, f"{fault}: ids must follow those of {TOKENIZER_JSON} without gaps")
+                fault = f"{key} for {text!r} with the id {token_id}; transformers gives it "
+                remedy = f"ids must follow those of {TOKENIZER_JSON} without gaps"
+                raise self._error(file, f"{fault}{'none' if found is None else found}: {remedy}")
         return library, known
 
-    def with_added(self, tokens: Mapping[int, AddedToken]) -> bytes:
-        """tokenizer.json with these added tokens in place of its own."""
-        added = [{"id": key, "content": tokens[key].content, **flags_of(tokens[key])} for key in sorted(tokens)]
-        return json.dumps(self.definition | {"added_tokens": added}).encode()
+    def with_added(self, tokens: Mapping[int, AddedToken] | None = None) -> bytes:
+        """tokenizer.json with these added tokens in place of its own, and an unknown token for an exception if
+        characters have no tokens."""
+        found = json.loads(self.content)  # not kept: it takes ten times the memory of the file
+        if self.lacks_characters:
+            found["model"]["unk_token"] = UNKNOWN
+        if tokens is not None:
+            listed = sorted(tokens.items(), key=lambda item: item[0])
+            found["added_tokens"] = [{"id": key, "content": one.content, **flags_of(one)} for key, one in listed]
+        return json.dumps(found).encode()
 
     def _to_add(
         self, known: Mapping[int, AddedToken], listed: Mapping[int, AddedToken]
@@ -222,29 +219,18 @@ class TokenizerFiles:
     def _error(self, file: str, fault: str) -> UserError:
         return UserError(f"{self.file.with_name(file)} has {fault}")
 
-    def check(self) -> None:
-        """Raise UserError or ValueError if the files do not define one tokenizer, or one that may use any memory."""
-        _require_bounded_normalizer(self.definition)
-        for name in _list(self.config.get("fast_tokenizer_files")):
-            if name != TOKENIZER_JSON:
-                fault = f"fast_tokenizer_files with {name!r}, which transformers may read in place of {TOKENIZER_JSON}"
-                raise self._error(TOKENIZER_CONFIG, f"{fault}: remove the key, or rename this file")
-        key, adds = "add_prefix_space", adds_prefix_space(self.definition)
-        if isinstance(self.config.get(key), bool) and self.config[key] != adds:
-            value = str(self.config[key]).lower()
-            raise self._error(
-                TOKENIZER_CONFIG,
-                f"{key} = {value}, but {TOKENIZER_JSON} {'adds one' if adds else 'adds none'}: some versions of "
-                f"transformers follow the first and some the second. Remove {key} to use {TOKENIZER_JSON} as it is",
-            )
-
 
 def read_tokenizer_files(file: Path, chosen: Mapping[str, str], chat_template: str) -> TokenizerFiles:
     """Read tokenizer.json, which is `file`, and all files beside it.
 
     chosen: BOS and EOS, see TokenizerFiles. chat_template: a file to use as the default template, or "". Raises
-    UserError if a file cannot be read, and OSError or JsonError for `file`.
+    UserError if a file beside it cannot be read, or contradicts it; OSError, ValueError and others for `file`.
     """
+    content = read_regular(file)
+    definition = json.loads(content)
+    _require_bounded_normalizer(definition)
+    config = _read_beside(file, TOKENIZER_CONFIG)
+    _check_config(config, definition, file.with_name(TOKENIZER_CONFIG))
     beside = file.with_name(CHAT_TEMPLATE)
     folder = file.with_name(TEMPLATES)
     files = {path.stem: str(path) for path in sorted(folder.glob("*.jinja"))} if folder.is_dir() else {}
@@ -253,8 +239,9 @@ def read_tokenizer_files(file: Path, chosen: Mapping[str, str], chat_template: s
     return TokenizerFiles(
         file,
         {name: text for name, text in chosen.items() if text},
-        read_regular(file),
-        _read_beside(file, TOKENIZER_CONFIG),
+        content,
+        _lacks_characters(definition),
+        config,
         _read_beside(file, SPECIAL_TOKENS_MAP),
         _read_beside(file, ADDED_TOKENS, dict[str, int]),
         {name: read_chat_template(path) for name, path in files.items()},
@@ -292,25 +279,41 @@ def tokenizer_file(path: str) -> Path:
     return full / TOKENIZER_JSON if full.is_dir() else full
 
 
-def _drops_text(definition: Mapping[str, Any]) -> bool:
-    """Whether the library drops characters without tokens. definition: a tokenizer.json."""
+def _lacks_characters(definition: Mapping[str, Any]) -> bool:
+    """Whether the library drops characters without tokens: only a BPE without an unknown token does. definition: a
+    tokenizer.json."""
     model = definition["model"]
     if model.get("type", "BPE") != "BPE" or "merges" not in model or model.get("unk_token") is not None:
         return False
-    if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256)):
-        return False
-    has_bytes = any(step["type"] == "ByteLevel" for step in _steps(definition, "normalizer", "pre_tokenizer"))
-    return not has_bytes or any(byte not in model["vocab"] for byte in tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    needed: set[str] | None = None
+    if any(step["type"] == "ByteLevel" for step in _steps(definition, "normalizer", "pre_tokenizer")):
+        needed = {*pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(_ALL_BYTES)[0][0]}
+    elif model.get("byte_fallback"):
+        needed = {f"<0x{byte:02X}>" for byte in _ALL_BYTES.encode()}
+    return needed is None or any(token not in model["vocab"] for token in needed)
 
 
-def adds_prefix_space(definition: Mapping[str, Any]) -> bool:
-    """Whether a space is put before a text. definition: a tokenizer.json."""
-    return any(
+def _check_config(config: Mapping[str, Any], definition: Mapping[str, Any], file: Path) -> None:
+    """Raise UserError if a tokenizer_config.json, `file`, contradicts the tokenizer.json."""
+    for name in _list(config.get("fast_tokenizer_files")):
+        if name != TOKENIZER_JSON:
+            raise UserError(
+                f"{file} has fast_tokenizer_files with {name!r}, which transformers may read in place of "
+                f"{TOKENIZER_JSON}: remove the key, or rename this file"
+            )
+    adds_space = any(
         step["type"] == "Prepend"
         or (step["type"] == "ByteLevel" and step.get("add_prefix_space", True))
         or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
         for step in _steps(definition, "normalizer", "pre_tokenizer")
     )
+    given = config.get("add_prefix_space")
+    if isinstance(given, bool) and given != adds_space:
+        raise UserError(
+            f"{file} has add_prefix_space = {str(given).lower()}, but {TOKENIZER_JSON} adds "
+            f"{'one' if adds_space else 'none'}, and versions of transformers differ in which of them they follow: "
+            f"remove add_prefix_space to use {TOKENIZER_JSON} as it is"
+        )
 
 
 def _steps(definition: Mapping[str, Any], *parts: str) -> Iterator[Mapping[str, Any]]:

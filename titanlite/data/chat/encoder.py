@@ -5,7 +5,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,14 +32,14 @@ _UNKNOWN = (
 class ChatTokenizer(Protocol):
     """What a ChatEncoder reads of a titanlite.data.tokenizer.Tokenizer.
 
-    content: of a tokenizer.json with the added tokens of all files. promoted: words of the vocabulary that are special
-    tokens in these files only. special_tokens: name -> text, such as {"eos_token": "</s>"}.
+    content: of a tokenizer.json with the added tokens of all files. chat_tokens: those
+    that change only conversations. special_tokens: name -> text, such as {"eos_token": "</s>"}.
     """
 
     @property
     def content(self) -> bytes: ...
 
-    promoted: Sequence[str]
+    chat_tokens: list[list[Any]]
     special_tokens: dict[str, str]
     chat_template: str | None
     eos_id: int | None
@@ -111,7 +111,7 @@ class ChatEncoder:
             )
         self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
         self._special_tokens = SpecialTokens(tokenizer.content)
-        named = json.dumps([tokenizer.chat_template, tokenizer.special_tokens, *tokenizer.promoted], sort_keys=True)
+        named = json.dumps([tokenizer.chat_template, tokenizer.special_tokens, *tokenizer.chat_tokens], sort_keys=True)
         self.fingerprint = hashlib.sha256(named.encode()).hexdigest()
         end, self.fault_of_end = self._end_of_turn()
         self.stop_ids = tuple(dict.fromkeys(token for token in (end, tokenizer.eos_id) if token is not None))
