@@ -114,14 +114,13 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "relative symlink": (moved_out(FIRST, "../outside"), f"{FIRST} is a link that leaves the folder"),
     "symlinked index": (moved_out(INDEX, "../outside"), f"{INDEX} is a link that leaves the folder"),
     "symlinked config": (moved_out("config.json", "../outside"), "config.json is a link that leaves the folder"),
-    "symlinked tokenizer": (
-        lambda folder: os.symlink("/etc/passwd", folder / "tokenizer.json"),
-        "tokenizer.json is a link that leaves the folder",
-    ),
-    "symlinked template": (
-        lambda folder: os.symlink("/etc/passwd", folder / "chat_template.jinja"),
-        "chat_template.jinja is a link that leaves the folder",
-    ),
+    **{
+        f"symlinked {name}": (
+            lambda f, n=name: ((f / n).parent.mkdir(exist_ok=True), os.symlink("/etc/passwd", f / n)),
+            f"{Path(name).name} is a link that leaves the folder",
+        )
+        for name in ("tokenizer.json", "added_tokens.json", "chat_template.jinja", "additional_chat_templates/a.jinja")
+    },
     "dangling": (lambda f: ((f / FIRST).unlink(), os.symlink("gone", f / FIRST)), f"{FIRST} is missing"),
     "loop": (lambda f: ((f / FIRST).unlink(), os.symlink(FIRST, f / FIRST)), f"{FIRST} is missing"),
     "folder": (lambda f: ((f / FIRST).unlink(), (f / FIRST).mkdir()), f"{FIRST} is not a file"),

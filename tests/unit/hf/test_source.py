@@ -14,6 +14,7 @@ from tests.unit.data.small_hub import COMMIT, SmallHub, small_hub
 from tests.unit.hf.making import tiny, write_model
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.preflight import check_start, imported_from
+from titanlite.data.tokenizer_files import TEMPLATES, TOKENIZER_FILES
 from titanlite.hf import hub as hub_module
 from titanlite.hf import source as source_module
 from titanlite.hf.folder import ModelFolder
@@ -114,13 +115,19 @@ def test_a_model_is_downloaded_once_and_only_what_is_needed(hub: SmallHub, tmp_p
     written = write_model(folder, shards=2)
     for name in ("pytorch_model.bin", "consolidated.safetensors", "README.md", "code.py"):
         (folder / name).write_bytes(b"0" * 1000)
+    (folder / TEMPLATES).mkdir()
+    tokenizer_files = [*TOKENIZER_FILES, f"{TEMPLATES}/tools.jinja"]
+    for name in tokenizer_files:
+        (folder / name).write_text(name)
     found = open_source("org/name")
+    assert all((found.path / name).is_file() for name in tokenizer_files)
     names = found.family.hugging_face.names(found.hyper_parameters)
     own = {name: torch.empty_like(written[names[name]]) for name in names}
     found.fill_(own)
     assert all(torch.equal(tensor, written[names[name]]) for name, tensor in own.items())
     shards = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
-    assert requested_files(hub) == ["config.json", *shards, "model.safetensors.index.json"]
+    expected = ["config.json", *shards, "model.safetensors.index.json", *(Path(name).name for name in tokenizer_files)]
+    assert requested_files(hub) == sorted(expected)
     assert all(tensor.file.parent.name == "blobs" for tensor in found.tensors.values())
     assert pinned(HubModel("org/name")) == HubModel("org/name", COMMIT)
     hub.requests.clear()

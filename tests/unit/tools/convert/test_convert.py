@@ -183,9 +183,13 @@ def test_generation_defaults_survive_import_training_resume_and_export(tmp_path:
 
 @pytest.mark.slow
 def test_a_chosen_chat_template_is_exported_and_gives_the_same_tokens_in_transformers(tmp_path: Path) -> None:
-    """After fine-tuning on conversations; the model also learns to end a turn."""
+    """After fine-tuning on conversations; the model also learns to end a turn. Only tokenizer_config.json has the
+    tokens of the template, and does not call the last one special."""
     (tmp_path / "tokenizer").mkdir()
-    train_bpe(iter([TEXT] * 4), 290, tmp_path / "tokenizer", ["<|im_start|>", "<|im_end|>"])
+    size = train_bpe(iter([TEXT] * 4), 290, tmp_path / "tokenizer")
+    added = {size: {"content": "<|im_start|>", "special": True}, size + 1: {"content": "<|im_end|>", "special": False}}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "added_tokens_decoder": added}
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
     original = source(tmp_path / "original", tmp_path / "tokenizer", dtype=torch.float32)
     main(["import", str(original), "--out", str(tmp_path / "imported")])
     messages = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "it says é"}]
