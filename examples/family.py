@@ -9,13 +9,12 @@ So et al., "Primer: Searching for Efficient Transformers for Language Modeling",
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor, nn
 from torch.nn import functional
 
 import titanlite
-from titanlite.models.decoder import TENSOR_STYLES, Decoder, check_decoder, check_width, decoder_plan, init
+from titanlite.models.decoder import TENSOR_STYLES, Block, Decoder, check_decoder, check_width, decoder_plan, init
 from titanlite.models.family import DecoderConfig, Family, Plan
 from titanlite.models.layers import Attention
 from titanlite.runtime.errors import Problem
@@ -67,8 +66,11 @@ class SquaredReLU(nn.Module):
 
 
 def build(config: PrimerConfig) -> Decoder:
-    attention = partial(Attention, config.dim, config.n_heads, config.n_kv_heads, config.head_dim)
-    return Decoder(config, attention, feed_forward=partial(SquaredReLU, config.dim, config.ffn_dim))
+    def block(_index: int) -> Block:
+        attention = Attention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim)
+        return Block(config, attention, SquaredReLU(config.dim, config.ffn_dim))
+
+    return Decoder(config, block)
 
 
 def plan(config: PrimerConfig) -> Plan:

@@ -30,6 +30,7 @@ from titanlite.optim.optimizer import Arguments, GatedOptimizer, OptimizerConfig
 from titanlite.optim.registry import OPTIMIZERS
 from titanlite.optim.schedule import DECAY_SHAPES
 from titanlite.parallel.mesh import ShardGroups
+from titanlite.parallel.tensor import style_problems
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.plugins import RegistrationError, add_entry
 
@@ -182,7 +183,10 @@ def _check_model(check: _Check, family: Family, config: Any) -> None:
     units = Counter({name: sum(name.startswith(prefix) for prefix in prefixes) for name in names})
     wrong = [f"{name} is in {count}" for name, count in units.items() if count != 1]
     check.require(not wrong, f"each parameter must be in one unit of the plan: {'; '.join(wrong[:3])}")
-    for name in names:
+    if plan.tensor_styles and (problems := style_problems(model, plan)):
+        check.require(False, f"{problems[0]}; fix tensor_styles, or leave it empty: then tensor parallelism is refused")
+    for name, parameter in model.named_parameters():
+        check.require(parameter.dim() > 0, f"{name} has no dimension, and FSDP cannot shard it: use shape (1,)")
         check.require(isinstance(family.init(config, name), Init), f"init has no distribution for {name}")
     check.require(family.flops_per_token(config, 1) > 0, "flops_per_token must return a positive number")
     if family.hugging_face is not None:

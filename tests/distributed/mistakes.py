@@ -189,7 +189,7 @@ def random_by_torch() -> Iterator[None]:
         for name, parameter in module.named_parameters():
             distribution = init(name)
             with torch.no_grad():
-                _ = parameter.fill_(1.0) if distribution.kind == "ones" else parameter.normal_(0.0, distribution.std)
+                _ = parameter.fill_(1.0) if distribution.kind == "ones" else parameter.normal_(0.0, distribution.value)
 
     with replaced(build_module, "init_parameters_", draw):
         yield

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import titanlite
 from tests.configuration import parse_config
@@ -63,6 +64,41 @@ def plan_without(unit: int) -> Callable[[Any], Plan]:
     return plan
 
 
+def styled(**styles: str) -> Family:
+    def plan(config: Any) -> Plan:
+        full = LLAMA3.plan(config)
+        changed = {name.replace("_", "."): style for name, style in styles.items()}
+        return replace(full, tensor_styles={**full.tensor_styles, **changed})  # type: ignore[arg-type]
+
+    return replace(FAMILY, plan=plan)
+
+
+class Scaled(torch.nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def changed(change: Callable[[Any], None]) -> Family:
+    def build(config: Any) -> Any:
+        model = LLAMA3.build(config)
+        change(model)
+        return model
+
+    return replace(FAMILY, build=build)
+
+
+def scale_output(model: Any) -> None:
+    model.layers["0"].feed_forward.w2 = Scaled(TINY.ffn_dim, TINY.dim, bias=False)
+
+
+def add_scalar(model: Any) -> None:
+    model.norm.scale = torch.nn.Parameter(torch.empty(()))
+
+
+def add_norm(model: Any) -> None:
+    model.norm.other = torch.nn.RMSNorm(8)
+
+
 def test_a_family_is_a_choice_with_its_hyper_parameters() -> None:
     titanlite.register_family(FAMILY)
     config, problems = parse_config(["--model.family", "mine", "--model.flavor", "tiny", "--model.ffn_dim", "96"])
@@ -88,6 +124,14 @@ def test_a_family_is_a_choice_with_its_hyper_parameters() -> None:
         (replace(FAMILY, build=lambda config: torch.nn.Linear(config.dim, 1)), "build must return a titanlite"),
         (replace(FAMILY, plan=plan_without(1)), "layers.0.attention_norm.weight is in 0"),
         (replace(FAMILY, init=lambda _, name: Init("ones") if "norm" in name else None), "init has no"),
+        (styled(norm="nrom"), 'norm: "nrom" is no tensor style; they are gather, vocabulary, norm'),
+        (styled(output="column", norm="row"), 'norm: tensor style "row" is for Linear, not RMSNorm'),
+        (changed(add_norm), "the plan has no tensor style for norm.other.weight; fix tensor_styles, or leave it empty"),
+        (changed(scale_output), "layers.0.feed_forward.w2: tensor parallelism would replace the forward of Scaled"),
+        (
+            replace(changed(add_scalar), plan=lambda config: replace(LLAMA3.plan(config), tensor_styles={})),
+            "norm.scale has no dimension, and FSDP cannot shard it: use shape",
+        ),
         (replace(FAMILY, flops_per_token=lambda *_: 0), "flops_per_token must return a positive"),
         (
             replace(FAMILY, hugging_face=replace(LLAMA3.exported, names=lambda _: {"norm.weight": "norm"})),

@@ -22,6 +22,7 @@ from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_schedule
 from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
 from titanlite.parallel.mesh import Mesh, ShardGroups
+from titanlite.parallel.own_code import require_layout
 from titanlite.parallel.parallelize import parallelize
 from titanlite.parallel.pipeline import ModelPart, Pipeline, describe_stages, keep_units_, local_stages, split_stages
 from titanlite.precision import DTYPES
@@ -55,6 +56,8 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
             log.info("Model: %s %s, %s", family.name, config.model.flavor, size)
         require_output_layer(config, part)
         plan = family.plan(hyper_parameters)
+        if not parts:
+            require_layout(family.name, part, plan, config.parallelism, packs=family.boundary is not None)
         if config.parallelism.pp > 1:
             stages = split_stages(part, plan, config.parallelism)
             if not parts:
@@ -180,6 +183,6 @@ def build_pipeline(job: Job, model_parts: list[LanguageModel], mesh: Mesh, devic
         microbatches=step.per_batch,
         microbatch_size=step.size,
         seq_len=config.training.seq_len,
-        dim=job.hyper_parameters.dim,
+        width=config.family.stage_width(job.hyper_parameters),
         dtype=DTYPES[config.training.mixed_precision_param],
     )

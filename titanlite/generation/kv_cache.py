@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from titanlite.models.attention import AttentionMask
+from titanlite.models.attention import AttentionMask, attend, attention_mask
 from titanlite.models.decoder import Decoder
 from titanlite.models.family import LanguageModel
 from titanlite.models.layers import Attention
+from titanlite.parallel.own_code import has_own_code
 
 
 class Reading:
@@ -125,11 +126,11 @@ class KeyValueCache:
 def remembering(model: LanguageModel, padding: Sequence[int], capacity: int) -> Iterator[Reading | Rereading]:
     """Replace the model's attention by cached attention inside the block. padding, capacity: see Reading.
 
-    Only of a Decoder (models/decoder.py), in which positions interact only in the Attention of each block, whose
+    Only of a Decoder (models/decoder.py) in which positions interact only in the default `attend` of each block, whose
     queries and keys are already rotated by `positions`. Other models read all columns again for each token.
     """
     layers = [module for module in model.modules() if isinstance(module, Attention)]
-    if not isinstance(model, Decoder) or len(layers) != len(model.layers):
+    if not isinstance(model, Decoder) or not _is_cacheable(model, layers):
         yield Rereading(model, padding)
         return
     kernels = [layer.attend for layer in layers]
@@ -141,3 +142,31 @@ def remembering(model: LanguageModel, padding: Sequence[int], capacity: int) -> 
     finally:
         for layer, kernel in zip(layers, kernels, strict=True):
             layer.attend = kernel
+
+
+def _is_cacheable(model: Decoder, layers: Sequence[Attention]) -> bool:
+    """Whether positions interact only in the default `attend` of each block.
+
+    Found by a forward pass without it: the logits of a position must not depend on the tokens before it.
+    """
+    if len(layers) != len(model.layers) or model.attention_mask is not attention_mask:
+        return False
+    if any(layer.attend is not attend for layer in layers):
+        return False
+    if not has_own_code(model):
+        return True
+    device = next(model.parameters()).device
+    for layer in layers:
+        layer.attend = _without_attention
+    try:
+        with torch.inference_mode():
+            one, other = (model(torch.tensor([[*first, 0]], device=device))[:, -1] for first in ((0, 1, 2), (2, 0, 1)))
+    finally:
+        for layer in layers:
+            layer.attend = attend
+    return torch.allclose(one, other)
+
+
+def _without_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None) -> Tensor:
+    del keys, values, mask
+    return torch.zeros_like(queries)

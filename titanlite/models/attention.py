@@ -17,6 +17,8 @@ MaskForm = Literal["scores", "blocks"]
 """scores: one additive number per query and key; blocks: the 128 x 128 blocks of scores to compute."""
 AttentionMask = Tensor | BlockMask
 """A mask in the form that the kernel of `attend` takes: see `attention_mask`."""
+Kernel = Callable[[Tensor, Tensor, Tensor, AttentionMask | None], Tensor]
+"""`attend`, or a function of a family in its place."""
 
 
 def pin_kernels(device: torch.device) -> None:

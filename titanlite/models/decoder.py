@@ -96,29 +96,20 @@ class Block(nn.Module):
 class Decoder(LanguageModel):
     """Pre-norm decoder. Weights are uninitialized; buffers are undefined until `init_buffers`.
 
-    attention, feed_forward: return these modules of one block; None: SwiGLU. scaling: of the rotary wavelengths; None
-    for no scaling.
+    block: returns the block of a layer, by its index: a Block, or a module that is called like one. scaling: of the
+    rotary wavelengths; None for no scaling.
     `layers` is keyed "0" … "n_layers - 1", so that a pipeline stage with some of the layers has the same names.
     """
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        attention: Callable[[], Attention],
-        scaling: RopeScaling | None = None,
-        feed_forward: Callable[[], nn.Module] | None = None,
+        self, config: DecoderConfig, block: Callable[[int], nn.Module], scaling: RopeScaling | None = None
     ) -> None:
         super().__init__()
         self.config = config
         # nn.Embedding(...) does the same, but on the meta device it imports torch._dynamo, which takes half a second
         embeddings = torch.randn(config.vocab_size, config.dim)
         self.tok_embeddings: nn.Embedding | None = nn.Embedding.from_pretrained(embeddings, freeze=False)
-        self.layers = nn.ModuleDict(
-            {
-                str(index): Block(config, attention(), feed_forward() if feed_forward else None)
-                for index in range(config.n_layers)
-            }
-        )
+        self.layers = nn.ModuleDict({str(index): block(index) for index in range(config.n_layers)})
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         self.output: OutputLayer | None = OutputLayer(config.dim, config.vocab_size)
         self.rope = RotaryEmbedding(config.head_dim, config.max_seq_len, config.rope_theta, scaling)
@@ -157,10 +148,16 @@ class Decoder(LanguageModel):
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         mask = self.attention_mask(document_ids, x.dtype, self.config.head_dim)
         of_experts = (is_token,) if self.config.n_experts > 1 else ()
-        for layer in self.layers.values():
-            x = layer(x, rope, mask, *of_experts)
+        x = self.run_blocks(x, rope, mask, *of_experts)
         x = x if self.norm is None else self.norm(x)
         return x if self.output is None else self.output(x, labels, num_valid)
+
+    def run_blocks(self, x: Tensor, *arguments: Any) -> Tensor:
+        """Apply the blocks of this stage. x: the embeddings, or what the previous stage has returned. arguments: of
+        each block after x. A model whose blocks pass more than x overrides it; see Family.boundary."""
+        for layer in self.layers.values():
+            x = layer(x, *arguments)
+        return x
 
 
 def init(config: DecoderConfig, name: str) -> Init:

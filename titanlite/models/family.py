@@ -48,7 +48,9 @@ class DecoderConfig:
     bias_rate: float = 0.0
 
 
-TensorStyle = Literal["vocabulary", "norm", "head_norm", "wide_norm", "gather", "column", "row", "router", "logits"]
+TensorStyle = Literal[
+    "vocabulary", "norm", "head_norm", "wide_norm", "gather", "column", "row", "router", "scalar", "logits"
+]
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Plan:
         is summed and sharded along seq_len.
         "router": a replicated router. Experts need no style: their hidden features are sharded, and their output is
         summed and sharded along seq_len.
+        "scalar": a Scalar, replicated; each rank computes with it for its own positions or heads.
         "logits": the output layer, sharded by output features (the vocabulary); its input is gathered.
     """
 
@@ -81,10 +84,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Init:
-    """Distribution of one parameter: "normal" (mean 0, `std`, clamped at 3 standard deviations) or "ones"."""
+    """Distribution of one parameter: "normal" (mean 0, standard deviation `value`, clamped at three of them), "uniform"
+    (from -value to value), "constant" (`value`), or "ones"."""
 
-    kind: Literal["normal", "ones"]
-    std: float = 0.0
+    kind: Literal["normal", "uniform", "constant", "ones"]
+    value: float = 1.0
 
 
 class LanguageModel(nn.Module, ABC):
@@ -95,15 +99,19 @@ class LanguageModel(nn.Module, ABC):
 
     draws: whether forward also takes `row_keys`, int64 (batch,), and draws its random numbers from them with
     models/randomness.py, so that they are the same on every mesh. Without `row_keys` it draws no random numbers.
-    attention_mask: builds the mask of a forward pass, by default that of models/attention.py; context parallelism may
-    replace it by one for the queries of this rank.
+    attention_mask: builds the mask of a forward pass, by default that of models/attention.py, and context parallelism
+    may replace that by one for the queries of this rank. A family may have its own, as a method or an attribute: with
+    it, context_parallel = "gather" is refused, and generation reads all tokens again for each new one.
     """
 
     draws: ClassVar[bool] = False
 
+    attention_mask: Callable[[Tensor | None, torch.dtype, int], AttentionMask | None]
+
     def __init__(self) -> None:
         super().__init__()
-        self.attention_mask: Callable[[Tensor | None, torch.dtype, int], AttentionMask | None] = attention_mask
+        if not hasattr(type(self), "attention_mask"):  # else a method of the family
+            self.attention_mask = attention_mask
 
     @abstractmethod
     def forward(
@@ -124,7 +132,7 @@ class LanguageModel(nn.Module, ABC):
         row.
 
         Without the first unit, `tokens` is the previous stage's output, (batch, seq_len / tp, dim). Without the last
-        unit, the result has this shape, too.
+        unit, the result has this shape, too. A family with a `boundary` has this width in place of dim.
 
         positions: int64 (batch, seq_len); None: 0, 1, 2, ... in each row. document_ids: int64 (batch, seq_len); a
         position attends to positions of the same id, up to itself; None: each row is one document.
@@ -140,6 +148,11 @@ class LanguageModel(nn.Module, ABC):
     @abstractmethod
     def init_buffers(self, device: torch.device) -> None:
         """Compute all non-persistent buffers on `device`."""
+
+
+def has_own(module: nn.Module, name: str, kind: type[nn.Module]) -> bool:
+    """Whether a method of `kind` is replaced in `module`: by its class or by assignment."""
+    return name in vars(module) or getattr(type(module), name) is not getattr(kind, name)
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -189,6 +202,8 @@ class Family:
     flops_per_token(config, seq_len): floating-point operations per trained token, forward and backward.
     hugging_face: the family in the format of `transformers`; None: models cannot be exported and imported.
     needs: hyper-parameters that have no effect under other ones; see Needs.
+    boundary(config): numbers per position that a pipeline stage passes to the next one; None: dim, the residual stream
+    alone. A model whose blocks also pass other tensors concatenates all into one.
     """
 
     name: str
@@ -201,6 +216,11 @@ class Family:
     flops_per_token: Callable[[Any, int], int]
     hugging_face: HuggingFace | None = None
     needs: Mapping[str, Needs] = field(default_factory=dict)
+    boundary: Callable[[Any], int] | None = None
+
+    def stage_width(self, config: Any) -> int:
+        """Numbers per position that a pipeline stage passes to the next one."""
+        return int(config.dim if self.boundary is None else self.boundary(config))
 
     @property
     def exported(self) -> HuggingFace:

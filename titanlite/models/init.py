@@ -66,17 +66,17 @@ def local_region(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ..
 def fill_region_(local: Tensor, seed: int, name: str, init: Init, shape: Sequence[int], offset: Sequence[int]) -> None:
     """Fill `local` in place: the box at `offset` of the parameter `name`, whose global shape is `shape`."""
     assert not local.is_meta, f"{name} has no memory yet"
-    if init.kind == "ones":
-        local.fill_(1.0)
+    if init.kind in ("ones", "constant"):
+        local.fill_(1.0 if init.kind == "ones" else init.value)
     elif local.numel():
-        _copy_box(_Blocks(seed, name, init.std, prod(shape)), local, shape, offset, 0)
+        _copy_box(_Blocks(seed, name, init, prod(shape)), local, shape, offset, 0)
 
 
 class _Blocks:
     """The flattened global tensor, drawn block by block; caches the last block."""
 
-    def __init__(self, seed: int, name: str, std: float, numel: int) -> None:
-        self._seed, self._name, self._std, self._numel = seed, name, std, numel
+    def __init__(self, seed: int, name: str, init: Init, numel: int) -> None:
+        self._seed, self._name, self._init, self._numel = seed, name, init, numel
         self._index = -1
         self._drawn = torch.empty(min(BLOCK_NUMEL, numel), dtype=torch.float64, device="cpu")
         self._rounded = torch.empty_like(self._drawn, dtype=torch.float32)
@@ -95,11 +95,15 @@ class _Blocks:
         drawn, rounded = self._drawn[:numel], self._rounded[:numel]
         if index != self._index:
             digest = hashlib.sha256(f"{self._seed}:{self._name}:{index}".encode()).digest()
-            drawn.normal_(generator=torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little")))
+            generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
+            if self._init.kind == "uniform":
+                drawn.uniform_(-1.0, 1.0, generator=generator)
+            else:
+                drawn.normal_(generator=generator)
             # NumPy runs on the calling thread only; torch would start a pool of threads for each thread here.
             values = drawn.numpy()
             np.clip(values, -CUT_STD, CUT_STD, out=values)
-            np.multiply(values, self._std, out=values)
+            np.multiply(values, self._init.value, out=values)
             np.copyto(rounded.numpy(), values, casting="same_kind")
             self._index = index
         return rounded

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from titanlite.models.attention import AttentionMask, attend
+from titanlite.models.attention import AttentionMask, Kernel, attend
 
 
 class RopeScaling(Protocol):
@@ -245,9 +245,12 @@ class Attention(nn.Module):
 
     q_norm, k_norm: normalize queries and keys, (batch, seq_len, heads, head_dim), before they are rotated: each head by
     an RMSNorm of width head_dim, or all heads together by a WideNorm. None: not normalized.
-    attend: the attention function, by default that of models/attention.py; generation replaces it by one with a KV
-    cache, and context parallelism by one over several ranks.
+    attend: the attention function, by default that of models/attention.py. A family may have its own, as a method of a
+    subclass or an attribute. Context parallelism calls it with the heads and queries of a rank (parallel/context.py),
+    and generation replaces the default one by one with a KV cache.
     """
+
+    attend: Kernel
 
     def __init__(
         self,
@@ -260,7 +263,8 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
-        self.attend: Callable[[Tensor, Tensor, Tensor, AttentionMask | None], Tensor] = attend
+        if not hasattr(type(self), "attend"):  # else a method of a subclass
+            self.attend = attend
         self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
@@ -270,13 +274,20 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None) -> Tensor:
         """x: (batch, seq_len, dim); mask: from attention_mask, None: causal. Returns (batch, seq_len, dim)."""
+        return self.attended(*self.heads(x, rope), mask)
+
+    def heads(self, x: Tensor, rope: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, normalized and rotated, and values of x: (batch, seq_len, heads, head_dim) each."""
         batch, seq_len, _ = x.shape
         queries = self.wq(x).view(batch, seq_len, -1, self.head_dim)
         keys = self.wk(x).view(batch, seq_len, -1, self.head_dim)
         values = self.wv(x).view(batch, seq_len, -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries, keys = rope.rotate(queries), rope.rotate(keys)
+        return rope.rotate(queries), rope.rotate(keys), values
+
+    def attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None) -> Tensor:
+        """The output, (batch, seq_len, dim), from the `heads`."""
         attended = self.attend(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), mask)
         out: Tensor = self.wo(attended.transpose(1, 2).flatten(2))
         return out
@@ -295,3 +306,14 @@ class FeedForward(nn.Module):
         """x: (batch, seq_len, dim). Returns the same shape."""
         out: Tensor = self.w2(functional.silu(self.w1(x)) * self.w3(x))
         return out
+
+
+class Scalar(nn.Module):
+    """Learned numbers that a forward pass reads by a call, (n,): FSDP cannot shard a parameter without dimensions."""
+
+    def __init__(self, n: int = 1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n))
+
+    def forward(self) -> Tensor:
+        return self.weight

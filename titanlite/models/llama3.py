@@ -1,10 +1,14 @@
 """Llama 3 (Grattafiori et al., "The Llama 3 Herd of Models", 2024): the decoder with Llama 3.1's rotary scaling."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from torch import nn
+
 from titanlite.models.decoder import (
     TENSOR_STYLES,
+    Block,
     Decoder,
     HyperParameters,
     check_decoder,
@@ -64,16 +68,16 @@ FLAVORS = {
 
 
 class Llama3(Decoder):
-    """The decoder with Llama 3.1's rotary scaling."""
+    """The decoder with Llama 3.1's rotary scaling. block: see Decoder; None: that of Llama 3."""
 
-    def __init__(self, config: Llama3Config) -> None:
+    def __init__(self, config: Llama3Config, block: Callable[[int], nn.Module] | None = None) -> None:
         scaling = Llama3Scaling(
             config.rope_scaling_factor,
             config.rope_low_freq_factor,
             config.rope_high_freq_factor,
             config.rope_original_seq_len,
         )
-        super().__init__(config, partial(attention, config), scaling)
+        super().__init__(config, block or (lambda _: Block(config, attention(config))), scaling)
 
 
 def attention(config: Llama3Config) -> Attention:

@@ -6,6 +6,7 @@ from functools import partial
 
 from titanlite.models.decoder import (
     EXPERT_STYLES,
+    Block,
     Decoder,
     ExpertHyperParameters,
     HyperParameters,
@@ -43,8 +44,7 @@ class Olmoe(Decoder):
     """The decoder with experts whose weights are not normalized, and RMSNorm over all heads of queries and of keys."""
 
     def __init__(self, config: OlmoeConfig) -> None:
-        experts = partial(MixtureOfExperts, config, normalize=False)
-        super().__init__(config, partial(attention, config), feed_forward=experts)
+        super().__init__(config, lambda _: Block(config, attention(config), MixtureOfExperts(config, normalize=False)))
 
 
 def attention(config: OlmoeConfig) -> Attention:

@@ -9,6 +9,7 @@ from torch import nn
 
 from titanlite.models.decoder import (
     TENSOR_STYLES,
+    Block,
     Decoder,
     HyperParameters,
     check_decoder,
@@ -65,9 +66,9 @@ the same.
 
 class Qwen3(Decoder):
     """The decoder with an independent head width, RMSNorm on each head of queries and keys, and YaRN if its factor is
-    above 1."""
+    above 1. block: see Decoder; None: that of Qwen3."""
 
-    def __init__(self, config: Qwen3Config, feed_forward: Callable[[], nn.Module] | None = None) -> None:
+    def __init__(self, config: Qwen3Config, block: Callable[[int], nn.Module] | None = None) -> None:
         scaling = YarnScaling(
             config.rope_scaling_factor,
             config.rope_theta,
@@ -76,7 +77,7 @@ class Qwen3(Decoder):
             config.rope_original_seq_len,
         )
         used = scaling if config.rope_scaling_factor > 1.0 else None
-        super().__init__(config, partial(attention, config), used, feed_forward)
+        super().__init__(config, block or (lambda _: Block(config, attention(config))), used)
 
 
 def attention(config: Qwen3Config) -> Attention:

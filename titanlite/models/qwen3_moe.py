@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from titanlite.models import qwen3
-from titanlite.models.decoder import EXPERT_STYLES, ExpertHyperParameters, decoder_plan, flops_per_token, init
+from titanlite.models.decoder import EXPERT_STYLES, Block, ExpertHyperParameters, decoder_plan, flops_per_token, init
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.family import Family
-from titanlite.models.qwen3 import HEAD_NORMS, NEEDS, Qwen3, Qwen3Config
+from titanlite.models.qwen3 import HEAD_NORMS, NEEDS, Qwen3, Qwen3Config, attention
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Qwen3Moe(Qwen3):
     """Qwen3 with experts."""
 
     def __init__(self, config: Qwen3MoeConfig) -> None:
-        super().__init__(config, partial(MixtureOfExperts, config))
+        super().__init__(config, lambda _: Block(config, attention(config), MixtureOfExperts(config)))
 
 
 FORMAT = replace(

@@ -37,9 +37,11 @@ def divide(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) ->
     found: dict[tuple[int, str, bool], dict[str, Tensor]] = {}
     for name, parameter in named.items():
         index = next(iter(groups_of(section.groups, name)), -1)
-        given = (section.groups[index] if index >= 0 else DEFAULT).optimizer
+        group = section.groups[index] if index >= 0 else DEFAULT
+        given = group.optimizer
         optimizer = default_optimizer(section, plan, name, parameter.dim()) if given == "auto" else given
-        decays = not any(fnmatchcase(name, pattern) for pattern in section.weight_decay_skip)
+        is_asked = parameter.dim() >= 2 or group.weight_decay != -1 or not section.weight_decay_skip
+        decays = is_asked and not any(fnmatchcase(name, pattern) for pattern in section.weight_decay_skip)
         found.setdefault((index, optimizer, decays), {})[name] = parameter
     return [
         Group(
@@ -154,7 +156,8 @@ def _check_options(section: OptimizerConfig, named: Mapping[str, Tensor], plan: 
 
 
 def describe_groups(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[str]:
-    """A table, line by line: group, optimizer, parameters, elements, hyper-parameters. named, plan: as for `divide`."""
+    """A table, line by line: group, optimizer, parameters, elements, hyper-parameters; then the parameters without
+    weight decay. named, plan: as for `divide`."""
     rows = [["group", "optimizer", "parameters", "elements", "lr", "weight decay", "betas or momentum"]]
     for group in divide(section, named, plan):
         elements = sum(parameter.numel() for parameter in group.parameters.values())
@@ -171,7 +174,9 @@ def describe_groups(section: OptimizerConfig, named: Mapping[str, Tensor], plan:
                 ", ".join(f"{decay:g}" for decay in decays),
             ]
         )
-    return aligned(rows)
+    kept = [group.parameters for group in divide(section, named, plan) if not group.options["weight_decay"]]
+    names = dict.fromkeys(_without_numbers(name) for parameters in kept for name in parameters)
+    return [*aligned(rows), *([f"without weight decay: {', '.join(names)}"] if names else [])]
 
 
 def has_owners(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> bool:

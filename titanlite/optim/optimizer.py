@@ -89,7 +89,8 @@ class OptimizerConfig:
     weight_decay: float = setting(0.1, "0 switches weight decay off", least=0)
     """Decoupled weight decay (AdamW, Muon, Lion), or added to the gradient (SGD)."""
     weight_decay_skip: tuple[str, ...] = setting(("*norm*", "*bias*"), needs=_SHRINKS)
-    """Parameters without weight decay: shell patterns, matched against the full parameter name."""
+    """Parameters without weight decay: shell patterns, matched against the full parameter name. Parameters with fewer
+    than two dimensions have none either, unless their group sets weight_decay or this list is empty."""
     ema_decay: float = setting(0.0, "0 keeps no average; 0.999 is usual for 10,000 steps", least=0, below=1)
     """Decay per step of an average of the weights, which checkpoints have beside the weights; 0: no average."""
     groups: tuple[GroupConfig, ...] = ()

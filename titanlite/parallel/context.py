@@ -16,44 +16,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.models.attention import AttentionMask, attend, attention_mask
-from titanlite.models.family import DecoderConfig, LanguageModel, Plan
+from titanlite.models.attention import AttentionMask, Kernel, attention_mask
+from titanlite.models.family import DecoderConfig, LanguageModel
 from titanlite.models.layers import Attention
 from titanlite.parallel.collectives import all_gather, all_to_all, reduce_scatter
 from titanlite.parallel.mesh import ContextParallel, ParallelismConfig, part_of_rows
-from titanlite.runtime.errors import ConfigError, Problem, Rules
+from titanlite.runtime.errors import Problem, Rules
 
 
-def apply_context_parallel(
-    model: LanguageModel, plan: Plan, group: dist.ProcessGroup | None, form: ContextParallel
-) -> list[str]:
+def apply_context_parallel(model: LanguageModel, group: dist.ProcessGroup | None, form: ContextParallel) -> list[str]:
     """Let the attention of the model see entire rows, in place; return descriptions for the start log.
 
-    group: the ranks of the cp axis, in the order of `part_of_rows`; None: there is one. Raises ConfigError for a model
-    that draws by row key, since all ranks would draw the numbers of the first positions, and for one with blocks that
-    have no Attention.
+    group: the ranks of the cp axis, in the order of `part_of_rows`; None: there is one. The own attention function of a
+    family is called with what this rank has: see `own_code.context_problems`.
     """
     if group is None:
         return []
-    for name in plan.blocks:
-        if not any(isinstance(module, Attention) for module in model.get_submodule(name).modules()):
-            rule = f"1 with {type(model).__name__}: {name} has no titanlite.models.layers.Attention, which knows cp"
-            raise ConfigError([Problem("parallelism.cp", group.size(), rule, "use dp_shard, tp or pp")])
-    if model.draws:
-        rule = f"1 with {type(model).__name__}, which draws random numbers by row key: each rank has a part of the row"
-        raise ConfigError([Problem("parallelism.cp", group.size(), rule, "use dp_shard, or a model without draws")])
+    exchange = attend_over_heads if form == "heads" else attend_to_gathered
     for module in model.modules():
         if isinstance(module, Attention):
-            module.attend = partial(attend_over_heads if form == "heads" else attend_to_gathered, group=group)
+            module.attend = partial(exchange, module.attend, group=group)
     if form == "gather":
         model.attention_mask = partial(mask_of_own_queries, group=group)
     return [f"context parallel ({form})"]
 
 
 def attend_over_heads(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None, *, group: dist.ProcessGroup
+    kernel: Kernel,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: AttentionMask | None,
+    *,
+    group: dist.ProcessGroup,
 ) -> Tensor:
-    """`attend` for this rank's positions: (batch, heads, seq_len / cp, head_dim), the result as the queries.
+    """`kernel` for this rank's positions: (batch, heads, seq_len / cp, head_dim), the result as the queries.
 
     mask: of entire rows. If there are fewer heads of keys than ranks, several ranks compute with the same one.
     """
@@ -61,12 +58,18 @@ def attend_over_heads(
     if keys.shape[1] < cp:
         keys, values = (x.repeat_interleave(cp // x.shape[1], dim=1) for x in (keys, values))
     queries, keys, values = (_HeadsForPositions.apply(x, group, 1, 2) for x in (queries, keys, values))  # type: ignore[no-untyped-call]
-    attended: Tensor = _HeadsForPositions.apply(attend(queries, keys, values, mask), group, 2, 1)  # type: ignore[no-untyped-call]
+    attended: Tensor = _HeadsForPositions.apply(kernel(queries, keys, values, mask), group, 2, 1)  # type: ignore[no-untyped-call]
     return attended
 
 
 def attend_to_gathered(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None, *, group: dist.ProcessGroup
+    kernel: Kernel,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: AttentionMask | None,
+    *,
+    group: dist.ProcessGroup,
 ) -> Tensor:
     """As attend_over_heads. mask: of this rank's queries and entire rows of keys, see mask_of_own_queries."""
     keys, values = (_GatherPositions.apply(x, group) for x in (keys, values))  # type: ignore[no-untyped-call]
@@ -75,7 +78,7 @@ def attend_to_gathered(
             'the mask is not one of this rank\'s queries: with parallelism.context_parallel = "gather" a family builds '
             "it with self.attention_mask"
         )
-    return attend(queries, keys, values, mask)
+    return kernel(queries, keys, values, mask)
 
 
 def mask_of_own_queries(

@@ -44,7 +44,7 @@ def parallelize(
             mixture.placement = Placement(index, own_share, mesh.cp_group)
     recompute_first = inside_compilation(recompute)
     return [
-        *apply_context_parallel(model, plan, mesh.cp_group, mesh.section.context_parallel),
+        *apply_context_parallel(model, mesh.cp_group, mesh.section.context_parallel),
         *apply_expert_parallel(model, mesh.device_mesh, mesh.expert_mesh),
         *apply_tensor_parallel(model, plan, mesh.device_mesh),
         *(apply_recompute(model, plan, recompute) if recompute_first else []),

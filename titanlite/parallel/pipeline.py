@@ -250,12 +250,12 @@ class Pipeline:
         microbatches: int,
         microbatch_size: int,
         seq_len: int,
-        dim: int,
+        width: int,
         dtype: torch.dtype,
     ) -> None:
         """
-        microbatches: of a batch, of microbatch_size rows each. seq_len: of entire rows. dim, dtype: width of the
-        residual stream, and the dtype of its computation.
+        microbatches: of a batch, of microbatch_size rows each. seq_len: of entire rows. width, dtype: of what a
+        stage passes to the next one, and of the computation.
         """
         from torch.distributed.pipelining import PipelineStage  # slow to import: see schedule_class
 
@@ -265,7 +265,7 @@ class Pipeline:
         own_positions = seq_len // section.cp
         tokens = torch.empty(self._microbatch_size, own_positions, dtype=torch.int64, device="meta")
         self._boundary = tokens.new_empty(
-            self._microbatch_size, own_positions // section.tp, dim, dtype=dtype, requires_grad=True
+            self._microbatch_size, own_positions // section.tp, width, dtype=dtype, requires_grad=True
         )
         """Output of a stage for the next stage, on the meta device."""
         shares = tokens.new_empty(len(tokens), dtype=torch.promote_types(dtype, torch.float32), requires_grad=True)

@@ -16,18 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
-from titanlite.models.experts import Router, router_scores
-from titanlite.models.family import LanguageModel, Plan, TensorStyle
-from titanlite.models.layers import RMSNorm, WideNorm, rms_norm, rms_norm_of_part
+from titanlite.models.experts import Experts, Router, router_scores
+from titanlite.models.family import LanguageModel, Plan, TensorStyle, has_own
+from titanlite.models.layers import RMSNorm, Scalar, WideNorm, rms_norm, rms_norm_of_part
 from titanlite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 
 
 def apply_tensor_parallel(model: LanguageModel, plan: Plan, mesh: DeviceMesh) -> list[str]:
     """Shard the model's parameters over the tp axis, in place; return descriptions for the start log.
 
-    Between blocks, activations are (batch, seq_len / tp, dim) on each rank. Replaces the forward of modules with
-    parameters, so that names do not change. The gradients of replicated parameters (norms) are parts of sums over tp,
-    since each rank computes a part of the positions or of the heads; data parallelism adds them up.
+    Between blocks, activations are (batch, seq_len / tp, dim) on each rank. Names of parameters do not change. The
+    gradients of replicated parameters (norms) are parts of sums over tp, since each rank computes a part of the
+    positions or of the heads; data parallelism adds them up. The model must have no `style_problems`.
     """
     axis = mesh["tp"]
     if axis.size() == 1:
@@ -35,10 +35,8 @@ def apply_tensor_parallel(model: LanguageModel, plan: Plan, mesh: DeviceMesh) ->
     for name, module in list(model.named_modules()):
         style = tensor_style(plan, name)
         if style is not None:
-            _apply(style, name, module, axis)
+            _apply(style, module, axis)
     model.tie_weights()
-    left_out = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    assert not left_out, f"the plan has no tensor style for {left_out}"
     return ["tensor parallel"]
 
 
@@ -58,18 +56,41 @@ def tensor_dimension(plan: Plan, module: str, parameter: str) -> int | None:
     return placement.dim if isinstance(placement, Shard) else None
 
 
-def _apply(style: TensorStyle, name: str, module: nn.Module, axis: DeviceMesh) -> None:
+def style_problems(model: nn.Module, plan: Plan) -> list[str]:
+    """Why tensor parallelism cannot be applied to a full model as it was built; empty if it can."""
+    styles = ("gather", *_STYLES)
+    unknown = [f'{pattern}: "{style}"' for pattern, style in plan.tensor_styles.items() if style not in styles]
+    if unknown:
+        return [f"{each} is no tensor style; they are {', '.join(styles)}" for each in unknown]
+    problems = []
+    kind: type[nn.Module]
+    for name, module in model.named_modules():
+        style, own = tensor_style(plan, name), [key for key, _ in module.named_parameters(recurse=False)]
+        if isinstance(module, Experts):
+            kind, parameters, replaces = Experts, own, True
+        elif style is None or style == "gather":
+            problems += [f"the plan has no tensor style for {name}.{key}" for key in own]
+            continue
+        else:
+            kind, placements, forward = _STYLES[style]
+            parameters, replaces = [*placements], forward is not None
+        if not isinstance(module, kind):
+            problems.append(f'{name}: tensor style "{style}" is for {kind.__name__}, not {type(module).__name__}')
+        elif own != parameters:
+            problems.append(f'{name}: tensor style "{style}" is for {", ".join(parameters)}, not {", ".join(own)}')
+        elif replaces and has_own(module, "forward", kind):
+            problems.append(f"{name}: tensor parallelism would replace the forward of {type(module).__name__}")
+    return problems
+
+
+def _apply(style: TensorStyle, module: nn.Module, axis: DeviceMesh) -> None:
     if style in ("gather", "logits"):
         module.register_forward_pre_hook(partial(_gather_input, group=axis.get_group()))
     if style == "gather":
         return
-    kind, placements, forward = _STYLES[style]
-    parameters = dict(module.named_parameters(recurse=False))
-    assert isinstance(module, kind), f'{name}: tensor style "{style}" is for {kind.__name__}'
-    assert parameters.keys() == placements.keys(), f'{name}: tensor style "{style}" is for {list(placements)} only'
-    for own_name, parameter in parameters.items():
-        sharded = nn.Parameter(distribute_tensor(parameter, axis, [placements[own_name]]))
-        setattr(module, own_name, sharded)
+    _, placements, forward = _STYLES[style]
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(distribute_tensor(parameter, axis, [placements[name]])))
     if forward is not None:
         module.forward = partial(forward, module, axis.get_group())
 
@@ -108,6 +129,11 @@ def _route(router: Router, group: dist.ProcessGroup, x: Tensor) -> Tensor:
     return router_scores(x, local_weight(router.weight, Partial()))
 
 
+def _read(scalar: Scalar, group: dist.ProcessGroup) -> Tensor:
+    del group
+    return local_weight(scalar.weight, Partial())
+
+
 _STYLES: dict[TensorStyle, tuple[type[nn.Module], dict[str, Placement], Callable[..., Tensor] | None]] = {
     "vocabulary": (nn.Embedding, {"weight": Shard(0)}, _look_up),
     "norm": (RMSNorm, {"weight": Replicate()}, _normalize),
@@ -116,9 +142,11 @@ _STYLES: dict[TensorStyle, tuple[type[nn.Module], dict[str, Placement], Callable
     "column": (nn.Linear, {"weight": Shard(0)}, _project),
     "row": (nn.Linear, {"weight": Shard(1)}, _project_and_sum),
     "router": (Router, {"weight": Replicate()}, _route),
+    "scalar": (Scalar, {"weight": Replicate()}, _read),
     "logits": (nn.Linear, {"weight": Shard(0)}, None),
 }
-"""Style -> type of the module, placements of its parameters over tp, and its forward (None: it keeps its own)."""
+"""Style -> type of the module, placements of its parameters over tp, and its forward (None: it keeps its own). A module
+whose forward is replaced must have that of its type: see style_problems."""
 
 
 def local_weight(weight: Tensor, gradient: Placement | None = None) -> Tensor:

@@ -66,6 +66,7 @@ class StepShape:
     loss_chunk: int
     shard_logits: bool
     dim: int
+    stage_width: int
     vocab_size: int
     param_bytes: int
     reduce_bytes: int
@@ -219,7 +220,7 @@ def _tensor_parallel(
 
 def _pipeline(stage: Stage, section: ParallelismConfig, shape: StepShape) -> list[Traffic]:
     """Sends activations to the next stage and gradients to the previous one."""
-    boundary = shape.positions // shape.sizes["tp"] * shape.dim * shape.param_bytes
+    boundary = shape.positions // shape.sizes["tp"] * shape.stage_width * shape.param_bytes
     calls = remote_neighbors(stage, shape) * shape.microbatches
     return [Traffic("pp", "send", calls, calls * boundary, section.pp)]
 

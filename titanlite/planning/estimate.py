@@ -152,6 +152,7 @@ def step_shape(
         loss_chunk=_loss_chunk(config, model.vocab_size, device_type),
         shard_logits=_shards_logits(config),
         dim=model.dim,
+        stage_width=family.stage_width(model),
         vocab_size=model.vocab_size,
         param_bytes=DTYPES[training.mixed_precision_param].itemsize,
         reduce_bytes=DTYPES[training.mixed_precision_reduce].itemsize,

@@ -191,7 +191,7 @@ class Predictor:
     def pipeline(self, passes: Mapping[int, PassSeconds]) -> StepTime:
         plan, section = self.plan, self.config.parallelism
         shape = plan.ranks[0].shape
-        boundary = shape.positions // shape.sizes["tp"] * shape.dim * shape.param_bytes
+        boundary = shape.positions // shape.sizes["tp"] * shape.stage_width * shape.param_bytes
         send_s = self.collective("pp", "send", boundary)
         seconds = tuple(tuple(_sum(passes[stage].of(kind)) for kind in DURATION) for stage in range(plan.stages))
         microbatches = plan.microbatches // plan.schedule_steps

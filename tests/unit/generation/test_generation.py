@@ -1,14 +1,15 @@
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.unit.generation.tiny import CONFIG, PROMPTS, tiny
 from titanlite.generation import generate as generation
 from titanlite.generation.generate import Transcript, generate
-from titanlite.generation.kv_cache import remembering
+from titanlite.generation.kv_cache import Reading, Rereading, remembering
 from titanlite.generation.sampling import Sampling, choose
 from titanlite.models.attention import attend
 from titanlite.models.family import LanguageModel
@@ -184,6 +185,48 @@ def test_a_model_of_another_architecture_reads_all_columns_again(monkeypatch: py
         for prompt in ([7, 3, 50], [7, 3, 9, 9]):
             found = list(row.answer(prompt, GREEDY, max_new_tokens=5, eos_ids=()))
             assert [found] == written(tiny(), [prompt], count=5)
+
+
+class Shifted(nn.Module):
+    """A feed-forward layer in which a position sees the one before it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+        return self.inner(x) + before  # type: ignore[no-any-return]
+
+
+class Uncalled(Attention):
+    def attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Any) -> Tensor:
+        return self.wo(attend(*(x.transpose(1, 2) for x in (queries, keys, values)), mask).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def window(queries: Tensor, keys: Tensor, values: Tensor, mask: Any) -> Tensor:
+    """Of two positions."""
+    del mask
+    seen = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool).tril().triu(-1)
+    return nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, enable_gqa=True)
+
+
+@pytest.mark.parametrize("variant", ["attend", "feed_forward", "forward"])
+def test_own_code_that_the_cache_does_not_fit_reads_all_columns_again(variant: str) -> None:
+    """Before, the cache replaced an own attention silently."""
+    model = tiny()
+    for layer in model.layers.values():
+        if variant == "attend":
+            layer.attention.attend = window
+        elif variant == "feed_forward":
+            layer.feed_forward = Shifted(layer.feed_forward)
+        else:
+            layer.attention.__class__ = Uncalled
+    assert written(model, PROMPTS) == [without_cache(model, prompt, GREEDY, 0) for prompt in PROMPTS]
+    with remembering(model, [0], 8) as reading:
+        assert isinstance(reading, Rereading)
+    with remembering(tiny(), [0], 8) as reading:
+        assert isinstance(reading, Reading)
 
 
 def test_diverged_weights_are_an_error() -> None:

@@ -95,7 +95,7 @@ def test_initial_distributions_by_role(family: Family) -> None:
             assert init.kind == "ones"
         else:
             std = residual if name.removesuffix(".weight").endswith(("wo", "w2")) else 0.02
-            assert (init.kind, init.std) == ("normal", pytest.approx(std))
+            assert (init.kind, init.value) == ("normal", pytest.approx(std))
     with pytest.raises(AssertionError, match="no initial distribution"):
         family.init(config, "layers.0.attention.wx.weight")
 

@@ -48,7 +48,7 @@ def test_golden_values_of_this_version() -> None:
 def test_a_block_is_drawn_by_one_generator_of_seed_name_and_index() -> None:
     digest = hashlib.sha256(b"3:w:1").digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-    expected = torch.empty(24, dtype=torch.float64).normal_(generator=generator).clamp(-CUT_STD, CUT_STD) * NORMAL.std
+    expected = torch.empty(24, dtype=torch.float64).normal_(generator=generator).clamp(-CUT_STD, CUT_STD) * NORMAL.value
     assert torch.equal(_full("w", BLOCK_NUMEL + 24)[BLOCK_NUMEL:], expected.float())
 
 
@@ -113,11 +113,23 @@ def test_only_the_touched_blocks_are_drawn(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_distribution() -> None:
-    values = _full("w", 1000, 1000) / NORMAL.std
+    values = _full("w", 1000, 1000) / NORMAL.value
     assert abs(values.mean().item()) < 0.005
     assert abs(values.std().item() - 0.9936) < 0.005  # a standard normal clamped at 3
     assert values.abs().max().item() == pytest.approx(CUT_STD, rel=1e-6)
     assert 0.001 < (values.abs() >= CUT_STD * (1 - 1e-6)).double().mean().item() < 0.005  # 0.27 % expected
+
+
+def test_uniform_and_constant() -> None:
+    values = torch.empty(100, 1000)
+    fill_region_(values, 3, "w", Init("uniform", 0.2), values.shape, (0, 0))
+    assert 0.1999 < values.abs().max().item() <= 0.2
+    assert values.square().mean().item() == pytest.approx(0.2**2 / 3, rel=0.01)  # the variance of that distribution
+    part = torch.empty(2, 1000)
+    fill_region_(part, 3, "w", Init("uniform", 0.2), values.shape, (50, 0))
+    assert torch.equal(part, values[50:52])
+    fill_region_(part, 3, "w", Init("constant", 0.5), values.shape, (50, 0))
+    assert part.unique().tolist() == [0.5]
 
 
 def test_seeds_names_and_blocks_differ() -> None:

@@ -154,7 +154,23 @@ def test_the_table_has_all_elements() -> None:
     ]
     assert ["groups.0", "Lion", "1", "48", "x", "0.5", "0.1", "0.9,", "0.95"] in cells
     assert ["-", "Muon", "3", "446", "x", "1", "0.1", "0.95"] in cells
-    assert sum(int(row[3].replace(",", "")) for row in cells[1:]) == sum(each.numel() for each in NAMED.values())
+    assert lines[-1].startswith("without weight decay: ")
+    assert sum(int(row[3].replace(",", "")) for row in cells[1:-1]) == sum(each.numel() for each in NAMED.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "decays"),
+    [
+        (section(), False),
+        (section(group("*.scale", lr_factor=2.0)), False),
+        (section(group("*.scale", weight_decay=0.3)), True),
+        (section(weight_decay_skip=()), True),
+    ],
+)
+def test_vectors_and_scalars_decay_only_if_asked(given: OptimizerConfig, decays: bool) -> None:
+    named: dict[str, Tensor] = {"output.weight": torch.empty(2, 2), "block.scale": torch.empty(1)}
+    *_, last = describe_groups(given, named, PLAN)
+    assert (last == "without weight decay: block.scale") != decays
 
 
 def test_states_are_named_by_pattern_unless_blocks_differ() -> None:

@@ -184,14 +184,14 @@ FORMULAS: list[tuple[Callable[..., Tensor], dict[str, Any], torch.dtype]] = [
 @pytest.mark.parametrize(("formula", "keys", "dtype"), FORMULAS)
 def test_updates_match_the_formula(formula: Callable[..., Tensor], keys: dict[str, Any], dtype: torch.dtype) -> None:
     model, wide = small_model(dtype), torch.promote_types(dtype, torch.float32)
-    optimizer = optimizer_of(model, OptimizerConfig(lr=0.05, weight_decay=0.2, weight_decay_skip=("*.bias",), **keys))
+    optimizer = optimizer_of(model, OptimizerConfig(lr=0.05, weight_decay=0.2, **keys))
     expected = {name: parameter.detach().to(wide) for name, parameter in model.named_parameters()}
     states: dict[str, State] = {name: defaultdict(lambda: torch.zeros((), dtype=wide)) for name in expected}
     for step, gradient in enumerate((0.5, -0.2, 0.9), start=1):
         set_gradients(model, gradient)
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
-            decay = 0.0 if name == "block.wq.bias" else 0.2
+            decay = 0.2 if name == "block.wq.weight" else 0.0
             expected[name] = formula(expected[name], parameter.grad.to(wide), states[name], decay, step)
         optimizer.step_if(torch.tensor(True))
     expected |= {f"{name}/{key}": value for name, state in states.items() for key, value in state.items()}

@@ -14,7 +14,16 @@ from titanlite.runtime.errors import UserError
 from titanlite.tools.parity.layouts import ONE_PROCESS, Layout
 from titanlite.tools.parity.measure import Measurement, measure_layouts, own_dtypes, passes
 from titanlite.tools.parity.reference import measure_reference
-from titanlite.tools.parity.verdict import FLOAT64_BOUND, Bounds, Verdict, judge, merge_ranks, own_bounds, vacuous
+from titanlite.tools.parity.verdict import (
+    FLOAT64_BOUND,
+    Bounds,
+    Verdict,
+    failed,
+    judge,
+    merge_ranks,
+    own_bounds,
+    vacuous,
+)
 
 TIME_LIMIT_S = 600.0
 """Time limit per layout, pass and step."""
@@ -51,18 +60,19 @@ def run_reference(config: JobConfig, steps: int, folder: str) -> list[Measuremen
 def compare_layouts(
     config: JobConfig, layouts: Sequence[Layout], steps: int, references: Sequence[Measurement], folder: str
 ) -> Iterator[list[Result]]:
-    """Yield the results of each world size; the one-process run comes first. Raises UserError if a rank fails."""
+    """Yield the results of each world size; the one-process run comes first, and raises UserError if it fails. Another
+    layout that fails gets a verdict with the error."""
     all_dtypes = [own_dtypes(settings) for settings in passes(config)]
     bounds: list[Bounds] = []
     by_size = sorted(dict.fromkeys([ONE_PROCESS, *layouts]), key=lambda layout: layout.world_size)
-    for size, of_this_size in groupby(by_size, lambda layout: layout.world_size):
-        group = list(of_this_size)
-        limit = TIME_LIMIT_S * len(group) * len(all_dtypes) * steps
-        answers = _launch(f"{size} ranks", measure_layouts, size, (config, group, steps, folder), folder, limit)
+    for _, of_this_size in groupby(by_size, lambda layout: layout.world_size):
         results = []
-        for index, layout in enumerate(group):
+        for layout, answers in _measure(config, list(of_this_size), steps, folder, len(all_dtypes)):
+            if isinstance(answers, str):
+                results.append(Result(layout, all_dtypes[0], failed(answers)))
+                continue
             for number, (dtypes, reference) in enumerate(zip(all_dtypes, references, strict=True)):
-                measured = merge_ranks([Measurement.of_json(rank[index][number]) for rank in answers])
+                measured = merge_ranks([Measurement.of_json(rank[number]) for rank in answers])
                 if layout == ONE_PROCESS:
                     alone = Bounds(FLOAT64_BOUND) if number == 0 else own_bounds(dtypes, None, config.loss.name)
                     verdict = judge(measured, reference, alone)
@@ -71,6 +81,24 @@ def compare_layouts(
                     verdict = judge(measured, reference, bounds[number])
                 results.append(Result(layout, dtypes, verdict))
         yield results
+
+
+def _measure(
+    config: JobConfig, layouts: Sequence[Layout], steps: int, folder: str, num_passes: int
+) -> list[tuple[Layout, list[Any] | str]]:
+    """What the ranks of each layout have measured, or its error. The layouts have one world size: they share a launch,
+    and are launched one by one if it fails."""
+    size = layouts[0].world_size
+    limit = TIME_LIMIT_S * len(layouts) * num_passes * steps
+    try:
+        ranks = _launch(f"{size} ranks", measure_layouts, size, (config, layouts, steps, folder), folder, limit)
+    except UserError as error:
+        if ONE_PROCESS in layouts:
+            raise
+        if len(layouts) == 1:
+            return [(layouts[0], str(error))]
+        return [each for layout in layouts for each in _measure(config, [layout], steps, folder, num_passes)]
+    return [(layout, [rank[index] for rank in ranks]) for index, layout in enumerate(layouts)]
 
 
 def _launch(

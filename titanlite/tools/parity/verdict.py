@@ -97,6 +97,11 @@ class Verdict:
     errors: tuple[StepErrors, ...]
 
 
+def failed(error: str) -> Verdict:
+    """The verdict on a layout that did not run to its end."""
+    return Verdict(f"it failed: {error}", math.inf, math.inf, "none", math.inf, 0.0, None, None, ())
+
+
 def merge_ranks(ranks: Sequence[Measurement]) -> Measurement:
     """Merge the measurements of all ranks into one. Values that should be equal on two ranks but differ become
     RANKS_DISAGREE, NaN or -1."""

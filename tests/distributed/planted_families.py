@@ -1,0 +1,86 @@
+"""A plugin with variants of Llama 3 of which parallelism could drop or replace a part."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import titanlite
+from titanlite.models import layers
+from titanlite.models.attention import additive_mask
+from titanlite.models.decoder import Block
+from titanlite.models.llama3 import LLAMA3, Llama3
+
+
+def capped(queries: Tensor, keys: Tensor, values: Tensor, mask: Any) -> Tensor:
+    """Attention with capped scores: each query by its own mask, each head alone."""
+    groups = queries.shape[1] // keys.shape[1]
+    keys, values = (each.repeat_interleave(groups, dim=1) for each in (keys, values))
+    if mask is None:
+        mask = additive_mask(torch.zeros_like(queries[:, 0, :, 0], dtype=torch.int64), queries.dtype)
+    scores = 0.5 * torch.tanh(queries @ keys.transpose(-2, -1))
+    return (scores + mask).softmax(-1) @ values
+
+
+class Method(layers.Attention):
+    def attend(self, *arguments: Any) -> Tensor:
+        return capped(*arguments)
+
+
+def without_mask(queries: Tensor, keys: Tensor, values: Tensor, mask: Any) -> Tensor:
+    """Right for entire rows only."""
+    del mask
+    return functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+
+
+def across_heads(queries: Tensor, keys: Tensor, values: Tensor, mask: Any) -> Tensor:
+    attended = capped(queries, keys, values, mask)
+    return attended + attended.mean(dim=1, keepdim=True)
+
+
+class Uncalled(layers.Attention):
+    def attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Any) -> Tensor:
+        heads = (each.transpose(1, 2) for each in (queries, keys, values))
+        return self.wo(without_mask(*heads, mask).transpose(1, 2).flatten(2))
+
+
+class Shared(layers.Attention):
+    """Adds the values of the first layer, which the model keeps aside."""
+
+    kept: list[Tensor]
+
+    def attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Any) -> Tensor:
+        self.kept.append(values)
+        return super().attended(queries, keys, values + self.kept[0], mask)
+
+
+class KeepsAside(Llama3):
+    def run_blocks(self, x: Tensor, *arguments: Any) -> Tensor:
+        kept: list[Tensor] = []
+        for layer in self.layers.values():
+            layer.attention.kept = kept
+            x = layer(x, *arguments)
+        return x
+
+
+def add(name: str, kind: type = layers.Attention, attend: Any = None, model: type = Llama3) -> None:
+    def build(config: Any) -> Llama3:
+        def block(_index: int) -> Block:
+            attention = kind(config.dim, config.n_heads, config.n_kv_heads, config.head_dim)
+            if attend is not None:
+                attention.attend = attend
+            return Block(config, attention)
+
+        return model(config, block)
+
+    titanlite.register_family(replace(LLAMA3, name=name, build=build, hugging_face=None))
+
+
+add("capped", attend=capped)
+add("method", Method)
+add("without_mask", attend=without_mask)
+add("across_heads", attend=across_heads)
+add("uncalled", Uncalled)
+add("keeps_aside", Shared, model=KeepsAside)

@@ -1,0 +1,87 @@
+"""Variants of a family: exact on every axis, or refused; nothing of theirs is replaced or dropped silently."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.layouts import BOUNDS, BY_OP, COMPILE, FULL, GATHER, Layout, measure, schedule
+from tests.distributed.program import REPOSITORY
+from tests.pool import run_ranks
+from titanlite.runtime.errors import ConfigError
+
+EXAMPLES = {"value_residual": "model.family=value_residual"}
+"""Plugin -> the setting that chooses it."""
+
+HEADS, GATHERED = Layout((1, 1, 1, 1), cp=2), Layout((1, 1, 1, 1), GATHER, cp=2)
+PIPELINE = Layout((2, 1, 1, 1))
+LAYOUTS = (
+    Layout((1, 2, 1, 1)),
+    Layout((1, 1, 2, 1), FULL),
+    Layout((1, 1, 1, 2), COMPILE),
+    Layout((1, 1, 1, 1), BY_OP, cp=2),
+    GATHERED,
+    PIPELINE,
+    Layout((2, 1, 1, 1), schedule("InterleavedZeroBubble")),
+)
+COMBINED = (Layout((2, 1, 1, 2)), Layout((2, 1, 1, 1), cp=2))
+PLANTED = Path(__file__).with_name("planted_families.py")
+
+Case = tuple[str, str, Layout]
+"""Plugin, settings of the model or the loss, and a layout."""
+
+
+def run(cases: Sequence[Case]) -> list[Any]:
+    """The errors of each case, or the problems of its refusal."""
+    found: list[Any] = []
+    for plugin, setting, layout in cases:
+        try:
+            found.append(asdict(measure(layout, f'job.plugins=["{plugin}"]', setting)))
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def verify(ranks: int, cases: Sequence[Case], refusals: Sequence[str | None]) -> None:
+    """Run the cases, and compare with one process, or with a part of the refusal."""
+    for found in run_ranks(run, ranks, cases):
+        for case, refusal, errors in zip(cases, refusals, found, strict=True):
+            if refusal is not None:
+                assert refusal in errors, (case, errors)
+                continue
+            assert isinstance(errors, dict), (case, errors)
+            worst = max(errors[key] for key in ("gradient", "loss", "grad_norm", "trajectory"))
+            assert worst <= BOUNDS["float64"], (case, errors)
+            assert errors["learned"] > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layouts", "ranks"), [(LAYOUTS, 2), (COMBINED, 4)])
+def test_the_examples_compute_on_every_axis_what_one_process_does(layouts: Sequence[Layout], ranks: int) -> None:
+    examples = [(str(REPOSITORY / "examples" / f"{name}.py"), setting) for name, setting in EXAMPLES.items()]
+    cases = [(*example, layout) for example in examples for layout in layouts]
+    verify(ranks, cases, [None] * len(cases))
+
+
+@pytest.mark.slow
+def test_code_of_a_family_is_called_on_what_a_rank_has_or_refused() -> None:
+    """Before, context parallelism replaced an own `attend` (llama3 was trained), and a pipeline dropped the second
+    tensor between blocks; both silently."""
+    mask = "gives some of the queries, with their mask, another result"
+    kept = "uses a result of layers.0.attention"
+    table = [
+        *(("capped", layout, None) for layout in (HEADS, GATHERED, PIPELINE)),
+        ("method", HEADS, None),
+        ("without_mask", HEADS, None),
+        ("without_mask", GATHERED, f"layers.0.attention.attend {mask}"),
+        ("across_heads", HEADS, "gives some of the heads another result"),
+        ("across_heads", GATHERED, None),
+        ("uncalled", HEADS, "layers.0.attention does not call self.attend"),
+        ("uncalled", Layout((1, 1, 2, 1)), None),
+        ("keeps_aside", PIPELINE, kept),
+        ("keeps_aside", Layout((1, 1, 1, 2)), None),
+    ]
+    cases = [(str(PLANTED), f"model.family={family}", layout) for family, layout, _ in table]
+    verify(2, cases, [refusal for *_, refusal in table])

@@ -1,0 +1,190 @@
+"""Checks of the code that a family brings, before parallelism is applied: what parallelism would replace or drop is
+refused, since the run would silently train another model than one process."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.models.attention import Kernel, additive_mask, attend, attention_mask
+from titanlite.models.experts import Experts, feed_forward
+from titanlite.models.family import LanguageModel, Plan, has_own
+from titanlite.models.layers import Attention
+from titanlite.parallel.mesh import ContextParallel, ParallelismConfig
+from titanlite.parallel.pipeline import split_stages
+from titanlite.parallel.tensor import style_problems
+from titanlite.runtime.errors import ConfigError, Problem
+
+TITANLITE = ("titanlite", "torch")
+"""Packages whose modules are tested on all layouts."""
+
+
+def require_layout(name: str, model: LanguageModel, plan: Plan, section: ParallelismConfig, *, packs: bool) -> None:
+    """Raise ConfigError if a layout would replace or drop code of the family `name`.
+
+    model: the full one as the family builds it, on the meta device. packs: whether the family has a boundary.
+    """
+    found: dict[str, str | None] = {}
+    if section.tp > 1:
+        found["tp"] = next(iter(style_problems(model, plan)), None)
+    if section.ep > 1:
+        found["ep"] = experts_problem(model)
+    if section.cp > 1:
+        found["cp"] = context_problem(model, plan, section.context_parallel)
+    if section.pp > 1 and not packs:
+        found["pp"] = boundary_problem(model, plan, section)
+    remedy = "fix the family, or use another axis, such as dp_shard"
+    problems = [
+        Problem(f"parallelism.{key}", getattr(section, key), f'1 with model.family = "{name}": {rule}', remedy)
+        for key, rule in found.items()
+        if rule is not None
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def has_own_code(model: nn.Module) -> bool:
+    """Whether any module is of a class that is neither titanlite's nor torch's."""
+    return any(type(module).__module__.partition(".")[0] not in TITANLITE for module in model.modules())
+
+
+def experts_problem(model: nn.Module) -> str | None:
+    """Why expert parallelism cannot be applied; None if it can."""
+    for name, module in model.named_modules():
+        is_own = isinstance(module, Experts) and (
+            has_own(module, "forward", Experts) or module.feed_forward is not feed_forward
+        )
+        if is_own:
+            return f"expert parallelism would replace the forward or feed_forward of {name}"
+    return None
+
+
+def context_problem(model: LanguageModel, plan: Plan, form: ContextParallel) -> str | None:
+    """Why context parallelism cannot be applied; None if it can.
+
+    It calls the own `attend` of an Attention with some of the heads ("heads"), or with some of the queries and a mask
+    ("gather"). The function must give these the same result as among all: this is tested with random numbers.
+    """
+    if model.draws:
+        return "it draws random numbers by row key, and each rank has a part of the row"
+    for name in plan.blocks:
+        if not any(isinstance(module, Attention) for module in model.get_submodule(name).modules()):
+            return f"{name} has no titanlite.models.layers.Attention, which knows cp"
+    if form == "gather" and getattr(model, "attention_mask", None) is not attention_mask:
+        return 'context_parallel = "gather" would replace its attention_mask'
+    for name, module in model.named_modules():
+        if isinstance(module, Attention) and module.attend is not attend:
+            fault = kernel_problem(module.attend, module.head_dim, form)
+            if fault is not None:
+                return f"{name}.attend {fault}"
+    return uncalled_attention(model) if has_own_code(model) else None
+
+
+def kernel_problem(kernel: Kernel, head_dim: int, form: ContextParallel) -> str | None:
+    """What the function does that context parallelism does not allow; None: nothing."""
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (
+        torch.randn(1, heads, 8, head_dim, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)
+    )
+    own = torch.tensor([1, 2, 6, 7])
+    try:
+        full = kernel(queries, keys, values, None)
+        if form == "heads":
+            what, halves = "heads", zip(queries.chunk(2, 1), keys.chunk(2, 1), values.chunk(2, 1), strict=True)
+            part = torch.cat([kernel(*half, None) for half in halves], dim=1)
+        else:
+            what, full = "queries, with their mask,", full[:, :, own]
+            mask = additive_mask(torch.zeros(1, 8, dtype=torch.int64), torch.float64, own)
+            part = kernel(queries[:, :, own], keys, values, mask)
+        if part.shape != full.shape or not torch.allclose(full, part, rtol=1e-4, atol=1e-5):
+            return f"gives some of the {what} another result than among all"
+    except Exception as error:
+        return f"cannot be called with random numbers alone: {type(error).__name__}: {error}"
+    return None
+
+
+def uncalled_attention(model: LanguageModel) -> str | None:
+    """The Attention modules whose forward does not call `attend`; None: all do."""
+    called: set[str] = set()
+    with ExitStack() as stack:
+        attentions = [name for name, module in model.named_modules() if isinstance(module, Attention)]
+        for name in attentions:
+            stack.enter_context(patch.object(model.get_submodule(name), "attend", _noting(name, called)))
+        if (fault := _try(model)) is not None:
+            return fault
+    return next((f"{name} does not call self.attend" for name in attentions if name not in called), None)
+
+
+def _noting(name: str, called: set[str]) -> Kernel:
+    def note(queries: Tensor, keys: Tensor, values: Tensor, mask: Any) -> Tensor:
+        del keys, values, mask
+        called.add(name)
+        return queries
+
+    return note
+
+
+def boundary_problem(model: LanguageModel, plan: Plan, section: ParallelismConfig) -> str | None:
+    """Why a stage would lack a result of earlier stages; None if it gets all that it uses.
+
+    A stage gets the first argument of its first unit. What else it uses of earlier units is found by its gradient: in a
+    forward pass in which these arguments are cut off, a stage must not depend on parameters of other stages.
+    """
+    if not has_own_code(model):
+        return None
+    stages = split_stages(model, plan, section)
+    names = [plan.units[stage[0]][0] for stage in stages]
+    ends: list[Tensor] = []
+
+    def cut(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        ends.append(args[0])
+        return args[0].detach().requires_grad_(), *args[1:]
+
+    hooks = [model.get_submodule(name).register_forward_pre_hook(cut) for name in names[1:]]
+    try:
+        fault = _try(model, ends.append)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if fault is not None or len(ends) != len(stages):
+        return fault or "its units are not called in their order, with the residual stream as the first argument"
+    units = [[f"{name}." for index in stage for name in plan.units[index]] for stage in stages]
+    owners = {id(parameter): name for name, parameter in model.named_parameters()}
+    for stage, (end, prefixes) in enumerate(zip(ends, units, strict=True)):
+        for name in sorted(owners[each] for each in leaves(end) if each in owners):
+            if not name.startswith(tuple(prefixes)):
+                return (
+                    f"the stage that begins with {names[stage]} uses a result of {name.rpartition('.')[0]} beside the "
+                    "residual stream, and would not get it: pass it, as Family.boundary declares"
+                )
+    return None
+
+
+def leaves(tensor: Tensor) -> Iterator[int]:
+    """The ids of the leaves of the autograd graph of `tensor`."""
+    nodes, seen = [tensor.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            yield id(variable)
+        nodes += [after for after, _ in node.next_functions]
+
+
+def _try(model: LanguageModel, use: Callable[[Tensor], object] = id) -> str | None:
+    """Run the model on the meta device, without values, and call `use` with its output; returns an error if it has
+    one."""
+    with ExitStack() as stack, torch.enable_grad():
+        for module in model.modules():
+            if isinstance(module, Experts):  # their sizes depend on values
+                stack.enter_context(patch.object(module, "feed_forward", lambda rows, *_: rows))
+        try:
+            use(model(torch.zeros(1, 8, dtype=torch.int64, device="meta")))
+        except Exception as error:
+            return f"its forward cannot be checked on the meta device: {type(error).__name__}: {error}"
+    return None
