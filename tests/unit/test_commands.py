@@ -1,6 +1,7 @@
 """The commands: listed without importing torch, and started by their names."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -132,3 +133,22 @@ def test_the_table_has_all_tools() -> None:
     names = {path.parent.name if path.name == "__main__.py" else path.stem for path in files}
     listed = {module.rpartition(".")[2] for module, _ in COMMANDS.values()} - {"train"}
     assert names == listed | {"config_page", "completion", "encoding"}
+
+
+PRINTS = "from titanlite.tools.command import run_command; run_command(lambda _: print(TEXT))"
+LOGS = """
+from titanlite.ranks.failure import FailureReport
+from titanlite.runtime.logging import log, setup_logging
+with FailureReport():
+    setup_logging(0)
+    log.info(TEXT)
+"""
+
+
+@pytest.mark.parametrize("program", [PRINTS, LOGS])
+@pytest.mark.parametrize(("encoding", "written"), [("ascii", r"\xe9\u4f60\udcff"), ("latin-1", r"é\u4f60\udcff")])
+def test_characters_that_the_encoding_lacks_are_escaped(program: str, encoding: str, written: str) -> None:
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    words = [sys.executable, "-c", program.replace("TEXT", r"'\xe9\u4f60\udcff'")]
+    done = subprocess.run(words, env=environment, capture_output=True, encoding="latin-1", check=True, timeout=60)
+    assert (done.stdout.strip().endswith(written), done.stderr) == (True, "")

@@ -6,6 +6,7 @@ Does not import torch, which takes seconds, so that Ctrl-C is handled before tha
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -385,19 +386,23 @@ def end_on_interrupt() -> None:
     """Make Ctrl-C end the process at once, with exit code 130 and one line from rank 0. For the main thread only."""
     if signal.getsignal(signal.SIGINT) is _block_main_thread:
         return
-    _open_closed_streams()  # else the pipe below could take their descriptors
+    prepare_streams()  # first: the pipe below could take the descriptors of closed ones
     signal.set_wakeup_fd(receive_in_thread(_end_if_interrupted, "titanlite-interrupt"))
     signal.signal(signal.SIGINT, _block_main_thread)
 
 
-def _open_closed_streams() -> None:
-    """Open /dev/null in place of standard streams that are closed, as by `>&-`.
+def prepare_streams() -> None:
+    """Let standard streams take any text: characters that the encoding of the locale lacks are written as \\u4f60.
 
-    Python has None for them, and the next files opened would receive what libraries print.
+    Opens /dev/null in place of those that are closed, as by `>&-`: Python has None for them, and the next files opened
+    would receive what libraries print. Every program calls it, first.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 it takes the lowest free descriptor
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def raise_on_interrupt() -> None:

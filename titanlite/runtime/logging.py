@@ -49,7 +49,12 @@ class _PlainFormatter(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Drops lines silently if the stream has no reader (`| head`, a closed terminal)."""
+    """Drops lines silently if the stream has no reader (`| head`, a closed terminal), and escapes characters that the
+    stream of an importing program, or of a process that is forked, does not take."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        return super().format(record).encode(encoding, "backslashreplace").decode(encoding)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         if not isinstance(sys.exception(), OSError):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hint
 import tyro
 
 from titanlite.config.arguments import HELP, Option, check_values, option_values, options_of, split
-from titanlite.ranks.failure import describe_user_error, raise_on_interrupt
+from titanlite.ranks.failure import describe_user_error, prepare_streams, raise_on_interrupt
 from titanlite.ranks.signal_thread import stop_signals
 from titanlite.runtime.durability import PARTIAL, appears_complete
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, raise_problems
@@ -33,6 +33,7 @@ def run_command(main: Callable[[Sequence[str]], None]) -> None:
     """Run `main` on the command line and exit: 0, 1 after an error, 2 after a usage or configuration error, 130 after
     Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
     code = 0
+    prepare_streams()
     for number in {signal.SIGTERM, signal.SIGHUP} & {*stop_signals()}:
         signal.signal(number, lambda number, _: sys.exit(128 + number))  # removes temporary files
     try:

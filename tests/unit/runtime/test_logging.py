@@ -207,3 +207,10 @@ def test_progress_is_logged_every_30_s(capsys: pytest.CaptureFixture[str]) -> No
         progress.note(f"batch {batch}")
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition("batch ")[2] for line in lines] == ["30, after 30 s", "60, after 60 s", "90, after 90 s"]
+
+
+def test_a_stream_of_a_program_gets_escapes_for_what_it_does_not_take() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), "ascii")
+    setup_logging(0, stream)
+    log.info("Versuch \u201eä\u4f60\u201c")
+    assert stream.buffer.getvalue().endswith(rb"Versuch \u201e\xe4\u4f60\u201c" + b"\n")  # type: ignore[attr-defined]

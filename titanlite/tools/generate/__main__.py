@@ -105,9 +105,8 @@ def main(argv: Sequence[str]) -> None:
     prompts_given, of_prompts = read_prompts(options.prompt, options.prompt_file, required=not options.chat)
     raise_problems([*problems, *of_prompts, *check(options)])
     setup_logging(0, sys.stderr)
-    for stream in (sys.stdin, sys.stdout):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # for terminals that are not UTF-8
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # for terminals that are not UTF-8
     run = open_run(options.run, allow_import=options.allow_import).with_weights(options.weights)
     if options.chat:
         with open_chat(run, options) as model:
