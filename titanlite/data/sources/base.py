@@ -4,6 +4,7 @@ Each kind is a subclass of Source in its own file, registered in titanlite.data.
 in files that can be indexed.
 """
 
+import codecs
 import glob
 import json
 import os
@@ -12,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, NamedTuple
@@ -46,6 +48,9 @@ _OF_LINES = ("jsonl", CHAT)
 
 MAX_SUFFIXES = 8
 """Suffixes of unread files that are named."""
+
+HEAD_BYTES = 2**12
+"""Bytes at the beginning of a file that show its encoding."""
 
 READERS = 16
 """Files that are read concurrently: most of the time is spent waiting for the file system."""
@@ -278,6 +283,53 @@ def check_first_file(source: Source, key: str, fault_in: Callable[[IO[bytes]], B
         return [Problem(f"{key}.path", source.config.path, "readable files", remedy)]
     problem = fault and fault_problem(source.config, key, str(file), fault)
     return [problem] if problem else []
+
+
+def check_encoding(source: Source, key: str, read_head: Callable[[Path], bytes]) -> list[Problem]:
+    """A problem if a file is text in UTF-16 or UTF-32, most of which is valid UTF-8 with NULs.
+
+    read_head: the first HEAD_BYTES of a file, unpacked.
+    """
+
+    def encoding_of(file: Path) -> str:
+        try:
+            return wide_encoding(read_head(file))
+        except OSError:  # reported when the file is indexed
+            return ""
+
+    with ThreadPoolExecutor(READERS) as pool:
+        encodings = zip(source.files(), pool.map(encoding_of, source.files()), strict=True)
+        file, encoding = next(((file, encoding) for file, encoding in encodings if encoding), (None, ""))
+    if file is None:
+        return []
+    path, new = shlex.quote(str(file)), shlex.quote(f"{file}.utf-8")
+    remedy = f"{file} is {encoding}: iconv -f {encoding} -t UTF-8 {path} > {new} && mv {new} {path}"
+    return [Problem(f"{key}.path", source.config.path, "text in UTF-8", remedy)]
+
+
+def wide_encoding(head: bytes) -> str:
+    """The name, for iconv, of the UTF-16 or UTF-32 that the beginning of a file shows; "" if it is none.
+
+    Without a byte order mark, it is the one of which at least a hundredth of the characters are spaces or line ends,
+    and none is NUL: with the other order of bytes, a space is U+2000.
+    """
+    for mark, name in _BYTE_ORDER_MARKS:
+        if head.startswith(mark):
+            return name
+    if b"\0" not in head:
+        return ""
+    for name in ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE"):
+        with suppress(UnicodeDecodeError):
+            text = codecs.getincrementaldecoder(name)().decode(head)  # the last character may be incomplete
+            if "\0" not in text and 100 * sum(map(text.count, " \n\r")) >= len(text) > 0:
+                return name
+    return ""
+
+
+_BYTE_ORDER_MARKS = (
+    *((codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32")),  # before UTF-16, whose mark they begin with
+    *((codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16")),
+)
 
 
 class TextSource(Source):

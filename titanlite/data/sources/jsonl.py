@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, ClassVar, NamedTuple
 
-from titanlite.data.sources.base import TextSource, check_first_file
+from titanlite.data.sources.base import HEAD_BYTES, TextSource, check_encoding, check_first_file
 from titanlite.data.sources.config import CHAT, CONVERSATION_FIELDS, SourceConfig
 from titanlite.data.sources.pieces import (
     BAD_FILE,
@@ -84,7 +84,14 @@ class Jsonl(TextSource):
         self._unpacked: dict[Path, Unpacked] = {}
 
     def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:  # noqa: ARG002
-        return check_first_file(self, key, self._fault_of_first_file)
+        return check_encoding(self, key, self._head) or check_first_file(self, key, self._fault_of_first_file)
+
+    def _head(self, path: Path) -> bytes:
+        with open_regular(path) as opened, open_lines(opened, path.name) as lines:
+            try:
+                return lines.read(HEAD_BYTES)
+            except UNPACKING_ERRORS:  # reported when the file is unpacked
+                return b""
 
     def _fault_of_first_file(self, opened: IO[bytes]) -> BadRowError | None:
         """The fault of the first row of the first file, open, if no checked row is good."""

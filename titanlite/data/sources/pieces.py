@@ -225,11 +225,13 @@ def no_lines(size: int) -> BadRowError:
 
 
 def utf8_text(data: bytes) -> str:
-    """Decode UTF-8. Raises BadRowError if the data is invalid or empty."""
+    """Decode UTF-8. Raises BadRowError if the data is invalid, empty, or has NULs, as UTF-16 and binary data have."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise BadRowError(f"invalid UTF-8 at byte {error.start}: {error.reason}") from None
+    if (place := data.find(b"\0")) >= 0:
+        raise BadRowError(f"a NUL character at byte {place}, which text does not have")
     if not text:
         raise BadRowError("the text is empty")
     return text

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from titanlite.data.sources.base import TextSource
+from titanlite.data.sources.base import HEAD_BYTES, TextSource, check_encoding
 from titanlite.data.sources.pieces import BAD_FILE, Bytes, Piece, cut, lines, mapped, no_lines, read_range, utf8_text
+from titanlite.runtime.errors import Problem
+from titanlite.runtime.files import open_regular
 
 
 class Text(TextSource):
@@ -15,6 +17,9 @@ class Text(TextSource):
     keys: ClassVar[tuple[str, ...]] = ("document",)
     suffixes: ClassVar[tuple[str, ...]] = (".txt", ".md")
     row_name = "line"
+
+    def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:  # noqa: ARG002
+        return check_encoding(self, key, _head)
 
     def settings(self) -> dict[str, Any]:
         return {"document": self.config.document or "file"}
@@ -43,6 +48,11 @@ class Text(TextSource):
         if piece.flags & BAD_FILE:
             raise no_lines(piece.size)
         return utf8_text(read_range(path, piece.offset, piece.size))
+
+
+def _head(path: Path) -> bytes:
+    with open_regular(path) as opened:
+        return opened.read(HEAD_BYTES)
 
 
 def _paragraphs(data: Bytes) -> Iterator[tuple[int, int, int]]:

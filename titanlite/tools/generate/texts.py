@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from unicodedata import category
 
+from titanlite.data.sources.base import wide_encoding
 from titanlite.generation.decoding import TextStream
 from titanlite.generation.prompts import Prompt
 from titanlite.runtime.errors import Problem
@@ -25,6 +26,10 @@ def read_prompts(
     for file in files:
         try:
             data = sys.stdin.buffer.read() if file == STDIN else read_regular(Path(file))
+            if b"\0" in data:
+                remedy = f"save it as UTF-8: it has NULs, as {wide_encoding(data) or 'binary data'} has"
+                problems.append(Problem("--prompt-file", file, "a readable text file in UTF-8", remedy))
+                continue
             prompts.append(Prompt(f"--prompt-file {file}", data.decode("utf-8")))
         except JsonError as error:
             remedy = "for the output of a command, write: COMMAND | titanlite generate RUN --prompt-file -"
