@@ -53,6 +53,11 @@ def zstd(data: bytes) -> bytes:
 def cases() -> Iterator[Case]:
     """A fault of each reader, and of each way that its files are opened. test_readers.py has all faults of a reader."""
     yield Case("text", "non-UTF-8", lines(b"good", b"caf\xe9", b"good"), ((2, "invalid UTF-8 at byte 3"),))
+    nul = "a NUL character at byte 2"
+    yield Case("text", "NUL", lines(b"good", b"ca\0fe", b"good"), ((2, nul),))
+    yield Case("hf jsonl", "NUL", lines(GOOD[0], b'{"text": "ca\\u0000fe"}'), ((2, nul),))
+    yield Case("csv", "NUL", lines(b"text", CSV_ROWS[0], b"ca\0fe"), ((2, nul),))
+    yield Case("parquet", "NUL", pa.table({"text": ["row", "ca\0fe"]}), ((2, nul),))
     broken = lines(*GOOD[:3], b'{"text": "open', *GOOD[3:6])
     for kind in ("jsonl", "jsonl.gz", "jsonl.zst", "hf jsonl", "hf jsonl.gz", "hf jsonl.zst"):
         yield Case(kind, "corrupt line", broken, ((4, "invalid JSON at character 9: Unterminated string"),))

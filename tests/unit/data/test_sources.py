@@ -18,7 +18,7 @@ from titanlite.data.check import check_source
 from titanlite.data.config import DataConfig
 from titanlite.data.corpus import PieceIndex, open_index
 from titanlite.data.kinds import KINDS, open_source, source_from_path, source_names, text_sources
-from titanlite.data.sources.base import TextSource
+from titanlite.data.sources.base import TextSource, wide_encoding
 from titanlite.data.sources.config import SourceConfig
 from titanlite.runtime.errors import Problem
 
@@ -300,3 +300,36 @@ def test_a_path_of_no_kind_or_several(tmp_path: Path) -> None:
         assert isinstance(found, Problem)
         assert (found.key, found.value) == ("--data", str(tmp_path / path))
         assert reason in found.rule
+
+
+TEXT = "Ein Satz.\n多くの言語で 書かれた文。\nÄrger, Öl 😀\n" * 200
+ENCODINGS = {"utf-16": "UTF-16", "utf-32": "UTF-32"} | {
+    f"utf-{bits}-{order}": f"UTF-{bits}{order.upper()}" for bits in (16, 32) for order in ("le", "be")
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("kind", ["text", "jsonl", "csv", "jsonl.gz"])
+def test_wide_encodings_are_refused_with_the_command_that_converts(kind: str, encoding: str, tmp_path: Path) -> None:
+    text = {"text": TEXT, "csv": "text\n" + TEXT}.get(kind, json.dumps({"text": TEXT}, ensure_ascii=False) + "\n")
+    write = gzip.compress if kind.endswith(".gz") else bytes
+    source = SourceConfig(kind.partition(".")[0], path=str(tmp_path))  # type: ignore[arg-type]
+    suffix = "txt" if kind == "text" else kind
+    (tmp_path / f"a.{suffix}").write_bytes(write(text.encode()))
+    assert problems(source) == []
+    wide = tmp_path / f"it's b.{suffix}"
+    wide.write_bytes(write(text.encode(encoding)))
+    (problem,) = problems(source)
+    assert problem.key == "data.sources.0.path"
+    assert f"{wide} is {ENCODINGS[encoding]}: " in problem.remedy
+    subprocess.run(problem.remedy.partition(": ")[2], shell=True, check=True)
+    assert problems(source) == []
+    read = gzip.decompress if kind.endswith(".gz") else bytes
+    assert read(wide.read_bytes()).decode() == text
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"a", b"\xff", b"plain text\0" * 50, b"\0" * 5000, bytes(range(256)) * 9, os.urandom(999)]
+)
+def test_other_files_are_of_no_wide_encoding(data: bytes) -> None:
+    assert wide_encoding(data) == ""

@@ -1,4 +1,6 @@
+import gzip
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,72 @@ def test_the_beginning_of_the_files_is_checked_before_the_run(tmp_path: Path) ->
     (tmp_path / "broken.bin").write_bytes(b"123")
     (problem,) = check_content(source(tmp_path, "uint16"), 10**6)
     assert "broken.bin is not a 1-D array of integers" in problem.remedy
+
+
+def ids_like_text(vocab_size: int) -> Any:
+    """Token ids of which low ones are frequent, as in files of text."""
+    ranks = np.random.default_rng(0).zipf(1.2, 20_000)
+    return ranks[ranks < vocab_size][:6000]
+
+
+@pytest.mark.parametrize("vocab_size", [300, 2048, 50_257, 65_536, 151_936])
+def test_raw_files_of_another_type_are_refused_with_what_helps(vocab_size: int, tmp_path: Path) -> None:
+    ids, file = ids_like_text(vocab_size), tmp_path / "tokens.bin"
+    for stored in ("<u2", "<u4", "<i8", ">u2", ">u4"):
+        if vocab_size > 65_536 and stored.endswith("u2"):
+            continue
+        for read_as in ("uint16", "uint32"):
+            ids.astype(stored).tofile(file)
+            problems = check_content(source(file, read_as), vocab_size)
+            if np.dtype(stored) == read_as:
+                assert problems == []
+            elif np.dtype(stored).name in ("uint16", "uint32") and stored.startswith("<"):
+                assert problems[0].remedy.endswith(f'write dtype = "{np.dtype(stored).name}"')
+            else:
+                assert np.array_equal(converted(problems[0], vocab_size), ids), (stored, read_as)
+
+
+def converted(problem: Problem, vocab_size: int) -> Any:
+    """The tokens of the file that the command in the remedy writes."""
+    command = shlex.split(problem.remedy.partition("convert it with ")[2].rpartition(", and")[0])
+    assert command[:2] == ["python", "-c"]
+    exec(command[2], {})
+    file = Path(problem.remedy.partition(": ")[0]).with_suffix(".npy")
+    assert check_content(source(file), vocab_size) == []
+    return np.load(file)
+
+
+@pytest.mark.parametrize(("number", "dtype"), [(20240520, "uint16"), (20240801, "uint32")])
+def test_the_header_of_llm_c_is_named(number: int, dtype: str, tmp_path: Path) -> None:
+    ids, header = ids_like_text(50_257), np.zeros(256, "<i4")
+    header[:3] = number, 1, len(ids)
+    (tmp_path / "it's.bin").write_bytes(header.tobytes() + ids.astype(dtype).tobytes())
+    (problem,) = check_content(source(tmp_path, dtype), 65_536)
+    assert "it begins with a header of llm.c" in problem.remedy
+    assert np.array_equal(converted(problem, 65_536), ids)
+
+
+def test_other_formats_are_named(tmp_path: Path) -> None:
+    for data in (b"PK\x03\x04" * 99, gzip.compress(b"tokens" * 99)):
+        (tmp_path / "tokens.bin").write_bytes(data[: len(data) // 2 * 2])
+        (problem,) = check_content(source(tmp_path, "uint16"), 65_536)
+        assert "is a zip archive: unpack it" in problem.remedy or "is compressed with gzip: unpack it" in problem.remedy
+
+
+def test_raw_files_that_are_right_are_not_refused(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.bin"
+    padded = np.concatenate([np.full(9000, 32_000), ids_like_text(32_000), np.zeros(9000, int)])
+    for ids in (
+        np.zeros(100),
+        np.arange(100),
+        np.arange(65_536),
+        padded,
+        np.arange(5000) % 16,
+        np.arange(60_000) % 256,
+    ):
+        for dtype in ("uint16", "uint32"):
+            ids.astype(dtype).tofile(file)
+            assert check_content(source(file, dtype), 65_536) == [], (ids, dtype)
 
 
 def test_a_file_that_becomes_shorter_is_an_error_with_its_offset(tmp_path: Path) -> None:

@@ -303,7 +303,8 @@ def check_encoding(source: Source, key: str, read_head: Callable[[Path], bytes])
     if file is None:
         return []
     path, new = shlex.quote(str(file)), shlex.quote(f"{file}.utf-8")
-    remedy = f"{file} is {encoding}: iconv -f {encoding} -t UTF-8 {path} > {new} && mv {new} {path}"
+    unpack, pack = next((pipe for suffix, pipe in _PIPES.items() if file.name.lower().endswith(suffix)), ("cat", ""))
+    remedy = f"{file} is {encoding}: {unpack} {path} | iconv -f {encoding} -t UTF-8{pack} > {new} && mv {new} {path}"
     return [Problem(f"{key}.path", source.config.path, "text in UTF-8", remedy)]
 
 
@@ -325,6 +326,9 @@ def wide_encoding(head: bytes) -> str:
                 return name
     return ""
 
+
+_PIPES = {".gz": ("gzip -dc", " | gzip"), ".zst": ("zstd -dc", " | zstd")}
+"""Suffix -> commands that unpack and pack a file."""
 
 _BYTE_ORDER_MARKS = (
     *((codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32")),  # before UTF-16, whose mark they begin with

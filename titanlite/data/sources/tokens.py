@@ -5,6 +5,7 @@ which documents start, and a copy of the tokenizer.
 """
 
 import os
+import shlex
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -75,6 +76,8 @@ class Tokens(Source):
             except UserError as error:
                 remedy = f"{error}; write token files with titanlite tokenize"
                 return [Problem(f"{key}.path", self.config.path, "1-D arrays of integers", remedy)]
+            if file.suffix.lower() == ".bin" and (fault := raw_fault(file, tokens, vocab_size)):
+                return [Problem(f"{key}.dtype", self.config.dtype, "the type of the ids in each file", fault)]
             position = find_invalid(tokens, vocab_size)
             if position is not None:
                 found = f"{file} has {tokens[position]} at position {position}"
@@ -213,6 +216,66 @@ def find_invalid(tokens: npt.NDArray[np.integer], vocab_size: int) -> int | None
     ids = tokens.astype(np.int64)
     wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     return int(wrong[0]) if len(wrong) else None
+
+
+def raw_fault(file: Path, sample: npt.NDArray[np.unsignedinteger], vocab_size: int) -> str:
+    """What shows that a raw file is not of the dtype it is read as, with the remedy; "" if nothing does.
+
+    sample: its beginning, uint16 or uint32. In ids of twice the size or more, every other element is 0, or for
+    vocabularies above 65,536 a small number. The order of bytes is judged for uint16 only: in uint32, most ids of the
+    other order are in no vocabulary. The upper bytes of the distinct ids of a text vary less than the lower ones: low
+    ids are used more.
+    """
+    name, raw = sample.dtype.name, sample.tobytes()
+    found, dtype, skipped = "", "", 0
+    if (first := int.from_bytes(raw[:4], "little")) in _LLM_C:
+        found, dtype, skipped = "it begins with a header of llm.c", _LLM_C[first], 1024
+    elif what := next((what for magic, what in _MAGICS.items() if raw.startswith(magic)), ""):
+        return f"{file} is {what}: unpack it, or write token files with titanlite tokenize"
+    elif len(sample) >= _MIN_SAMPLE and sample.any():
+        columns = sample[: len(sample) // 4 * 4].reshape(-1, 4)
+        ids = np.unique(sample)
+        if name == "uint16" and not columns[:, 2:].any() and columns[:, 1].max() < _FEW:
+            found, dtype = "its ids have 64 bits", "<u8"
+        elif columns[:, 1::2].max() < _FEW and (columns[:, ::2] >= _FEW).mean() > 0.05:
+            found, dtype = ("its ids have 32 bits", "<u4") if name == "uint16" else ("its ids have 64 bits", "<u8")
+        elif name == "uint16" and columns[:, ::2].byteswap().max() < _FEW and (columns[:, 1::2] >= _FEW).mean() > 0.05:
+            found, dtype = "its ids have 32 bits, in big-endian order", ">u4"
+        elif name == "uint32" and find_invalid(sample, vocab_size) is not None:
+            if fault := raw_fault(file, halves := sample.view(np.uint16), vocab_size):
+                return fault
+            fits = find_invalid(halves, vocab_size) is None
+            found, dtype = ("its ids have 16 bits", "<u2") if fits else ("", "")
+        elif name == "uint16" and len(ids) >= _MIN_SAMPLE and _entropy(ids & 255) + 1 < _entropy(ids >> 8):
+            fits = find_invalid(sample.byteswap(), vocab_size) is None
+            found, dtype = ("its bytes are in big-endian order", ">u2") if fits else ("", "")
+    if not found:
+        return ""
+    if (own := {"<u2": "uint16", "<u4": "uint32"}.get(dtype)) and not skipped:
+        return f'{file}: {found}: write dtype = "{own}"'
+    wanted = "uint16" if dtype.endswith("u2") else "uint32"
+    read = f"numpy.fromfile({str(file)!r}, {dtype!r}, offset={skipped})"
+    code = f"import numpy; numpy.save({str(file.with_suffix('.npy'))!r}, {read}.astype({wanted!r}))"
+    return f"{file}: {found}: convert it with python -c {shlex.quote(code)}, and remove it"
+
+
+def _entropy(values: npt.NDArray[np.integer]) -> float:
+    """In bits, of the distribution of the values, bytes."""
+    counts = np.bincount(values)
+    shares = counts[counts > 0] / len(values)
+    return float(-(shares * np.log2(shares)).sum())
+
+
+_LLM_C = {20240520: "<u2", 20240801: "<u4"}
+"""First number of llm.c's headers, of 256 numbers of 32 bits -> type of the ids after it."""
+_MAGICS = {
+    b"\x93NUMPY": "a .npy file",
+    b"\x1f\x8b": "compressed with gzip",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"PK\x03\x04": "a zip archive",
+    b"\x89HDF": "an HDF5 file",
+}
+_MIN_SAMPLE, _FEW = 64, 16
 
 
 class DocumentStarts:
