@@ -272,6 +272,6 @@ def test_a_rank_that_is_killed_is_named(trained: Path, tmp_path: Path) -> None:
     assert program.wait() == 1
     messages = [line for line in program.output.splitlines() if line.startswith("titanlite: ")]
     assert len(messages) == 1, program.output
-    assert re.match(r"titanlite: rank 1 on \S+: no sign of life, in step 4 \(evaluating\): killed", messages[0])
+    assert re.match(r"titanlite: rank 1 on \S+: no heartbeat, in step 4 \(evaluating\): killed", messages[0])
     assert own_tracebacks(program.output) == 0
     assert not (trained / "out" / "faults").exists()

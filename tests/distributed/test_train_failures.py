@@ -209,7 +209,7 @@ def test_a_rank_0_that_is_stopped_with_the_store_is_named(tmp_path: Path, start:
 
 IN_STEP = r"in step 3 \(forward, backward and update\)"
 ALONE = r"[\s\S]*\(rank 0 lost the connection: "
-DEAD, HANGS = r"rank 1 on \S+: no sign of life, ", r"rank 1 on \S+ hangs or lags: "
+DEAD, HANGS = r"rank 1 on \S+: no heartbeat, ", r"rank 1 on \S+ hangs or lags: "
 CHECKPOINTS = ("--checkpoint.enable", "true", "--checkpoint.interval", "1")
 SAVES = (*CHECKPOINTS, "--checkpoint.async_mode", "async", "--comm.save_timeout_s", "3")
 SILENT = {
@@ -230,7 +230,7 @@ SILENT = {
 def test_a_rank_that_is_killed_or_hangs_is_named(fault: str, tmp_path: Path, start: Starter) -> None:
     """One message, by a rank that waits for it, and an exit within 5 s after the timeout; files show where ranks are.
 
-    A save may take comm.save_timeout_s, half an hour; a rank that is stopped gives no signs of life.
+    A save may take comm.save_timeout_s, half an hour; a rank that is stopped gives no heartbeats.
     """
     begun, expected, settings = SILENT[fault]
     limit_s = 6 if begun == "Job: " else 3

@@ -25,6 +25,7 @@ from titanlite.runtime.durability import replace_file, sync_path
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 from titanlite.runtime.text import counted
+from titanlite.runtime.waiting import waiting
 
 _PROBE = ".probe"
 _VISIBILITY_TIMEOUT_S = 10.0
@@ -88,7 +89,8 @@ class Saver:
     def drain(self) -> None:
         """Wait for a save in progress. Not a collective."""
         if self._thread is not None:
-            self._thread.join()
+            with waiting(lambda: "the save in progress: a slow disk, or another rank"):
+                self._thread.join()
             self._thread = None
 
     def take_failure(self) -> str | None:

@@ -13,6 +13,7 @@ from titanlite.hf.safetensors import read_object
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 from titanlite.runtime.retry import http_status, is_transient, reason, retrying
+from titanlite.runtime.waiting import waiting
 
 _NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w][\w./-]*))?", re.ASCII)
 
@@ -78,7 +79,8 @@ def _snapshot(model: HubModel, names: Sequence[str], *patterns: str) -> Path:
         return folder
 
     try:
-        return Path(retrying(title, fetch))
+        with waiting(lambda: f"the download of {title} from the hub, or for another process that downloads it"):
+            return Path(retrying(title, fetch))
     except UserError:
         raise
     except Exception as error:  # the library raises many types

@@ -17,6 +17,7 @@ from titanlite.hf.hub import HubModel, download, open_snapshot, parse_hub_name, 
 from titanlite.models.family import Family
 from titanlite.ranks.distributed import World
 from titanlite.runtime.errors import ConfigError, LateRanksError, Problem, UserError
+from titanlite.runtime.waiting import waiting
 
 KEY = "checkpoint.initial_load_path"
 RULE = "hf:FOLDER, a model folder in the format of transformers, or hf:ORGANIZATION/NAME[@REVISION], a model on the hub"
@@ -147,14 +148,14 @@ def _wait(store: dist.Store, name: str, ranks: Sequence[int], timeout_s: int) ->
     """Wait until the keys name/RANK are set. Raises LateRanksError if no rank makes progress for `timeout_s`."""
     keys = [f"{name}/{rank}" for rank in ranks]
     progress, end = 0, time.monotonic() + timeout_s
-    while not store.check(keys):
-        if (count := store.add(_PROGRESS, 0)) != progress:
-            progress, end = count, time.monotonic() + timeout_s
-        elif time.monotonic() > end:
-            raise LateRanksError(
-                [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])], timeout_s
-            )
-        time.sleep(_POLL_S)
+    with waiting(lambda: f"rank {ranks[0]} or a later one, which downloads the model: see its log"):
+        while not store.check(keys):
+            if (count := store.add(_PROGRESS, 0)) != progress:
+                progress, end = count, time.monotonic() + timeout_s
+            elif time.monotonic() > end:
+                late = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+                raise LateRanksError(late, timeout_s)
+            time.sleep(_POLL_S)
 
 
 @contextmanager

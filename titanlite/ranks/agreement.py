@@ -19,6 +19,7 @@ from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import LateRanksError, UsageError, UserError
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.memory import describe_out_of_memory, is_out_of_memory
+from titanlite.runtime.waiting import waiting
 
 T = TypeVar("T")
 
@@ -63,7 +64,8 @@ def require_equal(name: str, facts: Mapping[str, str], world: World, store: dist
     if world.rank in examples:
         store.set(f"facts/{world.rank}", json.dumps({"host": socket.gethostname(), "facts": facts}))
     keys = [f"facts/{rank}" for rank in examples]
-    store.wait(keys, timedelta(seconds=timeout_s))
+    with waiting(lambda: f"the facts of ranks {examples}, which differ"):
+        store.wait(keys, timedelta(seconds=timeout_s))
     sent = [json.loads(text) for text in store.multi_get(keys)]
     lines = _describe_groups(groups, sent)
     if world.rank == 0 and (modules := _describe_modules(groups, sent)):
@@ -84,7 +86,8 @@ def decide_on_rank_0(
     store.set(keys[world.rank], text)
     try:
         if world.rank == 0:
-            store.wait(keys, timedelta(seconds=timeout_s))
+            with waiting(lambda: f"the start of all {world.size} ranks: see their logs"):
+                store.wait(keys, timedelta(seconds=timeout_s))
         return share_from_rank_0(
             "decision", lambda: decide([each.decode() for each in store.multi_get(keys)]), world, store, timeout_s
         )
@@ -106,7 +109,8 @@ def share_from_rank_0(name: str, work: Callable[[], T], world: World, store: dis
             store.set(name, json.dumps({"error": describe_failure(error), "is_usage": isinstance(error, UsageError)}))
             raise
     try:
-        store.wait([name], timedelta(seconds=timeout_s))
+        with waiting(lambda: f"rank 0 ({name}): see its log"):
+            store.wait([name], timedelta(seconds=timeout_s))
     except dist.DistStoreError:
         raise LateRanksError([0], timeout_s) from None
     sent = json.loads(store.get(name))  # on rank 0, too: a tuple becomes a list on all ranks

@@ -15,6 +15,7 @@ from titanlite.ranks.flight_recorder import enable_flight_recorder
 from titanlite.runtime.errors import UserError, integer_variable
 from titanlite.runtime.settings import Affects, setting
 from titanlite.runtime.torch_internals import set_group_timeout
+from titanlite.runtime.waiting import waiting
 
 JOIN_POLL_S = 0.02
 ELASTIC = "TITANLITE_ELASTIC"
@@ -108,10 +109,12 @@ def connect(world: World, section: CommConfig) -> dist.Store:
     if world.size == 1:
         return dist.HashStore()
     timeout_s = section.init_timeout_s
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    others = f"the other ranks at {address} (RANK={world.rank} of WORLD_SIZE={world.size}): start all of them; "
     try:
-        found: tuple[dist.Store, int, int] = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        with waiting(lambda: f"{others}for a run in one process, unset RANK, LOCAL_RANK, WORLD_SIZE"):
+            found: tuple[dist.Store, int, int] = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         cause = f"{error}".partition("\n")[0]
         raise UserError(
             f"rank {world.rank} cannot connect to the other ranks at {address}, the address of rank 0, within "
@@ -150,24 +153,26 @@ def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: int) ->
     own = uuid.uuid4().hex
     if rank > 0:
         store.set(f"asks/{rank}", own)
-        store.wait([f"answer/{own}"], timedelta(seconds=timeout_s))
+        with waiting(lambda: "the answer of rank 0, which may still start: see its log"):
+            store.wait([f"answer/{own}"], timedelta(seconds=timeout_s))
         attempt = store.get(f"answer/{own}").decode()
         store.set(f"{attempt}/joined/{rank}", "")
         return attempt
     missing = list(range(1, size))
     deadline = time.monotonic() + timeout_s
-    while missing:
-        for other in missing:
-            if store.check([f"asks/{other}"]):
-                store.set(f"answer/{store.get(f'asks/{other}').decode()}", own)
-        missing = [other for other in missing if not store.check([f"{own}/joined/{other}"])]
-        if time.monotonic() > deadline:
-            raise UserError(
-                f"comm.init_timeout_s = {timeout_s}: {len(missing)} of {size} ranks did not connect in time, for "
-                f"example rank {missing[0]}. Check the logs of these ranks, or increase comm.init_timeout_s if they "
-                "start slowly"
-            )
-        time.sleep(JOIN_POLL_S if missing else 0)
+    with waiting(lambda: f"{len(missing)} of {size} ranks to connect, such as {missing[:1]}: see their logs"):
+        while missing:
+            for other in missing:
+                if store.check([f"asks/{other}"]):
+                    store.set(f"answer/{store.get(f'asks/{other}').decode()}", own)
+            missing = [other for other in missing if not store.check([f"{own}/joined/{other}"])]
+            if missing and time.monotonic() > deadline:
+                raise UserError(
+                    f"comm.init_timeout_s = {timeout_s}: {len(missing)} of {size} ranks did not connect in time, for "
+                    f"example rank {missing[0]}. Check the logs of these ranks, or increase comm.init_timeout_s if "
+                    "they start slowly"
+                )
+            time.sleep(JOIN_POLL_S if missing else 0)
     return own
 
 

@@ -21,11 +21,11 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn, Self
 
-from titanlite.ranks.deadline import ANSWER_S, SETTLE_S, call_within
 from titanlite.ranks.orphans import end_with_launcher
 from titanlite.ranks.signal_thread import STOP_SIGNALS, leave_to_thread, receive_in_thread, stop_signals
 from titanlite.runtime.errors import DataError, LateRanksError, UsageError, UserError
 from titanlite.runtime.logging import log_last_error
+from titanlite.runtime.waiting import ANSWER_S, SETTLE_S, call_within
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -188,7 +188,7 @@ class FailureReport:
                     self._print(self.positions.explain(), "full")
 
     def end_from_thread(self) -> None:
-        """End the process, which waits for a rank without signs of life, or for the store. To be called by another than
+        """End the process, which waits for a rank without heartbeats, or for the store. To be called by another than
         the main thread.
 
         The main thread may be blocked in a collective with a long timeout, such as during a save.
@@ -209,7 +209,7 @@ class FailureReport:
         end_process(128 + self._signal if self._signal else 1)
 
     def _has_lost_rank(self, within_s: float) -> bool:
-        """Whether a rank has failed, or one of this node gives no sign of life for so long, or the store is lost."""
+        """Whether a rank has failed, or one of this node gives no heartbeat for so long, or the store is lost."""
         assert self.positions is not None
         try:
             return self._first_failure() != "" or bool(self.positions.silent(self.positions.local_ranks, within_s))

@@ -14,7 +14,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from functools import cache
@@ -27,6 +27,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import open_to_append
 from titanlite.runtime.json_files import JsonError, parse_json
 from titanlite.runtime.logging import log
+from titanlite.runtime.waiting import waiting
 
 JOB_LOCK_FILE = "job.lock"
 
@@ -260,19 +261,26 @@ def _locked(path: Path) -> Iterator[bytes]:
 
     Only the first MAX_BYTES are read. Raises OSError, also for a pipe or device.
     """
+    with _open_locked(path) as file:
+        file.seek(0)
+        yield file.read(MAX_BYTES)
+
+
+def _open_locked(path: Path) -> BinaryIO:
     deadline = time.monotonic() + GUARD_S
-    while True:
-        with open_to_append(path) as file:
-            if _try_lock(file, path):
-                file.seek(0)
-                yield file.read(MAX_BYTES)
-                return
-        if time.monotonic() >= deadline:
-            raise UserError(
-                f"job.dump_folder: another process keeps {path} locked; end it, or give another folder with "
-                "--job.dump_folder"
-            )
-        time.sleep(GUARD_POLL_S)
+    with waiting(lambda: f"another process, which keeps {path} locked: end it"):
+        while True:
+            with ExitStack() as unless_locked:
+                file = unless_locked.enter_context(open_to_append(path))
+                if _try_lock(file, path):
+                    unless_locked.pop_all()
+                    return file
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    f"job.dump_folder: another process keeps {path} locked; end it, or give another folder with "
+                    "--job.dump_folder"
+                )
+            time.sleep(GUARD_POLL_S)
 
 
 def _try_lock(file: BinaryIO, path: Path) -> bool:

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from titanlite.ranks.deadline import ANSWER_S, SETTLE_S, call_within
 from titanlite.ranks.flight_recorder import last_numbers, ranks_behind
 from titanlite.runtime.errors import LateRanksError
 from titanlite.runtime.torch_internals import recorded_collectives
+from titanlite.runtime.waiting import ANSWER_S, SETTLE_S, call_within, waiting
 
 INTERVAL_S = 0.5
-"""Seconds between two signs of life of a process."""
+"""Seconds between two heartbeats of a process."""
 MAX_READERS = 64
 """With more ranks, only the first of each node keeps a view of the others."""
 FAULTS_FOLDER = "faults"
@@ -29,7 +29,7 @@ FAULTS_FOLDER = "faults"
 @dataclass
 class Seen:
     """What this rank has seen of another rank. count: number of phases entered. changed_at, alive_at: time of the last
-    change of the position and of the sign of life, by this rank's monotonic clock. alive_tick: this rank's own tick at
+    change of the position and of the heartbeat, by this rank's monotonic clock. alive_tick: this rank's own tick at
     that time."""
 
     count: int = 0
@@ -45,7 +45,7 @@ class Seen:
 class Positions:
     """The step and phase of each rank, shared through the store.
 
-    The main thread writes its position when it enters a phase. A thread of each process writes signs of life: those of
+    The main thread writes its position when it enters a phase. A thread of each process writes heartbeats: those of
     a process that is killed end, those of one whose main thread hangs do not. It also keeps a view of the other ranks,
     which survives the loss of the store, and on request writes the stacks and the last collectives of this process.
     Another thread watches the view: a call to a store whose process is stopped blocks without limit.
@@ -64,7 +64,7 @@ class Positions:
         """
         local_ranks: those of this node. dump_folder: None: no stacks are written. on_silence: called once, in a thread
         of its own, if for `silence_s` the store has not answered, or another rank that has begun training has given no
-        sign of life: the main thread may wait for it with a longer timeout.
+        heartbeat: the main thread may wait for it with a longer timeout.
         """
         self._store = store
         self.background: dist.Store = store.clone() if size > 1 else store  # type: ignore[attr-defined]
@@ -110,7 +110,8 @@ class Positions:
         with suppress(dist.DistNetworkError):  # rank 0, which may host the store, has finished, and seen that all have
             self.leave()
             try:
-                self._store.wait(keys, timedelta(seconds=self.silence_s))
+                with waiting(lambda: f"the end of all {self.size} ranks, in step {step}"):
+                    self._store.wait(keys, timedelta(seconds=self.silence_s))
             except dist.DistStoreError:
                 late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise LateRanksError(late or [0], self.silence_s) from None
@@ -120,7 +121,7 @@ class Positions:
         self.background.set(f"finished/{self._rank}", "")
 
     def is_needed(self) -> bool:
-        """Whether another rank that has not called `leave` gives signs of life, or starts. Raises RuntimeError."""
+        """Whether another rank that has not called `leave` gives heartbeats, or starts. Raises RuntimeError."""
         with self._guard:
             now = time.monotonic()
             others = [(rank, each) for rank, each in self._seen.items() if rank != self._rank]
@@ -128,7 +129,7 @@ class Positions:
         return any(not self.background.check([f"finished/{rank}"]) for rank in living)
 
     def silent(self, ranks: Iterable[int], within_s: float) -> list[int]:
-        """Return those of `ranks` that give no sign of life within `within_s`, as soon as the others have given one.
+        """Return those of `ranks` that give no heartbeat within `within_s`, as soon as the others have given one.
 
         This rank, and ranks that end by themselves, are never silent. Raises RuntimeError.
         """
@@ -148,7 +149,7 @@ class Positions:
         return call_within(within_s + ANSWER_S, wait)
 
     def _beats(self, rank: int) -> bytes:
-        """The number of signs of life; b"" before the first one."""
+        """The number of heartbeats; b"" before the first one."""
         key = f"alive/{rank}"
         return self.background.get(key) if self.background.check([key]) else b""
 
@@ -245,7 +246,7 @@ class Positions:
 def describe(
     seen: Mapping[int, Seen], own_rank: int, now: float, behind: Sequence[int] = (), *, store_is_lost: bool
 ) -> str:
-    """Describe the ranks without a sign of life, or else those with the oldest position, or else those `behind`.
+    """Describe the ranks without a heartbeat, or else those with the oldest position, or else those `behind`.
 
     seen: by rank. behind: see ranks_behind.
     """
@@ -263,7 +264,7 @@ def describe(
     if ended:
         one = seen[ended[0]]
         return (
-            f"{_names(ended)} on {one.host}: no sign of life, in step {one.step} ({one.phase}): killed, out of memory, "
+            f"{_names(ended)} on {one.host}: no heartbeat, in step {one.step} ({one.phase}): killed, out of memory, "
             "stopped, or its node is lost"
         )
     oldest = min(each.count for each in seen.values())

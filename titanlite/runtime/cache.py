@@ -18,6 +18,7 @@ from titanlite.runtime.durability import PARTIAL, appears_complete
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import NotRegularError, expand_home, open_regular, open_to_append
 from titanlite.runtime.logging import log
+from titanlite.runtime.waiting import waiting
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -158,8 +159,8 @@ def _locked(path: Path, what: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.info("waiting for another process to %s", what)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            with waiting(lambda: f"another process to {what}; it holds {path}"):
+                fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

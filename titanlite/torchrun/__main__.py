@@ -29,7 +29,7 @@ from torch.distributed.elastic.agent.server.api import logger as agent_logger
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 from torch.distributed.launcher import api
 from torch.distributed.run import determine_local_world_size, get_rdzv_endpoint, parse_args, parse_min_max_nnodes, run
 
@@ -47,7 +47,7 @@ from titanlite.tools.plan.preview import preview
 TRAIN = "titanlite.train"
 RENDEZVOUS = {"last_call_timeout": 5, "keep_alive_interval": 3, "keep_alive_max_attempt": 5}
 """Of an elastic launch, in seconds. last_call_timeout: how long the fewest nodes wait for further ones. A node without
-a sign of life for keep_alive_interval x keep_alive_max_attempt is lost, and a restart continues without it."""
+a heartbeat for keep_alive_interval x keep_alive_max_attempt is lost, and a restart continues without it."""
 USAGE_ERROR = 2
 """Exit code of a rank that refuses its configuration."""
 EXIT_BARRIER_S = 30
@@ -66,6 +66,9 @@ class Agent(LocalElasticAgent):
     facts: those of program_facts; empty: not compared.
     """
 
+    has_met = False
+    """Whether the nodes of this launch were connected."""
+
     def __init__(self, *arguments: Any, facts: Mapping[str, str], **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._facts = facts
@@ -76,6 +79,7 @@ class Agent(LocalElasticAgent):
         if ELASTIC in os.environ:
             Path(os.environ[ELASTIC]).unlink(missing_ok=True)
         super()._rendezvous(worker_group)
+        Agent.has_met = True
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         found: RunResult = super()._monitor_workers(worker_group)
@@ -223,6 +227,11 @@ def launch(arguments: Namespace, facts: Mapping[str, str]) -> None:
         if "EADDRINUSE" in cause:
             remedy = "end the program that uses it, or choose another port, the same on all nodes"
             raise UserError(f"the port of {endpoint}, where the nodes connect, is in use: {remedy}") from None
+        if Agent.has_met and not isinstance(error, RendezvousTimeoutError):
+            raise UserError(
+                f"the launcher of node 0, which hosts the store of the nodes at {endpoint}, has ended, or its node is "
+                f"lost: the cause is in its log ({cause or type(error).__name__})"
+            ) from None
         raise UserError(f"the nodes cannot connect at {endpoint}: {cause or type(error).__name__}") from None
     except ValueError as error:
         raise UsageError(f"torchrun refuses its options: {error}") from None

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from titanlite.data.kinds import text_sources
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.text import Text
 from titanlite.ranks.launch import fork_context
+from titanlite.runtime import waiting
 from titanlite.runtime.cache import built_once, cache_folder, content_key
 from titanlite.runtime.errors import UserError
 
@@ -143,7 +145,7 @@ def build_in_child(folder: Path) -> None:
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_another_process_waits_for_a_build_and_repeats_it_if_it_is_killed(
-    killed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "thing"
     child = fork_context().Process(target=build_in_child, args=(folder,))
@@ -154,12 +156,15 @@ def test_another_process_waits_for_a_build_and_repeats_it_if_it_is_killed(
     if killed:
         os.kill(child.pid, signal.SIGKILL)
         child.join()
+    monkeypatch.setattr(waiting, "FIRST_S", 0.01)
     with caplog.at_level(logging.INFO, "titanlite"):
         build_in_child(folder)
     child.join()
     assert not (tmp_path / "thing.incomplete").exists()
     assert (tmp_path / "builds").read_text() == ("xx" if killed else "x")
-    assert killed or caplog.messages == ["waiting for another process to build a thing"]
+    lock = tmp_path / "thing.lock"
+    waits = [re.sub(r"\d+ s", "N s", message) for message in caplog.messages]
+    assert killed or waits == [f"waiting for N s for another process to build a thing; it holds {lock}"]
 
 
 def test_a_failed_build_publishes_nothing(tmp_path: Path) -> None:

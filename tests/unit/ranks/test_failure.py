@@ -518,7 +518,7 @@ def test_a_killed_rank_is_explained_by_one_that_the_launcher_ends(start: Start) 
         lines = re.findall("^titanlite: .*", program.text, re.MULTILINE)
         assert len(lines) == 1, program.text
         assert lines[0].startswith(f"titanlite: rank {rank} on ")
-        assert "no sign of life, in step 0 (start-up): killed" in lines[0]
+        assert "no heartbeat, in step 0 (start-up): killed" in lines[0]
         assert "Traceback" not in program.text
 
 

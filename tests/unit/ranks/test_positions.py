@@ -1,4 +1,4 @@
-"""Which rank a message names: one without signs of life, else the one with the oldest position."""
+"""Which rank a message names: one without heartbeats, else the one with the oldest position."""
 
 import json
 import socket
@@ -31,14 +31,14 @@ def seen(count: int, phase: str = "saving", alive_s_ago: float = 0.2) -> Seen:
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [
-        ([seen(5), seen(5, alive_s_ago=2.2), seen(5)], "rank 1 on node5: no sign of life, in step 7 (saving)"),
+        ([seen(5), seen(5, alive_s_ago=2.2), seen(5)], "rank 1 on node5: no heartbeat, in step 7 (saving)"),
         ([seen(9, alive_s_ago=9), seen(4)], "rank 1 on node4 hangs or lags: in step 7 (saving) for 100 s; the other"),
         ([seen(9), seen(4), seen(4)], "ranks 1, 2 on node4 hangs or lags"),
         ([seen(5), seen(5)], "all ranks are in step 7 (saving) for 100 s: one of them hangs, or the network is lost"),
     ],
 )
 def test_the_rank_that_others_wait_for_is_named(ranks: list[Seen], text: str) -> None:
-    """Rank 0 writes the message: its own signs of life do not count."""
+    """Rank 0 writes the message: its own heartbeats do not count."""
     assert describe(dict(enumerate(ranks)), 0, 1000.0, store_is_lost=False).startswith(text)
 
 
@@ -91,7 +91,7 @@ def test_ranks_see_each_other_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_silent_rank_is_noticed_once_in_any_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 has no thread of its own: the test gives its signs of life, and then stops."""
+    """Rank 1 has no thread of its own: the test gives its heartbeats, and then stops."""
     monkeypatch.setattr(positions, "INTERVAL_S", 0.02)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     calls = []

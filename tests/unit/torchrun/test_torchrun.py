@@ -17,7 +17,7 @@ from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.run import parse_args
 
 from titanlite.ranks.distributed import ELASTIC
@@ -129,6 +129,16 @@ UNREACHABLE = [
 def test_unreachable_nodes(error: Exception, cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=f"^the nodes cannot connect at node0:29500: {cause}$"):
         launch(error, monkeypatch)
+
+
+def test_connected_nodes_that_lose_the_store_name_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network is not to blame: the store ends with the launcher of node 0, which has printed the cause."""
+    monkeypatch.setattr(torchrun.Agent, "has_met", True)
+    lost = r"the launcher of node 0, which hosts the store of the nodes at node0:29500, has ended, .* \(Broken pipe\)"
+    with pytest.raises(UserError, match=f"^{lost}$"):
+        launch(RendezvousConnectionError("Broken pipe"), monkeypatch)
+    with pytest.raises(UserError, match=r"^the nodes cannot connect"):
+        launch(RendezvousTimeoutError(), monkeypatch)
 
 
 def test_options_that_torchrun_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

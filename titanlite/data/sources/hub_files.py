@@ -13,6 +13,7 @@ from titanlite.data.sources.pieces import BadRowError, FieldError, KindError
 from titanlite.runtime.errors import ConfigError, Problem, Rules
 from titanlite.runtime.files import open_regular
 from titanlite.runtime.retry import http_status, is_transient, reason
+from titanlite.runtime.waiting import waiting
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
@@ -103,7 +104,8 @@ def load_builder(source: SourceConfig, key: str = "data.sources") -> "DatasetBui
     folder = hub_folder(source)
     where = str(folder) if folder is not None else source.path
     try:
-        return datasets.load_dataset_builder(where, source.subset or None, revision=source.revision or None)
+        with waiting(lambda: f"{key}: the description of {where}, a disk or the hub"):
+            return datasets.load_dataset_builder(where, source.subset or None, revision=source.revision or None)
     except Exception as error:  # the library raises many types
         raise ConfigError([_problem_of(error, source, key, where)]) from None
 
