@@ -24,9 +24,10 @@ def build_data(job: Job, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
     loader = loader_of(job, job.config.data, mesh, tokenizer)
     log.info("Data: %s", loader.description)
     if mesh.world.rank == 0:  # takes time, and only rank 0 logs
+        has_chat = any(source.config.is_chat for source in loader.sources)
+        if tokenizer and has_chat and (fault := ChatEncoder(tokenizer).fault_of_end):
+            log.warning("%s, so %s", fault, NO_END)
         for source in loader.sources:
-            if source.config.is_chat and tokenizer and (fault := ChatEncoder(tokenizer).fault_of_end):
-                log.warning("%s: %s, so %s", source.config.path, fault, NO_END)
             if source.holds == "text" and (unread := source.describe_unread()):
                 log.info("Not read: %s in %s, by kind = %r", unread, source.config.path, source.kind)
         log.info("Epochs: %s", loader.describe_epochs(job.config.training.steps))

@@ -145,6 +145,19 @@ def test_tokens_are_those_of_transformers_also_after_a_copy(case: str, folder: P
     assert again.chat_tokens == tokenizer.chat_tokens
 
 
+def test_fingerprints_have_the_tokens_of_the_other_files(folder: Path) -> None:
+    """Those that only conversations have are in the fingerprint of the chat template alone."""
+    configs = ({}, CHAT, decoder(id376=table(END), id377=table(START)), decoder(id0=table("<|one|>", special=False)))
+    found = [Tokenizer(write(folder, config)).fingerprint for config in configs]
+    assert len({*found}) == len(configs)
+    tokenizers = [
+        Tokenizer(write(folder, config | {"chat_template": CHATML}))
+        for config in ({}, decoder(id1=table("<|one|>", lstrip=True)))
+    ]
+    assert {one.fingerprint for one in tokenizers} == {found[0]}
+    assert len({ChatEncoder(one).fingerprint for one in tokenizers}) == 2
+
+
 def test_a_token_that_no_text_has_is_not_added_at_the_end(folder: Path) -> None:
     """A model has no row for it, and a run that was saved before would be refused."""
     before = Tokenizer(write(folder, {}))
