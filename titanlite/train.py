@@ -138,7 +138,7 @@ def run_job(
     if run.validation is not None and run.validation.missing:  # a kill or a signal prevented it
         last = any(ended) or first_step > config.training.steps
         if run.validation.is_due(run.trainer.step, last):
-            run.validation.after_step(run.trainer.step, failure)
+            run.validation.after_step(run.trainer.step)
     if any(ended):
         end = End(config, "data exhausted", run.trainer.step)
         log.info(
@@ -195,8 +195,9 @@ def describe_end(config: JobConfig, run: Run, ended: Sequence[bool]) -> str:
 def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
     """Train to the last step; return its record, or None if a signal stopped training.
 
-    Every event of a step is here, in order. Saving comes before validation, so that an error in validation data does
-    not cost a checkpoint. A step without log line, checkpoint or validation never waits for the device.
+    Every event of a step is here, in order. Saving comes before validation, and a validation that fails saves
+    its step if it is not saved yet: an error in validation data costs no step. A step without log line, checkpoint or
+    validation never waits for the device.
     """
     trainer, loader, checkpoints = run.trainer, run.loader, run.checkpoints
     assert trainer.step < config.training.steps, "no step is left to train"
@@ -236,7 +237,12 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
                 enter(step, "validating")
                 # The first one compiles the forward pass without gradients.
                 trainer.mesh.set_timeout(config.comm.train_timeout_s if has_validated else config.comm.init_timeout_s)
-                requested, has_validated = run.validation.after_step(step, failure), True
+                try:
+                    requested, has_validated = run.validation.after_step(step), True
+                except RanksError:
+                    if checkpoints is not None and not stops:
+                        checkpoints.save_unsaved(step)
+                    raise
                 trainer.mesh.set_timeout(config.comm.train_timeout_s)
                 if requested and not stops:
                     assert checkpoints is not None, "signals stop a run without checkpoints at once"

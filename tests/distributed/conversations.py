@@ -26,7 +26,6 @@ from titanlite.data.bpe import train_bpe
 from titanlite.data.loader import build_loader
 from titanlite.forward import ModelOnMesh
 from titanlite.models.family import resolve_model
-from titanlite.ranks.failure import FailureReport
 from titanlite.ranks.signals import StopRequest
 
 ANSWERS = (1, 500, 2, 3, 90, 1, 1, 250, 17, 1, 400, 5, 40, 1, 8, 2)
@@ -149,7 +148,7 @@ def validation_counts(layouts: Sequence[Layout], folder: str, seq_len: int) -> l
         job, tokenizer = job_of(config, mesh.world.size), build_tokenizer(config)
         evaluator = build_evaluator(job, trainer, dist.new_group(backend="gloo"), StopRequest(), tokenizer)
         for loader in build_validation_data(job, mesh, tokenizer).values():
-            totals, _ = evaluator.totals(loader, steps=-1, failure=FailureReport())
+            totals, _ = evaluator.totals(loader, steps=-1)
             loader.close()
             found.append((totals.num_valid, totals.too_long))
     return found

@@ -146,6 +146,21 @@ def test_error_on_all_ranks_is_reported_once(tokenizer: Path, tmp_path: Path, st
     assert [row["bad_rows"] for row in rows(tmp_path / "out")][-1] == 2
 
 
+@pytest.mark.slow
+def test_bad_validation_data_ends_the_run_before_its_first_step(
+    tokenizer: Path, tmp_path: Path, start: Starter
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", {})
+    write_rows(tmp_path / "held_out.jsonl", {90: "{}"})
+    held_out = {"enable": "true", "sources.0.kind": "jsonl", "sources.0.path": str(tmp_path / "held_out.jsonl")}
+    arguments = [text for key, value in held_out.items() for text in (f"--validation.{key}", value)]
+    program = start(tmp_path, *text_arguments(tokenizer, tmp_path / "rows.jsonl"), *arguments, ranks=2)
+    assert program.wait() == 1
+    (message,) = re.findall(r"^titanlite: (.*)$", program.output, re.MULTILINE)
+    assert message.startswith(f"bad row: {tmp_path}/held_out.jsonl, line 91: ")
+    assert rows(tmp_path / "out") == []
+
+
 @pytest.mark.parametrize("launcher", [None, pytest.param(TORCHRUN, marks=pytest.mark.soak)], ids=["forked", "torchrun"])
 def test_programming_error_is_reported_only_by_its_rank(
     launcher: tuple[str, ...] | None, tmp_path: Path, start: Starter

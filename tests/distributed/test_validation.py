@@ -36,7 +36,6 @@ from titanlite.assembly.validation import build_evaluator, build_validation_data
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.data.loader import Loader
 from titanlite.evaluation.evaluator import Evaluator
-from titanlite.ranks.failure import FailureReport
 from titanlite.ranks.signals import StopRequest
 from titanlite.trainer import Trainer
 
@@ -88,7 +87,7 @@ def evaluate(evaluator: Evaluator, loaders: Iterable[Loader], steps: int = -1) -
     """[sum of losses, number of targets, number of bytes] of each set"""
     found = []
     for loader in loaders:
-        totals, bad_rows = evaluator.totals(loader, steps=steps, failure=FailureReport())
+        totals, bad_rows = evaluator.totals(loader, steps=steps)
         assert bad_rows == 0
         found.append([totals.loss_sum, totals.num_valid, totals.num_bytes])
     return found

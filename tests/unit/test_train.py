@@ -5,7 +5,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from time import sleep
 from typing import Any
-from unittest.mock import MagicMock, Mock
+from unittest.mock import MagicMock, Mock, call
 
 import pytest
 
@@ -13,6 +13,7 @@ from titanlite import train as train_module
 from titanlite.config.schema import JobConfig, TrainingConfig
 from titanlite.data.config import DataConfig
 from titanlite.metrics.config import MetricsConfig
+from titanlite.ranks.agreement import RanksError
 from titanlite.ranks.distributed import CommConfig
 from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.errors import DataError, UsageError, UserError
@@ -115,11 +116,7 @@ def test_calls_of_each_step_are_in_order(run: MagicMock) -> None:
     updates = [(call.args[0], call.kwargs) for call in run.meter.update.call_args_list]
     assert updates == [(step, {"lr": float(step), **numbers}) for step in (1, 2, 3)]
     assert [call.args for call in run.validation.is_due.call_args_list] == [(1, False), (2, False), (3, True)]
-    assert [call.args for call in run.validation.after_step.call_args_list] == [
-        (1, failure),
-        (2, failure),
-        (3, failure),
-    ]
+    assert [call.args for call in run.validation.after_step.call_args_list] == [(1,), (2,), (3,)]
 
 
 def test_the_first_validation_has_the_time_limit_of_the_start(run: MagicMock) -> None:
@@ -189,6 +186,16 @@ def test_too_many_bad_rows_stop_the_run_at_the_next_log_step(
             train(config(10, max_bad_rows, log_freq), run, Mock())
     assert [call.args[0].bad_rows for call in run.sinks.write.call_args_list] == logged
     assert events(run)[-2:] == END
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_validation_that_fails_saves_its_step(is_saved: bool, run: MagicMock) -> None:
+    run.validation.after_step.side_effect = RanksError("a bad row")
+    run.checkpoints.after_step.side_effect = lambda _, last: last and is_saved
+    run.validation.is_due.side_effect = lambda step, _: step == 2
+    with pytest.raises(RanksError):
+        train(config(2), run, Mock())
+    assert run.checkpoints.save_unsaved.call_args_list == ([] if is_saved else [call(2)])
 
 
 def test_a_data_error_is_noted_before_waiting_for_the_ranks(run: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:

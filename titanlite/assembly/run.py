@@ -373,15 +373,18 @@ def build_expert_loads(config: JobConfig, trainer: Trainer) -> ExpertLoads:
 def build_validation(
     job: Job, trainer: Trainer, data: RunData, meter: Meter, sinks: Sinks, stop: StopRequest, start: Start
 ) -> Validation | None:
-    """Build the validation of the run; None if validation.enable is false. A collective: creates a process group."""
+    """Build the validation of the run; None if validation.enable is false. A collective: creates a process group, and
+    reads the validation data once. Raises RanksError if it is bad, or has no token to predict."""
     config = job.config
     if not config.validation.enable:
         return None
     group = trainer.mesh.new_group(config.comm.init_timeout_s)
     metrics_file = Path(config.job.dump_folder, METRICS_FILE)
+    evaluator = build_evaluator(job, trainer, group, stop, data.tokenizer)
+    evaluator.check_data(data.held_out, steps=config.validation.steps, max_bad_rows=config.data.max_bad_rows)
     return Validation(
         config.validation,
-        build_evaluator(job, trainer, group, stop, data.tokenizer),
+        evaluator,
         data.held_out,
         data.tasks,
         meter,

@@ -99,8 +99,12 @@ class Checkpoints:
 
     def stop_after(self, step: int, number: int) -> None:
         """Stop after `step` for a signal agreed on after `after_step`. Saves unless `after_step` saved this step."""
-        assert self._saver is not None
         self.stopped_by = signal.Signals(number).name
+        self.save_unsaved(step)
+
+    def save_unsaved(self, step: int) -> None:
+        """Save `step`, with which the run ends, unless `after_step` saved it. Raises RanksError if the save fails."""
+        assert self._saver is not None
         if self._begun != step or self._saver.take_failure() is not None:
             self._save_last(step)
 

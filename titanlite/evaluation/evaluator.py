@@ -14,7 +14,6 @@ from titanlite.evaluation.task_rows import RowShape, task_batches
 from titanlite.forward import ModelOnMesh, cross_entropy_in, forward_only, on_device
 from titanlite.metrics.scores import SetTotals, TaskScores, score_choices, score_cloze
 from titanlite.ranks.agreement import RanksError
-from titanlite.ranks.failure import FailureReport
 from titanlite.ranks.signals import StoppedError, StopRequest
 from titanlite.runtime.errors import DataError
 from titanlite.runtime.logging import Progress
@@ -40,21 +39,20 @@ class Evaluator:
     in_nats: bool = True
 
     def totals(
-        self, loader: Loader, *, steps: int, failure: FailureReport, after_batch: Callable[[int], None] = lambda _: None
+        self, loader: Loader, *, steps: int, after_batch: Callable[[int], None] = lambda _: None
     ) -> tuple[SetTotals, int]:
         """(totals over the loader's data, number of rows skipped as bad).
 
         steps: maximum number of steps of the loader; -1: all. after_batch: called with the number of each step, from 1.
         The loader must be at its beginning, and is reset to it afterwards, so that the position in the training data
-        does not change. One host read, at the end. Raises DataError if this rank's data is invalid, after `failure` has
-        collected the data errors of all ranks in this step.
+        does not change. One host read, at the end. Raises RanksError if the data of a rank is invalid.
         """
         model = self.model
         # loss_sum, num_valid, num_bytes, bad_rows, too_long; the counts are exact up to 2^53.
         totals = torch.zeros(5, dtype=torch.float64, device=model.device)
         try:
             with forward_only(model):
-                for number, batches in enumerate(self._batches(loader, steps, failure), start=1):
+                for number, batches in enumerate(self._batches(loader, steps), start=1):
                     for batch in batches:
                         totals[:3] += self._totals_of(on_device(batch, model.device))
                     after_batch(number)
@@ -71,14 +69,13 @@ class Evaluator:
         return SetTotals(loss_sum, num_valid, known_bytes, self.in_nats, num_too_long if too_long else None), bad_rows
 
     def totals_by_name(
-        self, loaders: Mapping[str, Loader], *, steps: int, max_bad_rows: int, failure: FailureReport
+        self, loaders: Mapping[str, Loader], *, steps: int, max_bad_rows: int
     ) -> Iterator[tuple[str, SetTotals]]:
-        """(name, totals) of one loader after the other; steps and failure: see `totals`.
+        """(name, totals) of one loader after the other; steps: see `totals`.
 
-        After the last loader, raises RanksError if there were more than `max_bad_rows` bad rows in total,
-        or no token to predict in any of them.
+        After the last loader, raises RanksError as `require_usable` does.
         """
-        bad_rows, too_long, any_valid, progress = 0, 0, False, Progress()
+        bad_rows, too_long, num_valid, progress = 0, 0, 0, Progress()
         limit = "" if steps < 0 else f" of at most {steps:,}"
         for number, (name, loader) in enumerate(loaders.items(), start=1):
             source = f"validation: source {number} of {len(loaders)}, {name}"
@@ -86,19 +83,31 @@ class Evaluator:
             def note(batch: int, source: str = source) -> None:
                 progress.note(f"{source}: batch {batch:,}{limit}")
 
-            totals, bad = self.totals(loader, steps=steps, failure=failure, after_batch=note)
+            totals, bad = self.totals(loader, steps=steps, after_batch=note)
             bad_rows += bad
             too_long += totals.too_long or 0
-            any_valid |= totals.num_valid > 0
+            num_valid += totals.num_valid
             yield name, totals
-        if bad_rows > max_bad_rows:
-            raise RanksError(
-                f"data.max_bad_rows = {max_bad_rows}: {bad_rows} rows of the validation data were skipped as bad; fix "
-                "them, or increase data.max_bad_rows"
-            )
-        if loaders and not any_valid:
-            why = f" ({counted(too_long, 'conversation')} of more than training.seq_len + 1 tokens)" if too_long else ""
-            raise RanksError(f"validation.sources: they contain no token to predict{why}; add data")
+        if loaders:
+            require_usable(num_valid, bad_rows, too_long, max_bad_rows)
+
+    def check_data(self, loaders: Mapping[str, Loader], *, steps: int, max_bad_rows: int) -> None:
+        """Read what a validation will read, without the model. Raises RanksError for what would end the validation."""
+        counts, progress = torch.zeros(3, dtype=torch.int64), Progress()  # targets, bad rows, conversations too long
+        for name, loader in loaders.items():
+            try:
+                for number, batches in enumerate(self._batches(loader, steps), start=1):
+                    counts[0] += sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
+                    progress.note(f"reading the validation data {name}: batch {number:,}")
+                counts[1] += loader.bad_rows
+                counts[2] += sum(loader.too_long_by_name(counts=True).values())
+            finally:
+                loader.restart()
+        counts *= self.model.counts_rows
+        dist.all_reduce(counts, group=self.group)
+        if loaders:
+            num_valid, bad_rows, too_long = counts.tolist()
+            require_usable(num_valid, bad_rows, too_long, max_bad_rows)
 
     def scores(self, encoded: EncodedTask) -> TaskScores:
         """Compute the scores of a task, by the cross-entropy whatever the loss of training is; the same on all ranks.
@@ -129,8 +138,8 @@ class Evaluator:
         choices = [question.choices for question in questions]
         return score_choices(grouped, choices, [question.answer for question in questions], encoded.truncated)
 
-    def _batches(self, loader: Loader, steps: int, failure: FailureReport) -> Iterator[Sequence[Batch]]:
-        """Batches of each step of the loader, until the loaders of all ranks are exhausted."""
+    def _batches(self, loader: Loader, steps: int) -> Iterator[Sequence[Batch]]:
+        """Batches of each step of the loader, until the loaders of all ranks are exhausted. Raises RanksError."""
         done = 0
         while done != steps:
             batches, error, has_data = None, None, not all(loader.ended)
@@ -139,21 +148,24 @@ class Evaluator:
                     batches = loader.next_step()
                 except DataError as raised:
                     error = raised
-                    failure.note_data_error(error)
-            if not self._any_has_data(has_data):
+            if not self._any_has_data(has_data, error):
                 return
-            if error is not None:
-                raise error
             yield batches if batches is not None else loader.next_step()
             done += 1
 
-    def _any_has_data(self, has_data: bool) -> bool:
-        """Whether any rank has data left. A CPU all-reduce. Raises StoppedError if a rank has a stop request."""
-        flags = torch.tensor([has_data, self.stop.number], dtype=torch.int64)
+    def _any_has_data(self, has_data: bool, error: DataError | None = None) -> bool:
+        """Whether any rank has data left. A CPU all-reduce. Raises StoppedError if a rank has a stop request, and the
+        error of the lowest sequence, as RanksError, if ranks have one."""
+        flags = torch.tensor([has_data, self.stop.number, error is not None], dtype=torch.int64)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        any_has_data, stop = flags.tolist()
+        any_has_data, stop, any_error = flags.tolist()
         if stop:
             raise StoppedError(stop)
+        if any_error:
+            errors: list[tuple[int, str] | None] = [None] * dist.get_world_size(self.group)
+            own = None if error is None else (error.sequence, str(error))
+            dist.all_gather_object(errors, own, group=self.group)
+            raise RanksError(min(each for each in errors if each is not None)[1])
         return bool(any_has_data)
 
     def _totals_of(self, batch: Batch) -> Tensor:
@@ -164,3 +176,15 @@ class Evaluator:
             num_bytes = torch.where(valid, self.token_bytes[batch.labels.clamp(min=0)], 0).sum()
         loss_sum = self.model.row_losses(batch).to(torch.float64).sum()
         return torch.stack([value.to(torch.float64) for value in (loss_sum, valid.sum(), num_bytes)])
+
+
+def require_usable(num_valid: int, bad_rows: int, too_long: int, max_bad_rows: int) -> None:
+    """Raise RanksError if validation data has too many bad rows, or no target. too_long: conversations."""
+    if bad_rows > max_bad_rows:
+        raise RanksError(
+            f"data.max_bad_rows = {max_bad_rows}: {bad_rows} rows of the validation data were skipped as bad; fix "
+            "them, or increase data.max_bad_rows"
+        )
+    if num_valid == 0:
+        why = f" ({counted(too_long, 'conversation')} of more than training.seq_len + 1 tokens)" if too_long else ""
+        raise RanksError(f"validation.sources: they contain no token to predict{why}; add data")

@@ -11,7 +11,6 @@ from titanlite.evaluation.evaluator import Evaluator
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.records import ValidationRecord
 from titanlite.metrics.sinks import Sinks
-from titanlite.ranks.failure import FailureReport
 from titanlite.ranks.signals import StoppedError
 from titanlite.runtime.logging import log
 
@@ -37,16 +36,15 @@ class Validation:
         """Whether to validate after `step`. last: whether it is the last step of the run."""
         return last or step % self.section.interval == 0
 
-    def after_step(self, step: int, failure: FailureReport) -> int:
+    def after_step(self, step: int) -> int:
         """Validate and write a row; return 0, or the number of the signal that interrupted the validation.
 
-        A collective over all ranks. Raises RanksError if there is no token to predict or there are too
-        many bad rows, DataError as Evaluator.totals does.
+        A collective over all ranks. Raises RanksError if data is bad, or there is no token to predict.
         """
         with self.meter.left_out() as clock:
             try:
                 totals = self.evaluator.totals_by_name(
-                    self.loaders, steps=self.section.steps, max_bad_rows=self.max_bad_rows, failure=failure
+                    self.loaders, steps=self.section.steps, max_bad_rows=self.max_bad_rows
                 )
                 by_source = dict(totals)
                 scores = {encoded.task.name: self.evaluator.scores(encoded) for encoded in self.tasks}

@@ -295,7 +295,7 @@ def evaluate(
     failure.enter(saved.manifest.step, "evaluating")
     totals, time_s, start = {}, {}, perf_counter()
     for name, found in evaluator.totals_by_name(
-        loaders, steps=config.validation.steps, max_bad_rows=config.data.max_bad_rows, failure=failure
+        loaders, steps=config.validation.steps, max_bad_rows=config.data.max_bad_rows
     ):
         totals[name], time_s[name] = found, perf_counter() - start
         start = perf_counter()
