@@ -61,6 +61,14 @@ def test_a_path_is_a_folder_a_glob_or_a_file(path: str, kind: Any, expected: lis
     assert [file.name for file in source.files()] == expected
 
 
+def test_a_glob_below_a_folder_whose_name_is_a_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "d[1] x" / "sub").mkdir(parents=True)
+    (tmp_path / "d[1] x" / "sub" / "a.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    for path in ("d[1] x/**/*.txt", f"{tmp_path}/d[1] x/sub/?.txt", "./d[1] x/s*/a.txt", "d*/sub/*.txt"):
+        assert [file.name for file in open_source(SourceConfig(kind="text", path=path)).files()] == ["a.txt"], path
+
+
 @pytest.mark.parametrize(
     ("source", "key"),
     [

@@ -105,7 +105,10 @@ class Source(ABC):
         if os.path.isdir(path):
             below = glob.iglob(os.path.join(glob.escape(path), "**", "*"), recursive=True)
             return [entry for entry in below if entry.lower().endswith(self.suffixes)]
-        return glob.glob(path, recursive=True)
+        folder = path  # the part of the path that exists is no pattern
+        while folder and not os.path.isdir(folder):
+            folder = os.path.dirname(folder)
+        return glob.glob(glob.escape(folder) + path[len(folder) :], recursive=True)
 
     def describe_unread(self) -> str:
         """Numbers of the files in the source's folder that it does not read, by suffix; "" for a file or a glob."""
