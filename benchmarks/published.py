@@ -1,17 +1,23 @@
-"""Predictions by data-sheet profiles against the throughput that torchtitan has published. Takes seconds; no GPU.
+"""Predictions by data-sheet profiles against throughput that others have published. Takes half a minute; no GPU.
 
-Figures of github.com/pytorch/torchtitan: benchmarks/llama3_h100_202412_torchtitan.md (8B on 8 and 128, 405B on 512
-H100), benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md (8B on 64, 70B on 256), docs/performance.md of 2024 (405B on
-128 H100, 8B and 70B on 64 A100). Its H100s have 96 GB of HBM2e at 2.4 TB/s and 500 W; the data sheet's have 700 W. The
-dynamic power of a processor grows with the third power of its clock, so the rates of its computation are scaled by
-(500 / 700) ^ (1 / 3). Its policy "op" recomputes every second matrix product; titanlite's keeps all, and half of the
-products of a forward pass are added. Figures with float8 are compared with predictions for bfloat16, since titanlite
-has no float8; no other figures are published for 512 GPUs.
+published.csv has a row for each figure: its source (repository, commit, file), and the nearest configuration of
+titanlite. Rows with comparable = yes have the same precision, attention kernel and length. They are divided by the
+CRC-32 of their settings: even ones may be fitted (titanlite/planning/step_time.py, GAPS and the constants beside it),
+odd ones are held out, and nothing is chosen by them.
+
+torchtitan's H100s have 96 GB of HBM2e at 2.4 TB/s and are limited to 500 W; the data sheet's have 700 W. The dynamic
+power of a processor grows with the third power of its clock, so the rates of its computation are scaled by
+(500 / 700) ^ (1 / 3). The policy "op/2" recomputes every second matrix product; titanlite's "op" keeps all, and half of
+the products of a forward pass are added. Figures with float8 are compared with predictions for bfloat16, since
+titanlite has no float8.
 """
 
-from dataclasses import dataclass, replace
+import csv
+import zlib
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+
+import numpy as np
 
 from benchmarks.measuring import Row, report
 from titanlite.config.load import load_config
@@ -19,49 +25,22 @@ from titanlite.planning.estimate import estimate
 from titanlite.planning.hardware.machine import Grid, Profile, load_profile
 from titanlite.planning.step_time import predict
 
+ROWS = Path(__file__).with_suffix(".csv")
 POWER = (500 / 700) ** (1 / 3)
-
-
-@dataclass(frozen=True)
-class Published:
-    """tokens_per_s: of one rank. layout: degrees of FSDP, tp and pp. rows: per data rank. recompute: layer: of every
-    second block. compile: without, with, or with float8 and asynchronous tensor parallelism, too. schedule: of the
-    pipeline, of as many microbatches as stages."""
-
-    model: str
-    machine: str
-    ranks: int
-    layout: tuple[int, int, int]
-    rows: int
-    recompute: str
-    compile: Literal["no", "yes", "float8"]
-    tokens_per_s: float
-    schedule: str = "1F1B"
-
-
-PUBLISHED = (
-    Published("8b", "H100", 8, (8, 1, 1), 2, "op", "no", 5762),
-    Published("8b", "H100", 8, (8, 1, 1), 2, "op", "yes", 6667),
-    Published("8b", "H100", 128, (128, 1, 1), 2, "op", "no", 5605),
-    Published("8b", "H100", 128, (128, 1, 1), 2, "op", "yes", 6514),
-    Published("8b", "H100", 64, (8, 8, 1), 12, "op", "yes", 4378),
-    Published("70b", "H100", 256, (32, 8, 1), 16, "full", "yes", 597.3),
-    Published("405b", "H100", 128, (16, 8, 1), 2, "full", "yes", 109),
-    Published("405b", "H100", 512, (8, 8, 8), 32, "full", "float8", 100),
-    Published("405b", "H100", 512, (8, 8, 8), 32, "full", "float8", 128, "Interleaved1F1B"),
-    Published("8b", "A100", 64, (64, 1, 1), 1, "layer", "yes", 2904),
-    Published("8b", "A100", 64, (64, 1, 1), 1, "op", "yes", 2973),
-    Published("70b", "A100", 64, (64, 1, 1), 1, "full", "yes", 331),
-)
 
 
 def scaled(grid: Grid, factor: float) -> Grid:
     return Grid(grid.sizes, tuple(factor * value for value in grid.values))
 
 
-def h100_of_torchtitan() -> Profile:
-    """The H100 of those figures."""
-    sheet = load_profile("h100")
+def profile_of(hardware: str) -> Profile:
+    """The shipped profile, with the changes of the source's card. Links per node are as the profile has them."""
+    name, _, card = hardware.partition("@")
+    sheet = load_profile(name)
+    if card == "40GB":
+        return replace(sheet, memory_gib=39.5, memory=scaled(sheet.memory, 1555 / 2039))
+    if card != "500W":
+        return sheet
     return replace(
         sheet,
         memory_gib=94.0,
@@ -73,49 +52,45 @@ def h100_of_torchtitan() -> Profile:
     )
 
 
-def predicted(case: Published, profile: Profile) -> float:
+def predicted(row: dict[str, str], profile: Profile) -> float:
     """Tokens per second of one rank."""
-    shards, tp, pp = case.layout
-    stages = 2 * pp if case.schedule == "Interleaved1F1B" else pp
-    settings = {
-        "training.local_batch_size": case.rows,
-        "training.global_batch_size": case.rows * shards,
-        "parallelism.dp_shard": shards,
-        "parallelism.tp": tp,
-        "parallelism.pp": pp,
-        "parallelism.pp_schedule": case.schedule,
-        "parallelism.pp_microbatch_size": max(case.rows // stages, 1),
-        "parallelism.pp_split": "[]",
-        "compile.enable": str(case.compile != "no").lower(),
-        "activation_checkpoint.mode": "full" if case.recompute == "full" else "selective",
-        "activation_checkpoint.selective_policy": "op" if case.recompute == "op" else "layer",
-    }
-    arguments = ["--job.config_file", f"llama3_{case.model}", *(f"--{key}={value}" for key, value in settings.items())]
-    config = load_config(arguments, world_size=case.ranks, device_type="cuda", checks_files=False)
-    time = predict(config, estimate(config, case.ranks, device_type="cuda"), profile)
+    ranks, arguments = int(row["gpus"]), [f"--{setting}" for setting in row["settings"].split()]
+    config = load_config(arguments, world_size=ranks, device_type="cuda", checks_files=False)
+    time = predict(config, estimate(config, ranks, device_type="cuda"), profile)
     # a third of the products belongs to the forward pass
-    again = time.parts["products"] / 6 if case.recompute == "op" else 0.0
-    return case.rows * shards * config.training.seq_len / case.ranks / (time.total + again)
+    again = time.parts["products"] / 6 if row["recompute"] == "op/2" else 0.0
+    return config.training.global_batch_size * config.training.seq_len / ranks / (time.total + again)
+
+
+def group(row: dict[str, str]) -> str:
+    if row["comparable"] == "yes":
+        return "held out" if zlib.crc32(row["settings"].encode()) % 2 else "fitted"
+    return "float8" if row["precision"] == "fp8" else "not like for like"
 
 
 def main(json: Path | None = None) -> None:
     """json: folder of published.json."""
-    profiles = {"H100": h100_of_torchtitan(), "A100": load_profile("a100")}
-    rows: list[Row] = []
-    for case in PUBLISHED:
-        found = predicted(case, profiles[case.machine])
-        rows.append(
-            {
-                "model": case.model.upper(),
-                "GPUs": f"{case.ranks} {case.machine}",
-                "FSDP x tp x pp": " x ".join(map(str, case.layout)),
-                "rows": str(case.rows),
-                "recompute": case.recompute,
-                "compile": case.compile,
-                "schedule": case.schedule if case.layout[2] > 1 else "",
-                "published": case.tokens_per_s,
-                "predicted": found,
-                "error": found / case.tokens_per_s - 1,
-            }
-        )
-    report("published", {"Tokens per second of one GPU": rows}, json, {"error": "+.0%"})
+    with ROWS.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    profiles = {hardware: profile_of(hardware) for hardware in dict.fromkeys(row["hardware"] for row in rows)}
+    found: list[Row] = []
+    ratios: dict[str, list[float]] = {"like for like": []}
+    for row in rows:
+        published, rate = float(row["tokens_per_s"]), predicted(row, profiles[row["hardware"]])
+        ratios.setdefault(group(row), []).append(rate / published)
+        if row["comparable"] == "yes":
+            ratios["like for like"].append(rate / published)
+        shown = {name: row[name] for name in ("source", "model", "hardware", "gpus", "layout", "recompute")}
+        figures = {"published": published, "predicted": rate, "ratio": rate / published}
+        found.append({"group": group(row), **shown, **figures})
+    summary: list[Row] = []
+    for name, values in ratios.items():
+        lower, median, upper = np.quantile(values, (0.25, 0.5, 0.75))
+        within = {f"within {share:.0%}": np.mean(np.abs(np.array(values) - 1) <= share) for share in (0.1, 0.15)}
+        quartiles = {"lower quartile": lower, "median": median, "upper quartile": upper}
+        extremes = {"least": min(values), "most": max(values)}
+        figures = {key: float(value) for key, value in {**within, **quartiles, **extremes}.items()}
+        summary.append({"group": name, "rows": str(len(values)), **figures})
+    forms = {"within 10%": ".0%", "within 15%": ".0%", "ratio": ".3f", **dict.fromkeys((*quartiles, *extremes), ".3f")}
+    tables = {"Tokens per second of one GPU": found, "Predicted / published": summary}
+    report("published", tables, json, forms)
