@@ -8,10 +8,12 @@ from titanlite.config.schema import JobConfig
 from titanlite.models.decoder import flops_per_token
 from titanlite.planning.estimate import Estimate
 from titanlite.planning.hardware.machine import Profile
-from titanlite.planning.step_time import StepTime
+from titanlite.planning.step_time import UNCERTAINTY, StepTime
 
 SHOWN = 0.001
 """Share of a step from which on a part is shown."""
+FEW_TOKENS = 4096
+"""Tokens of a rank and step below which published runs are much slower than predicted."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,27 @@ def describe_time(config: JobConfig, plan: Estimate, profile: Profile, time: Ste
     rate = tokens_per_second(config, time, ranks)
     tokens = config.training.steps * tokens_per_step(config)
     shown = {part: share for part, seconds in time.parts.items() if (share := seconds / time.total) > SHOWN}
-    shares = [f"{part} {share:.1%}" for part, share in shown.items()]
+    shares = [f"{part}\xa0{share:.1%}" for part, share in shown.items()]
+    likely = []
+    if profile.device == "cuda":
+        of_rank = tokens_per_step(config) / ranks
+        few = f"below {FEW_TOKENS:,} tokens per rank and step, published runs are up to 3 times slower"
+        reasons = {
+            few: of_rank < FEW_TOKENS,
+            "few runs with experts are published": config.hyper_parameters.n_experts > 1,
+        }
+        likely = [
+            f"Likely: {rate / (1 + UNCERTAINTY):,.0f} to {rate / (1 - UNCERTAINTY):,.0f} tokens/s per rank, as 9 of 10 "
+            "published runs (docs/planning.md)",
+            *(f"Uncertain: {reason}" for reason, holds in reasons.items() if holds),
+        ]
     lines = [
         f"Predicted step: {time.total:.3g} s on {profile.name}",
         f"Throughput: {rate:,.0f} tokens/s per rank, {rate * ranks:,.0f} in all"
         + ("" if used is None else f", MFU {used:.1%}"),
+        *likely,
         *textwrap.wrap(f"Parts: {', '.join(shares)}", 120, subsequent_indent="  "),
         f"Training: {config.training.steps:,} steps of {tokens_per_step(config):,} tokens = {tokens:,} tokens, "
         f"{price.describe(hours(config, time), ranks)} (without saving and validation)",
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines).replace("\xa0", " ") + "\n"  # a part and its share are on one line

