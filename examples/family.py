@@ -14,41 +14,25 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import titanlite
-from titanlite.models.decoder import TENSOR_STYLES, Block, Decoder, check_decoder, check_width, decoder_plan, init
-from titanlite.models.family import DecoderConfig, Family, Plan
+from titanlite.models.decoder import (
+    TENSOR_STYLES,
+    Block,
+    Decoder,
+    HyperParameters,
+    check_decoder,
+    check_width,
+    decoder_plan,
+    init,
+)
+from titanlite.models.family import Family, Plan
 from titanlite.models.layers import Attention
 from titanlite.runtime.errors import Problem
 
 
 @dataclass(frozen=True)
-class PrimerConfig(DecoderConfig):
-    """Hyper-parameters of the primer family. The text below each field is its help."""
-
-    dim: int
-    """Width of the residual stream."""
-    n_layers: int
-    """Number of transformer blocks."""
-    n_heads: int
-    """Query heads; each is dim / n_heads wide."""
-    n_kv_heads: int
-    """Key/value heads, each shared by n_heads / n_kv_heads query heads."""
-    ffn_dim: int
-    """Width of the feed-forward's hidden layer."""
-    vocab_size: int
-    """Rows of the embedding and of the output, at least the tokenizer's vocabulary."""
-    norm_eps: float = 1e-5
-    """Added to the mean square in RMSNorm."""
-    rope_theta: float = 10_000.0
-    """Base of the rotary wavelengths."""
-    max_seq_len: int = 4096
-    """Maximum sequence length, and the length of the rotary tables."""
-    tie_embeddings: bool = False
-    """The output layer uses the embedding's weights."""
-
-    @property
-    def head_dim(self) -> int:  # type: ignore[override]
-        """Width of one attention head."""
-        return self.dim // self.n_heads
+class PrimerConfig(HyperParameters):
+    """Hyper-parameters of the primer family: those of all decoders. Add others as fields; the text below one is its
+    help."""
 
 
 class SquaredReLU(nn.Module):

@@ -21,30 +21,32 @@ from titanlite.models.llama3 import LLAMA3, Llama3
 
 
 class Attention(layers.Attention):
-    """first: the values of the first layer, of the size of this layer's; None in the first layer."""
-
-    def forward(self, x: Tensor, rope: Any, mask: Any, first: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor, rope: Any, mask: Any, first: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """first: the values of the first layer, in any shape; returned in that of this layer's values."""
         queries, keys, values = self.heads(x, rope)
-        if first is None:
+        if self.mix is None:
             return self.attended(queries, keys, values, mask), values
         values = values + self.mix() * (first.reshape(values.shape) - values)
         return self.attended(queries, keys, values, mask), first
 
 
 class Block(decoder.Block):
-    def forward(self, x: Tensor, rope: Any, mask: Any, first: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor, rope: Any, mask: Any, first: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         attended, first = self.attention(self.attention_norm(x), rope, mask, first)
         return x + attended + self.feed_forward(self.ffn_norm(x + attended)), first
 
 
 class ValueResidual(Llama3):
     def run_blocks(self, x: Tensor, *arguments: Any) -> Tensor:
-        first = None
-        if self.tok_embeddings is None:  # a later stage of a pipeline gets both in one tensor
-            x, first = x.split((self.config.dim, x.shape[-1] - self.config.dim), dim=-1)
+        """A stage of a pipeline passes the residual stream and the values of the first layer as one tensor."""
+        width = self.config.n_kv_heads * self.config.head_dim
+        if self.tok_embeddings is None:
+            x, first = x.split((self.config.dim, width), dim=-1)
+        else:
+            first = x.new_zeros(*x.shape[:2], width)
         for layer in self.layers.values():
             x, first = layer(x, *arguments, first)
-        return x if self.output is not None else torch.cat((x, first.reshape(*x.shape[:2], -1)), dim=-1)
+        return x if self.output is not None else torch.cat((x, first.reshape(*x.shape[:2], width)), dim=-1)
 
 
 def build(config: Any) -> ValueResidual:

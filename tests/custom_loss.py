@@ -7,7 +7,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from titanlite.models.losses import LOSSES, Loss, Term
+from titanlite.models.losses import LOSSES, Loss, Term, cross_entropy
 
 
 def _smoothed(logits: Tensor, labels: Tensor) -> Tensor:
@@ -33,6 +33,14 @@ LOSS = Loss(
 )
 
 
+WITH_Z = Loss(
+    "cross_entropy",
+    cross_entropy,
+    {"z_loss": Term(lambda logsumexp, labels: 0.3 * logsumexp.square() + labels, of="logsumexp")},
+)
+"""The cross-entropy with a term that needs no logits of the full vocabulary on a rank."""
+
+
 @contextmanager
 def registered() -> Iterator[None]:
     """Inside, the loss can be chosen as loss.name."""
@@ -44,5 +52,8 @@ def plain_objective(logits: Tensor, labels: Tensor, loss: Loss = LOSS) -> tuple[
     """The objective, its mean loss and its terms, of all tokens at once. logits: (tokens, vocab_size)."""
     logits, labels = logits[labels >= 0], labels[labels >= 0]
     mean = loss.function(logits, labels).sum() / max(len(labels), 1)
-    terms = [term.values(logits, labels).sum() / term.count(labels).sum().clamp(min=1) for term in loss.terms.values()]
+    terms = []
+    for term in loss.terms.values():
+        values = term.values(logits if term.of == "logits" else logits.logsumexp(1), labels)
+        terms.append(values.sum() / term.count(labels).sum().clamp(min=1))
     return mean + sum(terms), mean, terms

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from titanlite.registration import register_optimizer as register_optimizer
     from titanlite.registration import register_schedule as register_schedule
     from titanlite.registration import register_source as register_source
+    from titanlite.registration import register_term as register_term
     from titanlite.runtime.errors import ConfigError as ConfigError
     from titanlite.runtime.errors import UserError as UserError
     from titanlite.tools.saved_run import open_run as open_run
@@ -36,6 +37,7 @@ _PUBLIC = {
     "register_optimizer": "titanlite.registration",
     "register_schedule": "titanlite.registration",
     "register_source": "titanlite.registration",
+    "register_term": "titanlite.registration",
 }
 """Public name -> the module that has it, imported when the name is first used: torch takes seconds."""
 

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,7 +24,8 @@ from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import LOGGERS, PLUGIN_LOGGERS, MetricsConfig
 from titanlite.metrics.services import Service
 from titanlite.models.family import Family, HuggingFace, Init, LanguageModel, ModelConfig, Plan
-from titanlite.models.losses import LOSSES, CountFunction, Loss, Term, TokenFunction, check_loss
+from titanlite.models.head import output_layers_of
+from titanlite.models.losses import LOSSES, TERMS, CountFunction, Loss, Term, TokenFunction, check_loss, cross_entropy
 from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import Arguments, GatedOptimizer, OptimizerConfig, OptimizerKind, skips_by_itself
 from titanlite.optim.registry import OPTIMIZERS
@@ -125,6 +126,28 @@ def register_loss(
     add_entry(LOSSES, name, found, "register_loss")
 
 
+def register_term(
+    name: str,
+    values: TokenFunction,
+    count: CountFunction = torch.ones_like,
+    *,
+    of: Literal["logits", "logsumexp"] = "logits",
+) -> None:
+    """Add a term of the objective, chosen by loss.terms, beside any loss.
+
+    values: ("logits" or "logsumexp" as `of` says, labels) -> (tokens,); count: its denominator; see Term. It is called
+    with small random logits: the value of a token must not depend on other tokens.
+    """
+    check = _Check("register_term", name)
+    check.name(name)
+    term = Term(values, count, of)
+    try:
+        check_loss(Loss("cross_entropy", cross_entropy, {name: term}))
+    except UserError as error:
+        check.require(False, str(error))
+    add_entry(TERMS, name, term, "register_term")
+
+
 def register_logger(name: str, build: Callable[[MetricsConfig, Path, AboutRun], Service]) -> None:
     """Add a logger, chosen by metrics.loggers.
 
@@ -183,6 +206,9 @@ def _check_model(check: _Check, family: Family, config: Any) -> None:
     units = Counter({name: sum(name.startswith(prefix) for prefix in prefixes) for name in names})
     wrong = [f"{name} is in {count}" for name, count in units.items() if count != 1]
     check.require(not wrong, f"each parameter must be in one unit of the plan: {'; '.join(wrong[:3])}")
+    for head in output_layers_of([model]):
+        own = [name for name, _ in head.named_parameters() if name != "weight"]
+        check.require(not own, f"the loss gives no gradient to {', '.join(own)} of the OutputLayer: scale its input")
     if plan.tensor_styles and (problems := style_problems(model, plan)):
         check.require(False, f"{problems[0]}; fix tensor_styles, or leave it empty: then tensor parallelism is refused")
     for name, parameter in model.named_parameters():

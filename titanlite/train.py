@@ -1,4 +1,7 @@
-"""Command: train. On one process `titanlite train CONFIG`, on several `torchrun ... -m titanlite.train CONFIG`."""
+"""Command: train. On one process `titanlite train CONFIG`, on several `torchrun ... -m titanlite.train CONFIG`.
+
+The training loop: start, data, logs, checkpoints, validation, end. The step itself is Trainer.train_step (trainer.py).
+"""
 
 from titanlite.ranks.failure import FailureReport, end_process, prepare_process
 

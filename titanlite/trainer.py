@@ -1,4 +1,4 @@
-"""The training step."""
+"""One training step: forward, backward and update. train.py calls it, and has everything between steps."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

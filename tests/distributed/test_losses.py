@@ -20,6 +20,7 @@ from tests.distributed.layouts import (
     EP,
     EVERY,
     EXPERTS,
+    FULL,
     GATHER,
     LAST,
     PAIRS,
@@ -29,6 +30,7 @@ from tests.distributed.layouts import (
     schedule,
 )
 from tests.distributed.mistakes import Around
+from tests.distributed.program import REPOSITORY
 from tests.distributed.reference import Reference, global_batch, plain_model
 from tests.distributed.test_mistakes import first_difference, measured, references
 from tests.pool import run_ranks
@@ -40,6 +42,7 @@ from titanlite.parallel.mesh import PipelineSchedule
 from titanlite.trainer import Trainer
 
 SMOOTHED = (f"loss.name={LOSS.name}",)
+Z_LOSS = (f'job.plugins=["{REPOSITORY / "examples" / "z_loss.py"}"]', 'loss.terms=["z_loss"]')
 TP = Layout((1, 1, 1, 2), (*SMOOTHED, *CHUNKS))
 SHARD = Layout((1, 1, 2, 1), (*SMOOTHED, *EVERY, *CHUNKS), accumulation=2, streams=9)  # has filler rows
 LAYOUTS = (
@@ -47,6 +50,10 @@ LAYOUTS = (
     SHARD,
     Layout((2, 1, 1, 1), (*SMOOTHED, *schedule("ZBVZeroBubble"), *depth(3), *PAIRS, *CHUNKS)),
     Layout((1, 1, 1, 1), (*SMOOTHED, *CHUNKS), cp=2),
+    Layout((1, 1, 1, 2), (*Z_LOSS, *CHUNKS, *COMPILE)),
+    Layout((1, 2, 1, 1), (*Z_LOSS, *EVERY, *FULL), accumulation=2),
+    Layout((2, 1, 1, 1), (*Z_LOSS, *schedule("InterleavedZeroBubble"), *PAIRS)),
+    Layout((1, 1, 1, 1), (*Z_LOSS, *GATHER), cp=2),
 )
 SOAK = (
     *(
@@ -66,7 +73,9 @@ def reference_of(config: JobConfig, batch: Batch) -> tuple[Reference, Tensor]:
     """The step of one process, and the terms of the loss."""
     model = plain_model(config)
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    objective, mean, terms = plain_objective(model(batch.tokens).flatten(0, 1), batch.labels.flatten())
+    objective, mean, terms = plain_objective(
+        model(batch.tokens).flatten(0, 1), batch.labels.flatten(), config.loss.chosen
+    )
     gradients = dict(zip(weights, torch.autograd.grad(objective, list(model.parameters())), strict=True))
     norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
     return Reference(mean.detach(), norm, gradients, weights), torch.stack(terms).detach()
@@ -140,11 +149,11 @@ def logits_of_this_rank() -> Iterator[None]:
     """The loss sees the logits of the rank's own part of the vocabulary only."""
     right = Scoring.scores
 
-    def scores(scoring: Scoring, x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
-        found = right(scoring, x, weight, buffer)
+    def scores(scoring: Scoring, x: Tensor, weight: Tensor, buffer: Tensor) -> Any:
+        found, backward = right(scoring, x, weight, buffer)
         own = torch.full_like(found, -1e3)
         own[:, scoring.start : scoring.start + len(weight)] = found[:, scoring.start : scoring.start + len(weight)]
-        return own
+        return own, backward
 
     with replaced(Scoring, "scores", scores):
         yield

@@ -12,8 +12,8 @@ from tests.distributed.program import REPOSITORY
 from tests.pool import run_ranks
 from titanlite.runtime.errors import ConfigError
 
-EXAMPLES = {"value_residual": "model.family=value_residual"}
-"""Plugin -> the setting that chooses it."""
+EXAMPLES = {"value_residual": ("model.family=value_residual",), "capped": ("model.family=capped", "model.head_dim=16")}
+"""Plugin -> settings that choose it."""
 
 HEADS, GATHERED = Layout((1, 1, 1, 1), cp=2), Layout((1, 1, 1, 1), GATHER, cp=2)
 PIPELINE = Layout((2, 1, 1, 1))
@@ -29,16 +29,16 @@ LAYOUTS = (
 COMBINED = (Layout((2, 1, 1, 2)), Layout((2, 1, 1, 1), cp=2))
 PLANTED = Path(__file__).with_name("planted_families.py")
 
-Case = tuple[str, str, Layout]
+Case = tuple[str, tuple[str, ...], Layout]
 """Plugin, settings of the model or the loss, and a layout."""
 
 
 def run(cases: Sequence[Case]) -> list[Any]:
     """The errors of each case, or the problems of its refusal."""
     found: list[Any] = []
-    for plugin, setting, layout in cases:
+    for plugin, settings, layout in cases:
         try:
-            found.append(asdict(measure(layout, f'job.plugins=["{plugin}"]', setting)))
+            found.append(asdict(measure(layout, f'job.plugins=["{plugin}"]', *settings)))
         except ConfigError as error:
             found.append(str(error))
     return found
@@ -54,13 +54,13 @@ def verify(ranks: int, cases: Sequence[Case], refusals: Sequence[str | None]) ->
             assert isinstance(errors, dict), (case, errors)
             worst = max(errors[key] for key in ("gradient", "loss", "grad_norm", "trajectory"))
             assert worst <= BOUNDS["float64"], (case, errors)
-            assert errors["learned"] > 1e-3
+            assert errors["learned"] > 1e-4, "the update is too small to compare the second step"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layouts", "ranks"), [(LAYOUTS, 2), (COMBINED, 4)])
 def test_the_examples_compute_on_every_axis_what_one_process_does(layouts: Sequence[Layout], ranks: int) -> None:
-    examples = [(str(REPOSITORY / "examples" / f"{name}.py"), setting) for name, setting in EXAMPLES.items()]
+    examples = [(str(REPOSITORY / "examples" / f"{name}.py"), settings) for name, settings in EXAMPLES.items()]
     cases = [(*example, layout) for example in examples for layout in layouts]
     verify(ranks, cases, [None] * len(cases))
 
@@ -83,5 +83,5 @@ def test_code_of_a_family_is_called_on_what_a_rank_has_or_refused() -> None:
         ("keeps_aside", PIPELINE, kept),
         ("keeps_aside", Layout((1, 1, 1, 2)), None),
     ]
-    cases = [(str(PLANTED), f"model.family={family}", layout) for family, layout, _ in table]
+    cases = [(str(PLANTED), (f"model.family={family}",), layout) for family, layout, _ in table]
     verify(2, cases, [refusal for *_, refusal in table])

@@ -25,6 +25,7 @@ from titanlite.optim.optimizer import Arguments, GatedOptimizer, OptimizerConfig
 from titanlite.optim.registry import OPTIMIZERS
 from titanlite.optim.schedule import ScheduleConfig, build_schedule
 from titanlite.parallel.mesh import ShardGroups
+from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.plugins import load_plugins
 
 pytestmark = pytest.mark.usefixtures("registries")
@@ -91,6 +92,30 @@ def test_the_optimizer_is_radam_and_can_skip() -> None:
         gated.step_if(torch.tensor(True))
         reference.step()
         torch.testing.assert_close(ours, theirs)
+
+
+def test_the_z_loss_is_beside_the_cross_entropy() -> None:
+    arguments = ["--job.plugins", f'["{EXAMPLES / "z_loss.py"}"]', "--loss.terms", '["z_loss"]']
+    config, problems = parse_config(arguments)
+    assert problems == []
+    logits = torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    (values,) = config.loss.chosen.term_values(logits, torch.zeros(3, dtype=torch.int64))
+    assert torch.allclose(values, 1e-4 * logits.exp().sum(1).log() ** 2)
+    assert config.loss.is_cross_entropy  # perplexity and bits per byte
+    assert not config.loss.chosen.needs_logits  # sharded logits, and the compiled loss
+    with pytest.raises(ConfigError, match="each term once"):
+        load_config([*arguments[:3], '["z_loss", "z_loss"]'], world_size=1, device_type="cpu", checks_files=False)
+    _, (problem,) = parse_config([*arguments[:3], '["zloss"]'])
+    assert 'did you mean "z_loss"?' in problem.remedy
+
+
+def test_logits_are_capped_with_and_without_labels() -> None:
+    load_plugins([str(EXAMPLES / "capped.py")])
+    family = FAMILIES["capped"]
+    output = family.build(family.flavors["debug"]).output
+    with torch.no_grad():
+        output.weight.fill_(100.0)
+        assert output(torch.ones(1, 1, 256)).unique().tolist() == [15.0]
 
 
 def test_the_schedule_restarts_four_times() -> None:

@@ -95,6 +95,10 @@ def add_scalar(model: Any) -> None:
     model.norm.scale = torch.nn.Parameter(torch.empty(()))
 
 
+def temper(model: Any) -> None:
+    model.output.temperature = torch.nn.Parameter(torch.empty(1))
+
+
 def add_norm(model: Any) -> None:
     model.norm.other = torch.nn.RMSNorm(8)
 
@@ -127,6 +131,7 @@ def test_a_family_is_a_choice_with_its_hyper_parameters() -> None:
         (styled(norm="nrom"), 'norm: "nrom" is no tensor style; they are gather, vocabulary, norm'),
         (styled(output="column", norm="row"), 'norm: tensor style "row" is for Linear, not RMSNorm'),
         (changed(add_norm), "the plan has no tensor style for norm.other.weight; fix tensor_styles, or leave it empty"),
+        (changed(temper), "the loss gives no gradient to temperature of the OutputLayer: scale its input"),
         (changed(scale_output), "layers.0.feed_forward.w2: tensor parallelism would replace the forward of Scaled"),
         (
             replace(changed(add_scalar), plan=lambda config: replace(LLAMA3.plan(config), tensor_styles={})),

@@ -15,7 +15,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.toml import dump_config
 from titanlite.config.value_types import literal
 from titanlite.metrics.about import AboutRun, git_commit, note_start
-from titanlite.models.losses import LOSSES
+from titanlite.models.losses import CROSS_ENTROPY
 from titanlite.models.registry import full_parameters
 from titanlite.optim.groups import describe_groups
 from titanlite.optim.schedule import describe_schedule, in_steps
@@ -42,8 +42,8 @@ def describe_training(job: Job, mesh: Mesh, environment: Mapping[str, str]) -> N
     config = job.config
     if attention := describe_attention(config, mesh.world.device):
         log.info("Attention: %s", attention)
-    if not config.loss.is_cross_entropy:
-        terms = ", ".join(LOSSES[config.loss.name].terms) or "none"
+    if config.loss.chosen is not CROSS_ENTROPY:
+        terms = ", ".join(config.loss.chosen.terms) or "none"
         log.info('Loss: "%s", terms of the objective: %s', config.loss.name, terms)
     for line in describe_groups(config.optimizer, *full_parameters(config.model)):
         log.info("Optimizer: %s", line)

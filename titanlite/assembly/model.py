@@ -15,6 +15,7 @@ from titanlite.models.decoder import describe_size
 from titanlite.models.family import DecoderConfig, LanguageModel
 from titanlite.models.head import output_layers_of
 from titanlite.models.init import init_parameters_
+from titanlite.models.losses import CROSS_ENTROPY
 from titanlite.models.registry import full_parameters
 from titanlite.optim.groups import has_owners
 from titanlite.optim.optimizer import GatedOptimizer, WeightAverage
@@ -86,7 +87,8 @@ def require_output_layer(config: JobConfig, model: LanguageModel) -> None:
     family = f'for model.family = "{config.model.family}", whose output layer is no OutputLayer'
     remedy = "leave it out, or use OutputLayer in the model"
     loss, validation = Rules("loss", config.loss), Rules("validation", config.validation)
-    loss.require("name", config.loss.is_cross_entropy, f'"cross_entropy" {family}', remedy)
+    is_plain = config.loss.chosen is CROSS_ENTROPY
+    loss.require("terms" if config.loss.terms else "name", is_plain, f'"cross_entropy" {family}', remedy)
     has_none = not (config.validation.enable and config.validation.tasks)
     validation.require("tasks", has_none, f"none {family}", remedy)
     if problems := loss.problems + validation.problems:

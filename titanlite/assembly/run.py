@@ -56,7 +56,6 @@ from titanlite.metrics.slow_ranks import Place, SlowRanks
 from titanlite.metrics.timing import Goodput
 from titanlite.models.attention import pin_kernels
 from titanlite.models.init import INIT_VERSION
-from titanlite.models.losses import LOSSES
 from titanlite.models.randomness import DRAW_VERSION
 from titanlite.models.registry import full_parameters
 from titanlite.optim.groups import kinds_of_state
@@ -333,7 +332,7 @@ def build_meter(config: JobConfig, world: World, mesh: Mesh, group: dist.Process
         flops_per_token=family.flops_per_token(hyper_parameters, config.training.seq_len),
         peak_flops=device_peak_flops(world.device, DTYPES[config.training.mixed_precision_param]),
         sources=source_names(config.data.sources),
-        terms=list(LOSSES[config.loss.name].terms),
+        terms=list(config.loss.chosen.terms),
         slow_ranks=SlowRanks(places, logs=mesh.world.rank == 0),
     )
 

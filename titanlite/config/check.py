@@ -28,6 +28,7 @@ from titanlite.metrics.config import (
     WANDB_FOLDER,
     check_metrics,
 )
+from titanlite.models.head import check_terms
 from titanlite.models.registry import check_model, full_parameters
 from titanlite.optim.registry import check_optimizer, check_parameters
 from titanlite.parallel.compile import check_compile, compiles_blocks
@@ -63,6 +64,7 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, checks
     return [
         *(_check_places(config) if checks_files else ()),
         *_check_sources(config, facts.training.global_batch_size, degree, checks_files=checks_files),
+        *check_terms(config.loss),
         *check_layout(config, world_size),
         *_check_optimizer(config),
         *_check_precision(facts),

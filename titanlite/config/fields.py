@@ -12,7 +12,7 @@ from titanlite.data.kinds import KINDS
 from titanlite.data.sources.config import SourceConfig
 from titanlite.metrics.config import LOGGERS, PLUGIN_LOGGERS, MetricsConfig
 from titanlite.models.head import LossConfig
-from titanlite.models.losses import LOSSES
+from titanlite.models.losses import LOSSES, TERMS
 from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import GroupConfig, OptimizerConfig
 from titanlite.optim.registry import OPTIMIZERS
@@ -21,7 +21,7 @@ from titanlite.runtime.settings import Affects, Setting, settings_of
 
 TABLES: Mapping[type, Mapping[str, Sequence[Iterable[str]]]] = {
     SourceConfig: {"kind": [KINDS]},
-    LossConfig: {"name": [LOSSES]},
+    LossConfig: {"name": [LOSSES], "terms": [TERMS]},
     OptimizerConfig: {"name": [OPTIMIZERS]},
     GroupConfig: {"optimizer": [("auto",), OPTIMIZERS]},
     ScheduleConfig: {"decay": [DECAY_SHAPES]},
@@ -39,7 +39,8 @@ def columns_of(section_type: type) -> dict[str, Key]:
     """Field -> what it takes, of the dataclass of a section, of a table or of hyper-parameters."""
     hints = dict(_type_hints(section_type))
     for name, tables in TABLES.get(section_type, {}).items():
-        choice: Any = Literal[tuple(chain(*tables))]
+        names = tuple(chain(*tables))
+        choice: Any = Literal[names] if names else str  # a registry of plugins alone may be empty
         hints[name] = tuple[choice, ...] if get_origin(hints[name]) is tuple else choice
     settings = settings_of(section_type)
     return {

@@ -7,15 +7,17 @@ at the same time differs.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.models.losses import CROSS_ENTROPY, Loss
+from titanlite.models.family import has_own
+from titanlite.models.losses import CROSS_ENTROPY, LOSSES, TERMS, Loss
 from titanlite.runtime.dtensors import is_dtensor
+from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import setting
 from titanlite.runtime.torch_internals import is_needed_by_backward
 
@@ -42,10 +44,30 @@ class LossConfig:
     """Tokens whose logits exist at the same time. auto: as many as take 128 MiB in the dtype of the loss, at least
     float32; on a CPU at most 256. With a narrower compute dtype, two copies in this dtype exist beside them."""
 
+    terms: tuple[str, ...] = ()
+    """Further terms of the objective, that plugins have registered (docs/models.md)."""
+
+    @property
+    def chosen(self) -> Loss:
+        """The loss with all its terms. The section must be valid."""
+        loss = LOSSES[self.name]
+        return replace(loss, terms={**loss.terms, **{name: TERMS[name] for name in self.terms}}) if self.terms else loss
+
     @property
     def is_cross_entropy(self) -> bool:
-        """Whether the loss is in nats, and needs the logits of a part of the vocabulary only."""
-        return self.name == CROSS_ENTROPY.name
+        """Whether the loss is in nats."""
+        return LOSSES[self.name].is_cross_entropy
+
+
+def check_terms(section: LossConfig) -> list[Problem]:
+    """Check that the terms are registered, and none is chosen twice. The name of the loss must be valid."""
+    rules, own = Rules("loss", section), LOSSES[section.name].terms
+    unknown = [name for name in section.terms if name not in TERMS]
+    rules.require("terms", not unknown, "names of registered terms", "name the plugin of the term in job.plugins")
+    twice = [name for name in section.terms if name in own or section.terms.count(name) > 1]
+    of_loss = f', and none that loss.name = "{section.name}" has: {", ".join(own)}' if own else ""
+    rules.require("terms", not twice, f"each term once{of_loss}", "remove it")
+    return rules.problems
 
 
 @dataclass(frozen=True)
@@ -54,7 +76,9 @@ class Scoring(ABC):
 
     start: the first id whose weights this rank has, of `size` ids in all. group: the ranks that have the other parts
     (mesh axis tp); None: this rank has all. gathers: whether each rank gathers the scores of all ids, instead of two
-    numbers per token.
+    numbers per token. transform: see OutputLayer.transform; None: the identity. loss: with its terms. shares: of a
+    token's values in each term, 1 / its denominator, (terms,). sums: this rank's share of each term, float64 (terms,),
+    added up in place. Both None: without terms.
 
     Subclasses compute the loss and its gradient from scores, (tokens, ids), which they may overwrite. A gradient of the
     scores comes with a factor of each token, (tokens, 1), to be applied to smaller tensors; None: 1. weights: of the
@@ -66,6 +90,10 @@ class Scoring(ABC):
     size: int
     group: dist.ProcessGroup | None
     gathers: bool
+    transform: Callable[[Tensor], Tensor] | None
+    loss: Loss
+    shares: Tensor | None
+    sums: Tensor | None
 
     @abstractmethod
     def losses_(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,8 +119,19 @@ class Scoring(ABC):
         """Memory of the logits of any chunk: large new tensors cost page faults."""
         return x.new_empty(min(self.chunk, len(x)), len(weight))
 
-    def scores(self, x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
-        """Logits of a chunk, (tokens, ids), in at least float32: of this rank's ids, or of all if it gathers them."""
+    def scores(self, x: Tensor, weight: Tensor, buffer: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Logits of a chunk, (tokens, ids), in at least float32: of this rank's ids, or of all if it gathers them; and
+        the function that takes the gradient of these to the one before `transform`."""
+        scores = self._products(x, weight, buffer)
+        if self.transform is None:
+            return scores, lambda gradient: gradient
+        before = scores.detach().requires_grad_()
+        with torch.enable_grad():
+            after = self.transform(before)
+        # a copy, since it is overwritten, and autograd may need it
+        return after.detach().clone(), lambda gradient: torch.autograd.grad(after, before, gradient)[0]
+
+    def _products(self, x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
         scores = torch.mm(x, weight.T, out=buffer[: len(x)]).to(torch.promote_types(x.dtype, torch.float32))
         if not self.gathers:
             return scores
@@ -100,6 +139,11 @@ class Scoring(ABC):
         full[:, self.start : self.start + scores.shape[1]] = scores
         dist.all_reduce(full, group=self.group)  # sums with zeros; parts of different sizes cannot be gathered
         return full
+
+    def note(self, term_values: Sequence[Tensor]) -> None:
+        """Add the values of tokens to the sums of the terms."""
+        if self.shares is not None and self.sums is not None:
+            self.sums.add_(torch.stack([each.detach().sum().to(torch.float64) for each in term_values]) * self.shares)
 
     def most_likely(self, scores: Tensor) -> Tensor:
         """The id with the largest score of each token, the first of several, (tokens,).
@@ -125,19 +169,39 @@ class CrossEntropy(Scoring):
     def losses_(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Keeps the logarithm of the sum of the exponentials."""
         losses, top, total = self.statistics_(scores, labels)
-        return losses, top + total.log()
+        logsumexp = top + total.log()
+        if self.shares is not None:
+            self.note(self.loss.term_values(logsumexp, labels))
+        return losses, logsumexp
 
     def losses_and_gradient_(
         self, scores: Tensor, labels: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        losses, _, total = self.statistics_(scores, labels)
-        return losses, *self._differences_(scores, labels, total, weights)
+        losses, top, total = self.statistics_(scores, labels)
+        slopes, values = self._slopes(top + total.log(), labels)
+        self.note(values)
+        return losses, *self._differences_(scores, labels, total, weights, slopes)
 
     def gradient_(
         self, scores: Tensor, labels: Tensor, weights: Tensor, kept: Tensor, scales: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         exponentials = scores.sub_(kept.unsqueeze(1)).exp_()
-        return self._differences_(exponentials, labels, torch.ones_like(kept), weights * scales)
+        slopes, _ = self._slopes(kept, labels)
+        scaled = None if slopes is None else slopes * scales
+        return self._differences_(exponentials, labels, torch.ones_like(kept), weights * scales, scaled)
+
+    def _slopes(self, logsumexp: Tensor, labels: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+        """The gradient of the terms with respect to the logsumexp of each token, (tokens,), and the values of each."""
+        if self.shares is None:
+            return None, []
+        leaf = logsumexp.detach().requires_grad_()
+        with torch.enable_grad():
+            values = self.loss.term_values(leaf, labels)
+            objective = sum(
+                ((each * share).sum() for each, share in zip(values, self.shares, strict=True)), leaf.sum() * 0
+            )
+        (slopes,) = torch.autograd.grad(objective, leaf)
+        return torch.where(labels >= 0, slopes, 0), values
 
     def statistics_(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Replace the scores, (tokens, ids), by exp(scores - top). Returns loss, top and total, each (tokens,).
@@ -162,41 +226,36 @@ class CrossEntropy(Scoring):
         return ids.clamp(0, last).unsqueeze(1), (ids >= 0) & (ids <= last)
 
     def _differences_(
-        self, exponentials: Tensor, labels: Tensor, total: Tensor, weights: Tensor
+        self, exponentials: Tensor, labels: Tensor, total: Tensor, weights: Tensor, slopes: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """The gradient weights * (exponentials / total - one-hot labels), with weights / total as its factor.
 
-        exponentials: see exponentials_; overwritten.
+        exponentials: see exponentials_; overwritten. slopes: of the terms, which add slopes * exponentials / total.
         """
         ids, is_own = self.own_ids(labels, exponentials)
+        if slopes is not None:
+            exponentials.mul_(((weights + slopes) / total).unsqueeze(1))
+            return exponentials.scatter_add_(1, ids, torch.where(is_own, -weights, 0).unsqueeze(1)), None
         exponentials.scatter_add_(1, ids, torch.where(is_own, -total, 0).unsqueeze(1))
         return exponentials, (weights / total).unsqueeze(1)
 
 
 @dataclass(frozen=True)
 class RegisteredLoss(Scoring):
-    """A loss by its function and terms, over the full vocabulary, which each rank of the group computes alike.
-
-    shares: of a token's values in each term, 1 / its denominator, (terms,). sums: this rank's share of each term,
-    float64 (terms,), added up in place. Both None: without terms.
-    """
-
-    loss: Loss
-    shares: Tensor | None
-    sums: Tensor | None
+    """A loss by its function and terms, over the full vocabulary, which each rank of the group computes alike."""
 
     def losses_(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Keeps nothing."""
         if self.shares is not None:
-            self._note([values.sum() for values in self.loss.term_values(scores, labels)])
+            self.note(self.loss.term_values(scores, labels))
         losses = self.loss.losses(scores, labels)
         return losses, torch.zeros_like(losses)
 
     def losses_and_gradient_(
         self, scores: Tensor, labels: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        losses, gradient, term_sums = self._differentiated(scores, labels, weights, torch.ones_like(weights))
-        self._note(term_sums)
+        losses, gradient, terms = self._differentiated(scores, labels, weights, torch.ones_like(weights))
+        self.note(terms)
         return losses, gradient, None
 
     def gradient_(
@@ -208,22 +267,18 @@ class RegisteredLoss(Scoring):
     def _differentiated(
         self, scores: Tensor, labels: Tensor, weights: Tensor, scales: Tensor
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The losses, the gradient of the objective, and the sum of each term's values."""
+        """The losses, the gradient of the objective, and the values of each term."""
         leaf = scores.detach().requires_grad_()
         with torch.enable_grad():
             losses = self.loss.losses(leaf, labels)
-            objective, term_sums = (losses * weights).sum(), []
+            objective, terms = (losses * weights).sum(), []
             if self.shares is not None:
-                for share, values in zip(self.shares, self.loss.term_values(leaf, labels), strict=True):
+                terms = self.loss.term_values(leaf, labels)
+                for share, values in zip(self.shares, terms, strict=True):
                     objective = objective + (values * (scales * share)).sum()
-                    term_sums.append(values.detach().sum())
         (gradient,) = torch.autograd.grad(objective, leaf)
         # a function may give NaN for tokens that are not valid, and then their gradients are NaN, too
-        return losses.detach(), gradient.contiguous().masked_fill_((labels < 0).unsqueeze(1), 0), term_sums
-
-    def _note(self, term_sums: Sequence[Tensor]) -> None:
-        if self.shares is not None and self.sums is not None:
-            self.sums.add_(torch.stack([each.to(torch.float64) for each in term_sums]) * self.shares)
+        return losses.detach(), gradient.contiguous().masked_fill_((labels < 0).unsqueeze(1), 0), terms
 
 
 def exponentials_(scores: Tensor, top: Tensor, ids: Tensor, is_own: Tensor) -> Tensor:
@@ -255,6 +310,7 @@ class LossComputation:
 class OutputLayer(nn.Linear):
     """Linear layer without bias from the residual stream to logits, or with labels to the loss of each row.
 
+    soft_cap: logits are soft_cap * tanh(logits / soft_cap); 0: they are not capped. See transform.
     computation: of the loss; parallelism replaces it.
     denominators: of the terms of the loss, float64 (terms,), over the global batch. term_sums: this rank's share of
     each term in the current step, float64 (terms,). The terms are in the gradients, not in the loss of a row. See
@@ -264,10 +320,20 @@ class OutputLayer(nn.Linear):
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
+        self.soft_cap = 0.0
         self.computation = LossComputation()
         self.denominators: Tensor | None = None
         self.term_sums: Tensor | None = None
         self.misses: list[Tensor] | None = None
+
+    def transform(self, logits: Tensor) -> Tensor:
+        """An elementwise function of the logits, before the loss and in what forward returns: by default the soft cap.
+
+        A subclass may override it, for a fixed temperature for example. It is called with the logits of some tokens and
+        ids, in at least float32, which it must not change in place. It has no parameters: they would get no gradient.
+        Scale the input of this layer to learn a temperature.
+        """
+        return logits if self.soft_cap == 0 else self.soft_cap * torch.tanh(logits / self.soft_cap)
 
     def start_step(self, denominators: Tensor) -> None:
         """Set the denominators of the terms, and their sums to 0."""
@@ -278,8 +344,9 @@ class OutputLayer(nn.Linear):
 
         x: (batch, seq_len, dim), in full on each rank of the tp axis. See LanguageModel.forward.
         """
+        has_transform = self.soft_cap != 0 or has_own(self, "transform", OutputLayer)
         if labels is None:
-            return super().forward(x)
+            return self.transform(super().forward(x)) if has_transform else super().forward(x)
         assert num_valid is not None, "labels without num_valid"
         weight, start, group = self.weight, 0, None
         if is_dtensor(weight):
@@ -287,15 +354,16 @@ class OutputLayer(nn.Linear):
             start, group = min(rows * mesh.get_local_rank(), self.out_features), mesh.get_group()
             weight = weight.to_local()
         how = self.computation
-        is_registered = how.loss is not CROSS_ENTROPY
+        is_registered = how.loss.needs_logits
         gathers = group is not None and (how.gathers_logits or is_registered)
         wide = torch.promote_types(x.dtype, torch.float32)
         columns = self.out_features if gathers else len(weight)
         chunk = tokens_per_chunk(how.chunk_tokens, columns * wide.itemsize, x.device.type)
         # A negative label is not valid.
         weights = (labels >= 0) / num_valid.clamp(min=1).to(wide).unsqueeze(1)
-        part = chunk, start, self.out_features, group, gathers
-        scoring = self._registered(part) if is_registered else CrossEntropy(*part, how.exponentials)
+        transform = self.transform if has_transform else None
+        part = (chunk, start, self.out_features, group, gathers, transform, how.loss, *self._term_sums())
+        scoring = RegisteredLoss(*part) if is_registered else CrossEntropy(*part, how.exponentials)
         if self.misses is not None:
             is_miss = find_misses(x.flatten(0, 1), weight, labels.flatten(), scoring)
             self.misses.append(is_miss.view(labels.shape).sum(1))
@@ -310,14 +378,12 @@ class OutputLayer(nn.Linear):
         )
         return losses.view(labels.shape).sum(1)
 
-    def _registered(self, part: tuple[int, int, int, dist.ProcessGroup | None, bool]) -> "RegisteredLoss":
-        """The computation of a registered loss; without its terms if there are no gradients to compute."""
-        loss = self.computation.loss
-        if not loss.terms or not torch.is_grad_enabled():
-            return RegisteredLoss(*part, loss, None, None)
+    def _term_sums(self) -> tuple[Tensor | None, Tensor | None]:
+        """The shares and sums of the terms; None if there are none, or no gradients to compute."""
+        if not self.computation.loss.terms or not torch.is_grad_enabled():
+            return None, None
         assert self.denominators is not None, "terms without denominators"
-        shares = torch.where(self.denominators > 0, 1 / self.denominators, 0)
-        return RegisteredLoss(*part, loss, shares, self.term_sums)
+        return torch.where(self.denominators > 0, 1 / self.denominators, 0), self.term_sums
 
 
 def find_misses(x: Tensor, weight: Tensor, labels: Tensor, scoring: Scoring) -> Tensor:
@@ -327,7 +393,7 @@ def find_misses(x: Tensor, weight: Tensor, labels: Tensor, scoring: Scoring) -> 
     is_miss, buffer = torch.zeros_like(labels, dtype=torch.bool), scoring.buffer(x, weight)
     for part in scoring.chunks(len(valid)):
         tokens = valid[part]
-        ids = scoring.most_likely(scoring.scores(x[tokens], weight, buffer))
+        ids = scoring.most_likely(scoring.scores(x[tokens], weight, buffer)[0])
         is_miss[tokens] = ids != labels[tokens]
     return is_miss
 
@@ -366,10 +432,10 @@ class _AtOnce(torch.autograd.Function):
         losses = torch.empty_like(weights)
         gradients, buffer = Gradients(x, weight, scoring), scoring.buffer(x, weight)
         for tokens in scoring.chunks(len(x)):
-            scores = scoring.scores(x[tokens], weight, buffer)
+            scores, backward = scoring.scores(x[tokens], weight, buffer)
             losses[tokens], scores_grad, factor = scoring.losses_and_gradient_(scores, labels[tokens], weights[tokens])
-            gradients.add(tokens, scores_grad, factor)
-            del scores, scores_grad
+            gradients.add(tokens, backward(scores_grad), factor)
+            del scores, scores_grad, backward
         ctx.gradients = gradients.result()
         return losses.mul_(weights)
 
@@ -390,7 +456,7 @@ class _Recomputed(torch.autograd.Function):
         losses, kept = torch.empty_like(weights), torch.empty_like(weights)
         buffer = scoring.buffer(x, weight)
         for tokens in scoring.chunks(len(x)):
-            scores = scoring.scores(x[tokens], weight, buffer)
+            scores, _ = scoring.scores(x[tokens], weight, buffer)
             losses[tokens], kept[tokens] = scoring.losses_(scores, labels[tokens])
         ctx.save_for_backward(x, weight, labels, weights, kept)
         ctx.scoring = scoring
@@ -404,9 +470,10 @@ class _Recomputed(torch.autograd.Function):
         scoring: Scoring = ctx.scoring
         gradients, buffer = Gradients(x, weight, scoring, *needs), scoring.buffer(x, weight)
         for tokens in scoring.chunks(len(x)):
-            scores = scoring.scores(x[tokens], weight, buffer)
+            scores, before = scoring.scores(x[tokens], weight, buffer)
             of_tokens = (each[tokens] for each in (labels, weights, kept, gradient))
-            gradients.add(tokens, *scoring.gradient_(scores, *of_tokens))
+            scores_grad, factor = scoring.gradient_(scores, *of_tokens)
+            gradients.add(tokens, before(scores_grad), factor)
         return *gradients.result(), None, None, None
 
 

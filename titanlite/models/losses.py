@@ -7,7 +7,7 @@ A loss is computed per token, so that it can be computed in chunks, on any mesh,
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,10 +30,15 @@ CountFunction = Callable[[Tensor], Tensor]
 class Term:
     """A term of the objective beside the loss: the sum of `values` over the tokens of the global batch, divided by the
     sum of `count`; 0 if that sum is 0. A coefficient belongs into the values. Tokens with a negative label count in
-    neither."""
+    neither.
+
+    of: what `values` gets beside the labels: "logits", or their "logsumexp" over the vocabulary, (tokens,). With the
+    latter, the cross-entropy needs no logits of the full vocabulary on a rank.
+    """
 
     values: TokenFunction
-    count: CountFunction
+    count: CountFunction = torch.ones_like
+    of: Literal["logits", "logsumexp"] = "logits"
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,23 @@ class Loss:
         return _values(f'loss "{self.name}"', self.function, logits, labels)
 
     def term_values(self, logits: Tensor, labels: Tensor) -> list[Tensor]:
-        """The values of each term, (tokens,); 0 for tokens that are not valid."""
-        return [_values(self._key(name), term.values, logits, labels) for name, term in self.terms.items()]
+        """The values of each term, (tokens,); 0 for tokens that are not valid. logits: or, if all terms are of it,
+        their logsumexp, (tokens,)."""
+        found = []
+        for name, term in self.terms.items():
+            takes_logits = term.of == "logits" or logits.dim() == 1
+            found.append(_values(self._key(name), term.values, logits if takes_logits else logits.logsumexp(1), labels))
+        return found
+
+    @property
+    def is_cross_entropy(self) -> bool:
+        """Whether the loss of a token is the cross-entropy, with any terms."""
+        return self.function is cross_entropy
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether it needs the logits of the full vocabulary on a rank."""
+        return not self.is_cross_entropy or any(term.of == "logits" for term in self.terms.values())
 
     def counts(self, labels: Tensor) -> Tensor:
         """The sum of each term's counts, float64 (terms,). labels: int64 of any shape."""
@@ -71,6 +91,8 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 CROSS_ENTROPY = Loss("cross_entropy", cross_entropy)
 LOSSES: dict[str, Loss] = {CROSS_ENTROPY.name: CROSS_ENTROPY}
+TERMS: dict[str, Term] = {}
+"""Terms that plugins have registered, for loss.terms."""
 
 VALUES = "one float per token, (tokens,), computed from the logits and at least in their dtype"
 COUNTS = "one number of at least 0, or bool, per token, (tokens,), computed from the labels alone"
@@ -127,7 +149,7 @@ def check_loss(loss: Loss) -> None:
         key = loss._key(name)
         if not re.fullmatch(r"[\w-]+", name):
             raise UserError(f"{key} must have letters, digits, - and _ in its name: choose another name")
-        _check_values(key, term.values, logits, labels)
+        _check_values(key, term.values, logits if term.of == "logits" else logits.logsumexp(1), labels)
         _check_counts(key, term.count, labels)
 
 

@@ -9,7 +9,6 @@ from torch import nn
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.family import Plan
 from titanlite.models.head import exponentials_, output_layers_of
-from titanlite.models.losses import CROSS_ENTROPY
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Affects, Needs, setting
 
@@ -50,7 +49,7 @@ def apply_compile(model: nn.Module, plan: Plan, section: CompileConfig) -> list[
     if not section.enable:
         return []
     applied = []
-    for head in (head for head in output_layers_of([model]) if head.computation.loss is CROSS_ENTROPY):
+    for head in (head for head in output_layers_of([model]) if not head.computation.loss.needs_logits):
         compiled = torch.compile(exponentials_, backend=section.backend)
         head.computation = replace(head.computation, exponentials=compiled)
         applied.append(f"compile ({section.backend}) to the loss")

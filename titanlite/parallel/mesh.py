@@ -253,10 +253,9 @@ def part_of_rows(rows: Tensor, rank: int, cp: int, form: ContextParallel) -> Ten
     return torch.cat((parts[rank], parts[2 * cp - 1 - rank]), dim=1)
 
 
-def shard_logits(section: ParallelismConfig, *, is_cross_entropy: bool = True) -> bool:
-    """Whether logits stay sharded along the vocabulary, over the tp axis. is_cross_entropy: whether the loss is; any
-    other needs the full vocabulary."""
-    return section.tp > 1 and is_cross_entropy
+def shard_logits(section: ParallelismConfig, *, needs_logits: bool = False) -> bool:
+    """Whether logits stay sharded along the vocabulary, over the tp axis. needs_logits: see Loss."""
+    return section.tp > 1 and not needs_logits
 
 
 def check_parallelism(section: ParallelismConfig, world_size: int) -> list[Problem]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from titanlite.models.attention import Kernel, additive_mask, attend, attention_mask
 from titanlite.models.experts import Experts, feed_forward
 from titanlite.models.family import LanguageModel, Plan, has_own
+from titanlite.models.head import output_layers_of
 from titanlite.models.layers import Attention
 from titanlite.parallel.mesh import ContextParallel, ParallelismConfig
 from titanlite.parallel.pipeline import split_stages
@@ -29,7 +30,7 @@ def require_layout(name: str, model: LanguageModel, plan: Plan, section: Paralle
     """
     found: dict[str, str | None] = {}
     if section.tp > 1:
-        found["tp"] = next(iter(style_problems(model, plan)), None)
+        found["tp"] = next(iter(style_problems(model, plan)), None) or transform_problem(model)
     if section.ep > 1:
         found["ep"] = experts_problem(model)
     if section.cp > 1:
@@ -49,6 +50,16 @@ def require_layout(name: str, model: LanguageModel, plan: Plan, section: Paralle
 def has_own_code(model: nn.Module) -> bool:
     """Whether any module is of a class that is neither titanlite's nor torch's."""
     return any(type(module).__module__.partition(".")[0] not in TITANLITE for module in model.modules())
+
+
+def transform_problem(model: nn.Module) -> str | None:
+    """Why the transform of the logits does not fit a part of the vocabulary; None if it does."""
+    logits = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for head in output_layers_of([model]):
+        parts = torch.cat([head.transform(part) for part in logits.chunk(2, dim=1)], dim=1)
+        if not torch.allclose(head.transform(logits), parts):
+            return f"{type(head).__name__}.transform is not elementwise, and each rank has a part of the vocabulary"
+    return None
 
 
 def experts_problem(model: nn.Module) -> str | None:

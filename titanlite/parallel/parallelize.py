@@ -3,7 +3,6 @@
 from titanlite.models.experts import Placement, mixtures_of
 from titanlite.models.family import LanguageModel, Plan
 from titanlite.models.head import LossComputation, LossConfig, output_layers_of
-from titanlite.models.losses import LOSSES
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.data import apply_data_parallel
@@ -30,11 +29,11 @@ def parallelize(
     Returns descriptions of what was applied, in order, for the start log.
     """
     computation = LossComputation(
-        LOSSES[loss.name],
+        loss.chosen,
         loss.chunk_tokens,
         # A pipeline has several microbatches in flight: the gradients of each would take too much memory.
         recomputes=mesh.degrees["pp"] > 1,
-        gathers_logits=not shard_logits(mesh.section, is_cross_entropy=loss.is_cross_entropy),
+        gathers_logits=not shard_logits(mesh.section, needs_logits=loss.chosen.needs_logits),
     )
     for head in output_layers_of([model]):
         head.computation = computation

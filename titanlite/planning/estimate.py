@@ -12,7 +12,7 @@ from titanlite.models.attention import attention_dtype, mask_form
 from titanlite.models.decoder import flops_per_token
 from titanlite.models.family import DecoderConfig
 from titanlite.models.head import tokens_per_chunk
-from titanlite.models.losses import LOSSES, extra_logits
+from titanlite.models.losses import extra_logits
 from titanlite.optim.muon import muon_dtype
 from titanlite.parallel.data import resolve_gradient_sync
 from titanlite.parallel.mesh import DATA_AXES, resolve_degrees, shard_logits
@@ -167,7 +167,7 @@ def _loss_chunk(config: JobConfig, vocab_size: int, device_type: str) -> int:
 
 
 def _shards_logits(config: JobConfig) -> bool:
-    return shard_logits(config.parallelism, is_cross_entropy=config.loss.is_cross_entropy)
+    return shard_logits(config.parallelism, needs_logits=config.loss.chosen.needs_logits)
 
 
 def _memory(
@@ -207,7 +207,7 @@ def microbatch_shape(config: JobConfig, shape: StepShape, device_type: str) -> M
         if config.data.masks_documents or gathers_keys
         else None,
         gathers_keys=gathers_keys,
-        extra_logits=None if config.loss.is_cross_entropy else extra_logits(LOSSES[config.loss.name]),
+        extra_logits=extra_logits(config.loss.chosen) if config.loss.chosen.needs_logits else None,
     )
 
 

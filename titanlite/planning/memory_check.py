@@ -170,7 +170,7 @@ def remedies(config: JobConfig, item: str) -> list[str]:
             'activation_checkpoint.mode = "full"': config.activation_checkpoint.mode != "full",
             "training.local_batch_size = 1": section.pp == 1 and training.local_batch_size > 1,
             "parallelism.pp_microbatch_size = 1": section.pp > 1 and section.pp_microbatch_size > 1,
-            "a smaller loss.chunk_tokens": not config.loss.is_cross_entropy and config.loss.chunk_tokens != 1,
+            "a smaller loss.chunk_tokens": config.loss.chosen.needs_logits and config.loss.chunk_tokens != 1,
             'parallelism.pp_schedule = "1F1B" (fewer microbatches in flight)': section.pp > 1
             and section.pp_schedule != "1F1B",
             "a larger parallelism.tp": True,

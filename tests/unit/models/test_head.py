@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import titanlite
 from tests.configuration import EACH_SCHEDULE
-from tests.custom_loss import LOSS, plain_objective
+from tests.custom_loss import LOSS, WITH_Z, plain_objective
 from tests.distributed.test_plan_memory import memory_events
 from tests.plain_loss import cross_entropy_by_row
 from titanlite.batch import IGNORE_INDEX
@@ -31,13 +31,19 @@ from titanlite.models.losses import CROSS_ENTROPY, Loss
 
 ROWS, SEQ_LEN, DIM, VOCAB_SIZE = 3, 37, 24, 101
 FORMS = pytest.mark.parametrize("recomputes", [False, True], ids=["at once", "recomputed"])
-EVERY_LOSS = pytest.mark.parametrize("loss", [CROSS_ENTROPY, LOSS], ids=["cross-entropy", "registered"])
+EVERY_LOSS = pytest.mark.parametrize("loss", [CROSS_ENTROPY, LOSS, WITH_Z], ids=["cross-entropy", "registered", "term"])
 
 
 def layer(
-    dtype: torch.dtype = torch.float64, chunk: int = 16, *, recomputes: bool = False, loss: Loss = CROSS_ENTROPY
+    dtype: torch.dtype = torch.float64,
+    chunk: int = 16,
+    *,
+    recomputes: bool = False,
+    loss: Loss = CROSS_ENTROPY,
+    soft_cap: float = 0.0,
 ) -> OutputLayer:
     head = OutputLayer(DIM, VOCAB_SIZE).to(dtype)
+    head.soft_cap = soft_cap
     head.computation = LossComputation(loss, chunk, recomputes)
     if loss.terms:
         head.start_step(loss.counts(inputs()[1]))
@@ -62,6 +68,7 @@ def plain_shares(head: OutputLayer, x: Tensor, labels: Tensor, num_valid: Tensor
 def plain_of(head: OutputLayer, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Objective, mean loss and terms from all logits."""
     logits = nn.functional.linear(x, head.weight).flatten(0, 1)
+    logits = head.soft_cap * torch.tanh(logits / head.soft_cap) if head.soft_cap else logits
     return plain_objective(logits, labels.flatten(), head.computation.loss)
 
 
@@ -72,13 +79,16 @@ def assert_terms(head: OutputLayer, terms: list[Tensor]) -> None:
 
 @FORMS
 @EVERY_LOSS
-@pytest.mark.parametrize("chunk", [1, 7, 16, 1000])
-def test_shares_terms_and_gradients_equal_those_of_all_logits(loss: Loss, chunk: int, recomputes: bool) -> None:
-    head, (x, labels, num_valid) = layer(chunk=chunk, recomputes=recomputes, loss=loss), inputs()
+@pytest.mark.parametrize(("chunk", "soft_cap"), [(1, 0.0), (7, 2.5), (16, 0.0), (1000, 2.5)])
+def test_shares_terms_and_gradients_equal_those_of_all_logits(
+    loss: Loss, chunk: int, soft_cap: float, recomputes: bool
+) -> None:
+    head = layer(chunk=chunk, recomputes=recomputes, loss=loss, soft_cap=soft_cap)
+    x, labels, num_valid = inputs()
     found, (objective, mean, terms) = head(x, labels, num_valid), plain_of(head, x, labels)
     torch.testing.assert_close(found.sum(), mean, rtol=1e-14, atol=0)
     assert found[0] == 0.0
-    if loss is CROSS_ENTROPY:
+    if loss is CROSS_ENTROPY and not soft_cap:
         torch.testing.assert_close(found, plain_shares(head, x, labels, num_valid), rtol=1e-14, atol=0)
     assert_terms(head, terms)
     gradients = torch.autograd.grad(2 * found.sum(), (x, head.weight))

@@ -17,7 +17,7 @@ from titanlite.models.attention import document_arguments
 from titanlite.models.experts import Placement, end_step, mixtures_of
 from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
-from titanlite.models.losses import LOSSES, Loss
+from titanlite.models.losses import Loss
 from titanlite.models.randomness import row_keys
 from titanlite.models.registry import full_parameters
 from titanlite.optim.registry import build_optimizer
@@ -71,7 +71,7 @@ def _measure_reference(config: JobConfig, steps: int, path: Path) -> dict[str, A
         for step in range(steps):
             torch.save({name: p.detach() for name, p in named.items()}, reference_file(path, "weights", step))
             batches, rows = mask_and_hash(loader.next_step(), config)
-            objective = objective_of(LOSSES[config.loss.name], batches)
+            objective = objective_of(config.loss.chosen, batches)
             num_rows, num_tokens = rows_and_tokens(batches)
             for mixture in mixtures:
                 mixture.start_step(max(num_rows, 1), max(num_tokens, 1))
@@ -163,9 +163,9 @@ def forward_backward(
         logits, labels = logits[valid], labels[valid]
         share = loss.function(logits, labels).sum() / objective.num_valid
         total = share
-        for term, denominator in zip(loss.terms.values(), objective.denominators, strict=True):
+        for values, denominator in zip(loss.term_values(logits, labels), objective.denominators, strict=True):
             if denominator:
-                total = total + term.values(logits, labels).sum() / denominator
+                total = total + values.sum() / denominator
     total.backward()
     return share.item()
 

@@ -8,7 +8,7 @@ from typing import Any
 from titanlite.config.schema import JobConfig
 from titanlite.runtime.text import counted
 from titanlite.tools.parity.compare import Result, combined_hash
-from titanlite.tools.parity.layouts import Layout, Refusal
+from titanlite.tools.parity.layouts import ONE_PROCESS, Layout, Refusal
 from titanlite.tools.parity.measure import Measurement
 from titanlite.tools.parity.verdict import FLOAT64_BOUND, FLOOR_EPS, MULTIPLE, dead_parameters, one_process_eps
 
@@ -72,6 +72,12 @@ def bound_lines(own_dtypes: Sequence[str], loss: str) -> Iterator[str]:
         )
 
 
+OTHER_LOGITS = (
+    "; one process differs, too: the reference computes the loss from the logits that the model returns without "
+    "labels, and with labels the model's loss must be of the same logits (OutputLayer.transform changes both)"
+)
+
+
 class Table:
     """A table of fixed column widths, so that rows can be printed as they arrive."""
 
@@ -124,9 +130,10 @@ def last_line(results: Sequence[Result]) -> str:
     if not different:
         return f"all {len(layouts)} layouts agree with the reference"
     first = different[0]
+    is_loss = first.layout == ONE_PROCESS and ", loss: " in str(first.verdict.first_difference)
     return (
         f"{len({result.layout for result in different})} of {len(layouts)} layouts differ; the first: {first.layout}, "
-        f"{short_dtypes(first.dtypes)}: {first.verdict.first_difference}"
+        f"{short_dtypes(first.dtypes)}: {first.verdict.first_difference}" + (OTHER_LOGITS if is_loss else "")
     )
 
 

@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 
+from titanlite.tools.parity.compare import Result
+from titanlite.tools.parity.layouts import ONE_PROCESS
 from titanlite.tools.parity.measure import Measurement, Step
+from titanlite.tools.parity.report import last_line
 from titanlite.tools.parity.verdict import (
     FLOAT64_BOUND,
     RANKS_DISAGREE,
     Bounds,
     dead_parameters,
     errors_of,
+    failed,
     judge,
     merge_ranks,
     own_bounds,
@@ -73,6 +77,14 @@ def test_equal_measurements_agree() -> None:
 )
 def test_each_difference_is_named(measured: Measurement, first: str) -> None:
     assert first_difference(measured).startswith(first)
+
+
+@pytest.mark.parametrize(("text", "says"), [("step 1, loss: 2", True), ("step 1, grad norm: 2", False)])
+def test_a_loss_of_other_logits_is_explained(text: str, says: bool) -> None:
+    """Only the loss of one process says so: the reference has the same model without parallelism."""
+    for layout in (ONE_PROCESS, replace(ONE_PROCESS, degrees=(1, 2, 1, 1, 1))):
+        line = last_line([Result(layout, ("float64",) * 3, replace(failed(""), first_difference=text))])
+        assert ("OutputLayer.transform" in line) == (says and layout == ONE_PROCESS)
 
 
 def test_causes_come_before_effects() -> None:

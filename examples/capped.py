@@ -1,0 +1,42 @@
+"""A variant of Qwen3, with norms of queries and keys, a squared ReLU, and logits capped at 15. Use it with
+
+[job]
+plugins = ["capped.py"]
+[model]
+family = "capped"
+"""
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+import titanlite
+from titanlite.models.decoder import TENSOR_STYLES, Block, decoder_plan
+from titanlite.models.qwen3 import HEAD_NORMS, QWEN3, Qwen3, Qwen3Config, attention
+
+
+class SquaredReLU(nn.Module):
+    """w2(relu(w1 x)^2) (So et al., "Primer", 2021)."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.w2(self.w1(x).relu().square())
+        return out
+
+
+def build(config: Qwen3Config) -> Qwen3:
+    model = Qwen3(config, lambda _: Block(config, attention(config), SquaredReLU(config.dim, config.ffn_dim)))
+    assert model.output is not None
+    model.output.soft_cap = 15.0
+    return model
+
+
+STYLES = {name: style for name, style in (TENSOR_STYLES | HEAD_NORMS).items() if not name.endswith(".w3")}
+
+titanlite.register_family(
+    replace(QWEN3, name="capped", build=build, plan=lambda config: decoder_plan(config, STYLES), hugging_face=None)
+)
