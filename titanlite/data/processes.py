@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 import titanlite
-from titanlite.ranks.signal_thread import STOP_SIGNALS
+from titanlite.ranks.signals import STOP_SIGNALS
 from titanlite.runtime.errors import DataError, UserError
 from titanlite.runtime.plugins import load_plugins, loaded_plugins
 

@@ -17,12 +17,19 @@ import threading
 import time
 import traceback
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn, Self
 
-from titanlite.ranks.orphans import end_with_launcher
-from titanlite.ranks.signal_thread import STOP_SIGNALS, leave_to_thread, receive_in_thread, stop_signals
+from titanlite.ranks.signals import (
+    STOP_SIGNALS,
+    end_with_launcher,
+    in_thread,
+    leave_to_thread,
+    receive_signals,
+    stop_signals,
+)
 from titanlite.runtime.errors import DataError, LateRanksError, UsageError, UserError
 from titanlite.runtime.logging import log_last_error
 from titanlite.runtime.waiting import ANSWER_S, SETTLE_S, call_within
@@ -44,8 +51,6 @@ NODE_ORDER_WAIT_S = 2.0
 # name the silent rank as the cause. It exits earlier if the error is printed and the launcher has sent SIGTERM.
 SILENT_WAIT_S = 5.0
 SILENT_POLL_S = 0.1
-# How often a thread looks for the error of another rank. After it is printed, the main thread has SILENT_WAIT_S to end.
-FOLLOW_S = 0.5
 # After SIGTERM, the main thread has this time to notice a lost rank. Launchers kill 30 s after SIGTERM.
 BUSY_WAIT_S = 10.0
 # An interrupted rank waits until the other ranks are interrupted too, so that they do not see a lost connection.
@@ -113,16 +118,18 @@ class FailureReport:
         """
         self.positions, self.store = positions, positions.background
         if positions.size > 1:
-            signal.set_wakeup_fd(receive_in_thread(self._receive, "titanlite-signals"))
+            receive_signals(self._receive)
             for number in stop_signals():
                 leave_to_thread(number)
-            threading.Thread(target=self._follow, name="titanlite-follow", daemon=True).start()
+            positions.on_beat = self._follow
 
     def _receive(self, number: int) -> None:
-        """Handle a signal, in a thread of its own. StopRequest.activate replaces this."""
-        if number not in STOP_SIGNALS:
-            return
-        self._note_signal(number)
+        """Handle the first signal. StopRequest.activate replaces this."""
+        if number in STOP_SIGNALS and not self._terminated.is_set():
+            self._note_signal(number)
+            in_thread(partial(self._end_after_signal, number))
+
+    def _end_after_signal(self, number: int) -> None:
         # Taken before looking for lost ranks: others may end meanwhile, which the main thread must not explain.
         self._ending.acquire()
         if self._has_lost_rank(SETTLE_S):
@@ -145,20 +152,23 @@ class FailureReport:
         os._exit(128 + number)
 
     def _follow(self) -> None:
-        """Run the thread that ends the process after the error of another rank is printed.
+        """End the process SILENT_WAIT_S after the error of another rank is printed. Raises RuntimeError.
 
         The main thread may wait for that rank without noticing that it has ended.
         """
         assert self.store is not None
-        with suppress(RuntimeError):  # the store is lost, which the main thread or Positions notices
-            while not self.store.check([FIRST_FAILURE]) or self.store.get(FIRST_FAILURE).decode() != PRINTED:
-                time.sleep(FOLLOW_S)
-            time.sleep(SILENT_WAIT_S)
-            self._ending.acquire()
-            signal.alarm(LAST_RESORT_S)
-            self._leave()
-            self._wait_for_ranks()
-            end_process(1)
+        assert self.positions is not None
+        if self.store.check([FIRST_FAILURE]) and self.store.get(FIRST_FAILURE).decode() == PRINTED:
+            self.positions.on_beat = lambda: None
+            in_thread(self._end_after_message)
+
+    def _end_after_message(self) -> None:
+        time.sleep(SILENT_WAIT_S)
+        self._ending.acquire()
+        signal.alarm(LAST_RESORT_S)
+        self._leave()
+        self._wait_for_ranks()
+        end_process(1)
 
     def _wait_for_ranks(self) -> None:
         """Wait until the other ranks need the store no more, if it ends with this process: without torchrun, on rank 0.
@@ -387,7 +397,7 @@ def end_on_interrupt() -> None:
     if signal.getsignal(signal.SIGINT) is _block_main_thread:
         return
     prepare_streams()  # first: the pipe below could take the descriptors of closed ones
-    signal.set_wakeup_fd(receive_in_thread(_end_if_interrupted, "titanlite-interrupt"))
+    receive_signals(_end_if_interrupted)
     signal.signal(signal.SIGINT, _block_main_thread)
 
 

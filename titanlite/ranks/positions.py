@@ -15,6 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from titanlite.ranks.flight_recorder import last_numbers, ranks_behind
+from titanlite.ranks.signals import TICK_S, in_thread, watch
 from titanlite.runtime.errors import LateRanksError
 from titanlite.runtime.torch_internals import recorded_collectives
 from titanlite.runtime.waiting import ANSWER_S, SETTLE_S, call_within, waiting
@@ -48,7 +49,7 @@ class Positions:
     The main thread writes its position when it enters a phase. A thread of each process writes heartbeats: those of
     a process that is killed end, those of one whose main thread hangs do not. It also keeps a view of the other ranks,
     which survives the loss of the store, and on request writes the stacks and the last collectives of this process.
-    Another thread watches the view: a call to a store whose process is stopped blocks without limit.
+    The watch thread checks the view: a call to a store whose process is stopped blocks without limit.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class Positions:
         self._folder = None if dump_folder is None else Path(dump_folder, FAULTS_FOLDER)
         self.silence_s = silence_s
         self._on_silence = on_silence
+        self.on_beat: Callable[[], None] = lambda: None
+        """Called after each heartbeat, in the thread that uses the store. May raise RuntimeError: the store is lost."""
         self._ticks = 0
         self._answered_tick = 0
         self._host = socket.gethostname()
@@ -87,8 +90,8 @@ class Positions:
         if size > 1:
             store.set(f"alive/{rank}", "0")  # the others read nothing before all ranks have written
             reads = size <= MAX_READERS or rank == local_ranks.start
-            threading.Thread(target=self._beat, args=(reads,), name="positions", daemon=True).start()
-            threading.Thread(target=self._watch, name="silence", daemon=True).start()
+            threading.Thread(target=self._beat, args=(reads,), name="titanlite-store", daemon=True).start()
+            watch().checks.append(self._check_silence)
 
     def enter(self, step: int, phase: str) -> None:
         """Note that the main thread enters a phase; takes microseconds."""
@@ -193,6 +196,7 @@ class Positions:
             while True:
                 beats += 1
                 store.set(f"alive/{self._rank}", str(beats))
+                self.on_beat()
                 awaits_others = reads and not self._read()
                 if not dumped and store.check(["stacks"]):
                     dumped = True
@@ -204,15 +208,13 @@ class Positions:
                 self._answered_tick = self._ticks
                 time.sleep(INTERVAL_S / 5 if awaits_others else INTERVAL_S)
 
-    def _watch(self) -> None:
-        """Run the thread that notices silence, counted in ticks of this thread: a pause of all ranks does not count."""
-        others = [each for rank, each in self._seen.items() if rank != self._rank]
-        while True:
-            time.sleep(INTERVAL_S)
-            self._ticks += 1
-            begun = [each.alive_tick for each in others if each.step > 0]
-            if self._ticks - min([self._answered_tick, *begun]) > self.silence_s / INTERVAL_S:
-                return self._on_silence()
+    def _check_silence(self) -> None:
+        """Notice silence, counted in ticks of the watch thread: a pause of all ranks does not count."""
+        self._ticks += 1
+        begun = [each.alive_tick for rank, each in self._seen.items() if rank != self._rank and each.step > 0]
+        if self._ticks - min([self._answered_tick, *begun]) > self.silence_s / TICK_S:
+            watch().checks.remove(self._check_silence)
+            in_thread(self._on_silence)
 
     def _read(self) -> bool:
         """Update the view by two requests; does nothing and returns False until all ranks have written."""

@@ -1,25 +1,128 @@
-"""Stop requests: the first signal stops training after a step that all ranks agree on; a second one exits at once.
+"""The thread of a process that never blocks, and stop requests.
 
-Does not import torch.
+The thread receives signals, looks for the end of the launcher, and for silence of the store and the ranks. The first
+signal stops training after a step that all ranks agree on; a second one exits at once.
+
+Does not import torch, which takes seconds, so that it also works during that import.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from types import FrameType
 
-from titanlite.ranks.signal_thread import STOP_SIGNALS, leave_to_thread, receive_in_thread, stop_signals
-
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+TICK_S = 0.5
+"""Seconds between two checks of the thread."""
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # A signal often arrives twice: from a terminal or a scheduler, and forwarded by torchrun.
 SAME_SIGNAL_S = 1.0
 POLL_S = 0.05
 DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
 """Those of a program that handles no signal itself."""
+
+
+class Watch:
+    """The thread that calls `receive` with each signal, and each of `checks` at each tick. None of them may block: what
+    may block runs in a thread of its own, see in_thread.
+
+    Python's handlers only run between bytecode instructions of the main thread, not while it blocks inside a library,
+    such as in a collective with ranks that have ended.
+    """
+
+    def __init__(self) -> None:
+        self.receive: Callable[[int], None] = lambda _: None
+        self.checks: list[Callable[[], None]] = []
+        self._reader, self.writer = os.pipe()
+        os.set_blocking(self.writer, False)
+        threading.Thread(target=self._run, name="titanlite-watch", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            if select.select([self._reader], [], [], TICK_S)[0]:
+                for number in os.read(self._reader, 64):
+                    self.receive(number)
+            else:
+                for check in tuple(self.checks):
+                    check()
+
+
+@cache
+def watch() -> Watch:
+    """The thread of this process, started by the first call."""
+    return Watch()
+
+
+def in_thread(function: Callable[[], object]) -> None:
+    """Run a function that may block, and as a rule ends the process."""
+    threading.Thread(target=function, name="titanlite-end", daemon=True).start()
+
+
+def receive_signals(receive: Callable[[int], None]) -> None:
+    """Let the thread call `receive`, in place of an earlier one, with each signal that has a handler of Python. For the
+    main thread only."""
+    watch().receive = receive
+    signal.set_wakeup_fd(watch().writer)
+
+
+def stop_signals() -> list[signal.Signals]:
+    """STOP_SIGNALS, without SIGHUP if it is ignored, as under nohup."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in STOP_SIGNALS if number != signal.SIGHUP or not ignored]
+
+
+def leave_to_thread(signum: signal.Signals) -> None:
+    """Let the thread alone handle a signal. For the main thread only."""
+    signal.signal(signum, _do_nothing)
+    signal.siginterrupt(signum, False)  # restart system calls: libraries may not expect interruptions
+
+
+def _do_nothing(signum: int, frame: FrameType | None) -> None:
+    """Python's handler, without which the signal's number is not written to the thread's descriptor."""
+
+
+def end_with_launcher() -> None:
+    """Kill this process as soon as the torchrun that started it has ended, even by SIGKILL. Idempotent.
+
+    The next attempt may already use the same folders.
+
+    torchrun starts each rank in a new session, so ranks would outlive it. Without torchrun this does nothing: the
+    process may outlive its shell.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    if sys.platform == "linux" and _kernel_kills_with_parent():
+        if _adopted_by_init():
+            os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        watch().checks.append(partial(_require_parent, os.getppid()))
+
+
+def _kernel_kills_with_parent() -> bool:
+    return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0)
+
+
+def _adopted_by_init() -> bool:
+    """Whether the launcher ended before prctl was called. In a container, torchrun itself may be process 1."""
+    try:
+        return os.getppid() == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes()
+    except OSError:  # no /proc
+        return False
+
+
+def _require_parent(launcher: int) -> None:
+    if os.getppid() != launcher:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class StoppedError(Exception):
@@ -42,6 +145,7 @@ class StopRequest:
         self.number = 0
         """The signal's number; 0: no request."""
         self._requested_at: float | None = None
+        self._is_ending = False
 
     @property
     def signal(self) -> str | None:
@@ -58,15 +162,13 @@ class StopRequest:
     def activate(self, on_sigterm: Callable[[], None], end: Callable[[int, str], None]) -> None:
         """Start to record signals. To be called once, from the main thread.
 
-        on_sigterm: called at each SIGTERM, in a thread of its own, after it is recorded. end: ends the process, given
-        the number of the second signal and a message.
+        on_sigterm: called at each SIGTERM, in a thread of its own, after it is recorded. end: ends the process, in a
+        thread of its own, given the number of the second signal and a message.
         """
-        descriptor = receive_in_thread(partial(self._receive, on_sigterm, end), "titanlite-stop-request")
-        # This order loses no signal: until the new descriptor is set, the thread of end_on_interrupt ends the process
-        # on SIGINT, and SIGTERM has its default action, or that of FailureReport.connected. Afterwards, the threads of
-        # these two receive no more signals.
+        # This order loses no signal: until `receive` is replaced, that of end_on_interrupt ends the process on SIGINT,
+        # and SIGTERM has its default action, or that of FailureReport.connected.
         leave_to_thread(signal.SIGINT)
-        signal.set_wakeup_fd(descriptor)
+        receive_signals(partial(self._receive, on_sigterm, end))
         for number in stop_signals():
             leave_to_thread(number)
 
@@ -109,7 +211,8 @@ class StopRequest:
     def _receive(self, on_sigterm: Callable[[], None], end: Callable[[int, str], None], number: int) -> None:
         if number not in STOP_SIGNALS:
             return
-        if self._note(number):
-            end(number, f"second {signal.Signals(number).name}: exiting at once")
-        if number == signal.SIGTERM:
-            threading.Thread(target=on_sigterm, name="titanlite-sigterm", daemon=True).start()
+        if self._note(number) and not self._is_ending:
+            self._is_ending = True
+            in_thread(partial(end, number, f"second {signal.Signals(number).name}: exiting at once"))
+        elif number == signal.SIGTERM:
+            in_thread(on_sigterm)

@@ -14,7 +14,7 @@ import tyro
 
 from titanlite.config.arguments import HELP, Option, check_values, option_values, options_of, split
 from titanlite.ranks.failure import describe_user_error, prepare_streams, raise_on_interrupt
-from titanlite.ranks.signal_thread import stop_signals
+from titanlite.ranks.signals import stop_signals
 from titanlite.runtime.durability import PARTIAL, appears_complete
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, raise_problems
 

@@ -38,7 +38,7 @@ from titanlite.config.command_line import read_command_line
 from titanlite.config.load import most_ranks, resolve
 from titanlite.ranks.agreement import describe_differences
 from titanlite.ranks.distributed import ELASTIC, World
-from titanlite.ranks.signal_thread import stop_signals
+from titanlite.ranks.signals import stop_signals
 from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import ConfigError, Rules, UsageError, UserError
 from titanlite.runtime.gpus import set_allocator

@@ -20,7 +20,7 @@ from titanlite.data.loader import Loader
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.workers import WorkerPool
-from titanlite.ranks.signal_thread import STOP_SIGNALS
+from titanlite.ranks.signals import STOP_SIGNALS
 from titanlite.runtime.errors import DataError, UserError
 
 WORDS = ["the", "model", "reads", "a", "few", "words", "and", "learns", "which", "of", "them", "follow"]

@@ -21,13 +21,13 @@ time.sleep(100)
 WORKER = """
 import os, sys, time
 from pathlib import Path
-from titanlite.ranks import orphans
+from titanlite.ranks import signals
 Path("{folder}/pid.new").write_text(str(os.getpid()))
 Path("{folder}/pid.new").rename("{folder}/pid")
 {before}
-orphans.WATCH_S = 0.05
-orphans.end_with_launcher()
-orphans.end_with_launcher()
+signals.TICK_S = 0.05
+signals.end_with_launcher()
+signals.end_with_launcher()
 Path("{folder}/ready").touch()
 time.sleep(1000)
 """

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from titanlite.ranks import positions
+from titanlite.ranks import positions, signals
 from titanlite.ranks.positions import Positions, Seen, describe
 from titanlite.runtime.errors import LateRanksError
 
@@ -93,6 +93,8 @@ def test_ranks_see_each_other_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_silent_rank_is_noticed_once_in_any_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 has no thread of its own: the test gives its heartbeats, and then stops."""
     monkeypatch.setattr(positions, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(positions, "TICK_S", 0.02)
+    monkeypatch.setattr(signals, "TICK_S", 0.02)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     calls = []
     called = threading.Event()
@@ -109,12 +111,14 @@ def test_a_silent_rank_is_noticed_once_in_any_phase(monkeypatch: pytest.MonkeyPa
     assert not calls
     assert called.wait(60)
     time.sleep(0.2)
-    assert calls == ["silence"]
+    assert calls == ["titanlite-end"]
 
 
 def test_silence_does_not_count_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """An index may be built for hours, by code that holds the interpreter's lock."""
     monkeypatch.setattr(positions, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(positions, "TICK_S", 0.02)
+    monkeypatch.setattr(signals, "TICK_S", 0.02)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set("position/1", json.dumps([1, 0, "start-up", "node1"]))
     store.set("alive/1", "1")
@@ -146,6 +150,8 @@ class StoppedStore:
 def test_a_store_that_does_not_answer_is_noticed_and_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Even before the first step."""
     monkeypatch.setattr(positions, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(positions, "TICK_S", 0.02)
+    monkeypatch.setattr(signals, "TICK_S", 0.02)
     monkeypatch.setattr(positions, "ANSWER_S", 0.1)
     store, called = StoppedStore(), threading.Event()
     rank = Positions(store, 1, 2, range(2), str(tmp_path), 0.2, called.set)  # type: ignore[arg-type]

@@ -121,6 +121,14 @@ def test_sigusr1_neither_ends_the_process_nor_counts_as_the_first_sigterm(start:
     assert process.wait(30) == 143
 
 
+def test_a_process_has_one_thread_for_signals(start: Start) -> None:
+    process = start(ACTIVE.replace('print("ready"', 'print("ready\\n", *map(str, threading.enumerate()), sep="\\n"'))
+    assert read_line(process) == "\n"
+    names = "".join(read_line(process) for _ in range(3))
+    assert [name in names for name in ("MainThread", "titanlite-watch", "report")] == [True] * 3
+    assert process.poll() is None
+
+
 def test_an_ignored_sighup_stays_ignored(start: Start) -> None:
     """As under nohup, which ignores it."""
     process = start(ACTIVE.replace("signal.SIG_DFL", "signal.SIG_IGN"))
@@ -150,7 +158,7 @@ number, line = int(os.environ["NUMBER"]), int(os.environ["LINE"])
 lines = 0
 def trace(frame, event, argument):
     global lines
-    if event == "line" and frame.f_code.co_name in ("activate", "receive_in_thread", "leave_to_thread"):
+    if event == "line" and frame.f_code.co_name in ("activate", "receive_signals", "leave_to_thread"):
         lines += 1
         if lines == line:
             os.kill(os.getpid(), number)
