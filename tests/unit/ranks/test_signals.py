@@ -121,14 +121,6 @@ def test_sigusr1_neither_ends_the_process_nor_counts_as_the_first_sigterm(start:
     assert process.wait(30) == 143
 
 
-def test_a_process_has_one_thread_for_signals(start: Start) -> None:
-    process = start(ACTIVE.replace('print("ready"', 'print("ready\\n", *map(str, threading.enumerate()), sep="\\n"'))
-    assert read_line(process) == "\n"
-    names = "".join(read_line(process) for _ in range(3))
-    assert [name in names for name in ("MainThread", "titanlite-watch", "report")] == [True] * 3
-    assert process.poll() is None
-
-
 def test_an_ignored_sighup_stays_ignored(start: Start) -> None:
     """As under nohup, which ignores it."""
     process = start(ACTIVE.replace("signal.SIG_DFL", "signal.SIG_IGN"))
