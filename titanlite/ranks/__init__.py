@@ -5,8 +5,7 @@ docs/reliability.md, "Who ends a job".
 |---|---|
 | `distributed` | the world from the launcher's environment, the rendezvous of an attempt, the process group |
 | `agreement` | facts that must be equal, work that raises on all ranks, flags exchanged at each step |
-| `positions` | step, phase and heartbeat of each rank in the store; which rank a message names |
-| `flight_recorder` | the last collectives of each rank, for that message |
+| `positions` | step, phase, heartbeat and last collectives of each rank in the store; which rank a message names |
 | `failure` | which rank prints the error of the job, its message, the exit code |
 | `signals` | the thread that never blocks; signals as requests to stop; a rank ends with its launcher |
 | `job_lock` | one job at a time in a dump folder |

@@ -11,7 +11,6 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from titanlite.ranks.flight_recorder import enable_flight_recorder
 from titanlite.runtime.errors import UserError, integer_variable
 from titanlite.runtime.settings import Affects, setting
 from titanlite.runtime.torch_internals import set_group_timeout
@@ -23,6 +22,8 @@ ELASTIC = "TITANLITE_ELASTIC"
 a rank writes when all ranks of its attempt are connected."""
 _FINISHED = "finished"
 _IDLE_POLL_S = 60
+RECORDED_COLLECTIVES = 512
+"""Collectives that torch's flight recorder keeps: several steps of a sharded model, about 0.25 MB as JSON."""
 MAX_TIMEOUT_S = 604_800
 """A week."""
 
@@ -174,6 +175,11 @@ def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: int) ->
                 )
             time.sleep(JOIN_POLL_S if missing else 0)
     return own
+
+
+def enable_flight_recorder() -> None:
+    """Keep the last collectives in memory, as many as the environment says. Call before the first collective."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_COLLECTIVES))
 
 
 def init_process_group(world: World, store: dist.Store, section: CommConfig) -> dist.ProcessGroup:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from titanlite.ranks.flight_recorder import last_numbers, ranks_behind
 from titanlite.ranks.signals import TICK_S, in_thread, watch
 from titanlite.runtime.errors import LateRanksError
 from titanlite.runtime.torch_internals import recorded_collectives
@@ -284,3 +283,33 @@ def describe(
 def _names(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def last_numbers(recorded: Mapping[str, str]) -> dict[str, int]:
+    """The number of the last collective that this process has entered, by backend and group.
+
+    recorded: see recorded_collectives. Groups have the same name on all of their ranks, and numbers count from 1 on
+    each of them. Without sends and receives, which the recorder does not number alike on both ranks.
+    """
+    last: dict[str, int] = {}
+    for backend, text in recorded.items():
+        for entry in json.loads(text).get("entries", ()):
+            if not entry["is_p2p"]:
+                name, description = entry["process_group"]
+                group = f"{backend} {name} {description}"
+                last[group] = max(last.get(group, 0), entry["collective_seq_id"])
+    return last
+
+
+def ranks_behind(last: Mapping[int, Mapping[str, int]]) -> list[int]:
+    """The ranks that others wait for, and that wait for no other rank. last: last_numbers by rank.
+
+    Ranks enter the collectives of their groups in one order. So a rank that is behind in one group and ahead in none
+    has stopped between two collectives.
+    """
+    behind, ahead = set(), set()
+    for group in {group for numbers in last.values() for group in numbers}:
+        numbers = {rank: each[group] for rank, each in last.items() if group in each}
+        behind |= {rank for rank, number in numbers.items() if number < max(numbers.values())}
+        ahead |= {rank for rank, number in numbers.items() if number > min(numbers.values())}
+    return sorted(behind - ahead)

@@ -1,5 +1,6 @@
 """Waits for other processes: with a line that says for what, and with a time limit."""
 
+import logging
 import os
 import threading
 import time
@@ -8,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-from titanlite.runtime.logging import log
-
 T = TypeVar("T")
+log = logging.getLogger("titanlite")  # without runtime.logging: the trainer imports this module
 
 FIRST_S = 8.0
 """Time after which a wait is logged."""

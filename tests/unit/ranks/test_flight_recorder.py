@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import run_ranks
-from titanlite.ranks.flight_recorder import enable_flight_recorder, last_numbers, ranks_behind
+from titanlite.ranks.distributed import enable_flight_recorder
+from titanlite.ranks.positions import last_numbers, ranks_behind
 from titanlite.runtime.torch_internals import recorded_collectives
 
 
