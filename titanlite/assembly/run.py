@@ -33,7 +33,6 @@ from titanlite.data.fingerprint import data_fingerprint
 from titanlite.data.kinds import source_names
 from titanlite.data.ledger import LEDGER_FOLDER, Ledger, ledger_files
 from titanlite.data.loader import Loader
-from titanlite.data.order import STREAM_VERSION
 from titanlite.data.sources.base import Source
 from titanlite.data.tasks import EncodedTask
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
@@ -439,7 +438,7 @@ def checkpoint_facts(config: JobConfig, tokenizer: Tokenizer | None, sources: Se
         "num_streams": config.data.num_streams,
         "data": data_fingerprint(config.data, sources, tokenizer),
         "tokenizer": tokenizer.fingerprint if tokenizer else None,
-        "streams_version": STREAM_VERSION,
+        "streams_version": config.data.stream_version,
         "init_version": INIT_VERSION,
     }
     versions = {"titanlite": titanlite.__version__, "torch": torch.__version__, "draws": DRAW_VERSION}

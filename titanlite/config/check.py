@@ -13,6 +13,7 @@ from titanlite.data.bpe import kept_tokenizer
 from titanlite.data.check import check_data, check_tokenizer, check_validation
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
 from titanlite.data.kinds import KINDS, open_source
+from titanlite.data.order import STREAM_VERSION
 from titanlite.data.tokenizer_files import tokenizer_file
 from titanlite.generation.config import check_samples
 from titanlite.hf.folder import PREFIX
@@ -207,6 +208,8 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
     if data.num_streams == -1:
         data = replace(data, num_streams=training.global_batch_size)
     data = replace(data, document_mask=data.masks_documents)
+    if data.stream_version == -1:
+        data = replace(data, stream_version=STREAM_VERSION)
     if data.max_piece_bytes == -1:
         data = replace(data, max_piece_bytes=PIECE_BYTES_PER_POSITION * training.seq_len)
     if data.num_workers == -1:

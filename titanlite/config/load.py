@@ -185,12 +185,17 @@ def without_effect(parsed: Parsed, config: JobConfig, world_size: int) -> list[P
     return [replace(each, remedy=other.format(each.file)) if each.file else each for each in named]
 
 
+WITHOUT_STREAM_VERSION = 2
+"""data.stream_version of stored runs that have no such key."""
+
+
 def keep_earlier(config: JobConfig) -> JobConfig:
     """If the run has started before, replace automatic settings of its batches by the values of its first start.
 
     A batch size or number of streams of -1: that of the checkpoint to resume from; before there is one, with
     checkpoint.enable, that of the configuration in the dump folder: a start that is lost before its first save has the
-    same batch again, on any number of ranks. data.document_mask, which depends on the sources: that of the checkpoint.
+    same batch again, on any number of ranks. data.document_mask, which depends on the sources, and the version of the
+    streams: that of the checkpoint.
     """
     training, data = config.training, config.data
     earlier = earlier_config(config.checkpoint, config.job.dump_folder)
@@ -198,6 +203,8 @@ def keep_earlier(config: JobConfig) -> JobConfig:
         raise ConfigError(problems)
     if earlier and data.document_mask == "auto":
         data = replace(data, document_mask=earlier["data"].get("document_mask", False))
+    if earlier and data.stream_version == -1:
+        data = replace(data, stream_version=earlier["data"].get("stream_version", WITHOUT_STREAM_VERSION))
     copy = Path(config.job.dump_folder, CONFIG_COPY)
     if earlier:
         sequences, streams = earlier["training"]["global_batch_size"], earlier["data"]["num_streams"]
@@ -227,6 +234,7 @@ def config_from_values(values: Mapping[str, Mapping[str, Any]], argv: Sequence[s
     arguments = split_arguments(argv)
     tables = {name: dict(table) for name, table in values.items()}
     tables["model"] |= tables["model"].pop("overrides", {})
+    tables["data"].setdefault("stream_version", WITHOUT_STREAM_VERSION)
     problems = [*remove_dropped(tables), *arguments.problems]
     config = read_tables(tables, arguments.texts, {}, problems)
     if problems:

@@ -17,7 +17,16 @@ from typing import NamedTuple
 from titanlite.data.corpus import BYTES_PER_TOKEN, PieceEncoder
 from titanlite.data.order import MIN_PATIENCE, READ_AHEAD_PIECES, shuffled
 from titanlite.data.sources.base import MAX_BLOCK_BYTES, MAX_BLOCK_ROWS, ReadUnit, Row, Share, StreamedSource
-from titanlite.data.sources.pieces import EMPTY_PIECE, BadRowError, Place, TokenPiece, cut, utf8_text
+from titanlite.data.sources.pieces import (
+    CONTEXT,
+    EMPTY_PIECE,
+    BadRowError,
+    PieceText,
+    Place,
+    TokenPiece,
+    cut,
+    utf8_text,
+)
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.retry import reason, retrying
 
@@ -79,6 +88,17 @@ class Block(NamedTuple):
             return utf8_text(text[part.begin : part.end])
         except BadRowError as bad:
             return BadRowError(f"{self.locate(piece)}: {bad}")
+
+    def with_context(self, piece: int, num_characters: int) -> PieceText:
+        """A piece to tokenize, with up to num_characters of its row on both sides."""
+        part, text = self.parts[piece], self.read(piece)
+        row = self.rows[part.row].text
+        if isinstance(text, Exception) or isinstance(row, BadRowError):
+            return PieceText(part.flags, text)
+        num_bytes = 4 * num_characters
+        before = row[max(0, part.begin - num_bytes) : part.begin].decode("utf-8", "ignore")
+        after = row[part.end : part.end + num_bytes].decode("utf-8", "ignore")
+        return PieceText(part.flags, text, before[max(0, len(before) - num_characters) :], after[:num_characters])
 
     def locate(self, piece: int) -> str:
         """File and row of a piece, for messages."""
@@ -288,7 +308,8 @@ class BlockPieces:
             end += 1
         ahead = range(first, end)
         places = [Place(place.epoch, place.position + piece - first) for piece in ahead]
-        read = [(block.parts[piece].flags, block.read(piece)) for piece in ahead]
+        context = CONTEXT if self._encoder.reads_context else 0
+        read = [block.with_context(piece, context) for piece in ahead]
         tokens = self._encoder.encode(read, lambda n: block.locate(ahead[n]))
         self._numbers = {place: self._division.number(block, piece) for place, piece in zip(places, ahead, strict=True)}
         if not ahead:  # the first unit of the stream has no row for it

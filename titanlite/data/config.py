@@ -34,6 +34,12 @@ class DataConfig:
     )
     """Maximum size of a piece. Longer documents are cut into several pieces, at line ends if possible; conversations
     never. -1: 64 x training.seq_len."""
+    stream_version: int = setting(
+        -1, "leave it out", least=2, most=3, unset=-1, automatic="that of the checkpoint, or the newest"
+    )
+    """Version of the tokens and their order. 3: the tokens of a document do not depend on max_piece_bytes. 2: each part
+    of a document that is cut is tokenized by itself, as in runs that began before version 3. -1: that of the checkpoint
+    to resume from, else the newest."""
     packing: Literal["concatenate", "none"] = "concatenate"
     """concatenate: fill each sequence with consecutive documents, or with the consecutive conversations that fit. none:
     start a sequence with each piece (a document or a part of a long one, or a conversation), pad and mask the rest of
@@ -64,6 +70,11 @@ class DataConfig:
     """Whether to record the origin of each sequence in <dump_folder>/ledger."""
     sources: tuple[SourceConfig, ...] = (SourceConfig(),)
     """Corpora to train on: [[data.sources]] tables."""
+
+    @property
+    def reads_context(self) -> bool:
+        """Whether the tokens of a part of a document are those of the entire document."""
+        return self.stream_version != 2
 
     @property
     def masks_documents(self) -> bool:

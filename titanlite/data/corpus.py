@@ -22,12 +22,14 @@ from titanlite.data.sources.base import TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import (
     AT_BEGIN,
+    CONTEXT,
     EMPTY,
     ENDS_DOCUMENT,
     STARTS_DOCUMENT,
     BadRowError,
     EpochSize,
     Piece,
+    PieceText,
     TokenPiece,
 )
 from titanlite.data.tokenizer import Tokenizer
@@ -127,22 +129,25 @@ def _scan(source: TextSource, files: Sequence[Path], max_piece_bytes: int, what:
 
 
 class Encoder:
-    """Tokenizes pieces; adds BOS and EOS only at the start and end of a document."""
+    """Tokenizes pieces; adds BOS and EOS only at the start and end of a document.
 
-    def __init__(self, tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool) -> None:
+    reads_context: whether the tokens of a part of a document are those of the entire document.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool, reads_context: bool = True) -> None:
+        self.reads_context = reads_context
         self._tokenizer = tokenizer
         self._bos = [tokenizer.bos_id] if add_bos and tokenizer.bos_id is not None else []
         self._eos = [tokenizer.eos_id] if add_eos and tokenizer.eos_id is not None else []
 
-    def encode(
-        self, pieces: Sequence[tuple[int, str | Exception]], locate: Callable[[int], str]
-    ) -> list[TokenPiece | Exception]:
-        """Tokenize pieces, (flags, text) each, in one batch. An exception in place of a text is returned unchanged.
+    def encode(self, pieces: Sequence[PieceText], locate: Callable[[int], str]) -> list[TokenPiece | Exception]:
+        """Tokenize pieces in one batch. An exception in place of a text is returned unchanged.
 
         A text that the tokenizer cannot encode is a bad row. locate: file and row of the n-th of the pieces.
         """
+        texts = [(piece.before, piece.text, piece.after) for piece in pieces if isinstance(piece.text, str)]
         try:
-            encoded = iter(self._tokenizer.encode_batch([text for _, text in pieces if isinstance(text, str)]))
+            encoded = iter(self._tokenizer.encode_parts(texts))
         except UserError as error:
             if len(pieces) == 1:
                 return [BadRowError(f"{locate(0)}: {error}")]
@@ -151,7 +156,9 @@ class Encoder:
                 return self.encode(pieces[n : n + 1], lambda _: locate(n))[0]
 
             return [encode_one(n) for n in range(len(pieces))]
-        return [self._piece(flags, next(encoded)) if isinstance(text, str) else text for flags, text in pieces]
+        return [
+            self._piece(piece.flags, next(encoded)) if isinstance(piece.text, str) else piece.text for piece in pieces
+        ]
 
     def _piece(self, flags: int, ids: list[int]) -> TokenPiece:
         starts = bool(flags & STARTS_DOCUMENT)
@@ -167,19 +174,20 @@ class ConversationEncoder:
     loss_on: turns whose tokens are targets.
     """
 
+    reads_context = False  # conversations are not cut
+
     def __init__(self, tokenizer: Tokenizer, loss_on: Literal["assistant", "all"]) -> None:
         self._chat = ChatEncoder(tokenizer)
         self._loss_on = loss_on
 
-    def encode(
-        self, pieces: Sequence[tuple[int, str | Exception]], locate: Callable[[int], str]
-    ) -> list[TokenPiece | Exception]:
+    def encode(self, pieces: Sequence[PieceText], locate: Callable[[int], str]) -> list[TokenPiece | Exception]:
         """As Encoder.encode. The texts are rows of JSON; one that is not a conversation is a bad row."""
-        parsed = [text if isinstance(text, Exception) else _messages(text) for _, text in pieces]
+        texts = [piece.text for piece in pieces]
+        parsed = [text if isinstance(text, Exception) else _messages(text) for text in texts]
         conversations = [found for found in parsed if not isinstance(found, Exception)]
         encoded = iter(self._chat.encode(conversations, self._loss_on))
         results: list[TokenPiece | Exception] = []
-        for n, ((_, text), found) in enumerate(zip(pieces, parsed, strict=True)):
+        for n, (text, found) in enumerate(zip(texts, parsed, strict=True)):
             result = found if isinstance(found, Exception) else next(encoded)
             if isinstance(result, EncodedChat):
                 results.append(TokenPiece(result.tokens, AT_BEGIN, result.trained))
@@ -198,11 +206,13 @@ def _messages(row: str) -> list[Message] | BadRowError:
 PieceEncoder = Encoder | ConversationEncoder
 
 
-def build_encoder(source: SourceConfig, tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool) -> PieceEncoder:
-    """The encoder of the pieces of a source. add_bos, add_eos: for documents. Raises UserError."""
+def build_encoder(
+    source: SourceConfig, tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool, reads_context: bool = True
+) -> PieceEncoder:
+    """The encoder of the pieces of a source. Others: for documents, see Encoder. Raises UserError."""
     if source.is_chat:
         return ConversationEncoder(tokenizer, source.loss_on)
-    return Encoder(tokenizer, add_bos=add_bos, add_eos=add_eos)
+    return Encoder(tokenizer, add_bos=add_bos, add_eos=add_eos, reads_context=reads_context)
 
 
 class TextCorpus:
@@ -293,5 +303,22 @@ class TextCorpus:
 
     def fetch(self, pieces: Sequence[int]) -> list[TokenPiece | Exception]:
         assert self._encoder is not None, "a corpus that is tokenized has an encoder"
-        read = [(self.flags(piece), self.read(piece)) for piece in pieces]
+        read = [self._with_context(piece) for piece in pieces]
         return self._encoder.encode(read, lambda n: self.locate(pieces[n]))
+
+    def _with_context(self, piece: int) -> PieceText:
+        flags, text = self.flags(piece), self.read(piece)
+        if isinstance(text, Exception) or self._encoder is None or not self._encoder.reads_context:
+            return PieceText(flags, text)
+        return PieceText(flags, text, self._beside(piece, -1), self._beside(piece, 1))
+
+    def _beside(self, piece: int, step: Literal[-1, 1]) -> str:
+        """Up to CONTEXT characters of the piece's document before (-1) or after (1) it; without those of bad rows."""
+        edge, text = STARTS_DOCUMENT if step < 0 else ENDS_DOCUMENT, ""
+        while len(text) < CONTEXT and not self.flags(piece) & edge:
+            piece += step
+            found = self.read(piece)
+            if isinstance(found, Exception):
+                break
+            text = found + text if step < 0 else text + found
+        return text[-CONTEXT:] if step < 0 else text[:CONTEXT]

@@ -6,7 +6,6 @@ from typing import Any
 
 from titanlite.data.chat.encoder import ChatEncoder
 from titanlite.data.config import DataConfig
-from titanlite.data.order import STREAM_VERSION
 from titanlite.data.sources.base import Source
 from titanlite.data.tokenizer import Tokenizer
 
@@ -36,7 +35,7 @@ def data_fingerprint(
 
     Called by one process: it reads the samples of all files. Raises UserError if a file cannot be read.
     """
-    facts: dict[str, Any] = {"stream_version": STREAM_VERSION, "shuffle": section.shuffle}
+    facts: dict[str, Any] = {"stream_version": section.stream_version, "shuffle": section.shuffle}
     if section.shuffle or len(section.sources) > 1:
         facts["seed"] = section.seed
     facts |= {"packing": section.packing, "document_mask": section.masks_documents}

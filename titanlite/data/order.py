@@ -19,8 +19,10 @@ import numpy.typing as npt
 from titanlite.data.sources.pieces import Corpus, Place, TokenPiece
 from titanlite.runtime.cache import Recent
 
-STREAM_VERSION = 2
-"""Version of the order of sources and pieces and of their packing. Increase it on any change: all runs change."""
+STREAM_VERSION = 3
+"""Version of the order of sources and pieces, of their packing and of their tokens. Increase it on any change, and keep
+the earlier version for the runs that began with it: data.stream_version. 2: each part of a document that is cut was
+tokenized by itself."""
 
 BLOCK_PIECES = 2**16
 """Approximate pieces per block of the permutation: enough to mix well, few enough for long sequential reads."""

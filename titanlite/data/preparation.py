@@ -92,7 +92,8 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
         corpus, epoch_size, checks = windows, windows.epoch_size, [windows.check_unchanged]
     else:
         assert tokenizer is not None, "sources of text need a tokenizer"
-        encoder = build_encoder(source.config, tokenizer, add_bos=section.add_bos, add_eos=section.add_eos)
+        bounds = {"add_bos": section.add_bos, "add_eos": section.add_eos}
+        encoder = build_encoder(source.config, tokenizer, **bounds, reads_context=section.reads_context)
         if isinstance(source, StreamedSource):
             division = Division(source, section.num_streams, seeds)
             blocks = partial(BlockPieces, division, encoder=encoder, max_piece_bytes=section.max_piece_bytes)

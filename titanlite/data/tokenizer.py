@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -161,6 +162,25 @@ class Tokenizer:
             return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
         except Exception as error:  # the library raises bare Exceptions
             raise UserError(f"the tokenizer {self.arguments['file']} cannot encode it: {error}") from None
+
+    def encode_parts(self, parts: Sequence[tuple[str, str, str]]) -> list[list[int]]:
+        """Token ids of the middle one of three parts of each text: those of the entire text that begin inside it.
+
+        If the first or last part is empty, the middle one has the start or the end of the text. Raises UserError.
+        """
+        if not any(before or after for before, _, after in parts):
+            return self.encode_batch([text for _, text, _ in parts])
+        try:
+            found = self._tokenizer.encode_batch(["".join(each) for each in parts], add_special_tokens=False)
+        except Exception as error:  # as in encode_batch
+            raise UserError(f"the tokenizer {self.arguments['file']} cannot encode it: {error}") from None
+        ids = []
+        for (before, text, after), encoded in zip(parts, found, strict=True):
+            starts = [start for start, _ in encoded.offsets]  # in characters, ascending
+            first = bisect_left(starts, len(before)) if before else 0
+            last = bisect_left(starts, len(before) + len(text)) if after else len(starts)
+            ids.append(encoded.ids[first:last])
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens included."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from titanlite.data.config import DataConfig
 from titanlite.data.corpus import TextCorpus, build_encoder
 from titanlite.data.kinds import text_sources
 from titanlite.data.processes import Arrays, WorkerProcess, run_worker
@@ -31,13 +32,22 @@ CHUNKS_PER_WORKER = 3
 
 @dataclass(frozen=True)
 class Job:
-    """The sources to encode, and the settings. tokenizer: the arguments of Tokenizer."""
+    """The sources to encode, and the settings, see Encoder. tokenizer: the arguments of Tokenizer."""
 
     sources: tuple[SourceConfig, ...]
     max_piece_bytes: int
     tokenizer: dict[str, str]
     add_bos: bool
     add_eos: bool
+    reads_context: bool
+
+
+def job_of_data(
+    section: DataConfig, sources: tuple[SourceConfig, ...], max_piece_bytes: int, tokenizer: Tokenizer
+) -> Job:
+    """The job of encoding `sources` with the settings of [data]."""
+    settings = {"add_bos": section.add_bos, "add_eos": section.add_eos, "reads_context": section.reads_context}
+    return Job(sources, max_piece_bytes, tokenizer.arguments, **settings)
 
 
 class Chunk(NamedTuple):
@@ -65,7 +75,8 @@ class JobEncoder:
         tokenizer = Tokenizer(**job.tokenizer)
         self.dtype = id_type(tokenizer.vocab_size)
         # Conversations are the only source of their job: token files have documents.
-        encoder = build_encoder(job.sources[0], tokenizer, add_bos=job.add_bos, add_eos=job.add_eos)
+        settings = {"add_bos": job.add_bos, "add_eos": job.add_eos, "reads_context": job.reads_context}
+        encoder = build_encoder(job.sources[0], tokenizer, **settings)
         self.corpus = TextCorpus(text_sources(job.sources), job.max_piece_bytes, encoder)
 
     def fetch(self, pieces: Sequence[int]) -> Iterator[TokenPiece | Exception]:

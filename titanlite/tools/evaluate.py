@@ -314,7 +314,10 @@ def conditions(config: JobConfig, saved: SavedRun) -> dict[str, Any]:
         "seq_len": training.seq_len,
         "dtype": training.dtype,
         "compute_dtype": training.mixed_precision_param,
-        **{name: getattr(data, name) for name in ("packing", "document_mask", "add_bos", "add_eos", "num_streams")},
+        **{
+            name: getattr(data, name)
+            for name in ("packing", "document_mask", "add_bos", "add_eos", "num_streams", "stream_version")
+        },
         "max_piece_bytes": data.max_piece_bytes,
         "steps": config.validation.steps,
         "global_batch_size": training.global_batch_size,

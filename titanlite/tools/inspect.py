@@ -28,7 +28,7 @@ from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
 from titanlite.tools.command import ConfigFile, Count, read_options_and_overrides, run_command
 from titanlite.tools.documents import config_of_data
-from titanlite.tools.encoding import Job, JobEncoder
+from titanlite.tools.encoding import JobEncoder, job_of_data
 from titanlite.tools.sequences import sequences_as_text
 
 SAMPLED_DOCUMENTS = 1000
@@ -168,7 +168,7 @@ def describe_text(
     print(f"  {'conversations' if source.config.is_chat else 'documents    '} {documents:,}; {read} read")
     ends = np.append(begins[1:], len(index))
     ranges = [range(begins[n], ends[n]) for n in chosen.tolist()]
-    job = Job((source.config,), data.max_piece_bytes, tokenizer.arguments, add_bos=data.add_bos, add_eos=data.add_eos)
+    job = job_of_data(data, (source.config,), data.max_piece_bytes, tokenizer)
     too_long = source.config.too_long if source.config.is_chat else None
     found = read_documents(JobEncoder(job), ranges, seq_len, too_long)
     about = "" if len(chosen) == len(begins) else "about "

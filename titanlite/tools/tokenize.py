@@ -17,6 +17,7 @@ from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.config import DataConfig
 from titanlite.data.corpus import TextCorpus
 from titanlite.data.kinds import open_source
+from titanlite.data.order import STREAM_VERSION
 from titanlite.data.sources.pieces import ENDS_DOCUMENT
 from titanlite.data.sources.tokens import FORMAT_VERSION, MANIFEST, UNFINISHED, read_manifest
 from titanlite.runtime.durability import PARTIAL
@@ -25,7 +26,7 @@ from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
 from titanlite.tools.command import ConfigFile, Count, Folder, cannot_write, read_options_and_overrides, run_command
 from titanlite.tools.documents import UsableRows, config_of_data, piece_bytes, pieces_with_progress
-from titanlite.tools.encoding import CHUNK_BYTES, Chunk, Job, JobEncoder, encoded
+from titanlite.tools.encoding import CHUNK_BYTES, Chunk, JobEncoder, encoded, job_of_data
 from titanlite.tools.token_files import ShardWriter, write_manifest, write_tokenizer, write_unfinished
 
 SHARD_TOKENS = 10**8
@@ -85,7 +86,7 @@ def tokenize(config: JobConfig, out: Path, num_workers: int, shard_tokens: int) 
     vocab_size = config.hyper_parameters.vocab_size
     tokenizer = prepare_tokenizer(config.tokenizer, data.sources, vocab_size=vocab_size)
     assert tokenizer is not None, "sources of text have a tokenizer"
-    job = Job(data.sources, piece_bytes(config), tokenizer.arguments, add_bos=data.add_bos, add_eos=data.add_eos)
+    job = job_of_data(data, data.sources, piece_bytes(config), tokenizer)
     encoder = JobEncoder(job)
     print(f"tokenizer: {tokenizer.description}")
     facts = {
@@ -100,6 +101,7 @@ def tokenize(config: JobConfig, out: Path, num_workers: int, shard_tokens: int) 
             "add_bos": data.add_bos,
             "add_eos": data.add_eos,
             "max_piece_bytes": job.max_piece_bytes,
+            "stream_version": STREAM_VERSION if data.stream_version == -1 else data.stream_version,
             "shard_tokens": shard_tokens,
         },
         "sources": [open_source(source).facts(document_mask=data.masks_documents) for source in data.sources],

@@ -73,7 +73,7 @@ def test_the_fingerprint_is_small_readable_json(corpus: Path) -> None:
     assert content.startswith("xxh3-128:")
     assert len(content) == len("xxh3-128:") + 32
     assert found == {
-        "stream_version": 2,
+        "stream_version": 3,
         "shuffle": True,
         "seed": 0,
         "max_piece_bytes": 1000,
@@ -266,7 +266,7 @@ def test_the_standard_library_and_its_split(stdlib: Path, tmp_path: Path) -> Non
 def test_a_fingerprint_of_another_version_is_a_difference_not_an_error(corpus: Path) -> None:
     now = fingerprint_of(text_data(corpus))
     found = describe_difference({"stream_version": 0, "extra": 1}, now)
-    assert found[:3] == ["stream_version 0 -> 2", "extra 1 -> null", "shuffle null -> true"]
+    assert found[:3] == ["stream_version 0 -> 3", "extra 1 -> null", "shuffle null -> true"]
     assert found[-1] == f"source 0 (text {corpus}) is new: it begins at its start"
 
 

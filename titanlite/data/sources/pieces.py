@@ -69,6 +69,21 @@ class ArrayError(BadRowError):
     """The file holds one JSON array, not JSON lines."""
 
 
+class PieceText(NamedTuple):
+    """What is tokenized for a piece. flags: Piece.flags. text: or the error for the consumer to raise. before, after:
+    up to CONTEXT characters of the same document beside a part of it."""
+
+    flags: int
+    text: str | Exception
+    before: str = ""
+    after: str = ""
+
+
+CONTEXT = 1024
+"""Characters beside a part of a document that its tokens may depend on: the tokens are those of the entire document if
+no word (text between two places where the tokenizer divides it) is longer."""
+
+
 class TokenPiece(NamedTuple):
     """The tokens of a piece, 1-D. starts: the indices at which documents start. trained: for each token, whether it may
     be a target; None: all may."""
