@@ -57,8 +57,9 @@ def test_changes_to_the_meaning_of_the_state_are_rejected_with_a_remedy(tmp_path
     """tests/unit/checkpoint/test_compatibility.py has each difference alone."""
     text = write_text(tmp_path / "text")
     many = ("model.ffn_dim=64", "model.vocab_size=140", "training.seq_len=8", "data.num_streams=8", "data.seed=3")
+    many = (*many, "data.stream_version=2")
     many = (*many, "training.dtype=float32", "optimizer.name=SGD", other_tokens(tmp_path))
-    other_versions = partial(versions, "STREAM_VERSION", "INIT_VERSION")
+    other_versions = partial(versions, "INIT_VERSION")
     rejected = [
         (
             Start((*text, *EIGHT, *many), around=other_versions),
@@ -70,7 +71,11 @@ def test_changes_to_the_meaning_of_the_state_are_rejected_with_a_remedy(tmp_path
                 *("the checkpoint's training.dtype", "optimizer: AdamW in the checkpoint, SGD now"),
                 *("the optimizers of the checkpoint", "data: seed", "--checkpoint.accept_changes '[\"data\"]'"),
                 *("tokenizer: ", "--checkpoint.accept_changes '[\"tokenizer\"]'", "streams_version: "),
-                *("a titanlite of that version", "init_version: ", "--checkpoint.accept_changes '[\"init_version\"]'"),
+                *(
+                    "data.stream_version: leave the key out",
+                    "init_version: ",
+                    "--checkpoint.accept_changes '[\"init_version\"]'",
+                ),
             ],
         ),
         (

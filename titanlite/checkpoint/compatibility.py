@@ -20,7 +20,7 @@ _REMEDIES = {
         "their state anew: --checkpoint.accept_changes '[\"optimizer\"]'"
     ),
     "num_streams": "resume with the checkpoint's data.num_streams: leave the key out",
-    "streams_version": "resume with a titanlite of that version",
+    "streams_version": "resume with the checkpoint's data.stream_version: leave the key out",
     "imported_from": "an import holds weights only: start a new run from them, see the last line",
 }
 # Hyper-parameters that only the training of the model depends on: they may change.

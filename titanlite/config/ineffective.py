@@ -77,6 +77,7 @@ _TEXT = Needs("a source of text, not of tokens", Facts.has_text)
 _DOCUMENTS = Needs("a source of documents, not of tokens or conversations", Facts.has_documents)
 ACROSS: Mapping[str, Needs] = {
     "data.max_piece_bytes": _DOCUMENTS,
+    "data.stream_version": _DOCUMENTS,
     "data.packing": _TEXT,
     "data.on_bad_row": _TEXT,
     "data.add_bos": Needs(_DOCUMENTS.condition, lambda facts: facts.separates() or facts.config.samples.prompts),

@@ -91,6 +91,11 @@ class Tokenizer:
         self.description = f"{file}: {self.vocab_size:,} tokens{beside}, BOS {bos_text}, EOS {eos_text}"
         if self._files.lacks_characters:
             self.description += ". It has no tokens for some characters: texts with them are bad rows"
+        if not self._files.divides_words:
+            self.description += (
+                ". It does not divide texts into words: where documents of more than data.max_piece_bytes are cut, "
+                "tokens may differ from those of the entire document"
+            )
 
     def save(self, folder: Path) -> None:
         """Write files that transformers' AutoTokenizer and this class can load. Raises OSError.

@@ -11,7 +11,7 @@ from titanlite.checkpoint.config import CheckpointConfig, check_checkpoint
 from titanlite.checkpoint.folder import quarantine, step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch
 from titanlite.checkpoint.preflight import check_start, earlier_config
-from titanlite.config.load import keep_earlier, load_config
+from titanlite.config.load import config_from_values, keep_earlier, load_config
 from titanlite.config.schema import JobConfig
 
 PINNED = {"async_mode": "async_with_pinned_mem"}
@@ -118,7 +118,7 @@ def kept_settings(config: JobConfig) -> tuple[int, int]:
     assert replace(found, training=config.training, data=config.data) == config
     unchanged = (
         replace(found.training, global_batch_size=-1),
-        replace(found.data, num_streams=-1, document_mask="auto"),
+        replace(found.data, num_streams=-1, document_mask="auto", stream_version=-1),
     )
     assert unchanged == (replace(config.training, global_batch_size=-1), replace(config.data, num_streams=-1))
     return found.training.global_batch_size, found.data.num_streams
@@ -140,6 +140,21 @@ def test_the_document_mask_of_the_checkpoint_is_kept(tmp_path: Path) -> None:
         earlier["data"] |= {"document_mask": mask}
         make(tmp_path / "checkpoint", step, config=earlier)
         assert keep_earlier(job(tmp_path)).data.document_mask is mask
+
+
+def test_the_stream_version_of_the_checkpoint_is_kept(tmp_path: Path) -> None:
+    """Checkpoints without the key are of runs that began with version 2."""
+    assert keep_earlier(job(tmp_path)).data.stream_version == -1
+    for step, stored in enumerate(({}, {"stream_version": 2}, {"stream_version": 3}), 1):
+        earlier = saved_config(16, 8)
+        earlier["data"] |= stored
+        make(tmp_path / "checkpoint", step, config=earlier)
+        assert keep_earlier(job(tmp_path)).data.stream_version == stored.get("stream_version", 2)
+    given = job(tmp_path)
+    given = replace(given, data=replace(given.data, stream_version=2))
+    assert keep_earlier(given).data.stream_version == 2  # and refused, as it differs from the checkpoint's
+    assert config_from_values(earlier | {"model": {}}).data.stream_version == 3
+    assert config_from_values(saved_config(16, 8) | {"model": {}}).data.stream_version == 2
 
 
 def test_given_settings_override_the_checkpoint(tmp_path: Path) -> None:

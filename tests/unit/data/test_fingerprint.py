@@ -30,8 +30,8 @@ def fingerprint_of(section: DataConfig) -> dict[str, Any]:
 
 
 def text_data(path: Path, **changes: Any) -> DataConfig:
-    section = DataConfig(num_streams=4, max_piece_bytes=1000, sources=(SourceConfig(kind="text", path=str(path)),))
-    return replace(section, **changes)
+    sources = (SourceConfig(kind="text", path=str(path)),)
+    return replace(DataConfig(num_streams=4, max_piece_bytes=1000, stream_version=3, sources=sources), **changes)
 
 
 @pytest.fixture

@@ -157,8 +157,8 @@ class Letters:
 
     bos_id = eos_id = None
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [[ord(letter) for letter in text] for text in texts]
+    def encode_parts(self, parts: list[tuple[str, str, str]]) -> list[list[int]]:
+        return [[ord(letter) for letter in text] for _, text, _ in parts]
 
 
 def open_stream(division: Division, stream: int = 0, max_piece_bytes: int = 100) -> BlockPieces:

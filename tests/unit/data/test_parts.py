@@ -118,6 +118,7 @@ def test_tokens_do_not_depend_on_the_size_of_the_pieces(kind: str, tmp_path: Pat
         trained = like_llama_2()
     trained.save(str(tmp_path / "tokenizer.json"))
     tokenizer, text = Tokenizer(tmp_path / "tokenizer.json"), text_of(1)
+    assert "divide" not in tokenizer.description
     at_once, data, differing = tokenizer.encode(text), text.encode(), 0
     for size in (50, 60, 1024):
         parts = [data[begin:end].decode() for begin, end, _ in cut(data, 0, len(data), size)]
@@ -129,6 +130,16 @@ def test_tokens_do_not_depend_on_the_size_of_the_pieces(kind: str, tmp_path: Pat
         assert [token for ids in tokenizer.encode_parts(texts) for token in ids] == at_once
         differing += [token for part in parts for token in tokenizer.encode(part)] != at_once
     assert differing, "each part by itself"
+
+
+def test_a_tokenizer_without_words_is_named(tmp_path: Path) -> None:
+    """Its tokens may depend on any earlier character, so equality is not promised."""
+    for split in (True, False):
+        tokenizer = metaspace("always", split)
+        tokenizer.train_from_iterator([text_of(0)], BPE)
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        description = Tokenizer(tmp_path / "tokenizer.json").description
+        assert ("It does not divide texts into words" in description) is not split
 
 
 ROWS = [text_of(seed, 200) for seed in range(3)]

@@ -15,7 +15,7 @@ from titanlite.data.chat.encoder import ChatEncoder, EncodedChat
 from titanlite.data.check import check_tokenizer
 from titanlite.data.config import DataConfig, TokenizerConfig
 from titanlite.data.corpus import Encoder, TokenPiece
-from titanlite.data.sources.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError
+from titanlite.data.sources.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError, PieceText
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer_files import TEMPLATES, TOKENIZER_FILES
 from titanlite.runtime.errors import UserError
@@ -295,7 +295,7 @@ def test_lost_text_is_a_bad_row_of_its_own(folder: Path) -> None:
     library.post_processor = processors.TemplateProcessing(single="e $A", special_tokens=[("e", 2)])
     library.save(str(folder / "tokenizer.json"))
     tokenizer = Tokenizer(folder / "tokenizer.json", eos="e")
-    pieces = [(STARTS_DOCUMENT | ENDS_DOCUMENT, text) for text in ("ab", "a日", "b")]
+    pieces = [PieceText(STARTS_DOCUMENT | ENDS_DOCUMENT, text) for text in ("ab", "a日", "b")]
     first, bad, last = Encoder(tokenizer, add_bos=False, add_eos=True).encode(pieces, lambda n: f"row {n}")
     assert isinstance(first, TokenPiece)
     assert isinstance(last, TokenPiece)

@@ -470,7 +470,7 @@ def test_nothing_is_overwritten_and_leftovers_are_named(
         export(tmp_path / "nowhere", tmp_path / "x")
     with pytest.raises(UserError, match=r"nowhere' is neither a folder nor ORGANIZATION/NAME"):
         main(["import", str(tmp_path / "nowhere"), "--out", str(tmp_path / "x")])
-    with pytest.raises(UserError, match="'' is neither a folder"):  # not the current folder
+    with pytest.raises(UserError, match=r"rule: +a path"):  # not the current folder
         main(["import", "", "--out", str(tmp_path / "x")])
 
 
