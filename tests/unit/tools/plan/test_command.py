@@ -217,7 +217,6 @@ def test_the_plan_of_a_chosen_layout_needs_a_profile(capsys: pytest.CaptureFixtu
     with pytest.raises(UsageError, match='"auto" depends on the machine: add --hardware'):
         main(run)
     main([*run, "--hardware", "h100"])
-    # keeps what the file sets
     assert "1: --parallelism.layout given --parallelism." in capsys.readouterr().out
 
 
