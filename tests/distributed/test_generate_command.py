@@ -15,6 +15,7 @@ import torch
 from tests.distributed.program import PATIENCE_S, REPOSITORY, clean_environment, start_program
 from titanlite.checkpoint.folder import step_folder
 from titanlite.data.bpe import train_bpe
+from titanlite.ranks.failure import prepare_streams
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.logging import log
 from titanlite.tools.generate.__main__ import main
@@ -116,12 +117,13 @@ def test_seed_determines_the_samples(text_of: Callable[..., str]) -> None:
     assert text_of("--prompt", PROMPT, "--top-k", "1") == text_of("--prompt", PROMPT, "--temperature", "0")
 
 
-def test_characters_unknown_to_the_terminal_are_replaced(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_characters_unknown_to_the_terminal_are_escaped(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
+    prepare_streams()  # as each program does
     main([str(trained), "--prompt", "a🦊b", "--max-new-tokens", "1"])
     terminal.seek(0)
-    assert terminal.read().startswith("a?b")
+    assert terminal.read().startswith("a\\U0001f98ab")
 
 
 def test_other_dtypes(text_of: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,10 @@ def refusal(layout: Layout) -> str:
 def test_draws_by_row_key_are_refused_with_context_parallelism() -> None:
     """Each rank would draw the numbers of the first positions."""
     for text in run_ranks(refusal, 2, Layout((1, 1, 1, 1), cp=2)):
-        assert "parallelism.cp = 2\n    rule:   1 with Drawing, which draws random numbers by row key" in text
+        assert (
+            'parallelism.cp = 2\n    rule:   1 with model.family = "drawing": it draws random numbers by row key'
+            in text
+        )
 
 
 def test_each_input_of_a_draw_changes_the_loss() -> None:

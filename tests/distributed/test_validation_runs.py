@@ -99,7 +99,7 @@ def test_validation_does_not_affect_training_and_is_logged_once_per_step(tmp_pat
     assert first.logged(f"validation after step 3: cut by SIGTERM {cut}")
     assert second.logged(f"validation after step 8: cut by SIGTERM {cut}")
     assert not any(found.logged("cut by") for found in (uninterrupted, resumed, third, fourth))
-    progress = [line.partition(": batch ")[0] for line in first.lines if ": batch " in line]
+    progress = [line.partition(": batch ")[0] for line in first.lines if ": batch " in line and "reading" not in line]
     # 332 tokens are 21 windows of two batches; the signal comes before the first batch of the other source
     assert progress == ["validation: source 1 of 2, held_out"] * 2
     assert has_stopped(first, 3)
@@ -115,7 +115,7 @@ def has_stopped(outcome: Outcome, step: int) -> bool:
     return outcome.logged(f"Stopped by SIGTERM after step {step}, which is saved")
 
 
-def test_bad_row_stops_all_ranks_with_its_message_and_loses_no_checkpoint(start: Starter, tmp_path: Path) -> None:
+def test_a_bad_row_ends_all_ranks_with_its_message_before_the_first_step(start: Starter, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "def f(x):"}\n' * 20 + '{"text": 5}\n')
     sources = ("--validation.sources.0.kind", "jsonl", "--validation.sources.0.path", str(tmp_path / "bad.jsonl"))
     text = (part for setting in write_text(tmp_path / "text") for part in f"--{setting}".split("=", 1))
@@ -128,4 +128,4 @@ def test_bad_row_stops_all_ranks_with_its_message_and_loses_no_checkpoint(start:
     assert program.wait() == 1
     assert program.output.count("bad.jsonl, line 21") == 1, program.output
     assert 'data.on_bad_row = "skip"' in program.output
-    assert (tmp_path / "out" / "checkpoint" / "step-2" / "MANIFEST.json").exists()
+    assert not (tmp_path / "out" / "checkpoint" / "step-2").exists()

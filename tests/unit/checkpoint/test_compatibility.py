@@ -85,7 +85,7 @@ EXPECTED = {
     "num_streams": ["num_streams: 8 in the checkpoint, 16 now", "data.num_streams: leave the key out"],
     "data": ["data: seed", "0", "7", "--checkpoint.accept_changes '[\"data\"]'"],
     "tokenizer": ["tokenizer: aa in the checkpoint, bb now", "--checkpoint.accept_changes '[\"tokenizer\"]'"],
-    "streams_version": ["streams_version: 1 in the checkpoint, 2 now", "resume with a titanlite of that version"],
+    "streams_version": ["streams_version: 1 in the checkpoint, 2 now", "data.stream_version: leave the key out"],
     "init_version": ["init_version: 1 in the checkpoint, 2 now", "--checkpoint.accept_changes '[\"init_version\"]'"],
 }
 

@@ -155,7 +155,7 @@ def test_a_worker_that_is_killed_ends_the_command(
 @pytest.mark.slow
 def test_an_error_in_a_worker_is_raised_in_the_parent(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
     source = SourceConfig(kind="jsonl", path=str(write_jsonl(ROWS)))
-    job = Job((source,), 60, tokenizer.arguments, add_bos=False, add_eos=True)
+    job = Job((source,), 60, tokenizer.arguments, add_bos=False, add_eos=True, reads_context=True)
     encoder = JobEncoder(job)
     moved = dataclasses.replace(job, tokenizer=job.tokenizer | {"file": "nowhere"})
     with encoded(encoder, moved, [range(2)], 1) as chunks, pytest.raises(UserError, match="nowhere is not a readable"):
