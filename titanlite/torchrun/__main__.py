@@ -58,9 +58,9 @@ ranks end together; torch's limit is 300 s."""
 class Agent(LocalElasticAgent):
     """torchrun's agent, whose first node publishes the address of the ranks' store in each round of the rendezvous.
 
-    Of an elastic launch, it also
+    It does not restart ranks of which one refuses to start: it would refuse again. Of an elastic launch, it also
     - refuses to join a run that was started with other facts, and leaves it to the other nodes;
-    - leaves it, too, if a rank refuses its configuration, instead of restarting all ranks again and again;
+    - leaves it, too, if a rank refuses to start;
     - restarts its ranks if a node is lost before they are connected; later, they notice.
 
     facts: those of program_facts; empty: not compared.
@@ -83,10 +83,12 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         found: RunResult = super()._monitor_workers(worker_group)
+        is_refused = any(failure.exitcode == USAGE_ERROR for failure in found.failures.values())
+        if is_refused:
+            self._remaining_restarts = 0
         if ELASTIC not in os.environ:
             return found
-        if any(failure.exitcode == USAGE_ERROR for failure in found.failures.values()):
-            self._remaining_restarts = 0
+        if is_refused:
             self._leave()
         is_starting = not os.path.exists(os.environ[ELASTIC])
         if is_starting and found.state == WorkerState.HEALTHY and self._remaining_restarts > 0:

@@ -222,11 +222,14 @@ def test_a_node_that_is_lost_before_the_ranks_are_connected(
     assert launcher._monitor_workers(group).state == state
 
 
+@pytest.mark.parametrize("is_elastic", [False, True])
 @pytest.mark.parametrize(("code", "restarts"), [(1, 7), (2, 0)])
-def test_a_rank_that_refuses_its_configuration_is_not_restarted(
-    code: int, restarts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_rank_that_refuses_to_start_is_not_restarted(
+    *, code: int, restarts: int, is_elastic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ELASTIC, str(tmp_path / "connected"))
+    monkeypatch.delenv(ELASTIC, raising=False)
+    if is_elastic:
+        monkeypatch.setenv(ELASTIC, str(tmp_path / "connected"))
     failures = failed(code).failures
     found = agent.RunResult(state=WorkerState.FAILED, failures=failures)
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda _agent, _group: found)
@@ -234,7 +237,7 @@ def test_a_rank_that_refuses_its_configuration_is_not_restarted(
     launcher._remaining_restarts = 7
     assert launcher._monitor_workers(launcher._worker_group) is found
     assert launcher._remaining_restarts == restarts
-    assert hasattr(handler, "shutdown") == (restarts == 0)  # the other nodes may continue
+    assert hasattr(handler, "shutdown") == (is_elastic and restarts == 0)  # the other nodes may continue
 
 
 def test_a_node_that_differs_does_not_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
