@@ -24,7 +24,7 @@ def build_data(job: Job, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
     loader = loader_of(job, job.config.data, mesh, tokenizer)
     log.info("Data: %s", loader.description)
     if not job.config.data.reads_context and any(source.holds == "text" for source in loader.sources):
-        log.info("Data: stream_version 2: parts of long documents are tokenized one by one, as when the run began")
+        log.info("Data: stream_version 2: parts of long documents are tokenized one by one, as before version 3")
     if mesh.world.rank == 0:  # takes time, and only rank 0 logs
         has_chat = any(source.config.is_chat for source in loader.sources)
         if tokenizer and has_chat and (fault := ChatEncoder(tokenizer).fault_of_end):

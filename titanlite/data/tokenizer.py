@@ -3,7 +3,7 @@
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -163,10 +163,7 @@ class Tokenizer:
 
         Raises UserError if a text cannot be encoded: if the vocabulary lacks a part of it and has no unknown token.
         """
-        try:
-            return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
-        except Exception as error:  # the library raises bare Exceptions
-            raise UserError(f"the tokenizer {self.arguments['file']} cannot encode it: {error}") from None
+        return [one.ids for one in self._encodings(self._tokenizer.encode_batch_fast, texts)]
 
     def encode_parts(self, parts: Sequence[tuple[str, str, str]]) -> list[list[int]]:
         """Token ids of the middle one of three parts of each text: those of the entire text that begin inside it.
@@ -175,10 +172,7 @@ class Tokenizer:
         """
         if not any(before or after for before, _, after in parts):
             return self.encode_batch([text for _, text, _ in parts])
-        try:
-            found = self._tokenizer.encode_batch(["".join(each) for each in parts], add_special_tokens=False)
-        except Exception as error:  # as in encode_batch
-            raise UserError(f"the tokenizer {self.arguments['file']} cannot encode it: {error}") from None
+        found = self._encodings(self._tokenizer.encode_batch, ["".join(each) for each in parts])
         ids = []
         for (before, text, after), encoded in zip(parts, found, strict=True):
             starts = [start for start, _ in encoded.offsets]  # in characters, ascending
@@ -186,6 +180,12 @@ class Tokenizer:
             last = bisect_left(starts, len(before) + len(text)) if after else len(starts)
             ids.append(encoded.ids[first:last])
         return ids
+
+    def _encodings(self, encode: Callable[..., list[Any]], texts: Sequence[str]) -> list[Any]:
+        try:
+            return encode(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exceptions
+            raise UserError(f"the tokenizer {self.arguments['file']} cannot encode it: {error}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens included."""

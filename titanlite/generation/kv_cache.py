@@ -1,7 +1,7 @@
 """Incremental forward passes: the keys and values of earlier tokens are cached instead of recomputed."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from titanlite.models.attention import AttentionMask, attend, attention_mask
 from titanlite.models.decoder import Decoder
 from titanlite.models.family import LanguageModel
 from titanlite.models.layers import Attention
-from titanlite.parallel.own_code import has_own_code
+from titanlite.parallel.own_code import has_own_code, replaced
 
 
 class Reading:
@@ -156,14 +156,10 @@ def _is_cacheable(model: Decoder, layers: Sequence[Attention]) -> bool:
     if not has_own_code(model):
         return True
     device = next(model.parameters()).device
-    for layer in layers:
-        layer.attend = _without_attention
-    try:
-        with torch.inference_mode():
-            one, other = (model(torch.tensor([[*first, 0]], device=device))[:, -1] for first in ((0, 1, 2), (2, 0, 1)))
-    finally:
+    with torch.inference_mode(), ExitStack() as stack:
         for layer in layers:
-            layer.attend = attend
+            stack.enter_context(replaced(layer, "attend", _without_attention))
+        one, other = (model(torch.tensor([[*first, 0]], device=device))[:, -1] for first in ((0, 1, 2), (2, 0, 1)))
     return torch.allclose(one, other)
 
 

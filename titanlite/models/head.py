@@ -178,28 +178,25 @@ class CrossEntropy(Scoring):
         self, scores: Tensor, labels: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         losses, top, total = self.statistics_(scores, labels)
-        slopes, values = self._slopes(top + total.log(), labels)
-        self.note(values)
+        slopes = None
+        if self.shares is not None:
+            slopes, values = self._slopes(top + total.log(), labels, self.shares)
+            self.note(values)
         return losses, *self._differences_(scores, labels, total, weights, slopes)
 
     def gradient_(
         self, scores: Tensor, labels: Tensor, weights: Tensor, kept: Tensor, scales: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         exponentials = scores.sub_(kept.unsqueeze(1)).exp_()
-        slopes, _ = self._slopes(kept, labels)
-        scaled = None if slopes is None else slopes * scales
-        return self._differences_(exponentials, labels, torch.ones_like(kept), weights * scales, scaled)
+        slopes = None if self.shares is None else self._slopes(kept, labels, self.shares)[0] * scales
+        return self._differences_(exponentials, labels, torch.ones_like(kept), weights * scales, slopes)
 
-    def _slopes(self, logsumexp: Tensor, labels: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+    def _slopes(self, logsumexp: Tensor, labels: Tensor, shares: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The gradient of the terms with respect to the logsumexp of each token, (tokens,), and the values of each."""
-        if self.shares is None:
-            return None, []
         leaf = logsumexp.detach().requires_grad_()
         with torch.enable_grad():
             values = self.loss.term_values(leaf, labels)
-            objective = sum(
-                ((each * share).sum() for each, share in zip(values, self.shares, strict=True)), leaf.sum() * 0
-            )
+            objective = sum(((each * share).sum() for each, share in zip(values, shares, strict=True)), leaf.sum() * 0)
         (slopes,) = torch.autograd.grad(objective, leaf)
         return torch.where(labels >= 0, slopes, 0), values
 

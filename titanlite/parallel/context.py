@@ -28,7 +28,7 @@ def apply_context_parallel(model: LanguageModel, group: dist.ProcessGroup | None
     """Let the attention of the model see entire rows, in place; return descriptions for the start log.
 
     group: the ranks of the cp axis, in the order of `part_of_rows`; None: there is one. The own attention function of a
-    family is called with what this rank has: see `own_code.context_problems`.
+    family is called with what this rank has: see `own_code.context_problem`.
     """
     if group is None:
         return []
@@ -42,13 +42,7 @@ def apply_context_parallel(model: LanguageModel, group: dist.ProcessGroup | None
 
 
 def attend_over_heads(
-    kernel: Kernel,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: AttentionMask | None,
-    *,
-    group: dist.ProcessGroup,
+    kernel: Kernel, queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None, group: dist.ProcessGroup
 ) -> Tensor:
     """`kernel` for this rank's positions: (batch, heads, seq_len / cp, head_dim), the result as the queries.
 
@@ -63,13 +57,7 @@ def attend_over_heads(
 
 
 def attend_to_gathered(
-    kernel: Kernel,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: AttentionMask | None,
-    *,
-    group: dist.ProcessGroup,
+    kernel: Kernel, queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None, group: dist.ProcessGroup
 ) -> Tensor:
     """As attend_over_heads. mask: of this rank's queries and entire rows of keys, see mask_of_own_queries."""
     keys, values = (_GatherPositions.apply(x, group) for x in (keys, values))  # type: ignore[no-untyped-call]
