@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from titanlite.api import generate_text as generate_text
     from titanlite.api import load_config as load_config
     from titanlite.api import run as run
+    from titanlite.models.watch import watch as watch
     from titanlite.registration import register_family as register_family
     from titanlite.registration import register_logger as register_logger
     from titanlite.registration import register_loss as register_loss
     from titanlite.registration import register_optimizer as register_optimizer
     from titanlite.registration import register_schedule as register_schedule
     from titanlite.registration import register_source as register_source
+    from titanlite.registration import register_statistic as register_statistic
     from titanlite.registration import register_term as register_term
     from titanlite.runtime.errors import ConfigError as ConfigError
     from titanlite.runtime.errors import UserError as UserError
@@ -37,7 +39,9 @@ _PUBLIC = {
     "register_optimizer": "titanlite.registration",
     "register_schedule": "titanlite.registration",
     "register_source": "titanlite.registration",
+    "register_statistic": "titanlite.registration",
     "register_term": "titanlite.registration",
+    "watch": "titanlite.models.watch",
 }
 """Public name -> the module that has it, imported when the name is first used: torch takes seconds."""
 

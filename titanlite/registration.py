@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from titanlite.models.family import Family, HuggingFace, Init, LanguageModel, Mo
 from titanlite.models.head import output_layers_of
 from titanlite.models.losses import LOSSES, TERMS, CountFunction, Loss, Term, TokenFunction, check_loss, cross_entropy
 from titanlite.models.registry import FAMILIES
+from titanlite.models.watch import STATISTICS, Statistic
 from titanlite.optim.optimizer import Arguments, GatedOptimizer, OptimizerConfig, OptimizerKind, skips_by_itself
 from titanlite.optim.registry import OPTIMIZERS
 from titanlite.optim.schedule import DECAY_SHAPES
@@ -159,6 +161,24 @@ def register_logger(name: str, build: Callable[[MetricsConfig, Path, AboutRun], 
     check.require(name not in LOGGERS, "this name is titanlite's own: choose another one")
     check.require(callable(build), "takes a function or class that is called with [metrics], folder and facts")
     add_entry(PLUGIN_LOGGERS, name, build, "register_logger")
+
+
+def register_statistic(name: str, statistic: Statistic) -> None:
+    """Add numbers of gradients and weights, chosen by metrics.statistics.
+
+    statistic: called with the parameters of a rank by name; returns a context, inside which they are updated. It notes
+    values by `titanlite.watch`.
+    """
+    check = _Check("register_statistic", name)
+    check.name(name)
+    weights = nn.Parameter(torch.ones(2, 3))
+    weights.grad = torch.ones(2, 3)
+    context = statistic({"weights": weights})
+    is_context = isinstance(context, AbstractContextManager)
+    check.require(is_context, "must return a context manager: use contextlib.contextmanager, with one yield")
+    with context:
+        pass
+    add_entry(STATISTICS, name, statistic, "register_statistic")
 
 
 class _Check:

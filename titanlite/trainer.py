@@ -1,6 +1,7 @@
 """One training step: forward, backward and update. train.py calls it, and has everything between steps."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -8,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.batch import IGNORE_INDEX, NUM_TOTALS, Batch, StepStats, count_sequences, rows_and_tokens
-from titanlite.faults.spikes import SpikeGate
 from titanlite.forward import ModelOnMesh, to_device
 from titanlite.metrics.timing import ComputeTime
 from titanlite.models.experts import end_step
+from titanlite.models.watch import Statistic, Watched
 from titanlite.optim.optimizer import NO_AVERAGE, GatedOptimizer, WeightAverage
-from titanlite.parallel.clip import clip_grad_norm_
+from titanlite.parallel.clip import SpikeGate, clip_grad_norm_
 from titanlite.parallel.data import set_gradient_sync
 from titanlite.parallel.mesh import GradientSync
 from titanlite.profiling.regions import region
@@ -25,8 +26,8 @@ class Trainer(ModelOnMesh):
 
     schedule: the learning rate by step, from 1. sync: see set_gradient_sync. num_sources: number of data sources; if
     there are several, steps also compute the totals by source. average: of the weights. spikes: None: no step is a
-    spike. compute_time: of this rank, started by the caller. before_update: called in each step before state that
-    checkpoints have is changed.
+    spike. statistics: around the update of steps for which is_logged. compute_time: of this rank, started by the
+    caller. before_update: called in each step before state that checkpoints have is changed.
     """
 
     optimizer: GatedOptimizer
@@ -36,6 +37,8 @@ class Trainer(ModelOnMesh):
     num_sources: int
     average: WeightAverage = NO_AVERAGE
     spikes: SpikeGate | None = None
+    statistics: Sequence[Statistic] = ()
+    is_logged: Callable[[int], bool] = field(default=lambda _: False)
     compute_time: ComputeTime = field(default_factory=ComputeTime)
     before_update: Callable[[], None] = field(default=lambda: None)
 
@@ -45,6 +48,12 @@ class Trainer(ModelOnMesh):
         self.pp_group = self.mesh.group("pp")
         self.data_group = self.mesh.data_group
         self.accum_dtype = torch.promote_types(next(self.model_parts[0].parameters()).dtype, torch.float32)
+        by_heads = self.mesh.section.context_parallel == "heads"
+        self.watched = Watched(
+            self.model_parts,
+            self.mesh.cp_group if by_heads else None,
+            (self.mesh.coordinate["tp"], self.mesh.degrees["tp"]),
+        )
 
     def train_step(self, batches: Sequence[Batch]) -> StepStats:
         """Run one optimizer step, in which every valid token of the global batch has equal weight.
@@ -64,7 +73,8 @@ class Trainer(ModelOnMesh):
         by_source = torch.zeros(NUM_TOTALS, self.num_sources, dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
             set_gradient_sync(self.model_parts, self.sync, is_last=index == len(batches) - 1)
-            shares = self.forward_backward(batch, num_valid)
+            with self.watched.noting():
+                shares = self.forward_backward(batch, num_valid)
             mean_loss += shares.sum()
             row_losses.append(shares)
             if self.num_sources > 1:
@@ -79,10 +89,16 @@ class Trainer(ModelOnMesh):
             spike_ratio = self.spikes.ratio(self.step, grad_norm)
             if self.spikes.skips:
                 ok &= spike_ratio <= self.spikes.factor
-        with region("update"):
+        with region("update"), ExitStack() as stack:
+            if self.statistics and self.is_logged(self.step):
+                stack.enter_context(self.watched.noting())
+                named = {name: each for part in self.model_parts for name, each in part.named_parameters()}
+                for statistic in self.statistics:
+                    stack.enter_context(statistic(named))
             self.optimizer.step_if(ok)
             self.average.update_if(ok)
             end_step(self.mixtures, ok, self.mesh.position_group)
+        self.watched.end_step(ok)
         return StepStats(
             mean_loss * self.counts_loss,
             grad_norm,

@@ -12,7 +12,11 @@ from tests.distributed.program import REPOSITORY
 from tests.pool import run_ranks
 from titanlite.runtime.errors import ConfigError
 
-EXAMPLES = {"value_residual": ("model.family=value_residual",), "capped": ("model.family=capped", "model.head_dim=16")}
+EXAMPLES = {
+    "value_residual": ("model.family=value_residual",),
+    "capped": ("model.family=capped", "model.head_dim=16"),
+    "watched": ("model.family=watched", "model.n_layers=4"),
+}
 """Plugin -> settings that choose it."""
 
 HEADS, GATHERED = Layout((1, 1, 1, 1), cp=2), Layout((1, 1, 1, 1), GATHER, cp=2)

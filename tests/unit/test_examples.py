@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from titanlite.metrics.config import PLUGIN_LOGGERS, MetricsConfig
 from titanlite.metrics.records import Record
 from titanlite.metrics.services import BackgroundSink
 from titanlite.models.registry import FAMILIES
+from titanlite.models.watch import STATISTICS, Watched
 from titanlite.optim.optimizer import Arguments, GatedOptimizer, OptimizerConfig
 from titanlite.optim.registry import OPTIMIZERS
 from titanlite.optim.schedule import ScheduleConfig, build_schedule
@@ -127,6 +129,28 @@ def test_the_schedule_restarts_four_times() -> None:
     assert math.isclose(rates[50], 1.0)
     assert rates[[99, 199, 299, 399]].max() < 0.001
     assert rates[400] == 0.0
+
+
+def test_a_layer_notes_the_entropy_of_its_attention_and_an_update_its_size() -> None:
+    load_plugins([str(EXAMPLES / "watched.py"), str(EXAMPLES / "updates.py")])
+    family = FAMILIES["watched"]
+    model = family.build(replace(family.flavors["debug"], dim=16, n_heads=2, n_kv_heads=1, n_layers=4, ffn_dim=8))
+    model.init_buffers(torch.device("cpu"))
+    watched = Watched([model], None, (0, 1))
+    weights = nn.Parameter(torch.full((4,), 2.0))
+    with torch.no_grad(), watched.noting():
+        for parameter in model.parameters():
+            parameter.zero_()  # a query sees all earlier positions alike
+        labels = torch.tensor([[0, 0, -100, 0]])
+        model(torch.zeros(1, 4, dtype=torch.int64), labels=labels, num_valid=torch.tensor([3]))
+    with watched.noting():
+        weights.grad = torch.full((4,), 3.0)
+        with torch.no_grad(), STATISTICS["updates"]({"w": weights}):
+            weights -= 0.5
+    watched.end_step(torch.tensor(True))
+    found = watched.take()
+    assert found["entropy/3"] == pytest.approx((math.log(2) + math.log(4), 3.0, False))
+    assert (found["norm/w"], found["update/w"]) == ((4 * 9.0 * 4, 4.0, True), (4 * 0.25, 4 * 4.0, True))
 
 
 def test_the_logger_appends_rows(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Construction of the parallelized model, the optimizer and the trainer."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,8 +9,8 @@ from torch import nn
 
 from titanlite.assembly.job import Job
 from titanlite.config.schema import JobConfig
-from titanlite.faults.spikes import SpikeGate
 from titanlite.forward import ModelOnMesh
+from titanlite.metrics.meter import is_log_step
 from titanlite.models.attention import chosen_kernel, mask_form
 from titanlite.models.decoder import describe_size
 from titanlite.models.family import DecoderConfig, LanguageModel
@@ -17,10 +18,12 @@ from titanlite.models.head import output_layers_of
 from titanlite.models.init import init_parameters_
 from titanlite.models.losses import CROSS_ENTROPY
 from titanlite.models.registry import full_parameters
+from titanlite.models.watch import STATISTICS
 from titanlite.optim.groups import has_owners
 from titanlite.optim.optimizer import GatedOptimizer, WeightAverage
 from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_schedule
+from titanlite.parallel.clip import SpikeGate
 from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
 from titanlite.parallel.mesh import Mesh, ShardGroups
 from titanlite.parallel.own_code import require_layout
@@ -147,6 +150,8 @@ def build_trainer(job: Job, model_parts: list[LanguageModel], mesh: Mesh, device
         schedule=build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps),
         sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh.degrees),
         max_norm=config.training.max_norm,
+        statistics=[STATISTICS[name] for name in config.metrics.statistics],
+        is_logged=partial(is_log_step, log_freq=config.metrics.log_freq, total_steps=config.training.steps),
         num_sources=len(config.data.sources),
         average=WeightAverage(named, config.optimizer.ema_decay),
         spikes=SpikeGate(faults.spike_factor, device, skips=faults.on_spike == "skip") if faults.spike_factor else None,

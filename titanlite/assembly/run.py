@@ -132,7 +132,7 @@ def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[st
     profiling = Profiling(config.profiling, config.job.dump_folder, world.rank, world.device)
     trainer, memory = build_planned_trainer(job, mesh, store)
     describe_training(job, mesh, environment)
-    meter = build_meter(config, world, mesh, group)
+    meter = build_meter(config, world, trainer, group)
     hosts = run_on_all_ranks(socket.gethostname, group)
     checks = build_checks(config, trainer, data.loader, group, environment)
     stop, start, checkpoints = StopRequest(), Start(0, (), {}), None
@@ -320,10 +320,10 @@ def build_recorder(
     )
 
 
-def build_meter(config: JobConfig, world: World, mesh: Mesh, group: dist.ProcessGroup) -> Meter:
+def build_meter(config: JobConfig, world: World, trainer: Trainer, group: dist.ProcessGroup) -> Meter:
     """Build the meter, over all ranks, with the peak FLOP/s of the device if it is known. A collective."""
     family, hyper_parameters = config.family, config.hyper_parameters
-    places = run_on_all_ranks(lambda: Place(socket.gethostname(), mesh.coordinate["pp"]), group)
+    places = run_on_all_ranks(lambda: Place(socket.gethostname(), trainer.mesh.coordinate["pp"]), group)
     return Meter(
         group,
         world.device,
@@ -332,7 +332,8 @@ def build_meter(config: JobConfig, world: World, mesh: Mesh, group: dist.Process
         peak_flops=device_peak_flops(world.device, DTYPES[config.training.mixed_precision_param]),
         sources=source_names(config.data.sources),
         terms=list(config.loss.chosen.terms),
-        slow_ranks=SlowRanks(places, logs=mesh.world.rank == 0),
+        watched=trainer.watched,
+        slow_ranks=SlowRanks(places, logs=world.rank == 0),
     )
 
 

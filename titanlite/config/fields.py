@@ -14,6 +14,7 @@ from titanlite.metrics.config import LOGGERS, PLUGIN_LOGGERS, MetricsConfig
 from titanlite.models.head import LossConfig
 from titanlite.models.losses import LOSSES, TERMS
 from titanlite.models.registry import FAMILIES
+from titanlite.models.watch import STATISTICS
 from titanlite.optim.optimizer import GroupConfig, OptimizerConfig
 from titanlite.optim.registry import OPTIMIZERS
 from titanlite.optim.schedule import DECAY_SHAPES, ScheduleConfig
@@ -25,7 +26,7 @@ TABLES: Mapping[type, Mapping[str, Sequence[Iterable[str]]]] = {
     OptimizerConfig: {"name": [OPTIMIZERS]},
     GroupConfig: {"optimizer": [("auto",), OPTIMIZERS]},
     ScheduleConfig: {"decay": [DECAY_SHAPES]},
-    MetricsConfig: {"loggers": [LOGGERS, PLUGIN_LOGGERS]},
+    MetricsConfig: {"loggers": [LOGGERS, PLUGIN_LOGGERS], "statistics": [STATISTICS]},
 }
 """Keys whose choices are the entries of registries, to which plugins may add."""
 

@@ -12,7 +12,7 @@ from titanlite.data.loader import Loader
 from titanlite.data.streams import Origin
 from titanlite.faults.config import FaultsConfig
 from titanlite.faults.record import NotedStep, StepRecorder
-from titanlite.faults.spikes import WINDOW
+from titanlite.parallel.clip import WINDOW
 from titanlite.ranks.agreement import RanksError, run_on_all_ranks, warn_on_rank_0
 
 MAX_STEPS = 1000

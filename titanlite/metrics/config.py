@@ -37,6 +37,7 @@ def _tracks(section: "MetricsConfig") -> bool:
     return bool(loggers & {"wandb", "mlflow"}) or not loggers <= {*LOGGERS}
 
 
+_SHOWS = Needs('"console" in metrics.loggers', lambda section: "console" in section.loggers)
 _TRACKS = Needs('"wandb" or "mlflow" in metrics.loggers', _tracks)
 
 
@@ -50,6 +51,10 @@ class MetricsConfig:
     """Steps between log lines; step 1 and the last step are always logged."""
     loggers: tuple[str, ...] = ("console", "jsonl")
     """Where the numbers go: console, jsonl (metrics.jsonl, required), tensorboard, wandb, mlflow: docs/loggers.md."""
+    columns: tuple[str, ...] = setting((), needs=_SHOWS)
+    """Further keys of metrics.jsonl as columns of the console, for example ["watch/entropy/3"]."""
+    statistics: tuple[str, ...] = ()
+    """Numbers of gradients and weights at the steps that are logged, by plugins (docs/models.md)."""
     project: str = setting("", needs=_TRACKS)
     """Project in W&B, experiment in MLflow. Empty: as their variables say, else titanlite."""
     group: str = setting("", needs=_TRACKS)

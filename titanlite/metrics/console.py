@@ -1,8 +1,9 @@
 """The lines of a run's log about its numbers."""
 
 import json
+from collections.abc import Sequence
 
-from titanlite.metrics.records import LogRecord, Record, SamplesRecord, ValidationRecord
+from titanlite.metrics.records import LogRecord, Record, SamplesRecord, ValidationRecord, scalars
 from titanlite.metrics.scores import sum_of
 from titanlite.runtime.logging import log
 from titanlite.runtime.text import duration
@@ -15,17 +16,18 @@ class ConsoleSink:
     """Logs training records as a table, with a header at the start and after every 20 rows; others as a line each.
 
     With the date, a row has at most 100 characters, unless it has rare parts or numbers of unusual size. total_steps:
-    optimizer steps of the entire run. memory_name: what Record.memory_gib is.
+    optimizer steps of the entire run. memory_name: what Record.memory_gib is. keys: see table_lines.
     """
 
-    def __init__(self, total_steps: int, memory_name: str) -> None:
+    def __init__(self, total_steps: int, memory_name: str, keys: Sequence[str] = ()) -> None:
         self._total_steps = total_steps
+        self._keys = keys
         self._memory_name = memory_name
         self._num_rows = 0
 
     def write(self, record: LogRecord) -> None:
         if isinstance(record, Record):
-            header, row = table_lines(record, self._total_steps)
+            header, row = table_lines(record, self._total_steps, self._keys)
             if self._num_rows == 0:
                 log.info("Columns: mean = loss since the last row, wait = for data, GiB = %s", self._memory_name)
             if self._num_rows % HEADER_EVERY == 0:
@@ -42,10 +44,10 @@ class ConsoleSink:
         """Nothing to close."""
 
 
-def table_lines(record: Record, total_steps: int) -> tuple[str, str]:
-    """(header, row) of a training record. Counts of skipped steps, bad rows and conversations that are too long
-    follow the columns unless they are 0."""
-    step = f"{record.step}/{total_steps}"
+def table_lines(record: Record, total_steps: int, keys: Sequence[str] = ()) -> tuple[str, str]:
+    """(header, row) of a training record, with columns of further `keys` of its row. Counts of skipped steps, bad rows
+    and conversations that are too long follow the columns unless they are 0."""
+    step, row = f"{record.step}/{total_steps}", scalars(record)
     columns = [
         ("step", 2 * len(str(total_steps)) + 1, step),
         ("loss", 6, _loss(record.loss)),
@@ -57,13 +59,14 @@ def table_lines(record: Record, total_steps: int) -> tuple[str, str]:
         ("GiB", 5, _three_digits(record.memory_gib)),
         *([("MFU", 5, f"{record.mfu:.1%}")] if record.mfu is not None else []),
         *([("epoch", 5, f"{max(record.epochs.values()):.2f}")] if record.epochs else []),
+        *((key, max(6, len(key)), _three_digits(row[key]) if key in row else "-") for key in keys),
         ("ETA", 6, duration((total_steps - record.step) * record.step_time_s).replace(" ", "")),
     ]
     too_long = round(sum(record.too_long.values()))
     rare = [("skipped steps", record.skipped_steps), ("bad rows", record.bad_rows), ("too long", too_long)]
     header = " ".join(f"{name:>{width}}" for name, width, _ in columns)
-    row = " ".join(f"{text:>{width}}" for _, width, text in columns)
-    return header, "".join([row, *(f" | {name} {count}" for name, count in rare if count)])
+    values = " ".join(f"{text:>{width}}" for _, width, text in columns)
+    return header, "".join([values, *(f" | {name} {count}" for name, count in rare if count)])
 
 
 def _loss(loss: float) -> str:

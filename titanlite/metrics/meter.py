@@ -1,5 +1,6 @@
 """Aggregation of step statistics over ranks and steps: one collective and one host read per log interval."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from titanlite.batch import NUM_TOTALS, StepStats
-from titanlite.metrics.records import Record
+from titanlite.metrics.records import WATCH_PREFIX, Record
 from titanlite.metrics.slow_ranks import SlowRanks
+from titanlite.models.watch import Watched
+from titanlite.ranks.agreement import run_on_all_ranks
 from titanlite.runtime.memory import peak_memory_bytes
 
 
@@ -48,6 +51,7 @@ class Meter:
         peak_flops: float | None,
         sources: Sequence[str] = (),
         terms: Sequence[str] = (),
+        watched: Watched | None = None,
         slow_ranks: SlowRanks | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
@@ -55,8 +59,8 @@ class Meter:
         group: all ranks of the mesh, one device each. device: this rank's device, which holds the StepStats.
         tokens_per_step: input positions of one optimizer step (global batch size x sequence length).
         flops_per_token: of forward and backward. peak_flops: of one device; None if unknown: no MFU.
-        sources: names of the data sources. terms: names of the terms of the loss. slow_ranks: None: ranks are not
-        compared.
+        sources: names of the data sources. terms: names of the terms of the loss. watched: of this rank; None if no
+        code notes values. slow_ranks: None: ranks are not compared.
         The first interval begins now, or with `start`.
         """
         self._group = group
@@ -64,6 +68,7 @@ class Meter:
         self._tokens_per_step = tokens_per_step
         self._flops_per_token = flops_per_token
         self._mesh_peak_flops = None if peak_flops is None else peak_flops * group.size()
+        self._watched = watched
         self._slow_ranks = slow_ranks
         self._clock = clock
         self._skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
@@ -170,9 +175,9 @@ class Meter:
         now = self._clock()
 
         columns = list(zip(*ranks, strict=True))
-        mean_loss, grad_norm, num_valid, skipped_steps, data_time_s, memory, bad_rows, compute_s = columns[:8]
-        loss_sum, num_counted = (sum(column) for column in columns[8:10])
-        of_terms, others = columns[10 : 10 + len(self._terms)], columns[10 + len(self._terms) :]
+        mean_loss, grad_norm, num_valid, skipped_steps, data_time_s, memory, bad_rows, compute_s, watched = columns[:9]
+        loss_sum, num_counted = (sum(column) for column in columns[9:11])
+        of_terms, others = columns[11 : 11 + len(self._terms)], columns[11 + len(self._terms) :]
         of_epochs, others = others[: len(epochs)], others[len(epochs) :]
         of_too_long, by_source = others[: len(too_long)], others[len(too_long) :]
         step_time_s = (now - self._interval_start) / self._num_steps
@@ -201,6 +206,7 @@ class Meter:
             too_long={name: sum(parts) for name, parts in zip(too_long, of_too_long, strict=True)},
             by_source=self._describe_sources([sum(column) for column in by_source]),
             terms={f"term/{name}": sum(parts) for name, parts in zip(self._terms, of_terms, strict=True)},
+            watched=self._watched_means() if any(watched) else {},
             experts=experts or {},
             goodput=goodput(),
         )
@@ -221,6 +227,16 @@ class Meter:
             f"share/{name}": number / sum(sequences) for name, _, _, number in by_source if sum(sequences)
         }
 
+    def _watched_means(self) -> dict[str, float]:
+        """Record.watched. A collective: the stages of a pipeline have different names."""
+        sums: dict[str, tuple[float, float, bool]] = {}
+        for of_rank in run_on_all_ranks(lambda: self._watched.take() if self._watched else {}, self._group):
+            for name, (values, per, root) in of_rank.items():
+                other_values, other_per, _ = sums.get(name, (0.0, 0.0, root))
+                sums[name] = values + other_values, per + other_per, root
+        means = {f"{WATCH_PREFIX}{name}": (values / per, root) for name, (values, per, root) in sums.items() if per}
+        return {name: math.sqrt(mean) if root and mean >= 0 else mean for name, (mean, root) in means.items()}
+
     def _gather(self, stats: StepStats, of_sources: Sequence[float]) -> list[list[float]]:
         """One row per rank, in float64 (counts are exact up to 2^53): values on the device, then those on the host.
 
@@ -232,6 +248,7 @@ class Meter:
             float(peak_memory_bytes(self._device)),
             float(self._bad_rows),
             median(self._compute_s),
+            float(len(self._watched or ())),
         )
         local = torch.cat(
             [

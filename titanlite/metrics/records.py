@@ -13,6 +13,10 @@ TASK_PREFIX = f"{PREFIX}task/"
 """Prefix of the keys of tasks: validation/task/NAME/acc."""
 
 
+WATCH_PREFIX = "watch/"
+"""Prefix of the keys of values that code of a plugin notes."""
+
+
 class LogRecord(Protocol):
     """What all kinds of records have. A new kind is one more class here; loggers leave out the kinds they do not know.
 
@@ -79,6 +83,8 @@ class Record:
     so far with a valid token."""
     terms: Mapping[str, float] = field(default_factory=dict)
     """term/NAME: by term of the loss, its part of this step's objective; `loss` does not contain it."""
+    watched: Mapping[str, float] = field(default_factory=dict)
+    """watch/NAME: means of what code of a plugin has noted since the last row, see `titanlite.watch`."""
     experts: Mapping[str, float] = field(default_factory=dict)
     """If the model has experts, since the last row. balance_loss, z_loss: without their coefficients, means over the
     blocks; `loss` does not contain them. By transformer block: max_load/BLOCK, min_load/BLOCK, positions of the most
@@ -92,8 +98,9 @@ class Record:
     def row(self) -> dict[str, int | float | str]:
         """Key -> value in the order of the fields, without unknown values."""
         row = {key: value for key, value in asdict(self).items() if value is not None}
-        groups = [row.pop(name) for name in ("epochs", "too_long", "by_source", "terms", "experts", "goodput")]
-        return {**row, **{key: value for group in groups for key, value in group.items()}}
+        groups = ("epochs", "too_long", "by_source", "terms", "watched", "experts", "goodput")
+        own = {key: value for name in groups for key, value in row.pop(name).items()}
+        return {**row, **own}
 
     def rows(self) -> list[dict[str, int | float | str]]:
         return [self.row()]

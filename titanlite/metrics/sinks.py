@@ -86,7 +86,7 @@ def build_sinks(
     for name in sorted(dict.fromkeys(section.loggers), key=lambda name: name == "console"):
         match name:
             case "console":
-                sinks.append(ConsoleSink(total_steps, memory_name))
+                sinks.append(ConsoleSink(total_steps, memory_name, section.columns))
             case "jsonl":
                 files = [METRICS_FILE, *[SAMPLES_FILE] * has_samples, *[EXPERTS_FILE] * has_experts]
                 sinks += [JsonlSink(folder / file) for file in files]

@@ -14,6 +14,7 @@ from titanlite.models.experts import mixtures_of
 from titanlite.models.family import DecoderConfig, Init, LanguageModel, Plan, TensorStyle
 from titanlite.models.head import OutputLayer
 from titanlite.models.layers import Attention, FeedForward, RMSNorm, RopeScaling, RotaryEmbedding, RotaryTables
+from titanlite.models.watch import watch
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Range
 
@@ -77,6 +78,8 @@ class ExpertHyperParameters(DecoderConfig):
 class Block(nn.Module):
     """Pre-norm transformer block: x + attention(norm(x)), then x + feed_forward(norm(x)). feed_forward: by default
     SwiGLU."""
+
+    watch = staticmethod(watch)
 
     def __init__(self, config: DecoderConfig, attention: Attention, feed_forward: nn.Module | None = None) -> None:
         super().__init__()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.models.attention import AttentionMask, attention_mask
+from titanlite.models.watch import watch
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.settings import Affects, Needs
 
@@ -105,6 +106,7 @@ class LanguageModel(nn.Module, ABC):
     """
 
     draws: ClassVar[bool] = False
+    watch = staticmethod(watch)
 
     attention_mask: Callable[[Tensor | None, torch.dtype, int], AttentionMask | None]
 

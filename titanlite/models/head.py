@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from titanlite.models.family import has_own
 from titanlite.models.losses import CROSS_ENTROPY, LOSSES, TERMS, Loss
+from titanlite.models.watch import watch
 from titanlite.runtime.dtensors import is_dtensor
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import setting
@@ -314,6 +315,8 @@ class OutputLayer(nn.Linear):
     start_step.
     misses: if a list, each evaluation forward appends the wrong predictions per row. See count_misses.
     """
+
+    watch = staticmethod(watch)
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)

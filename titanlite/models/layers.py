@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from titanlite.models.attention import AttentionMask, Kernel, attend
+from titanlite.models.watch import watch
 
 
 class RopeScaling(Protocol):
@@ -251,6 +252,7 @@ class Attention(nn.Module):
     """
 
     attend: Kernel
+    watch = staticmethod(watch)
 
     def __init__(
         self,
@@ -295,6 +297,8 @@ class Attention(nn.Module):
 
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer, "GLU Variants Improve Transformer", 2020): w2(silu(w1 x) * w3 x)."""
+
+    watch = staticmethod(watch)
 
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()

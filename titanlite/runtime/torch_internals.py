@@ -123,6 +123,11 @@ def is_needed_by_backward(node: Any) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
+def is_in_backward() -> bool:
+    """Whether this thread computes a backward pass: which may run a forward pass again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def scale_all_(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply each tensor in place, in one kernel on GPUs."""
     torch._foreach_mul_(tensors, factor)

@@ -46,7 +46,7 @@ ALWAYS = {
     *("checkpoint.enable", "checkpoint.initial_load_path"),
     # skipped spikes count as well
     *("faults.max_skipped_steps", "faults.spike_factor"),
-    *("memory.check", "metrics.log_freq", "metrics.loggers"),
+    *("memory.check", "metrics.log_freq", "metrics.loggers", "metrics.statistics"),
     *("profiling.enable_trace", "profiling.enable_memory_snapshot", "samples.prompts"),
     *("debug.seed", "debug.deterministic", "comm.init_timeout_s", "comm.train_timeout_s"),
 }
@@ -131,6 +131,7 @@ CASES = [
     ("checkpoint.initial_load_model_only true", LOAD, SAVE, 1),
     ("faults.on_spike skip", "--faults.spike_factor 8", "", 1),
     ("faults.check_replicas_every 5", "", PP, 2),
+    ('metrics.columns ["mfu"]', '--metrics.loggers ["jsonl","console"]', '--metrics.loggers ["jsonl"]', 1),
     ("metrics.group x", '--metrics.loggers ["jsonl","wandb"]', "", 1),
     ("profiling.interval 100", "--profiling.enable_trace", "", 1),
     ("samples.interval 5", SAMPLES, "", 1),

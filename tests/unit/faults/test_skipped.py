@@ -13,7 +13,7 @@ from titanlite.batch import StepStats
 from titanlite.faults import skipped
 from titanlite.faults.config import FaultsConfig
 from titanlite.faults.skipped import MAX_SAMPLES, SkippedSteps
-from titanlite.faults.spikes import MIN_NORMS, WINDOW, SpikeGate
+from titanlite.parallel.clip import MIN_NORMS, WINDOW, SpikeGate
 from titanlite.runtime.errors import UserError
 
 ROWS = 8

@@ -79,6 +79,14 @@ def test_a_row_is_aligned_with_its_header() -> None:
     )
 
 
+def test_further_keys_are_columns() -> None:
+    record = replace(RECORD, watched={"watch/entropy/3": 3.21})
+    assert table_lines(record, 30, ["watch/entropy/3", "mfu"]) == (
+        " step   loss   mean   norm      lr tok/s wait   GiB watch/entropy/3    mfu    ETA",
+        "30/30 7.1235      -   1.23 3.00e-4 12.3k   2%  1.23            3.21      -     0s",
+    )
+
+
 def test_unknown_values_are_left_out_and_rare_ones_are_appended() -> None:
     record = replace(RECORD, skipped_steps=2, bad_rows=3, loss=math.nan)
     assert table_lines(record, 30) == (

@@ -88,12 +88,14 @@ def test_only_needed_gradients_are_computed() -> None:
         def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
             nodes = (node for node, _ in ctx.next_functions)  # type: ignore[attr-defined]
             needs.append([internals.is_needed_by_backward(node) for node in nodes])
+            assert internals.is_in_backward()
             return grad, grad
 
     x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     x, y = x + 0, y + 0  # torch answers for nodes that are not leaves
     torch.autograd.grad(Product.apply(x, y), [y])
     assert needs == [[False, True]]
+    assert not internals.is_in_backward()
 
 
 def test_foreach() -> None:

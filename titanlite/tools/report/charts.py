@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlite.metrics.jsonl import Series
-from titanlite.metrics.records import TASK_PREFIX
+from titanlite.metrics.records import TASK_PREFIX, WATCH_PREFIX
 from titanlite.runtime.errors import UserError
 from titanlite.tools.report.runs import DATA_WAIT, MAX_LOAD, MIN_LOAD, Kind, RunFiles
 
@@ -95,6 +95,7 @@ def charts_of(runs: Sequence[RunFiles]) -> list[Chart]:
         *_of_tasks(runs),
         *_by_source(runs, "epoch/", "Epochs", "zero"),
         *(replace(chart, curves=_curves(runs, key)) for key, chart in OF_EXPERTS.items()),
+        *_watched(runs),
     ]
     return [*(chart for chart in charts if chart.curves), *_heat_maps(runs)]
 
@@ -145,6 +146,21 @@ def _of_tasks(runs: Sequence[RunFiles]) -> list[Chart]:
         name, _, score = key.removeprefix(TASK_PREFIX).rpartition("/")
         charts.append(Chart(f"task_{number}", f"Task {name}: {score}", _curves(runs, key, dots=True)))
     return charts
+
+
+def _watched(runs: Sequence[RunFiles]) -> list[Chart]:
+    """One chart per name before its last part, such as the layers of entropy/0, entropy/1, …, if there is one run."""
+    charts: dict[str, Chart] = {}
+    for key in _keys(runs, WATCH_PREFIX):
+        name = key.removeprefix(WATCH_PREFIX)
+        title, _, part = name.rpartition("/") if len(runs) == 1 else (name, "", "")
+        title = title or name
+        chart = charts.setdefault(title, Chart(f"watch_{len(charts)}", title, scale=""))
+        curves = _curves(runs, key)
+        if part:
+            curves = [replace(curve, label=part, number=len(chart.curves)) for curve in curves]
+        charts[title] = replace(chart, curves=[*chart.curves, *curves])
+    return [*charts.values()]
 
 
 def _heat_maps(runs: Sequence[RunFiles]) -> list[Chart]:

@@ -1,0 +1,47 @@
+"""What may be noted, and what a skipped step leaves out. Means on meshes: tests/distributed/test_watch.py."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from titanlite.models.watch import Watched, watch
+from titanlite.runtime.errors import UserError
+
+
+class Noting(nn.Module):
+    """Notes its input as a name."""
+
+    def forward(self, values: Tensor, name: str, labels: Tensor) -> None:
+        del labels
+        watch(name, values)
+
+
+MODEL = Noting()
+LABELS = torch.zeros(2, 6, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "rule"),
+    [
+        ("x", (2, 4, 6), r"there is one per position: \(2, 6\)"),
+        ("x", (2, 5), "one per position"),
+        ("x", (), "values.expand"),
+        ("x y", (2, 6), 'watch\\("x y"\\): a name has letters'),
+        ("/x", (2, 6), "a name has"),
+    ],
+)
+def test_other_shapes_and_names_are_refused(name: str, shape: tuple[int, ...], rule: str) -> None:
+    watched = Watched([MODEL], None, (0, 1))
+    with watched.noting(), pytest.raises(UserError, match=rule):
+        MODEL(torch.ones(shape), name, labels=LABELS)
+
+
+def test_a_skipped_step_counts_nothing_and_other_code_notes_nothing() -> None:
+    watched = Watched([MODEL], None, (0, 1))
+    MODEL(torch.ones(2, 6), "x", labels=LABELS)
+    for value, ok in ((2.0, True), (torch.nan, False), (4.0, True)):
+        with watched.noting():
+            MODEL(torch.full((2, 6), value), "x", labels=LABELS)
+        watched.end_step(torch.tensor(ok))
+    assert watched.take() == {"x": (12 * 6.0, 24.0, False)}
+    assert watched.take() == {}

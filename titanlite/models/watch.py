@@ -1,0 +1,141 @@
+"""Numbers of one's own: code of a model, a loss or a statistic notes values, and log lines have their means."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanlite.runtime.dtensors import local_part
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.torch_internals import is_in_backward
+
+Statistic = Callable[[Mapping[str, nn.Parameter]], AbstractContextManager[None]]
+"""Called with the parameters of a rank by name, whose gradients are clipped: a context around their update."""
+STATISTICS: dict[str, Statistic] = {}
+"""Those of plugins, for metrics.statistics."""
+
+_ORDER = torch.zeros(())
+_noting: "Watched | None" = None
+"""What collects the values now: inside a training step."""
+
+
+def watch(
+    name: str,
+    values: Tensor,
+    labels: Tensor | None = None,
+    *,
+    index: int | None = None,
+    per: Tensor | None = None,
+    root: bool = False,
+) -> None:
+    """Note values. The rows of metrics.jsonl have their mean since the last one, as watch/NAME.
+
+    values: in a model one per position, (batch, seq_len): those of this rank, of entire rows where attention sees these
+    ("heads"), or of the rank's part of a "gather" module. In a loss one per token, with its `labels`. In a Statistic
+    any shape. The mean is over the positions whose label is valid, of all ranks and microbatches, without skipped
+    steps. Ranks of tp and cp that have the same positions, for some of the heads for example, count equally.
+    index: of a layer: watch/NAME/INDEX. An f-string would give each layer a compiled block of its own.
+    per: the mean is the sum of the values by the sum of `per`, of the same shape. root: the square root of the mean.
+
+    Does nothing outside of a training step, and in recomputations. Never waits for the device. Raises UserError for
+    another shape.
+    """
+    key = -1 if index is None else index
+    _note(name, key, local_part(values), labels, None if per is None else local_part(per), root, _ORDER)
+
+
+@torch.library.custom_op("titanlite::watch", mutates_args=("order",))
+def _note(
+    name: str, index: int, values: Tensor, labels: Tensor | None, per: Tensor | None, root: bool, order: Tensor
+) -> None:
+    """An operation, so that compiled blocks call it when they run. `order`: they drop operations that write nothing."""
+    del order
+    if _noting is not None and not is_in_backward():
+        _noting.add(name if index < 0 else f"{name}/{index}", values, labels, per, root)
+
+
+class Watched:
+    """The sums of this rank since the last log line.
+
+    model_parts: see ModelOnMesh. row_group: the ranks that have the other positions of the same rows, if attention sees
+    entire rows (context parallelism by heads). sequence: rank and degree of the axis tp.
+    """
+
+    def __init__(
+        self, model_parts: Iterable[nn.Module], row_group: dist.ProcessGroup | None, sequence: tuple[int, int]
+    ) -> None:
+        self._row_group = row_group
+        self._sequence = sequence
+        self._labels: Tensor | None = None
+        self._of_step: dict[str, Tensor] = {}
+        self._totals: dict[str, Tensor] = {}
+        self._roots: set[str] = set()
+        for part in model_parts:
+            part.register_forward_pre_hook(self._note_labels, with_kwargs=True)
+
+    def _note_labels(self, part: nn.Module, args: Any, keys: Mapping[str, Any]) -> None:
+        del part, args
+        self._labels = keys.get("labels")
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Inside, `watch` adds values to these sums."""
+        global _noting
+        _noting, self._labels = self, None
+        try:
+            yield
+        finally:
+            _noting = None
+
+    def add(self, name: str, values: Tensor, labels: Tensor | None, per: Tensor | None, root: bool) -> None:
+        """See `watch`."""
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)*", name) is None:
+            raise UserError(f'watch("{name}"): a name has letters, digits, _, -, . and / between them')
+        if per is not None and per.shape != values.shape:
+            raise UserError(f'watch("{name}"): per is {tuple(per.shape)}, and the values {tuple(values.shape)}')
+        per = torch.ones_like(values) if per is None else per
+        counted = self._labels_of(name, values, labels)
+        both = torch.stack((values, per)).to(torch.float64)
+        sums = (both if counted is None else both.where(counted >= 0, 0.0)).flatten(1).sum(1)
+        self._of_step[name] = self._of_step[name] + sums if name in self._of_step else sums
+        if root:
+            self._roots.add(name)
+
+    def _labels_of(self, name: str, values: Tensor, given: Tensor | None) -> Tensor | None:
+        """The labels of the positions of the values; None: all values count."""
+        labels = self._labels if given is None else given
+        if labels is None or labels.shape == values.shape:
+            return labels
+        rank, tp = self._sequence
+        if given is None and values.shape == (len(labels), labels.shape[1] // tp):
+            return labels.chunk(tp, dim=1)[rank]
+        cp = 1 if self._row_group is None else self._row_group.size()
+        if given is None and values.shape == (len(labels), labels.shape[1] * cp):
+            parts = [torch.empty_like(labels) for _ in range(cp)]
+            dist.all_gather(parts, labels.contiguous(), group=self._row_group)
+            return torch.cat(parts, dim=1)
+        raise UserError(
+            f'watch("{name}"): values of shape {tuple(values.shape)}, and there is one per position: '
+            f"{tuple(labels.shape)}. Take the mean over other dimensions; values.expand(…) of a single number; in a "
+            f"loss, pass its labels"
+        )
+
+    def end_step(self, ok: Tensor) -> None:
+        """Add the sums of the step. ok: bool scalar; otherwise the step was skipped, and its values are dropped."""
+        for name, sums in self._of_step.items():
+            self._totals[name] = self._totals.get(name, torch.zeros_like(sums)) + torch.where(ok, sums, 0.0)
+        self._of_step.clear()
+
+    def __len__(self) -> int:
+        return len(self._totals)
+
+    def take(self) -> dict[str, tuple[float, float, bool]]:
+        """Sum of the values, sum of `per` and root, by name, of this rank since the last call. Waits for the device."""
+        names, sums = [*self._totals], [*self._totals.values()]
+        self._totals = {}
+        rows = torch.stack(sums).tolist() if sums else []
+        return {name: (*row, name in self._roots) for name, row in zip(names, rows, strict=True)}
