@@ -9,7 +9,8 @@ from titanlite.config.load import parse
 from titanlite.config.schema import JobConfig
 from titanlite.runtime.errors import Problem
 
-EACH_SCHEDULE = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch before 2.13 lacks some schedules")
+HAS_EACH_SCHEDULE = torch.__version__ >= "2.13"
+EACH_SCHEDULE = pytest.mark.skipif(not HAS_EACH_SCHEDULE, reason="torch before 2.13 lacks some schedules")
 """Of tests that take all pipeline schedules."""
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.configuration import HAS_EACH_SCHEDULE
 from tests.distributed.gradients import build_on_mesh
 from tests.distributed.reference import global_batch, rank_batches, small_config
 from tests.pool import run_ranks
@@ -43,7 +44,7 @@ LAYOUTS: dict[int, list[list[str]]] = {
         ["parallelism.tp=2", *MUON],
         ["parallelism.tp=2", *ADAMW],
         ["parallelism.tp=2", "model.tie_embeddings=true", *ADAMW],
-        [*PIPELINE, "parallelism.pp_schedule=InterleavedZeroBubble"],
+        *([[*PIPELINE, "parallelism.pp_schedule=InterleavedZeroBubble"]] * HAS_EACH_SCHEDULE),
         PIPELINE,
     ],
     4: [

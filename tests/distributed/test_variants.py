@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.configuration import HAS_EACH_SCHEDULE
 from tests.distributed.layouts import BOUNDS, BY_OP, COMPILE, FULL, GATHER, Layout, measure, schedule
 from tests.distributed.program import REPOSITORY
 from tests.pool import run_ranks
@@ -28,7 +29,7 @@ LAYOUTS = (
     Layout((1, 1, 1, 1), BY_OP, cp=2),
     GATHERED,
     PIPELINE,
-    Layout((2, 1, 1, 1), schedule("InterleavedZeroBubble")),
+    *[Layout((2, 1, 1, 1), schedule("InterleavedZeroBubble"))] * HAS_EACH_SCHEDULE,
 )
 COMBINED = (Layout((2, 1, 1, 2)), Layout((2, 1, 1, 1), cp=2))
 PLANTED = Path(__file__).with_name("planted_families.py")

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.configuration import HAS_EACH_SCHEDULE
 from tests.distributed.gradients import CPU, build_on_mesh, local_batches
 from tests.distributed.layouts import BY_LAYER, BY_OP, COMPILE, EVERY, FULL, GATHER, PAIRS, Layout, schedule
 from tests.distributed.reference import global_batch, plain_model, reference_step
@@ -31,7 +32,7 @@ TWO = (
     Layout((1, 1, 1, 1), cp=2),
     Layout((1, 1, 1, 1), (*GATHER, *COMPILE), cp=2),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *EVERY, *PAIRS, *FULL), accumulation=2),
-    Layout((2, 1, 1, 1), schedule("InterleavedZeroBubble")),
+    *[Layout((2, 1, 1, 1), schedule("InterleavedZeroBubble"))] * HAS_EACH_SCHEDULE,
 )
 FOUR = (Layout((2, 1, 1, 2)), Layout((1, 1, 1, 2), cp=2))
 

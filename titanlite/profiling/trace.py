@@ -87,7 +87,7 @@ class Trace:
     def __init__(self, device: torch.device) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints its start and its end
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-        self.profiler = profile(activities=activities, record_shapes=True)
+        self.profiler = profile(activities=activities, record_shapes=True, acc_events=True)  # else torch 2.11 warns
         self.profiler.prepare_trace()
         self._is_recording = False
         self._mark: record_function | None = None

@@ -105,7 +105,7 @@ def test_events_of_a_device_are_left_out() -> None:
 
 def test_events_of_torch() -> None:
     weight = torch.ones(64, 64, requires_grad=True)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         with region("forward"):
             loss = (weight @ weight).sum()
         with region("backward"):
