@@ -1,6 +1,6 @@
 """One training step: forward, backward and update. train.py calls it, and has everything between steps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -24,14 +24,15 @@ from titanlite.profiling.regions import region
 class Trainer(ModelOnMesh):
     """Trains a parallelized model.
 
-    schedule: the learning rate by step, from 1. sync: see set_gradient_sync. num_sources: number of data sources; if
-    there are several, steps also compute the totals by source. average: of the weights. spikes: None: no step is a
-    spike. statistics: around the update of steps for which is_logged. compute_time: of this rank, started by the
-    caller. before_update: called in each step before state that checkpoints have is changed.
+    schedule: the learning rate by step, from 1. factors: see build_factors. sync: see set_gradient_sync. num_sources:
+    number of data sources; if there are several, steps also compute the totals by source. average: of the weights.
+    spikes: None: no step is a spike. statistics: around the update of steps for which is_logged. compute_time: of this
+    rank, started by the caller. before_update: called in each step before state that checkpoints have is changed.
     """
 
     optimizer: GatedOptimizer
     schedule: Callable[[int], float]
+    factors: Callable[[int], Mapping[str, float]]
     sync: GradientSync | None
     max_norm: float
     num_sources: int
@@ -82,7 +83,7 @@ class Trainer(ModelOnMesh):
         with region("clip"):
             grad_norm, shard_norms = clip_grad_norm_(self.model_parts, self.max_norm, self.pp_group)
         self.before_update()
-        self.optimizer.set_lr(self.schedule(self.step))
+        self.optimizer.set_lr(self.schedule(self.step), self.factors(self.step))
         ok = (num_valid > 0) & grad_norm.isfinite()
         spike_ratio = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.spikes is not None:

@@ -23,10 +23,11 @@ from titanlite.runtime.dtensors import local_part
 
 STEPS = 3
 BOUND = 1e-12
-LR, DECAY, MOMENTUM = 0.02, 0.1, 0.9
+LR, DECAY, START, MOMENTUM = 0.02, 0.1, 0.7, 0.9
 SETTINGS = (
     *("optimizer.name=Muon", f"optimizer.lr={LR}", f"optimizer.weight_decay={DECAY}"),
-    *(f"optimizer.momentum={MOMENTUM}", "training.max_norm=0"),
+    *(f"optimizer.momentum={MOMENTUM}", "training.max_norm=0", f"training.steps={STEPS}"),
+    *("optimizer.weight_decay_end=0", f"optimizer.momentum_start={START}", "optimizer.momentum_steps=4"),
 )
 LAYOUTS = (
     Layout((1, 1, 1, 1), EXPERTS),
@@ -87,6 +88,9 @@ def expected_weights(config: JobConfig, rows: int) -> tuple[dict[str, Tensor], d
     )
     momentum = {name: torch.zeros_like(value) for name, value in before.items()}
     for step in range(STEPS):
+        decay = DECAY * (1 - (step + 1) / STEPS)
+        share = START + (MOMENTUM - START) * min((step + 1) / 4, 1)
+        adamw.param_groups[0]["weight_decay"] = decay
         model.zero_grad()
         backward(model, config, global_batch("silent_ranks", step, rows), step + 1)
         adamw.step()
@@ -94,13 +98,13 @@ def expected_weights(config: JobConfig, rows: int) -> tuple[dict[str, Tensor], d
             if not is_muons(name, parameter):
                 continue
             assert parameter.grad is not None
-            momentum[name].lerp_(parameter.grad, 1 - MOMENTUM)
-            direction = parameter.grad.lerp(momentum[name], MOMENTUM)
+            momentum[name].lerp_(parameter.grad, 1 - share)
+            direction = parameter.grad.lerp(momentum[name], share)
             stack = direction if direction.dim() == 3 else direction[None]
             found = torch.stack([orthogonalized(matrix) for matrix in stack]).view_as(parameter)
             factor = LR * 0.2 * math.sqrt(max(parameter.shape[-2:]))
             with torch.no_grad():
-                parameter.mul_(1 - LR * DECAY).sub_(factor * found)
+                parameter.mul_(1 - LR * decay).sub_(factor * found)
     return before, {name: parameter.detach() for name, parameter in named.items()}
 
 

@@ -18,7 +18,7 @@ from titanlite.metrics.about import AboutRun, git_commit, note_start
 from titanlite.models.losses import CROSS_ENTROPY
 from titanlite.models.registry import full_parameters
 from titanlite.optim.groups import describe_groups
-from titanlite.optim.schedule import describe_schedule, in_steps
+from titanlite.optim.schedule import describe_schedule, in_steps, ramps
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.environment import environment_lines, overridden
 from titanlite.runtime.logging import log
@@ -49,6 +49,8 @@ def describe_training(job: Job, mesh: Mesh, environment: Mapping[str, str]) -> N
         log.info("Optimizer: %s", line)
     describe_batch(job, mesh)
     log.info("Learning rate: %s", describe_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps))
+    for key, ramp in ramps(config.optimizer, config.training.steps).items():
+        log.info("%s: %s", {"weight_decay": "Weight decay", "momentum": "Momentum"}[key], ramp)
     for line in overridden(environment, os.environ):
         log.info("Environment: %s", line)
 

@@ -22,7 +22,7 @@ from titanlite.models.watch import STATISTICS
 from titanlite.optim.groups import has_owners
 from titanlite.optim.optimizer import GatedOptimizer, WeightAverage
 from titanlite.optim.registry import build_optimizer
-from titanlite.optim.schedule import build_schedule
+from titanlite.optim.schedule import build_factors, build_schedule
 from titanlite.parallel.clip import SpikeGate
 from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
 from titanlite.parallel.mesh import Mesh, ShardGroups
@@ -148,6 +148,7 @@ def build_trainer(job: Job, model_parts: list[LanguageModel], mesh: Mesh, device
         **forward_parts(job, model_parts, mesh, device),
         optimizer=build_optimizers(config, named, mesh, device),
         schedule=build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps),
+        factors=build_factors(config.optimizer, config.training.steps),
         sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh.degrees),
         max_norm=config.training.max_norm,
         statistics=[STATISTICS[name] for name in config.metrics.statistics],

@@ -32,6 +32,7 @@ from titanlite.metrics.config import (
 from titanlite.models.head import check_terms
 from titanlite.models.registry import check_model, full_parameters
 from titanlite.optim.registry import check_optimizer, check_parameters
+from titanlite.optim.schedule import check_schedules
 from titanlite.parallel.compile import check_compile, compiles_blocks
 from titanlite.parallel.context import check_context
 from titanlite.parallel.mesh import ParallelismConfig, check_experts, check_parallelism, data_degree, resolve_degrees
@@ -68,6 +69,7 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, checks
         *check_terms(config.loss),
         *check_layout(config, world_size),
         *_check_optimizer(config),
+        *check_schedules(facts.lr_schedule, facts.optimizer),
         *_check_precision(facts),
         *check_checkpoint(config.checkpoint, device_type, taken=OWN_FILES),
         *check_metrics(config.metrics),

@@ -23,7 +23,10 @@ from titanlite.runtime.settings import Affects, Setting, settings_of
 TABLES: Mapping[type, Mapping[str, Sequence[Iterable[str]]]] = {
     SourceConfig: {"kind": [KINDS]},
     LossConfig: {"name": [LOSSES], "terms": [TERMS]},
-    OptimizerConfig: {"name": [OPTIMIZERS]},
+    OptimizerConfig: {
+        "name": [OPTIMIZERS],
+        **{key: [DECAY_SHAPES] for key in ("weight_decay_shape", "momentum_shape")},
+    },
     GroupConfig: {"optimizer": [("auto",), OPTIMIZERS]},
     ScheduleConfig: {"decay": [DECAY_SHAPES]},
     MetricsConfig: {"loggers": [LOGGERS, PLUGIN_LOGGERS], "statistics": [STATISTICS]},

@@ -53,6 +53,8 @@ _ROUNDS = Needs(
     lambda section: section.state_dtype == "bfloat16" and "AdamW" in optimizers_of(section),
 )
 _SHRINKS = Needs("weight decay", lambda section: any(each.weight_decay > 0 for each in (section, *section.groups)))
+_SHRINKS_BY_STEP = Needs("optimizer.weight_decay_end", lambda section: section.weight_decay_end != -1)
+_WARMS_UP = Needs("optimizer.momentum_start", lambda section: section.momentum_start != -1)
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,14 @@ class OptimizerConfig:
     mesh, so that small changes are kept on average; nearest: they are lost."""
     momentum: float = setting(-1.0, "0.95 is the usual value", least=0, below=1, unset=-1, needs=_uses("Muon", "SGD"))
     """Muon, SGD: decay of the momentum; -1: 0.95 for Muon, and 0, so no momentum, for SGD."""
+    momentum_start: float = setting(
+        -1.0, "0.85 is usual for Muon", least=0, below=1, unset=-1, needs=_uses("Muon", "SGD")
+    )
+    """Momentum before the first step, from which it comes to `momentum`; -1: it does not change."""
+    momentum_steps: int = setting(300, "300 is usual for Muon", least=1, needs=_WARMS_UP)
+    """Steps until `momentum`."""
+    momentum_shape: str = setting("linear", needs=_WARMS_UP)
+    """Shape of this way, as lr_schedule.decay."""
     newton_schulz_steps: int = setting(5, "5 is the usual number", least=1, needs=_uses("Muon"))
     """Muon: iterations of the orthogonalization."""
     newton_schulz_coefficients: tuple[float, ...] = setting((3.4445, -4.775, 2.0315), needs=_uses("Muon"))
@@ -88,6 +98,10 @@ class OptimizerConfig:
     so that lr and weight_decay are AdamW's; original: sqrt(max(1, m / n))."""
     weight_decay: float = setting(0.1, "0 switches weight decay off", least=0)
     """Decoupled weight decay (AdamW, Muon, Lion), or added to the gradient (SGD)."""
+    weight_decay_end: float = setting(-1.0, "0 switches it off at the end", least=0, unset=-1, needs=_SHRINKS)
+    """Weight decay at the last step; that of groups changes in proportion. -1: it does not change."""
+    weight_decay_shape: str = setting("linear", needs=_SHRINKS_BY_STEP)
+    """Shape of the way from weight_decay to weight_decay_end, as lr_schedule.decay."""
     weight_decay_skip: tuple[str, ...] = setting(("*norm*", "*bias*"), needs=_SHRINKS)
     """Parameters without weight decay: shell patterns, matched against the full parameter name. Parameters with fewer
     than two dimensions have none either, unless their group sets weight_decay or this list is empty."""
@@ -97,6 +111,8 @@ class OptimizerConfig:
     """Groups of parameters with an optimizer or hyper-parameters of their own."""
 
 
+SCHEDULED = ("weight_decay", "momentum")
+"""Hyper-parameters of groups that may change by step, beside the learning rate."""
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
@@ -198,6 +214,7 @@ class GatedOptimizer:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
+        self._full = [{key: group.get(key, 0.0) for key in SCHEDULED} for _, group in self.param_groups]
         self._has_all_state = False
 
     @property
@@ -236,9 +253,11 @@ class GatedOptimizer:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def set_lr(self, lr: float) -> None:
-        for _, group in self.param_groups:
+    def set_lr(self, lr: float, factors: Mapping[str, float] | None = None) -> None:
+        """Set what changes by step. factors: of SCHEDULED; None: 1."""
+        for (_, group), full in zip(self.param_groups, self._full, strict=True):
             group["lr"] = lr * group["lr_factor"]
+            group.update({key: factor * full[key] for key, factor in (factors or {}).items()})
 
     def step_if(self, ok: Tensor) -> None:
         """Update if `ok`, a bool scalar on the device, the same on all ranks; otherwise change nothing."""

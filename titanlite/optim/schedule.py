@@ -2,10 +2,12 @@
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from titanlite.optim.optimizer import OptimizerConfig
+from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Needs, setting
 
 Length = int | str
@@ -118,6 +120,62 @@ def build_schedule(section: ScheduleConfig, peak_lr: float, steps: int) -> Calla
         return peak_lr * min(warmup, decay)
 
     return lr
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """A hyper-parameter on its way from `first` to `last`, which it has from the step `steps` on."""
+
+    first: float
+    last: float
+    shape: str
+    steps: int
+
+    def __call__(self, step: int) -> float:
+        return self.first + (self.last - self.first) * DECAY_SHAPES[self.shape](min(step / self.steps, 1.0))
+
+    def __str__(self) -> str:
+        return f"{self.first:g} to {self.last:g} in steps 1 to {self.steps:,}, {self.shape}"
+
+
+def ramps(section: OptimizerConfig, steps: int) -> dict[str, Ramp]:
+    """Those of weight_decay and momentum, if they change. steps: of the run."""
+    found = {}
+    if section.weight_decay_end != -1:
+        found["weight_decay"] = Ramp(section.weight_decay, section.weight_decay_end, section.weight_decay_shape, steps)
+    if section.momentum_start != -1:
+        momentum = (section.momentum_start, section.momentum, section.momentum_shape, section.momentum_steps)
+        found["momentum"] = Ramp(*momentum)
+    return found
+
+
+def build_factors(section: OptimizerConfig, steps: int) -> Callable[[int], Mapping[str, float]]:
+    """Factors of the groups' weight_decay and momentum by step, from 1; without those that do not change."""
+    found = ramps(section, steps)
+    return lambda step: {key: ramp(step) / getattr(section, key) for key, ramp in found.items()}
+
+
+def check_schedules(schedule: ScheduleConfig, optimizer: OptimizerConfig) -> list[Problem]:
+    """Problems of shapes, which a plugin may have let leave 0 to 1, and of what they change."""
+    rules = Rules("optimizer", optimizer)
+    remedy = "write the value that it has without a schedule"
+    rule = "a value above 0 with optimizer.weight_decay_end"
+    rules.require("weight_decay", optimizer.weight_decay_end == -1 or optimizer.weight_decay > 0, rule, remedy)
+    rule = "a value above 0 with optimizer.momentum_start"
+    rules.require("momentum", optimizer.momentum_start == -1 or optimizer.momentum > 0, rule, remedy)
+    if rules.problems:
+        return rules.problems
+    for key, ramp in ramps(optimizer, 100).items():
+        values = [replace(ramp, steps=100)(step) for step in range(101)]
+        bound = 1 if key == "momentum" else math.inf
+        rule = f"a shape with which {key} is at least 0{' and below 1' * (bound == 1)}; it is {min(values):g} to "
+        fits = min(values) >= 0 and max(values) < bound
+        rules.require(f"{key}_shape", fits, f"{rule}{max(values):g}", '"linear"')
+    whole = replace(schedule, warmup_steps=0, decay_steps=100, final_decay_steps=-1)
+    least = min(map(build_schedule(whole, 1.0, 100), range(101)))
+    own = Rules("lr_schedule", schedule, rules.problems)
+    own.require("decay", least >= 0, f"a shape with a rate of at least 0; it is {least:g} of optimizer.lr", '"linear"')
+    return own.problems
 
 
 def describe_schedule(section: ScheduleConfig, peak_lr: float, steps: int) -> str:

@@ -1,6 +1,7 @@
 """Which optimizer updates a parameter, and with which hyper-parameters; problems of [[optimizer.groups]]."""
 
 import fnmatch
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from titanlite.config.toml import dump_config
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import full_parameters
 from titanlite.optim.groups import describe_groups, kinds_of_state
-from titanlite.optim.optimizer import GroupConfig, OptimizerConfig
+from titanlite.optim.optimizer import SCHEDULED, GroupConfig, OptimizerConfig
 from titanlite.optim.registry import check_parameters
+from titanlite.optim.schedule import build_factors
 from titanlite.runtime.errors import ConfigError, Problem
 
 NAMED = dict(model_of().named_parameters())
@@ -100,6 +102,22 @@ def test_the_learning_rate_of_a_group_is_a_multiple_of_that_of_the_schedule() ->
     for name, parameter in model.named_parameters():
         lr = 0.125 if name == "output.weight" else 0.5
         torch.testing.assert_close(parameter.detach(), before[name] - lr * gradients[name], rtol=1e-14, atol=1e-15)
+
+
+def test_weight_decay_and_momentum_of_groups_change_in_proportion() -> None:
+    given = section(
+        group("output.weight", weight_decay=0.3), name="SGD", weight_decay=0.1, weight_decay_end=0.04, momentum=0.8
+    )
+    given = replace(given, momentum_start=0.4, momentum_steps=2)
+    optimizer = optimizer_of(model_of(), given)
+    found = []
+    for step in (1, 2, 10):
+        optimizer.set_lr(0.5, build_factors(given, 10)(step))
+        values = {name: each for _, each in optimizer.param_groups for name in each["param_names"]}
+        found.append([values[name][key] for name in ("block.wide.weight", "output.weight") for key in SCHEDULED])
+    assert found == [
+        pytest.approx(row) for row in ([0.094, 0.6, 0.282, 0.6], [0.088, 0.8, 0.264, 0.8], [0.04, 0.8, 0.12, 0.8])
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,17 @@
 """The learning rate by step."""
 
 import math
+import re
 from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 
+from titanlite.config.load import load_config
 from titanlite.optim.schedule import ScheduleConfig, build_schedule, depends_on_steps, describe_schedule
+from titanlite.registration import register_schedule
+from titanlite.runtime.errors import ConfigError
 
 
 def rates(section: ScheduleConfig, steps: int, upto: int | None = None) -> list[float]:
@@ -35,6 +39,38 @@ def test_each_schedule_follows_its_formula(name: str, minimum: float) -> None:
     found = rates(ScheduleConfig(warmup_steps=10, min_lr_factor=minimum, **keys), 60)
     expected = [n / 10 if n <= 10 else minimum + (1 - minimum) * decay(n) for n in range(1, 61)]
     assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.usefixtures("registries")
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"lr_schedule.decay": "over", "lr_schedule.min_lr_factor": 0.6}, None),  # 0.4 is the least
+        ({"lr_schedule.decay": "over", "lr_schedule.min_lr_factor": 0.1}, "at least 0; it is -0.35 of optimizer.lr"),
+        ({"optimizer.weight_decay_end": 0.06, "optimizer.weight_decay_shape": "over"}, None),
+        ({"optimizer.weight_decay_end": 0, "optimizer.weight_decay_shape": "over"}, "it is -0.05 to 0.1"),
+        ({"optimizer.weight_decay_end": 0.1, "optimizer.weight_decay": 0}, "a value above 0"),
+        ({"optimizer.name": "Muon", "optimizer.momentum_start": 0.5}, "a value above 0"),
+        ({"optimizer.name": "Muon", "optimizer.momentum": 0.9, "optimizer.momentum_start": 0.7}, None),
+        (
+            {
+                "optimizer.name": "Muon",
+                "optimizer.momentum": 0.9,
+                "optimizer.momentum_start": 0.6,
+                "optimizer.momentum_shape": "over",
+            },
+            "momentum is at least 0 and below 1; it is 0.6 to 1.05",
+        ),
+    ],
+)
+def test_a_shape_may_leave_0_to_1_where_the_values_are_valid(settings: dict[str, Any], problem: str | None) -> None:
+    register_schedule("over", lambda progress: 3 * progress if progress < 0.5 else 2 - progress)
+    arguments = [f"--{key}={value}" for key, value in settings.items()]
+    if problem is None:
+        load_config(arguments, world_size=1, device_type="cpu", checks_files=False)
+        return
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        load_config(arguments, world_size=1, device_type="cpu", checks_files=False)
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine", "sqrt"])

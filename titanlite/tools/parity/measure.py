@@ -24,7 +24,7 @@ from titanlite.assembly.model import build_model, build_optimizers, build_traine
 from titanlite.batch import FILLER, IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
 from titanlite.models.init import local_region
-from titanlite.optim.schedule import build_schedule
+from titanlite.optim.schedule import build_factors, build_schedule
 from titanlite.parallel.clip import clip_grad_norm_
 from titanlite.parallel.data import running_dtypes
 from titanlite.parallel.mesh import Mesh
@@ -168,12 +168,13 @@ def measure_updates(trainer: Trainer, config: JobConfig, steps: int, folder: Pat
     load_weights_(trainer, reference_file(folder, "weights", 0))
     optimizer = build_optimizers(config, dict(named_parameters(trainer)), trainer.mesh, CPU)
     schedule = build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps)
+    factors = build_factors(config.optimizer, config.training.steps)
     for step in range(steps):
         gradients = read_tensors(reference_file(folder, "gradients", step))
         for name, parameter in named_parameters(trainer):
             parameter.grad = shard_of(gradients[name], parameter)
         clip_grad_norm_(trainer.model_parts, clipping_norm(config, gradients), trainer.pp_group)
-        optimizer.set_lr(schedule(step + 1))
+        optimizer.set_lr(schedule(step + 1), factors(step + 1))
         optimizer.step_if(torch.ones((), dtype=torch.bool))
     return differences_from(dict(named_parameters(trainer)), reference_file(folder, "updated"))
 

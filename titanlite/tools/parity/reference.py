@@ -21,7 +21,7 @@ from titanlite.models.losses import Loss
 from titanlite.models.randomness import row_keys
 from titanlite.models.registry import full_parameters
 from titanlite.optim.registry import build_optimizer
-from titanlite.optim.schedule import build_schedule
+from titanlite.optim.schedule import build_factors, build_schedule
 from titanlite.parallel.mesh import Mesh, ShardGroups
 from titanlite.precision import DTYPES
 from titanlite.ranks.distributed import World
@@ -115,6 +115,7 @@ def measure_updates(config: JobConfig, steps: int, folder: Path) -> dict[str, fl
     _, plan = full_parameters(config.model)
     optimizer = build_optimizer(section, named, plan, CPU, ShardGroups(), config.debug.seed)
     schedule = build_schedule(config.lr_schedule, section.lr, config.training.steps)
+    factors = build_factors(section, config.training.steps)
     for step in range(steps):
         gradients = read_tensors(reference_file(folder, "gradients", step))
         for name, parameter in named.items():
@@ -122,7 +123,7 @@ def measure_updates(config: JobConfig, steps: int, folder: Path) -> dict[str, fl
         max_norm = clipping_norm(config, gradients)
         if max_norm > 0:
             nn.utils.clip_grad_norm_(named.values(), max_norm)
-        optimizer.set_lr(schedule(step + 1))
+        optimizer.set_lr(schedule(step + 1), factors(step + 1))
         optimizer.step_if(torch.ones((), dtype=torch.bool))
     torch.save({name: parameter.detach() for name, parameter in named.items()}, reference_file(folder, "updated"))
     return {name: torch.linalg.vector_norm(p.detach() - before[name]).item() for name, p in named.items()}
