@@ -79,6 +79,7 @@ def main() -> None:
             require_equal("used ranks", facts, launched, store, config.comm.init_timeout_s)
             Path(environment[ELASTIC]).touch()
         if launched.rank >= used:
+            log.warning("waits idle until the run or a restart: the layout fits %d of %d ranks", used, launched.size)
             wait_until_finished(store)
             return
         world = launched.first(used)

@@ -89,7 +89,7 @@ class Saver:
     def drain(self) -> None:
         """Wait for a save in progress. Not a collective."""
         if self._thread is not None:
-            with waiting(lambda: "the save in progress: a slow disk, or another rank"):
+            with waiting(lambda: "the save in progress: a slow disk, or another rank, whose log tells"):
                 self._thread.join()
             self._thread = None
 

@@ -79,7 +79,7 @@ def _snapshot(model: HubModel, names: Sequence[str], *patterns: str) -> Path:
         return folder
 
     try:
-        with waiting(lambda: f"the download of {title} from the hub, or for another process that downloads it"):
+        with waiting(lambda: f"{title}, which this or another process downloads: without a network, write hf:FOLDER"):
             return Path(retrying(title, fetch))
     except UserError:
         raise

@@ -16,14 +16,17 @@ import torch.distributed as dist
 
 from titanlite.ranks.signals import TICK_S, in_thread, watch
 from titanlite.runtime.errors import LateRanksError
+from titanlite.runtime.logging import log
 from titanlite.runtime.torch_internals import recorded_collectives
-from titanlite.runtime.waiting import ANSWER_S, SETTLE_S, call_within, waiting
+from titanlite.runtime.waiting import AGAIN_S, ANSWER_S, FIRST_S, SETTLE_S, call_within, waiting
 
 INTERVAL_S = 0.5
 """Seconds between two heartbeats of a process."""
 MAX_READERS = 64
 """With more ranks, only the first of each node keeps a view of the others."""
 FAULTS_FOLDER = "faults"
+FINISHED = "finished"
+"""The last phase, in which a rank waits for the others; see waiting."""
 
 
 @dataclass
@@ -80,6 +83,7 @@ class Positions:
         """Called after each heartbeat, in the thread that uses the store. May raise RuntimeError: the store is lost."""
         self._ticks = 0
         self._answered_tick = 0
+        self._log_after_s = FIRST_S
         self._host = socket.gethostname()
         self._count = 0
         self._lost = False
@@ -107,12 +111,12 @@ class Positions:
         after `silence_s`."""
         if self.size == 1:
             return
-        self.enter(step, "finished")
+        self.enter(step, FINISHED)
         keys = [f"finished/{rank}" for rank in range(self.size)]
         with suppress(dist.DistNetworkError):  # rank 0, which may host the store, has finished, and seen that all have
             self.leave()
             try:
-                with waiting(lambda: f"the end of all {self.size} ranks, in step {step}"):
+                with waiting(lambda: f"the end of all {self.size} ranks, in step {step}: see their logs"):
                     self._store.wait(keys, timedelta(seconds=self.silence_s))
             except dist.DistStoreError:
                 late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
@@ -197,6 +201,8 @@ class Positions:
                 store.set(f"alive/{self._rank}", str(beats))
                 self.on_beat()
                 awaits_others = reads and not self._read()
+                if self._rank == 0:
+                    self._log_wait()
                 if not dumped and store.check(["stacks"]):
                     dumped = True
                     recorded = recorded_collectives()
@@ -214,6 +220,21 @@ class Positions:
         if self._ticks - min([self._answered_tick, *begun]) > self.silence_s / TICK_S:
             watch().checks.remove(self._check_silence)
             in_thread(self._on_silence)
+
+    def _log_wait(self) -> None:
+        """Log, after FIRST_S and then each AGAIN_S, for which ranks the others wait. They may all be in one phase, of
+        which a step of a large model takes minutes: then only a rank without heartbeat is certain."""
+        now = time.monotonic()
+        with self._guard:
+            waited_s = now - max(each.changed_at for each in self._seen.values())
+            differ = len({each.count for each in self._seen.values()}) > 1
+            silent = any(each.step > 0 and now - each.alive_at > FIRST_S for each in self._seen.values())
+            text = describe(self._seen, self._rank, now, store_is_lost=False)
+        if waited_s < FIRST_S:
+            self._log_after_s = FIRST_S
+        elif waited_s > self._log_after_s and (differ or silent) and self._seen[self._rank].phase != FINISHED:
+            self._log_after_s = waited_s + AGAIN_S
+            log.warning("waiting for %.0f s: %s", waited_s, text)
 
     def _read(self) -> bool:
         """Update the view by two requests; does nothing and returns False until all ranks have written."""

@@ -159,7 +159,7 @@ def _locked(path: Path, what: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            with waiting(lambda: f"another process to {what}; it holds {path}"):
+            with waiting(lambda: f"another process to {what}; it holds {path}: end it if it hangs"):
                 fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

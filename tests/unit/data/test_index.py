@@ -164,7 +164,9 @@ def test_another_process_waits_for_a_build_and_repeats_it_if_it_is_killed(
     assert (tmp_path / "builds").read_text() == ("xx" if killed else "x")
     lock = tmp_path / "thing.lock"
     waits = [re.sub(r"\d+ s", "N s", message) for message in caplog.messages]
-    assert killed or waits == [f"waiting for N s for another process to build a thing; it holds {lock}"]
+    assert killed or waits == [
+        f"waiting for N s for another process to build a thing; it holds {lock}: end it if it hangs"
+    ]
 
 
 def test_a_failed_build_publishes_nothing(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Which rank a message names: one without heartbeats, else the one with the oldest position."""
 
 import json
+import re
 import socket
 import threading
 import time
@@ -87,6 +88,29 @@ def test_ranks_see_each_other_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     while first._seen[0].host != socket.gethostname():
         assert time.monotonic() - begin < 2
         time.sleep(0.01)
+
+
+def test_rank_0_logs_for_which_rank_the_others_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing, however long a phase takes, while all ranks are in it."""
+    monkeypatch.setattr(positions, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(positions, "FIRST_S", 0.3)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [Positions(connected(store), rank, 2, range(2), None, 1000.0, fail) for rank in range(2)]
+    for rank in ranks:
+        rank.enter(3, "waiting for data")
+    time.sleep(0.8)
+    assert caplog.messages == []
+    ranks[0].enter(3, "saving")
+    end = time.monotonic() + 20
+    while not caplog.messages:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    (line,) = caplog.messages
+    assert re.fullmatch(
+        r"waiting for 0 s: rank 1 on .* hangs or lags: in step 3 \(waiting for data\) for 1 s; .*", line
+    )
 
 
 @pytest.mark.slow

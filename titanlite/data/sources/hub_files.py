@@ -104,7 +104,9 @@ def load_builder(source: SourceConfig, key: str = "data.sources") -> "DatasetBui
     folder = hub_folder(source)
     where = str(folder) if folder is not None else source.path
     try:
-        with waiting(lambda: f"{key}: the description of {where}, a disk or the hub"):
+        with waiting(
+            lambda: f"{key}: the description of {where}, on a disk or the hub: without a network, write a folder"
+        ):
             return datasets.load_dataset_builder(where, source.subset or None, revision=source.revision or None)
     except Exception as error:  # the library raises many types
         raise ConfigError([_problem_of(error, source, key, where)]) from None
