@@ -173,7 +173,9 @@ COURSES = [
     ),
     *(
         pytest.param(  # two of three nodes are used; the loss of the third, which waits idle, does not stop the others
-            Course(150, 3, 2, 3, ("lose 2", "join", "lose 1", "join", "lose 1") * 2, (f"--parallelism.{axis}", "2")),
+            Course(
+                150, 3, 2, 3, ("lose 2", "join", "lose 1", "join", "lose 1", "join") * 2, (f"--parallelism.{axis}", "2")
+            ),
             id=axis,
             marks=[pytest.mark.soak, pytest.mark.timeout(1800)],
         )
