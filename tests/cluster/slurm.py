@@ -17,6 +17,8 @@ from pathlib import Path
 from tests.distributed.program import clean_environment, free_port, read
 
 NODES = ("n1", "n2")
+PRIVATE = "private"
+"""A folder whose files each node has for itself."""
 GRACE_S = 60
 """GraceTime of the partition "all"; "nograce" has none, and "high" preempts both."""
 COMMANDS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare")
@@ -77,7 +79,8 @@ class Slurm:
         for name in NODES:
             (folder / f"spool.{name}").mkdir()
             text += NODE.format(name=name, host=host, port=free_port(), cpus=os.cpu_count())
-        (folder / "state").mkdir()
+        for name in ("state", PRIVATE):
+            (folder / name).mkdir()
         (folder / "slurm.conf").write_text(text)
         (folder / "gpu").touch()  # any file serves as a GPU
         (folder / "gres.conf").write_text(f"NodeName={','.join(NODES)} Name=gpu File={folder}/gpu\n")
@@ -104,8 +107,19 @@ class Slurm:
 
     def start_node(self, name: str) -> None:
         """Start the slurmd of a node, also again after it was lost."""
-        script = f"mount --bind '{self.folder}/hosts' /etc/hosts && exec slurmd -D -N {name}"
+        mounts = f"mount --bind '{self.folder}/hosts' /etc/hosts && mount -t tmpfs tmpfs '{self.folder}/{PRIVATE}'"
+        script = f"{mounts} && exec slurmd -D -N {name}"
         self._start(name, "unshare", "-m", "bash", "-c", script)
+
+    def write(self, node: str, file: str, content: bytes) -> None:
+        """Write a file into the folder PRIVATE of a node."""
+        Path(f"/proc/{self._daemons[node].pid}/root{self.folder}/{PRIVATE}/{file}").write_bytes(content)
+
+    def kill_slurmd(self, name: str) -> None:
+        """Kill the slurmd of a node, while the processes of its jobs go on."""
+        daemon = self._daemons.pop(name)
+        daemon.kill()
+        daemon.wait()
 
     def lose_node(self, name: str) -> None:
         """Kill all processes of a node, as a loss of its power does."""
@@ -164,7 +178,10 @@ class Job:
         return self.fact("JobState")
 
     def wait_for_state(self, *states: str, within_s: float = 120) -> str:
+        """Wait for one of the states; print how long (pytest -s), for the table of docs/reliability.md."""
+        begin = time.monotonic()
         wait_for(lambda: self.state in states, within_s, lambda: f"{self.state}\n{self.log}")
+        print(f"{self.folder.parent.name}: {self.state} after {time.monotonic() - begin:.0f} s")
         return self.state
 
     def wait_for_log(self, pattern: str, within_s: float = 120) -> None:
@@ -172,6 +189,7 @@ class Job:
 
     def start_now(self) -> None:
         """Begin a requeued job, which would wait for two minutes."""
+        self.wait_for_state("PENDING")
         wait_for(lambda: self.fact("Reason") == "BeginTime", 60, lambda: f"{self.state}\n{self.log}")
         time.sleep(3)  # a node refuses a job in the second in which it killed it
         self.slurm.run("scontrol", "update", f"jobid={self.id}", "StartTime=now")

@@ -1,0 +1,5 @@
+"""Fixtures for launchers on this machine."""
+
+from tests.distributed.conftest import start
+
+__all__ = ["start"]
