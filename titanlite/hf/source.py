@@ -17,6 +17,7 @@ from titanlite.hf.hub import HubModel, download, open_snapshot, parse_hub_name, 
 from titanlite.models.family import Family
 from titanlite.ranks.distributed import World
 from titanlite.runtime.errors import ConfigError, LateRanksError, Problem, UserError
+from titanlite.runtime.retry import may_pass
 from titanlite.runtime.waiting import waiting
 
 KEY = "checkpoint.initial_load_path"
@@ -135,12 +136,14 @@ def _share(rank: int, name: str, work: Callable[[], Any], world: World, store: d
             try:
                 sent = {"result": work()}
             except UserError as error:
-                sent = {"error": f"{KEY}: {error}"}
+                sent = {"error": f"{KEY}: {error}", "may_pass": may_pass(error)}
             store.set(f"{name}/{rank}", json.dumps(sent))
     _wait(store, name, [rank], timeout_s)
     sent = json.loads(store.get(f"{name}/{rank}"))
     if "error" in sent:
-        raise UserError(sent["error"])
+        failed = UserError(sent["error"])
+        failed.may_pass = sent["may_pass"]
+        raise failed
     return sent["result"]
 
 

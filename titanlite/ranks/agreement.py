@@ -19,6 +19,7 @@ from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import LateRanksError, UsageError, UserError
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.memory import describe_out_of_memory, is_out_of_memory
+from titanlite.runtime.retry import may_pass
 from titanlite.runtime.waiting import waiting
 
 T = TypeVar("T")
@@ -64,7 +65,7 @@ def require_equal(name: str, facts: Mapping[str, str], world: World, store: dist
     if world.rank in examples:
         store.set(f"facts/{world.rank}", json.dumps({"host": socket.gethostname(), "facts": facts}))
     keys = [f"facts/{rank}" for rank in examples]
-    with waiting(lambda: f"the facts of ranks {examples}, which differ"):
+    with waiting(lambda: f"the facts of ranks {examples}, which differ: see their logs"):
         store.wait(keys, timedelta(seconds=timeout_s))
     sent = [json.loads(text) for text in store.multi_get(keys)]
     lines = _describe_groups(groups, sent)
@@ -106,7 +107,8 @@ def share_from_rank_0(name: str, work: Callable[[], T], world: World, store: dis
         try:
             store.set(name, json.dumps({"result": work()}))
         except Exception as error:
-            store.set(name, json.dumps({"error": describe_failure(error), "is_usage": isinstance(error, UsageError)}))
+            facts = {"is_usage": isinstance(error, UsageError), "may_pass": may_pass(error)}
+            store.set(name, json.dumps({"error": describe_failure(error), **facts}))
             raise
     try:
         with waiting(lambda: f"rank 0 ({name}): see its log"):
@@ -116,7 +118,7 @@ def share_from_rank_0(name: str, work: Callable[[], T], world: World, store: dis
     sent = json.loads(store.get(name))  # on rank 0, too: a tuple becomes a list on all ranks
     if "error" in sent:
         shared = (UsageError if sent["is_usage"] else UserError)(sent["error"])
-        shared.is_shared = True
+        shared.is_shared, shared.may_pass = True, sent["may_pass"]
         raise shared
     result: T = sent["result"]
     return result
@@ -164,16 +166,18 @@ def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup) -> list[T]
 
     group: a gloo group. Results are sent as pickles.
     """
-    outcome: tuple[str, None] | tuple[None, T]
+    outcome: tuple[tuple[str, bool], None] | tuple[None, T]
     try:
         outcome = None, work()
     except Exception as error:
-        outcome = describe_failure(error), None
-    outcomes: list[tuple[str | None, T]] = [(None, outcome[1])] * group.size()  # type: ignore[list-item]
+        outcome = (describe_failure(error), may_pass(error)), None
+    outcomes: list[tuple[tuple[str, bool] | None, T]] = [(None, outcome[1])] * group.size()  # type: ignore[list-item]
     dist.all_gather_object(outcomes, outcome, group=group)
     for rank, (failure, _) in enumerate(outcomes):
         if failure is not None:
-            raise RanksError(f"rank {rank}: {failure}")
+            shared = RanksError(f"rank {rank}: {failure[0]}")
+            shared.may_pass = failure[1]
+            raise shared
     return [value for _, value in outcomes]
 
 

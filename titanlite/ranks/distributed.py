@@ -28,6 +28,12 @@ MAX_TIMEOUT_S = 604_800
 """A week."""
 
 
+class ConnectError(UserError):
+    """Ranks are not connected."""
+
+    may_pass = True
+
+
 @dataclass(frozen=True)
 class CommConfig:
     """Timeouts of collectives."""
@@ -117,7 +123,7 @@ def connect(world: World, section: CommConfig) -> dist.Store:
             found: tuple[dist.Store, int, int] = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         cause = f"{error}".partition("\n")[0]
-        raise UserError(
+        raise ConnectError(
             f"rank {world.rank} cannot connect to the other ranks at {address}, the address of rank 0, within "
             f"comm.init_timeout_s = {timeout_s}: {cause}. Start all ranks, or check MASTER_ADDR and MASTER_PORT"
         ) from None
@@ -134,7 +140,7 @@ def wait_until_finished(store: dist.Store) -> None:
             continue
         except (dist.DistNetworkError, RuntimeError) as error:
             cause = f"{error}".partition("\n")[0]
-            raise UserError(f"a rank that waits idle has lost the store of the launcher: {cause}") from None
+            raise ConnectError(f"a rank that waits idle has lost the store of the launcher: {cause}") from None
 
 
 def note_finished(store: dist.Store) -> None:
@@ -168,7 +174,7 @@ def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: int) ->
                     store.set(f"answer/{store.get(f'asks/{other}').decode()}", own)
             missing = [other for other in missing if not store.check([f"{own}/joined/{other}"])]
             if missing and time.monotonic() > deadline:
-                raise UserError(
+                raise ConnectError(
                     f"comm.init_timeout_s = {timeout_s}: {len(missing)} of {size} ranks did not connect in time, for "
                     f"example rank {missing[0]}. Check the logs of these ranks, or increase comm.init_timeout_s if "
                     "they start slowly"

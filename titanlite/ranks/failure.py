@@ -32,6 +32,7 @@ from titanlite.ranks.signals import (
 )
 from titanlite.runtime.errors import DataError, LateRanksError, UsageError, UserError
 from titanlite.runtime.logging import log_last_error
+from titanlite.runtime.retry import may_pass
 from titanlite.runtime.waiting import ANSWER_S, SETTLE_S, call_within
 
 if TYPE_CHECKING:
@@ -65,6 +66,12 @@ _CONNECTION_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 MAX_CAUSE = 300
 """Characters of the error of a lost connection that a message shows. It may list a key per rank."""
 
+NO_SPACE = "the disk is full, or has no inodes left for further files: see df -h and df -i"
+
+REFUSED = 78
+"""Exit code of a rank that fails before its first step and would fail again, for a launcher, which ends with 1. No file
+could tell it: the disk may be full."""
+
 FIRST_FAILURE = "titanlite/first_failure"
 """Key in the store: the rank that prints its error, and afterwards PRINTED."""
 PRINTED = "printed"
@@ -78,7 +85,7 @@ class FailureReport:
     Once ranks are connected, the first failed rank registers itself in `store` and prints its error; the other ranks
     only see a consequence, such as a lost connection, and exit silently. If the first one is killed before it has
     printed, another one takes its place. UserError is printed without a traceback. Exit codes: 2 for a configuration
-    error, 130 for Ctrl-C, 143 for SIGTERM, 1 for any other error.
+    error, 130 for Ctrl-C, 143 for SIGTERM, 1 for any other error; under torchrun, REFUSED for some of them.
     """
 
     def __init__(self) -> None:
@@ -87,6 +94,7 @@ class FailureReport:
         self._ending = threading.RLock()  # held by the thread that ends the process
         self._terminated = threading.Event()
         self._signal = 0  # that has set _terminated
+        self._is_starting = True
         self._rank = os.environ.get("RANK", "0")
         self._local_rank = os.environ.get("LOCAL_RANK", "0")
 
@@ -108,7 +116,8 @@ class FailureReport:
                 _print_error("".join(traceback.format_exception(kind, error, trace)))
             self._print(message, detail)
         self._wait_for_ranks()
-        end_process(2 if isinstance(error, UsageError) else 1)
+        is_refused = self._is_starting and "TORCHELASTIC_RUN_ID" in os.environ and not may_pass(error)
+        end_process(2 if isinstance(error, UsageError) else REFUSED if is_refused else 1)
 
     def connected(self, positions: Positions) -> None:
         """Report failures together with the other ranks from now on. For the main thread only.
@@ -269,6 +278,7 @@ class FailureReport:
     def enter(self, step: int, phase: str) -> None:
         """Note that this rank enters a phase of a step, for messages of other ranks. Does not return once a thread ends
         the process: no step and no line follows its message."""
+        self._is_starting = False
         if self.positions is not None:
             self.positions.enter(step, phase)  # without the lock: the store may be slow, or stopped
         with self._ending:
@@ -348,9 +358,11 @@ class EmbeddedReport(FailureReport):
 
 
 def describe_user_error(error: UserError) -> str:
-    """The text. If it names too many open files as a reason, the limit and what to change are added."""
+    """The text. If its reason is too many open files, or no space, the limit and what to look at are added."""
     text = str(error)
-    return f"{text}\n({_open_file_limit()})" if os.strerror(errno.EMFILE) in text else text
+    if os.strerror(errno.EMFILE) in text:
+        return f"{text}\n({_open_file_limit()})"
+    return f"{text}\n({NO_SPACE})" if os.strerror(errno.ENOSPC) in text else text
 
 
 def _open_file_limit() -> str:

@@ -11,6 +11,8 @@ class UserError(Exception):
 
     is_shared = False
     """Whether it is raised on all ranks with the same text, which rank 0 then prints."""
+    may_pass = False
+    """Whether its cause may end without the user, as for ranks that start late; see runtime.retry.may_pass."""
 
 
 class UsageError(UserError):

@@ -42,6 +42,16 @@ def is_transient(error: BaseException) -> bool:
     return bool(TRANSPORT_ERRORS & {base.__name__ for base in type(error).__mro__})
 
 
+def may_pass(error: BaseException) -> bool:
+    """Whether the same start may succeed later. Not after an error that the user has to fix, or one of the file system,
+    unless it was caused by a transient one."""
+    chain = [error]
+    while (context := chain[-1].__context__) is not None:
+        chain.append(context)
+    is_temporary = any(is_transient(each) or getattr(each, "may_pass", False) for each in chain)
+    return is_temporary or not isinstance(error, UserError | OSError)
+
+
 def http_status(error: BaseException) -> int | None:
     """Return the HTTP status code of the error's response; None if absent."""
     response = getattr(error, "response", None)

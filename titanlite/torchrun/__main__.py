@@ -3,7 +3,7 @@
 python -m titanlite.torchrun [options of torchrun] -m titanlite.train [CONFIG] [--section.key VALUE ...]
 """
 
-from titanlite.ranks.failure import FailureReport, end_process, prepare_process, raise_on_interrupt
+from titanlite.ranks.failure import REFUSED, FailureReport, end_process, prepare_process, raise_on_interrupt
 
 if __name__ == "__main__":  # before the imports that take seconds
     prepare_process()
@@ -83,7 +83,7 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         found: RunResult = super()._monitor_workers(worker_group)
-        is_refused = any(failure.exitcode == USAGE_ERROR for failure in found.failures.values())
+        is_refused = any(failure.exitcode in (USAGE_ERROR, REFUSED) for failure in found.failures.values())
         if is_refused:
             self._remaining_restarts = 0
         if ELASTIC not in os.environ:
@@ -221,7 +221,7 @@ def launch(arguments: Namespace, facts: Mapping[str, str]) -> None:
         log = "its log" if arguments.nnodes == "1" else "the log of a rank of any node"
         end = killed if code < 0 else f"failed: its error is above, or in {log}"
         print(f"titanlite: rank {rank} {end}", file=sys.stderr)
-        end_process(code if code > 0 else 1)
+        end_process(1 if code < 0 or code == REFUSED else code)
     except (SignalException, KeyboardInterrupt) as error:
         end_process(128 + (error.sigval if isinstance(error, SignalException) else signal.SIGINT))
     except (RendezvousError, DistNetworkError, DistStoreError) as error:

@@ -23,6 +23,7 @@ from titanlite.ranks.agreement import (
 )
 from titanlite.ranks.distributed import World
 from titanlite.runtime.errors import ConfigError, LateRanksError, UsageError, UserError
+from titanlite.runtime.retry import may_pass
 
 
 def raising(error: BaseException) -> Callable[[], Any]:
@@ -57,6 +58,7 @@ def test_an_error_is_raised_with_its_rank(group: dist.ProcessGroup, error: Excep
             collective(raising(error), group)
         assert str(caught.value) == f"rank 0: {text}"
     assert isinstance(caught.value, UserError)
+    assert may_pass(caught.value) == may_pass(error)
 
 
 def test_a_failed_allocation_has_the_peak_and_a_remedy_on_all_ranks(group: dist.ProcessGroup) -> None:
@@ -86,6 +88,7 @@ def test_rank_0_shares_its_result_or_its_error(error: Exception, text: str) -> N
         share_from_rank_0("fails", raising(AssertionError()), other, store, 5)
     assert caught.value.is_shared
     assert isinstance(caught.value, UsageError) == isinstance(error, UsageError)
+    assert may_pass(caught.value) == may_pass(error)
     assert share_from_rank_0("works", lambda: (1, "a"), first, store, 5) == [1, "a"]
     assert share_from_rank_0("works", lambda: (2, "b"), other, store, 5) == [1, "a"]
     with pytest.raises(LateRanksError, match="no message within 1 s from rank 0"):

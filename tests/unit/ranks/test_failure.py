@@ -23,6 +23,7 @@ import torch.distributed as dist
 from tests.distributed.program import free_port
 from titanlite.ranks import failure, positions
 from titanlite.ranks.agreement import RanksError
+from titanlite.ranks.distributed import ConnectError
 from titanlite.ranks.failure import FailureReport
 from titanlite.ranks.launch import fork_context
 from titanlite.ranks.positions import Positions
@@ -150,6 +151,50 @@ def test_exit_code_and_message_of_each_kind_of_error(start: Start) -> None:
         text = f"{type(ERRORS[error]).__name__}: {ERRORS[error]}\n"
         assert texts[error].startswith("Traceback (most recent call last):\n")
         assert texts[error].endswith(f"\n{text}\ntitanlite: rank 0 failed: {text}")
+
+
+def caused_by(cause: BaseException) -> UserError:
+    """A UserError that is raised while `cause` is handled."""
+    try:
+        try:
+            raise cause
+        except type(cause):
+            raise UserError("cannot write out") from None
+    except UserError as error:
+        return error
+
+
+FULL_DISK, STALE = (OSError(number, os.strerror(number)) for number in (errno.ENOSPC, errno.ESTALE))
+STARTS = [
+    (ERRORS["user"], failure.REFUSED),
+    (ERRORS["shared"], failure.REFUSED),
+    (FULL_DISK, failure.REFUSED),
+    (caused_by(FULL_DISK), failure.REFUSED),
+    (caused_by(STALE), 1),
+    (ConnectError("a rank is late"), 1),
+    (ERRORS["bug"], 1),
+    (ERRORS["config"], 2),
+]
+
+
+@pytest.mark.parametrize(("error", "code"), STARTS, ids=repr)
+def test_a_launcher_learns_of_an_error_that_the_next_start_would_meet(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only before the first step: later, another start may go further."""
+    monkeypatch.setattr(signal, "alarm", lambda _: None)
+    codes: list[int] = []
+    monkeypatch.setattr(failure, "end_process", codes.append)
+    for is_launched in (False, True):
+        for has_begun in (False, True):
+            if is_launched:
+                monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+            report = FailureReport()
+            if has_begun:
+                report.enter(1, "waiting for data")
+            report.__exit__(type(error), error, None)
+    unlike_refused = 1 if code == failure.REFUSED else code
+    assert codes == [unlike_refused, unlike_refused, code, unlike_refused]
 
 
 def succeeds() -> None:
@@ -580,6 +625,8 @@ def test_limits_of_the_system_are_explained() -> None:
             rf"{re.escape(str(error))}\n\(too many open files, the limit is \d+: .*ulimit -n 65536\)", text
         )
     assert report._describe(UserError("a.npy cannot be read"), "full") == "a.npy cannot be read"
+    full = f"a.npy cannot be written: {FULL_DISK.strerror}"
+    assert report._describe(UserError(full), "full") == f"{full}\n({failure.NO_SPACE})"
     for error in (MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")):
         assert report._describe(error, "full").startswith("rank 0: out of host memory: use a smaller model or batch, ")
     assert report._describe(RuntimeError("can't start new thread"), "full").startswith(

@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from torch.distributed.run import parse_args
 
 from titanlite.ranks.distributed import ELASTIC
+from titanlite.ranks.failure import REFUSED
 from titanlite.runtime.errors import ConfigError, UsageError, UserError
 from titanlite.torchrun import __main__ as torchrun
 
@@ -37,6 +38,7 @@ def failed(*exit_codes: int) -> ChildFailedError:
 SIGTERM, SIGINT = 15, 2
 ENDS = [
     (failed(2, 1), 2, "titanlite: rank 7 failed: its error is above, or in the log of a rank of any node\n"),
+    (failed(REFUSED), 1, "titanlite: rank 7 failed: its error is above, or in the log of a rank of any node\n"),
     (failed(-9, 1), 1, "titanlite: rank 7 was killed by SIGKILL\n"),
     (SignalException("", torchrun.signal.SIGTERM), 128 + SIGTERM, ""),
     (KeyboardInterrupt(), 128 + SIGINT, ""),
@@ -223,7 +225,7 @@ def test_a_node_that_is_lost_before_the_ranks_are_connected(
 
 
 @pytest.mark.parametrize("is_elastic", [False, True])
-@pytest.mark.parametrize(("code", "restarts"), [(1, 7), (2, 0)])
+@pytest.mark.parametrize(("code", "restarts"), [(1, 7), (2, 0), (REFUSED, 0)])
 def test_a_rank_that_refuses_to_start_is_not_restarted(
     *, code: int, restarts: int, is_elastic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
