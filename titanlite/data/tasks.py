@@ -1,6 +1,7 @@
 """Tasks: files of questions, as JSON lines, and their tokens."""
 
 import hashlib
+import re
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ def read_task(path: str | Path) -> Task:
         raise UserError(f"{path} has no questions: {FORMATS}, one question per line")
     questions: list[Question] = []
     formats: list[TaskFormat] = []
-    for number, line in enumerate(text.rstrip().split(b"\n"), start=1):
+    for number, line in enumerate(re.split(rb"\r\n?|\n", text.rstrip()), start=1):
         try:
             if not line.strip():
                 raise JsonError("is blank: remove the line")

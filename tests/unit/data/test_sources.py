@@ -336,8 +336,37 @@ def test_wide_encodings_are_refused_with_the_command_that_converts(kind: str, en
     assert read(wide.read_bytes()).decode() == text
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "chat", "jsonl.gz", "hf"])
+def test_lines_that_end_with_cr_alone_are_refused_with_the_command_that_converts(kind: str, tmp_path: Path) -> None:
+    turns = [{"role": role, "content": "one\rtwo"} for role in ("user", "assistant")]
+    line = json.dumps({"messages": turns} if kind == "chat" else {"text": "one\rtwo"})
+    pack, unpack = (gzip.compress, gzip.decompress) if kind.endswith(".gz") else (bytes, bytes)
+    file = tmp_path / f"it's b.jsonl{'.gz' if kind.endswith('.gz') else ''}"
+    source = SourceConfig(kind.partition(".")[0], path=str(tmp_path))  # type: ignore[arg-type]
+    for end in ("\n", "\r\n"):
+        file.write_bytes(pack((line + end).encode() * 3))
+        assert problems(source) == []
+    file.write_bytes(pack((line + "\r").encode() * 3))
+    (problem,) = problems(source)
+    assert (problem.key, problem.rule) == ("data.sources.0.path", "lines that end with LF, or CR and LF")
+    subprocess.run(problem.remedy.partition(": ")[2], shell=True, check=True)
+    assert problems(source) == []
+    assert unpack(file.read_bytes()).decode() == (line + "\n") * 3
+
+
 @pytest.mark.parametrize(
-    "data", [b"", b"a", b"\xff", b"plain text\0" * 50, b"\0" * 5000, bytes(range(256)) * 9, os.urandom(999)]
+    "data",
+    [
+        b"",
+        b"a",
+        b"\xff",
+        b"\n" * 99,
+        b"plain text\0" * 50,
+        b"from find -print0 \0" * 50,
+        b"\0" * 5000,
+        bytes(range(256)) * 9,
+        os.urandom(999),
+    ],
 )
 def test_other_files_are_of_no_wide_encoding(data: bytes) -> None:
     assert wide_encoding(data) == ""

@@ -88,6 +88,8 @@ def test_files_without_questions_and_equal_names_are_problems(tmp_path: Path) ->
     good.write_bytes(BOM_UTF8 + good.read_bytes())
     empty.write_bytes(BOM_UTF8)
     assert (read_task(good).name, len(read_task(good).questions)) == ("one", 1)
+    (tmp_path / "ends.jsonl").write_bytes(b"\r".join([json.dumps(GOOD).encode()] * 3))
+    assert len(read_task(tmp_path / "ends.jsonl").questions) == 3
     problems = check_tasks("validation.tasks", [*map(str, (good, same, empty)), str(tmp_path / "none")])
     assert [problem.value for problem in problems] == [str(same), str(empty), str(tmp_path / "none")]
     assert ["'one' is there twice" in problem.rule for problem in problems] == [True, False, False]

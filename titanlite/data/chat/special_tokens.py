@@ -56,7 +56,7 @@ class SpecialTokens:
         self._max_length = max(map(len, special), default=0)
         pattern = "|".join(patterns) or "(?!)"
         self._text = re.compile(pattern)
-        self._text_or_invalid = re.compile(f"[{MARKS}\ud800-\udfff]|{pattern}")
+        self._text_or_invalid = re.compile(f"[{MARKS}\0\ud800-\udfff]|{pattern}")
         self._of_template = re.compile(f"(?<!{IN_CONTENT})({pattern})")
         self._of_template_marked = re.compile(f"(?<={OF_TEMPLATE})(?:{pattern})")
 
@@ -64,7 +64,7 @@ class SpecialTokens:
         """The messages with IN_CONTENT before each character of the text of a special token, and whether there is any.
 
         A part of the text at an edge of a value counts, too, but not of the role: templates write <|ROLE|>. Raises
-        BadRowError if a message contains one of MARKS, or an unpaired surrogate.
+        BadRowError if a message contains one of MARKS, a NUL, or an unpaired surrogate.
         """
         marked: list[Message] = []
         has_text = False
@@ -72,6 +72,8 @@ class SpecialTokens:
             found = {hit[0] for text in _texts(message) for hit in self._text_or_invalid.finditer(text)}
             if not found.isdisjoint(MARKS):
                 raise BadRowError(f"turn {number}: it has one of the characters U+FDD2 to U+FDD5, which are reserved")
+            if "\0" in found:
+                raise BadRowError(f"turn {number}: it has a NUL character, which text does not have")
             if surrogates := sorted(hit for hit in found if "\ud800" <= hit <= "\udfff"):
                 raise BadRowError(f"turn {number}: it has an unpaired surrogate, \\u{ord(surrogates[0]):04x}")
             values = {name: value for name, value in message.items() if name != "role"}

@@ -21,7 +21,15 @@ from typing import IO, Any, ClassVar, Literal, NamedTuple
 import xxhash
 
 from titanlite.data.sources.config import CHAT, SourceConfig
-from titanlite.data.sources.pieces import ArrayError, BadRowError, ConversationError, FieldError, KindError, Piece
+from titanlite.data.sources.pieces import (
+    ArrayError,
+    BadRowError,
+    ConversationError,
+    FieldError,
+    KindError,
+    LineEndError,
+    Piece,
+)
 from titanlite.runtime.cache import built_once, cached_folder, file_facts
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.files import open_regular
@@ -244,6 +252,10 @@ def fault_problem(config: SourceConfig, key: str, file: str, fault: BadRowError)
     if isinstance(fault, ArrayError):
         remedy = f"{file} is a JSON array; to make lines of it: jq -c '.[]' {shlex.quote(file)} > lines.jsonl"
         return Problem(f"{key}.path", config.path, "files with one JSON object per line", remedy)
+    if isinstance(fault, LineEndError):
+        convert = _conversion(file, r"tr '\r' '\n'")
+        remedy = f"{file} has lines that end with CR alone: {convert}"
+        return Problem(f"{key}.path", config.path, "lines that end with LF, or CR and LF", remedy)
     if isinstance(fault, ConversationError):
         remedy = f"none of the first lines of {file} is one; the first of them: {fault}"
         return Problem(f"{key}.path", config.path, "files with a conversation in each line", remedy)
@@ -305,26 +317,36 @@ def check_encoding(source: Source, key: str, read_head: Callable[[Path], bytes])
         file, encoding = next(((file, encoding) for file, encoding in encodings if encoding), (None, ""))
     if file is None:
         return []
-    path, new = shlex.quote(str(file)), shlex.quote(f"{file}.utf-8")
-    unpack, pack = next((pipe for suffix, pipe in _PIPES.items() if file.name.lower().endswith(suffix)), ("cat", ""))
-    remedy = f"{file} is {encoding}: {unpack} {path} | iconv -f {encoding} -t UTF-8{pack} > {new} && mv {new} {path}"
+    remedy = f"{file} is {encoding}: {_conversion(str(file), f'iconv -f {encoding} -t UTF-8')}"
     return [Problem(f"{key}.path", source.config.path, "text in UTF-8", remedy)]
+
+
+def _conversion(file: str, command: str) -> str:
+    """A command that replaces the content of a file, unpacked, by what `command` makes of it."""
+    path, new = shlex.quote(file), shlex.quote(f"{file}.new")
+    unpack, pack = next((pipe for suffix, pipe in _PIPES.items() if file.lower().endswith(suffix)), ("cat", ""))
+    return f"{unpack} {path} | {command}{pack} > {new} && mv {new} {path}"
 
 
 def wide_encoding(head: bytes) -> str:
     """The name, for iconv, of the UTF-16 or UTF-32 that the beginning of a file shows; "" if it is none.
 
     Without a byte order mark, it is the one of which at least a hundredth of the characters are spaces or line ends,
-    and none is NUL: with the other order of bytes, a space is U+2000.
+    and none is NUL: with the other order of bytes, a space is U+2000. Without its NULs, text in UTF-8 that has some is
+    printable.
     """
     for mark, name in _BYTE_ORDER_MARKS:
         if head.startswith(mark):
             return name
     if b"\0" not in head:
         return ""
+    with suppress(UnicodeDecodeError):
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # the last character may be incomplete
+        if 4 * text.count("\0") < len(head) and 10 * sum(map(str.isprintable, text)) >= 7 * len(text.replace("\0", "")):
+            return ""
     for name in ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE"):
         with suppress(UnicodeDecodeError):
-            text = codecs.getincrementaldecoder(name)().decode(head)  # the last character may be incomplete
+            text = codecs.getincrementaldecoder(name)().decode(head)
             if "\0" not in text and 100 * sum(map(text.count, " \n\r")) >= len(text) > 0:
                 return name
     return ""

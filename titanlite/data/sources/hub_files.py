@@ -9,7 +9,7 @@ from titanlite.data.sources.base import cached_json, fault_problem
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.jsonl import Jsonl, json_text, rows_fault
 from titanlite.data.sources.parquet import column_fault
-from titanlite.data.sources.pieces import BadRowError, FieldError, KindError
+from titanlite.data.sources.pieces import BadRowError
 from titanlite.runtime.errors import ConfigError, Problem, Rules
 from titanlite.runtime.files import open_regular
 from titanlite.runtime.retry import http_status, is_transient, reason
@@ -192,7 +192,7 @@ def _check_fields(source: SourceConfig, key: str, found: HubFiles) -> None:
                 fault = rows_fault(opened, file, lambda line: json_text(line, field))
     except OSError as error:
         raise _config_error(key, "path", source.path, "readable files", f"{file}: {reason(error)}") from error
-    if isinstance(fault, KindError | FieldError) and (problem := fault_problem(source, key, file, fault)):
+    if fault is not None and type(fault) is not BadRowError and (problem := fault_problem(source, key, file, fault)):
         raise ConfigError([problem])
     if fault is not None:
         raise _config_error(key, "field", field, "a field that contains text", f"{file}: {fault}")

@@ -22,6 +22,7 @@ from titanlite.data.sources.pieces import (
     BadRowError,
     FieldError,
     KindError,
+    LineEndError,
     Piece,
     lines,
     mapped,
@@ -196,6 +197,8 @@ def json_value(line: bytes) -> Any:
     try:
         return json.loads(utf8_text(line).removeprefix(BYTE_ORDER_MARK))
     except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and error.doc[error.pos - 1] == "\r":
+            raise LineEndError(f"a second row at character {error.pos}: lines end with CR alone, not LF") from None
         raise BadRowError(f"invalid JSON at character {error.pos}: {error.msg}") from None
     except (RecursionError, ValueError) as error:  # nested too deeply, or a number with too many digits
         raise BadRowError(f"invalid JSON: {error}") from None

@@ -65,6 +65,10 @@ class ConversationError(BadRowError):
     """The row is not a conversation, or has no turn that can be trained on."""
 
 
+class LineEndError(BadRowError):
+    """The lines of a file of JSON lines end with CR alone."""
+
+
 class ArrayError(BadRowError):
     """The file holds one JSON array, not JSON lines."""
 

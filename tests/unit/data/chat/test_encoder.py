@@ -168,6 +168,7 @@ UNKNOWN = "it is not known which tokens the assistant writes: mark its text in t
         (PLAIN, [USER, USER], "no turn has the role 'assistant', so there is nothing to train on: it has 'user'$"),
         (PLAIN, [USER, {"role": "assistant", "content": "\ufdd2"}], "turn 2: it has one of the characters U.FDD2 to"),
         (PLAIN, [USER, {"role": "assistant", "content": "a\ud800"}], r"turn 2: it has an unpaired surrogate, .ud800$"),
+        (PLAIN, [USER | {"name": "a\0"}, ANSWER], "turn 1: it has a NUL character, which text does not have"),
         (SURROGATE, [USER, ANSWER | {"name": "the"}], "the tokenizer cannot encode it: "),
         (PLAIN, [USER, ANSWER | {"tool_calls": [{}]}], "turn 2: it has tool_calls, which the chat template does not"),
         (PLAIN, [ANSWER], "turn 1: a part of the conversation cannot be rendered: the chat template refuses it:"),
