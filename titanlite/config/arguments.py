@@ -17,6 +17,7 @@ from titanlite.config.files import CONFIG_FILE, shipped_names
 from titanlite.config.value_types import Key, explain, missing_value, plain, value_from_text, value_type
 from titanlite.runtime.errors import Problem
 from titanlite.runtime.settings import setting, settings_of
+from titanlite.runtime.text import ascii_form
 
 HELP = ("--help", "-h")
 MAX_WORLD_SIZE = 2**20
@@ -173,8 +174,9 @@ def _unknown(name: str, times: Sequence[Sequence[str]], options: Mapping[str, Op
 
 def unexpected(word: str, rule: str, remedy: str) -> Problem:
     """The Problem of a word that belongs to no option. remedy: if nothing better can be guessed."""
-    if word.startswith("-") and "." in word.strip("-."):
-        remedy = f"write -{word}"
+    typed = "".join(map(ascii_form, word))
+    if typed.startswith("-") and "." in typed.strip("-."):
+        remedy = f"write --{typed.lstrip('-')}"
     elif "=" in word and "." in word.partition("=")[0]:
         remedy = f"write --{word}"
     return Problem(f"argument {word!r}", None, rule, remedy)

@@ -1,6 +1,7 @@
 """Read a TOML file together with the files that it extends; remember which file sets each key."""
 
 import os
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -13,6 +14,7 @@ from titanlite.config.lengths import LENGTHS, UNSET, override_lengths
 from titanlite.runtime.errors import Problem
 from titanlite.runtime.json_files import JsonError, check_depth, read_regular
 from titanlite.runtime.plugins import split_entry
+from titanlite.runtime.text import ascii_form
 
 CONFIG_FILE = "job.config_file"
 """The option for the file, beside the first argument; and its name in problems. Not a key."""
@@ -156,11 +158,29 @@ def _parse_file(name: str, path: str, chain: tuple[str, ...], problems: list[Pro
         refuse(f"valid TOML; it {error}", "fix the file: its tables are too deep")
     except RecursionError:
         refuse("valid TOML", "fix the file: its arrays or tables are too deep")
+    except tomli.TOMLDecodeError as error:
+        refuse("valid TOML", f"fix the file: {error}{_look_alike(error)}")
     except ValueError as error:
         refuse("valid TOML", f"fix the file: {error}")
     else:
         return content
     return None
+
+
+def _look_alike(error: tomli.TOMLDecodeError) -> str:
+    """A sentence about the character that looks like ASCII and is not, in the line of the error; "" without one. Before
+    the place of the error it is a quote, which did not end a text."""
+    begin = error.pos - error.colno + 1
+    line = error.doc[begin:].partition("\n")[0]
+    column = error.colno - 1
+    later = [n for n in range(column, len(line)) if "#" not in line[column:n] and ascii_form(line[n]) != line[n]]
+    earlier = [n for n in range(column) if line[n] not in "\"'" and ascii_form(line[n]) in ("'", '"')]
+    for n in [*later[:1], *earlier[-1:]]:
+        form = ascii_form(line[n])
+        instead = {"": "remove it", " ": "type a space"}.get(form, f"type {form}")
+        name = f"{unicodedata.name(line[n], 'a character')} (U+{ord(line[n]):04X})"
+        return f". {name} at line {error.lineno}, column {n + 1}: {instead}"
+    return ""
 
 
 def _similar(name: str, path: str) -> str:

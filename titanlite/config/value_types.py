@@ -19,6 +19,7 @@ from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.files import expand_home
 from titanlite.runtime.json_files import check_depth
 from titanlite.runtime.settings import Range, Setting
+from titanlite.runtime.text import ascii_form
 
 
 class Key(NamedTuple):
@@ -235,7 +236,7 @@ def _guess(value: Any, value_type: type) -> str:
     """The remedy if the intended value can be guessed, else ""."""
     if value_type is str:
         return f"write {literal(str(value))}" if isinstance(value, int | float) else ""
-    text = str(value).strip()
+    text = "".join(map(ascii_form, str(value))).strip().strip("\"'")
     if value_type is bool:
         return f"write {literal(WORDS[text.lower()])}" if text.lower() in WORDS else ""
     try:

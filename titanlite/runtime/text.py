@@ -1,5 +1,6 @@
 """Text of messages and tables."""
 
+import unicodedata
 from collections.abc import Sequence
 
 
@@ -7,6 +8,21 @@ def counted(count: int, noun: str) -> str:
     """A number and its noun: 1 file, 2,000 files, 3 meshes, 4 processes."""
     plural = f"{noun}es" if noun.endswith(("ch", "sh", "ss")) else f"{noun}s"
     return f"{count:,} {noun if count == 1 else plural}"
+
+
+def ascii_form(character: str) -> str:
+    """What to type in place of a character that looks like ASCII, or is invisible, as programs for documents write
+    them: "-" for a dash, "" for a byte order mark. Other characters are unchanged."""
+    if character.isascii():
+        return character
+    name, category = unicodedata.name(character, ""), unicodedata.category(character)
+    if "QUOTATION MARK" in name:
+        return "'" if "SINGLE" in name else '"'
+    if name == "MINUS SIGN":
+        return "-"
+    form = unicodedata.normalize("NFKC", character)
+    form = {"Cf": "", "Pd": "-", "Zs": " ", "Zl": " ", "Zp": " "}.get(category, form)
+    return form if form.isascii() else character
 
 
 def duration(seconds: float) -> str:

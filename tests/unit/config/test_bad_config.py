@@ -51,6 +51,21 @@ SPLIT = "--parallelism.pp 2 --parallelism.pp_split="
 SPLIT3 = "--parallelism.pp 3 --parallelism.pp_split="
 TOKENS = Path(__file__).parents[2] / "golden" / "tokens.npy"
 LEVELS = 5000
+LOOK_ALIKES = [
+    Bad("job.config_file", "valid TOML", f"{name} at {place}", toml=toml)
+    for toml, name, place in (
+        ("\n[job]\ndump_folder = “x”", "LEFT DOUBLE QUOTATION MARK (U+201C)", 'line 3, column 15: type "'),
+        ("job.dump_folder = \u2018x\u2019", "LEFT SINGLE QUOTATION MARK (U+2018)", "line 1, column 19: type '"),
+        ('job.dump_folder = "x”', "RIGHT DOUBLE QUOTATION MARK (U+201D)", 'line 1, column 21: type "'),
+        ('data.sources = ["“”, "b"]', "RIGHT DOUBLE QUOTATION MARK (U+201D)", 'line 1, column 19: type "'),
+        ("training.steps\xa0= 5", "NO-BREAK SPACE (U+00A0)", "line 1, column 15: type a space"),
+        ("optimizer.lr = 1e\u20134  # “lr”", "EN DASH (U+2013)", "line 1, column 18: type -"),
+        ("optimizer.lr = \u22121", "MINUS SIGN (U+2212)", "line 1, column 16: type -"),
+        ("training.st\u200beps = 5", "ZERO WIDTH SPACE (U+200B)", "line 1, column 12: remove it"),
+        ("training.steps = 5\n\ufeff[job]", "ZERO WIDTH NO-BREAK SPACE (U+FEFF)", "line 2, column 1: remove it"),
+        ("training.steps \uff1d 5", "FULLWIDTH EQUALS SIGN (U+FF1D)", "line 1, column 16: type ="),
+    )
+]
 LONG = 300 * "d"
 GROUP = '[[optimizer.groups]]\nparameters = ["output.weight"]\n'
 VALID = "--validation.enable true --validation.sources.0."
@@ -62,6 +77,9 @@ BAD = [
     Bad("job.config_file", "a readable TOML file", "give the path", argv="nowhere.toml"),
     Bad("job.config_file", "a readable TOML file", "did you mean quickstart", argv="quikstart"),
     Bad("argument '-training.steps'", "every argument", "write --training.steps", argv="-training.steps 5"),
+    Bad("argument '—training.steps=5'", "every argument", "write --training.steps=5", argv="—training.steps=5"),
+    Bad("optimizer.lr", "a number", "write 0.0001", argv="--optimizer.lr 1e\u20134"),
+    Bad("training.steps", "an integer", "write 5", argv="--training.steps=“5”"),
     Bad("argument 'training.steps=5'", "every argument", "write --training.steps=5", argv="training.steps=5"),
     Bad("argument 'y'", "every argument", '["a", "b"]', argv='--optimizer.weight_decay_skip ["x"] y'),
     Bad("training.steps", "a value", "--training.steps 1000", argv="--training.steps"),
@@ -342,6 +360,7 @@ BAD = [
     Bad("job.config_file", "valid TOML", "fix the file", toml="training.steps = 1\ntraining.steps = 2"),
     Bad("job.config_file", "valid TOML", "fix the file", toml="training.steps = " + "9" * 5000),
     Bad("job.config_file", "valid TOML", "fix the file", toml="training.steps = " + "[" * 100_000),
+    *LOOK_ALIKES,
     Bad("job.config_file", "a readable TOML file", "path of a TOML file", argv="--job.config_file /none/x.toml"),
     Bad("job.config_file", "the path of a TOML file", "path of a TOML file", argv="--job.config_file="),
     Bad("job.config_file", "(is a directory)", "path of a TOML file", argv="--job.config_file /"),
