@@ -298,7 +298,8 @@ def _faults(
         expected = shapes[ours] if isinstance(name, str) else shapes[ours][1:]
         for theirs in stored_names(name):
             if theirs not in found:
-                yield f"{theirs} is missing"
+                tied = f': if it is tied to {EMBEDDING}, add "tie_word_embeddings": true to {CONFIG_FILE}'
+                yield f"{theirs} is missing{tied if theirs == OUTPUT else ''}"
                 continue
             shape = found[theirs].shape
             if shape != expected:

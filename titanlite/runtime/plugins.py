@@ -129,6 +129,11 @@ def is_of_program(registry: MutableMapping[str, Any], name: str) -> bool:
     return any(table is registry and known == name and not plugin for table, known, plugin in _state.added)
 
 
+def is_registered(registry: MutableMapping[str, Any], name: str) -> bool:
+    """Whether this program or a plugin has registered the entry, which is not titanlite's own."""
+    return any(table is registry and known == name for table, known, _ in _state.added)
+
+
 def plugin_digests(entries: Iterable[str]) -> dict[str, str]:
     """Plugin, without its folder -> digest, of stored entries."""
     return {Plugin(*split_entry(entry)).label: split_entry(entry)[1] for entry in entries}

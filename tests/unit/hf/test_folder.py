@@ -252,6 +252,18 @@ def add_tensors(folder: Path, more: dict[str, Tensor]) -> None:
     save_file(load_file(folder / SINGLE) | more, folder / SINGLE)
 
 
+def test_a_missing_output_may_be_tied(tmp_path: Path) -> None:
+    write_model(tmp_path / "it", tie_embeddings=True)
+    edit("config.json", lambda fields: fields.pop("tie_word_embeddings"))(tmp_path / "it")
+    with pytest.raises(UserError) as refused:
+        open_folder("it", tmp_path / "it")
+    assert str(refused.value).endswith(
+        f'lm_head.weight is missing: if it is tied to {EMBEDDING}, add "tie_word_embeddings": true to config.json'
+    )
+    edit("config.json", lambda fields: fields.update(tie_word_embeddings=True))(tmp_path / "it")
+    open_folder("it", tmp_path / "it")
+
+
 def test_an_output_beside_a_tied_embedding_must_equal_it(tmp_path: Path) -> None:
     written = write_model(tmp_path / "it", tie_embeddings=True)
     add_tensors(tmp_path / "it", {"lm_head.weight": written[EMBEDDING].clone()})

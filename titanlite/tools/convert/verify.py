@@ -9,9 +9,10 @@ from torch import Tensor
 
 from titanlite.generation.model import empty_model
 from titanlite.hf.folder import open_folder
-from titanlite.models.family import LanguageModel
+from titanlite.models.family import FAMILIES, LanguageModel
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.memory import available_memory_bytes
+from titanlite.runtime.plugins import is_registered
 from titanlite.tools.saved_run import SavedRun
 
 ROWS, SEQ_LEN = 2, 64
@@ -59,9 +60,16 @@ def verify(run: SavedRun, folder: Path, dtype: torch.dtype) -> str:
         f"largest logit (bound {bound:.0e}), on {ROWS} x {length} tokens in {str(compute).removeprefix('torch.')}"
     )
     if not relative <= bound:
+        name, architecture = run.family.name, run.family.exported.architecture
+        advice = "Try another version of transformers, or --dtype float64"
+        if is_registered(FAMILIES, name):
+            advice = (
+                f"The registered family {name!r} computes something else than {architecture} if --dtype float64 fails, "
+                "too: give it a hugging_face that fits, or None"
+            )
         raise UserError(
-            f"the export failed: {summary}; the exported folder was deleted. Try another version of transformers, or "
-            "--dtype float64; --no-verify exports without this comparison"
+            f"the export failed: {summary}; the exported folder was deleted. {advice}; --no-verify exports without "
+            "this comparison"
         )
     return summary
 
