@@ -199,9 +199,9 @@ def describe_end(config: JobConfig, run: Run, ended: Sequence[bool]) -> str:
 def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
     """Train to the last step; return its record, or None if a signal stopped training.
 
-    Every event of a step is here, in order. Saving comes before validation, and a validation that fails saves
-    its step if it is not saved yet: an error in validation data costs no step. A step without log line, checkpoint or
-    validation never waits for the device.
+    Every event of a step is here, in order. Saving comes before validation, and a validation that fails on all ranks
+    saves its step if it is not saved yet: an error in validation data costs no step. A step without log line,
+    checkpoint or validation never waits for the device.
     """
     trainer, loader, checkpoints = run.trainer, run.loader, run.checkpoints
     assert trainer.step < config.training.steps, "no step is left to train"
@@ -243,8 +243,8 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
                 trainer.mesh.set_timeout(config.comm.train_timeout_s if has_validated else config.comm.init_timeout_s)
                 try:
                     requested, has_validated = run.validation.after_step(step), True
-                except RanksError:
-                    if checkpoints is not None and not stops:
+                except Exception:
+                    if checkpoints is not None and not stops and run.validation.fails_on_all_ranks():
                         checkpoints.save_unsaved(step)
                     raise
                 trainer.mesh.set_timeout(config.comm.train_timeout_s)

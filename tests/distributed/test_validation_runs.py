@@ -9,12 +9,17 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch.distributed as dist
+from torch import nn
 
 from tests.distributed.program import Starter
 from tests.distributed.reference import TOKENS
 from tests.distributed.resuming import Outcome, Start, numbers, start_runs, write_text
+from tests.pool import run_ranks
 from titanlite.assembly.run import Run
+from titanlite.ranks.agreement import all_ranks_arrive
 from titanlite.runtime import logging
+from titanlite.runtime.errors import UserError
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +61,17 @@ def request_stop(run: Run, step: int) -> None:
     loader.next_step = next_step_with_request  # type: ignore[method-assign]
 
 
+def fail(run: Run) -> None:
+    """Raise an error of no data in the middle of a forward pass that does not train."""
+
+    def refuse(module: nn.Module, _: Any) -> None:
+        if not module.training:
+            raise UserError("it cannot validate")
+
+    blocks: Any = run.trainer.model_parts[0].layers
+    blocks["1"].register_forward_pre_hook(refuse)
+
+
 def impatient() -> AbstractContextManager[Any]:
     """Log progress after each batch."""
     return mock.patch.object(logging, "PROGRESS_EVERY_S", 0.0)
@@ -68,7 +84,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 def test_validation_does_not_affect_training_and_is_logged_once_per_step(tmp_path: Path) -> None:
     off = two_sources(tmp_path)
     on = (*off, *with_validation(tmp_path))
-    plain, uninterrupted, _, resumed, first, second, third, fourth = start_runs(
+    plain, uninterrupted, _, resumed, first, second, third, fourth, failed, after = start_runs(
         tmp_path,
         [
             Start(off, ranks=2, run="plain"),
@@ -79,9 +95,12 @@ def test_validation_does_not_affect_training_and_is_logged_once_per_step(tmp_pat
             Start(on, ranks=2, run="stopped", spoil=partial(request_stop, step=8)),
             Start(on, ranks=2, run="stopped"),
             Start(on, ranks=2, run="stopped"),
+            Start(on, ranks=2, run="failed", spoil=fail),
+            Start(on, ranks=2, run="failed"),
         ],
     )
-    assert plain.end == uninterrupted.end == resumed.end == second.end
+    assert plain.end == uninterrupted.end == resumed.end == second.end == after.end
+    assert (failed.error, after.step) == ("it cannot validate", 3)
     assert resumed.step == 2
     for run in ("killed", "stopped"):
         for found, row in zip(rows_of(tmp_path / run), rows_of(tmp_path / "uninterrupted"), strict=True):
@@ -109,6 +128,20 @@ def test_validation_does_not_affect_training_and_is_logged_once_per_step(tmp_pat
     assert third.logged("validation after step 8")
     assert third.logged("Nothing to do")
     assert not fourth.logged("validation after step 8")
+
+
+def arrivals() -> list[bool]:
+    """Whether all ranks arrive if both do, if the first does, and if the last does."""
+    group, last = dist.new_group(), dist.get_rank() == 1
+    found = [all_ranks_arrive(group, 30.0)]
+    for alone in (0, 1):
+        found += [all_ranks_arrive(group, 0.2)] if last == alone else []
+        dist.barrier()
+    return found
+
+
+def test_an_error_of_one_rank_does_not_wait_for_the_others() -> None:
+    assert run_ranks(arrivals, 2) == [[True, False]] * 2
 
 
 def has_stopped(outcome: Outcome, step: int) -> bool:

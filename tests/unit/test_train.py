@@ -13,7 +13,6 @@ from titanlite import train as train_module
 from titanlite.config.schema import JobConfig, TrainingConfig
 from titanlite.data.config import DataConfig
 from titanlite.metrics.config import MetricsConfig
-from titanlite.ranks.agreement import RanksError
 from titanlite.ranks.distributed import CommConfig
 from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.errors import DataError, UsageError, UserError
@@ -188,14 +187,17 @@ def test_too_many_bad_rows_stop_the_run_at_the_next_log_step(
     assert events(run)[-2:] == END
 
 
-@pytest.mark.parametrize("is_saved", [False, True])
-def test_a_validation_that_fails_saves_its_step(is_saved: bool, run: MagicMock) -> None:
-    run.validation.after_step.side_effect = RanksError("a bad row")
+@pytest.mark.parametrize(("is_saved", "is_everywhere"), [(False, True), (False, False), (True, True)])
+def test_a_validation_that_fails_on_all_ranks_saves_its_step(
+    is_saved: bool, is_everywhere: bool, run: MagicMock
+) -> None:
+    run.validation.after_step.side_effect = ZeroDivisionError
+    run.validation.fails_on_all_ranks.return_value = is_everywhere
     run.checkpoints.after_step.side_effect = lambda _, last: last and is_saved
     run.validation.is_due.side_effect = lambda step, _: step == 2
-    with pytest.raises(RanksError):
+    with pytest.raises(ZeroDivisionError):
         train(config(2), run, Mock())
-    assert run.checkpoints.save_unsaved.call_args_list == ([] if is_saved else [call(2)])
+    assert run.checkpoints.save_unsaved.call_args_list == ([call(2)] if is_everywhere and not is_saved else [])
 
 
 def test_a_data_error_is_noted_before_waiting_for_the_ranks(run: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:

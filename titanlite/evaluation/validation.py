@@ -11,8 +11,12 @@ from titanlite.evaluation.evaluator import Evaluator
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.records import ValidationRecord
 from titanlite.metrics.sinks import Sinks
+from titanlite.ranks.agreement import all_ranks_arrive
 from titanlite.ranks.signals import StoppedError
 from titanlite.runtime.logging import log
+
+ARRIVE_S = 5.0
+"""Time in which all ranks find an error that all of them raise."""
 
 
 @dataclass(frozen=True)
@@ -57,3 +61,7 @@ class Validation:
                 return stopped.number
             self.sinks.write(ValidationRecord(step, by_source, clock(), self.meter.tokens_seen, scores))
         return 0
+
+    def fails_on_all_ranks(self) -> bool:
+        """Whether all ranks have left `after_step` with an error, and not only some, for which the others wait."""
+        return all_ranks_arrive(self.evaluator.group, ARRIVE_S)

@@ -187,6 +187,15 @@ def run_on_rank_0(work: Callable[[], T], group: dist.ProcessGroup) -> T:
     return results[0]  # type: ignore[return-value]
 
 
+def all_ranks_arrive(group: dist.ProcessGroup, seconds: float) -> bool:
+    """Whether all ranks of a gloo group call this within `seconds`, as they do after an error that all raise."""
+    try:
+        dist.monitored_barrier(group, timedelta(seconds=seconds))
+    except RuntimeError:
+        return False
+    return True
+
+
 def warn_on_rank_0(message: str, group: dist.ProcessGroup) -> None:
     """Log a warning on rank 0 only. Not a collective."""
     if dist.get_rank(group) == 0:
