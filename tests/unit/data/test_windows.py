@@ -211,6 +211,13 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
         assert "is a zip archive: unpack it" in problem.remedy or "is compressed with gzip: unpack it" in problem.remedy
 
 
+def test_wider_ids_of_a_tiny_vocabulary_are_named(tmp_path: Path) -> None:
+    for stored, read_as in (("<u4", "uint16"), ("<i8", "uint32")):
+        ids_like_text(8).astype(stored).tofile(tmp_path / "tokens.bin")
+        (problem,) = check_content(source(tmp_path, read_as), 8)
+        assert f"its ids have {8 * np.dtype(stored).itemsize} bits" in problem.remedy
+
+
 def test_raw_files_that_are_right_are_not_refused(tmp_path: Path) -> None:
     file = tmp_path / "tokens.bin"
     padded = np.concatenate([np.full(9000, 32_000), ids_like_text(32_000), np.zeros(9000, int)])
@@ -221,6 +228,7 @@ def test_raw_files_that_are_right_are_not_refused(tmp_path: Path) -> None:
         padded,
         np.arange(5000) % 16,
         np.arange(60_000) % 256,
+        np.concatenate([[0x8B1F], padded]),  # begins like a file of gzip
     ):
         for dtype in ("uint16", "uint32"):
             ids.astype(dtype).tofile(file)

@@ -237,7 +237,7 @@ def raw_fault(file: Path, sample: npt.NDArray[np.unsignedinteger], vocab_size: i
         ids = np.unique(sample)
         if name == "uint16" and not columns[:, 2:].any() and columns[:, 1].max() < _FEW:
             found, dtype = "its ids have 64 bits", "<u8"
-        elif columns[:, 1::2].max() < _FEW and (columns[:, ::2] >= _FEW).mean() > 0.05:
+        elif (most := columns[:, 1::2].max()) < _FEW and (columns[:, ::2] >= (_FEW if most else 1)).mean() > 0.05:
             found, dtype = ("its ids have 32 bits", "<u4") if name == "uint16" else ("its ids have 64 bits", "<u8")
         elif name == "uint16" and columns[:, ::2].byteswap().max() < _FEW and (columns[:, 1::2] >= _FEW).mean() > 0.05:
             found, dtype = "its ids have 32 bits, in big-endian order", ">u4"
@@ -270,7 +270,7 @@ _LLM_C = {20240520: "<u2", 20240801: "<u4"}
 """First number of llm.c's headers, of 256 numbers of 32 bits -> type of the ids after it."""
 _MAGICS = {
     b"\x93NUMPY": "a .npy file",
-    b"\x1f\x8b": "compressed with gzip",
+    b"\x1f\x8b\x08": "compressed with gzip",
     b"\x28\xb5\x2f\xfd": "compressed with zstd",
     b"PK\x03\x04": "a zip archive",
     b"\x89HDF": "an HDF5 file",
