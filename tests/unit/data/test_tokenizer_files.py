@@ -262,7 +262,7 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
     ("words", "kind", "drops"),
     [
         (["a", "b", " "], "", True),
-        (["a", *BYTES[1:]], "byte_fallback", True),
+        (["a", *BYTES[:1], *BYTES[2:]], "byte_fallback", True),
         (["a", *BYTES], "byte_fallback", False),
         (ALPHABET, "byte_level", False),
         (ALPHABET[:-100], "byte_level", True),
