@@ -27,6 +27,9 @@ from titanlite.runtime.text import counted
 TOKENIZER_FOLDER = "tokenizer"
 """Folder of the copy of a run's tokenizer, inside job.dump_folder."""
 
+EDGE = 256
+"""Characters on one side of a cut that its tokens usually depend on at most."""
+
 
 class Tokenizer:
     """A tokenizer of the `tokenizers` library, for documents: adds no special tokens, truncates nothing.
@@ -170,16 +173,25 @@ class Tokenizer:
 
         If the first or last part is empty, the middle one has the start or the end of the text. Raises UserError.
         """
-        if not any(before or after for before, _, after in parts):
-            return self.encode_batch([text for _, text, _ in parts])
-        found = self._encodings(self._tokenizer.encode_batch, ["".join(each) for each in parts])
-        ids = []
-        for (before, text, after), encoded in zip(parts, found, strict=True):
-            starts = [start for start, _ in encoded.offsets]  # in characters, ascending
-            first = bisect_left(starts, len(before)) if before else 0
-            last = bisect_left(starts, len(before) + len(text)) if after else len(starts)
-            ids.append(encoded.ids[first:last])
-        return ids
+        found = self.encode_batch(["".join(each) for each in parts])
+        return [self._middle(ids, *each) if each[0] or each[2] else ids for ids, each in zip(found, parts, strict=True)]
+
+    def _middle(self, ids: list[int], before: str, text: str, after: str) -> list[int]:
+        """Those of `ids`, the token ids of all three parts, that begin inside `text`.
+
+        Offsets, with which encoding takes 1.7 times as long, are computed beside both ends of `text` only, unless other
+        tokens are found there.
+        """
+        edges = [before + text[:EDGE], text[-EDGE:] + after]
+        head, tail = self._encodings(self._tokenizer.encode_batch, edges)
+        first = _tokens_until(head, len(before)) if before else 0
+        rest = len(tail) - _tokens_until(tail, len(edges[1]) - len(after)) if after else 0
+        last = len(ids) - rest
+        if ids[: first + 1] == head.ids[: first + 1] and ids[last - 1 :] == tail.ids[len(tail) - rest - 1 :]:
+            return ids[first:last]
+        (encoded,) = self._encodings(self._tokenizer.encode_batch, [before + text + after])
+        first = _tokens_until(encoded, len(before)) if before else 0
+        return ids[first : _tokens_until(encoded, len(before) + len(text)) if after else len(ids)]
 
     def _encodings(self, encode: Callable[..., list[Any]], texts: Sequence[str]) -> list[Any]:
         try:
@@ -245,6 +257,11 @@ class Tokenizer:
             return None, f"none{reason}"
         token_id = self._tokenizer.token_to_id(text)
         return token_id, f"{text!r} = {token_id} ({self._files.names[name][1]})"
+
+
+def _tokens_until(encoded: Any, place: int) -> int:
+    """The number of tokens that begin before the character `place`."""
+    return bisect_left(range(len(encoded)), place, key=lambda token: encoded.token_to_chars(token)[0])
 
 
 def _json(content: Mapping[str, Any]) -> bytes:
