@@ -157,7 +157,7 @@ class TokenizerFiles:
         texts = {token.content for token in known.values()}
         flags = {repr(token) for token in known.values()}
         named = {text_of(token) for token in names.values()}
-        for _, token in sorted((known | listed).items(), key=lambda item: item[0]):
+        for _, token in sorted({**known, **listed}.items(), key=lambda item: item[0]):
             token = _with_flags(token, special=token.special or token.content in named)
             if repr(token) not in flags:
                 texts.add(token.content)
