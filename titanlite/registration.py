@@ -23,7 +23,7 @@ from titanlite.data.sources.base import Source, StreamedSource, TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import LOGGERS, PLUGIN_LOGGERS, MetricsConfig
-from titanlite.metrics.services import Service
+from titanlite.metrics.slow_loggers import SlowLogger
 from titanlite.models.family import Family, HuggingFace, Init, LanguageModel, ModelConfig, Plan
 from titanlite.models.head import output_layers_of
 from titanlite.models.losses import LOSSES, TERMS, CountFunction, Loss, Term, TokenFunction, check_loss, cross_entropy
@@ -150,11 +150,11 @@ def register_term(
     add_entry(TERMS, name, term, "register_term")
 
 
-def register_logger(name: str, build: Callable[[MetricsConfig, Path, AboutRun], Service]) -> None:
+def register_logger(name: str, build: Callable[[MetricsConfig, Path, AboutRun], SlowLogger]) -> None:
     """Add a logger, chosen by metrics.loggers.
 
-    build: called on rank 0 with [metrics], the dump folder and facts of the run; returns a Service of
-    titanlite.metrics.services. A thread calls it. If `build` or the thread raises, the run continues without it.
+    build: called on rank 0 with [metrics], the dump folder and facts of the run; returns a SlowLogger of
+    titanlite.metrics.slow_loggers. A thread calls it. If `build` or the thread raises, the run continues without it.
     """
     check = _Check("register_logger", name)
     check.name(name)

@@ -271,9 +271,9 @@ def log_step(config: JobConfig, run: Run, step: int) -> Record:
     own_epochs = epochs if counts_rows else [0.0] * len(epochs)
     of_experts, loads = run.expert_loads.flush(step)
     record = run.meter.flush(own_epochs, loader.too_long_by_name(counts=counts_rows), of_experts, run.goodput.columns)
-    run.sinks.write(record)
+    run.loggers.write(record)
     if loads is not None:
-        run.sinks.write(loads)
+        run.loggers.write(loads)
     run.checks.skipped.check()
     require_few_bad_rows(record, config.data.max_bad_rows)
     return record

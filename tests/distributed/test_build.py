@@ -51,7 +51,7 @@ def timeouts_of_a_run(folder: str) -> tuple[list[float], list[float], bool]:
     }
     used |= {run.trainer.mesh.data_group.group_name, getattr(run.trainer.mesh.cp_group, "group_name", "no group of cp")}
     run.loader.close()
-    run.sinks.close()
+    run.loggers.close()
     return at_start, timeouts(), used <= {group.group_name for group in run.trainer.mesh.groups}
 
 
@@ -67,7 +67,7 @@ def determinism_of_a_run(folder: str, deterministic: str) -> list[object]:
     torch.backends.cudnn.benchmark = True
     run = build(folder, f"debug.deterministic={deterministic}")
     run.loader.close()
-    run.sinks.close()
+    run.loggers.close()
     return [
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -90,7 +90,7 @@ def test_deterministic_algorithms_are_set_as_configured(tmp_path: Path) -> None:
 def data_rank_and_streams(folder: str) -> tuple[int, list[int]]:
     run = build(folder, "parallelism.dp_replicate=2", "training.local_batch_size=4", "data.num_streams=8")
     run.loader.close()
-    run.sinks.close()
+    run.loggers.close()
     return dist.get_rank(run.trainer.data_group), list(run.loader.stream_ids)
 
 
@@ -118,7 +118,7 @@ def counts_of_a_run(folder: str) -> tuple[list[float], list[str]]:
     run.meter.update(1, stats, lr=0.1, data_wait_s=0, bad_rows=0)
     record = run.meter.flush()
     run.loader.close()
-    run.sinks.close()
+    run.loggers.close()
     assert record.mfu is not None
     flops_per_token = record.mfu * 2 * PEAK / record.tokens_per_second
     return [record.tokens_seen, record.tokens_per_second * record.step_time_s, flops_per_token], peak_arguments

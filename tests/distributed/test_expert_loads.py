@@ -180,9 +180,9 @@ def planted(mistake: str | None) -> Iterator[None]:
         end_step(mixtures, ok, None)
 
     def also_in_forward(self: MixtureOfExperts, *args: Any) -> Any:
-        loss, terms = losses(self, *args)
-        note(self, args[2].sum(dim=0) * (args[0].sum() > 0), terms)
-        return loss, terms
+        loss, sums = losses(self, *args)
+        note(self, args[2].sum(dim=0) * (args[0].sum() > 0), sums)
+        return loss, sums
 
     losses = MixtureOfExperts._losses
     if mistake == "not reduced":

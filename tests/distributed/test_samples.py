@@ -46,7 +46,7 @@ def losses(layout: Layout, *, samples: bool) -> tuple[list[float], list[tuple[st
     config = layout.config("optimizer.lr=0.5")
     trainer, mesh = build_on_mesh(config)
     family, hyper_parameters = resolve_model(config.model)
-    sinks = MagicMock()
+    loggers = MagicMock()
     texts: list[tuple[str, str]] = []
     if samples:
         first = gather_model(trainer.model_parts, mesh, family, hyper_parameters, torch.float64)
@@ -57,7 +57,7 @@ def losses(layout: Layout, *, samples: bool) -> tuple[list[float], list[tuple[st
             assert all(torch.equal(value, expected[name]) for name, value in first.named_parameters())
     writer = Samples(
         *(SamplesConfig(("a", "b"), max_new_tokens=8), trainer, family, hyper_parameters, torch.float64, Letters(), ()),
-        *([Prompt("a", "a", (1, 2, 3)), Prompt("b", "b", (4,))], mesh.new_group(60), MagicMock(), sinks),
+        *([Prompt("a", "a", (1, 2, 3)), Prompt("b", "b", (4,))], mesh.new_group(60), MagicMock(), loggers),
     )
     found = []
     for step in (1, 2):
@@ -68,7 +68,7 @@ def losses(layout: Layout, *, samples: bool) -> tuple[list[float], list[tuple[st
             random = torch.random.get_rng_state()
             writer.after_step(step)
             assert torch.equal(random, torch.random.get_rng_state())
-    for call in sinks.write.call_args_list:
+    for call in loggers.write.call_args_list:
         assert isinstance(call.args[0], SamplesRecord)
         texts = [*call.args[0].texts]
     return found, texts

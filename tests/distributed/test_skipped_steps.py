@@ -87,7 +87,7 @@ def trained(folder: str, fault: str, first: int, last: int, *settings: str) -> t
         error = str(raised)
     logging.getLogger("titanlite").removeHandler(handler)
     run.loader.close()
-    run.sinks.close()
+    run.loggers.close()
     return warnings, error, changes, trainer.step
 
 
@@ -186,7 +186,7 @@ def norms_after(folder: str, steps: int, *settings: str) -> list[float]:
     run = build(folder, *settings)
     train(small_config(dist.get_world_size(), f"job.dump_folder={folder}/run", *settings), run, Mock())
     run.loader.close()
-    run.sinks.close()
+    run.loggers.close()
     Path(folder, "store").unlink(missing_ok=True)
     return [] if run.trainer.spikes is None else run.trainer.spikes.norms[1 : steps + 1].tolist()
 

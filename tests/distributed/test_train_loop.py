@@ -18,9 +18,9 @@ from titanlite import train
 from titanlite.assembly.run import Run, build_expert_loads
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
+from titanlite.metrics.loggers import Loggers
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.records import Record
-from titanlite.metrics.sinks import Sinks
 from titanlite.metrics.timing import Goodput
 from titanlite.ranks.agreement import DataEnd
 from titanlite.ranks.failure import FailureReport
@@ -51,7 +51,7 @@ class StubLoader:
         return {"too_long/chat": (10 + self._rank) * counts}
 
 
-class RecordSink:
+class RecordLogger:
     def __init__(self) -> None:
         self.records: list[Record] = []
 
@@ -66,7 +66,7 @@ def config_of_two(*settings: str) -> JobConfig:
     return small_config(2, "training.local_batch_size=4", "optimizer.name=AdamW", *settings)
 
 
-def run_of(config: JobConfig, *sinks: RecordSink) -> Run:
+def run_of(config: JobConfig, *loggers: RecordLogger) -> Run:
     """A run with the parts that every run has."""
     trainer, mesh = build_on_mesh(config)
     meter = Meter(mesh.data_group, torch.device("cpu"), tokens_per_step=256, flops_per_token=0.0, peak_flops=None)
@@ -76,7 +76,7 @@ def run_of(config: JobConfig, *sinks: RecordSink) -> Run:
         meter=meter,
         expert_loads=build_expert_loads(config, trainer),
         goodput=Goodput({}, began=monotonic()),
-        sinks=Sinks(sinks),  # type: ignore[arg-type]
+        loggers=Loggers(loggers),  # type: ignore[arg-type]
         data_end=DataEnd(None, None),
         checks=Mock(),
         profiling=Mock(),
@@ -92,8 +92,8 @@ def run_of(config: JobConfig, *sinks: RecordSink) -> Run:
 def trained(max_bad_rows: int = 1000) -> tuple[list[Record], list[str]]:
     """(records, calls in order) of a run of 6 steps with a log line every 4 steps"""
     config = config_of_two(*("training.steps=6", "metrics.log_freq=4", f"data.max_bad_rows={max_bad_rows}"))
-    sink, calls = RecordSink(), []
-    run = run_of(config, sink)
+    logger, calls = RecordLogger(), []
+    run = run_of(config, logger)
     trainer, meter = run.trainer, run.meter
     train_step, collect, start = trainer.train_step, gc.collect, meter.start
 
@@ -120,7 +120,7 @@ def trained(max_bad_rows: int = 1000) -> tuple[list[Record], list[str]]:
         calls.append(str(error))
     finally:
         gc.collect = collect
-    return sink.records, calls
+    return logger.records, calls
 
 
 def logged_and_called() -> tuple[list[list[float]], list[str]]:

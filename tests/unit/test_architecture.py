@@ -261,7 +261,7 @@ def test_broken_rule_is_reported(module: str, source: str, problem: str) -> None
         ("titanlite.tools.tokenize", "from titanlite.config.load import parse_config"),
         ("titanlite.models.llama3", "from titanlite.models.layers import X\nmodel.eval()"),
         ("titanlite.batch", "IGNORE_INDEX = -100"),
-        ("titanlite.metrics.sinks", "def f():\n    import tensorboard"),
+        ("titanlite.metrics.loggers", "def f():\n    import tensorboard"),
         ("titanlite.runtime.cache", "torch.load(path, weights_only=True)"),
         ("titanlite.runtime.torch_internals", "torch._dynamo.reset()"),
     ],

@@ -20,7 +20,7 @@ from titanlite.data.sources.pieces import BadRowError
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import PLUGIN_LOGGERS, MetricsConfig
 from titanlite.metrics.records import Record
-from titanlite.metrics.services import BackgroundSink
+from titanlite.metrics.slow_loggers import BackgroundLogger
 from titanlite.models.registry import FAMILIES
 from titanlite.models.watch import STATISTICS, Watched
 from titanlite.optim.optimizer import Arguments, GatedOptimizer, OptimizerConfig
@@ -157,8 +157,8 @@ def test_the_logger_appends_rows(tmp_path: Path) -> None:
     load_plugins([str(EXAMPLES / "logger.py")])
     record = Record(3, 2.5, 1.0, 0.1, *[0] * 8)
     for _ in range(2):  # the second one is a resumed run
-        sink = BackgroundSink(PLUGIN_LOGGERS["csv"](MetricsConfig(), tmp_path, AboutRun({}, {}, "")))
-        sink.write(record)
-        sink.close()
+        logger = BackgroundLogger(PLUGIN_LOGGERS["csv"](MetricsConfig(), tmp_path, AboutRun({}, {}, "")))
+        logger.write(record)
+        logger.close()
     rows = list(csv.reader((tmp_path / "metrics.csv").read_text().splitlines()))
     assert rows == [["step", "loss", "lr"], ["3", "2.5", "0.1"], ["3", "2.5", "0.1"]]

@@ -19,8 +19,8 @@ from titanlite.data.kinds import KINDS
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.text import Text
 from titanlite.metrics.config import PLUGIN_LOGGERS, MetricsConfig
-from titanlite.metrics.services import Service
-from titanlite.metrics.sinks import build_sinks
+from titanlite.metrics.loggers import build_loggers
+from titanlite.metrics.slow_loggers import SlowLogger
 from titanlite.models.family import Family, Init, Plan
 from titanlite.models.llama3 import LLAMA3, Llama3Config
 from titanlite.models.registry import FAMILIES
@@ -254,14 +254,14 @@ def test_a_schedule_that_would_fail_later_is_refused(shape: Any, reason: str) ->
 
 
 def test_a_logger_is_a_choice(caplog: pytest.LogCaptureFixture) -> None:
-    def build(section: Any, folder: Any, about: Any) -> Service:
+    def build(section: Any, folder: Any, about: Any) -> SlowLogger:
         raise NotImplementedError
 
     titanlite.register_logger("mine", build)
     assert PLUGIN_LOGGERS["mine"] is build
     section = MetricsConfig(loggers=("mine",))
     options = {"resume_step": 0, "resume_tokens": 0, "about": None, "has_samples": False, "has_experts": False}
-    build_sinks(section, ".", 0, 1, "memory", **options).close()  # type: ignore[arg-type]
+    build_loggers(section, ".", 0, 1, "memory", **options).close()  # type: ignore[arg-type]
     assert "mine: NotImplementedError:; the run continues without this logger" in caplog.text
     for name in ("console", "mine"):
         with pytest.raises(RegistrationError, match="name"):

@@ -41,7 +41,7 @@ LOG = [
     "expert_loads.flush",
     "loader.too_long_by_name",
     "meter.flush",
-    "sinks.write",
+    "loggers.write",
     "checks.skipped.check",
 ]
 SAVE = ["ledger.write", "checks.replicas.after_step", "checkpoints.after_step"]
@@ -183,7 +183,7 @@ def test_too_many_bad_rows_stop_the_run_at_the_next_log_step(
     else:
         with pytest.raises(UserError, match=rf"max_bad_rows = {max_bad_rows}: {logged[-1]} rows were skipped"):
             train(config(10, max_bad_rows, log_freq), run, Mock())
-    assert [call.args[0].bad_rows for call in run.sinks.write.call_args_list] == logged
+    assert [call.args[0].bad_rows for call in run.loggers.write.call_args_list] == logged
     assert events(run)[-2:] == END
 
 

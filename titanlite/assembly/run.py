@@ -49,8 +49,8 @@ from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import EXPERTS_FILE, LOG_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE, TENSORBOARD_FOLDER
 from titanlite.metrics.experts import ExpertLoads
 from titanlite.metrics.jsonl import has_validation, keep_rows, last_row
+from titanlite.metrics.loggers import Loggers, build_loggers
 from titanlite.metrics.meter import Meter
-from titanlite.metrics.sinks import Sinks, build_sinks
 from titanlite.metrics.slow_ranks import Place, SlowRanks
 from titanlite.metrics.timing import Goodput
 from titanlite.models.attention import pin_kernels
@@ -92,7 +92,7 @@ class Run:
     meter: Meter
     expert_loads: ExpertLoads
     goodput: Goodput
-    sinks: Sinks
+    loggers: Loggers
     data_end: DataEnd
     checks: "StateChecks"
     profiling: Profiling
@@ -142,23 +142,23 @@ def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[st
     prepare_outputs(config, world, start, data.tokenizer)
     resume_step = start.step if start.resumes else 0
     about = record_start(config, mesh, hosts, resume_step, environment)
-    sinks = build_run_sinks(config, world, meter, resume_step, about)
-    cleanup.callback(sinks.close)
+    loggers = build_run_loggers(config, world, meter, resume_step, about)
+    cleanup.callback(loggers.close)
     return Run(
         trainer=trainer,
         loader=data.loader,
         meter=meter,
         expert_loads=build_expert_loads(config, trainer),
         goodput=Goodput(last_row(Path(config.job.dump_folder, METRICS_FILE)) if resume_step else {}, began=began),
-        sinks=sinks,
+        loggers=loggers,
         data_end=build_data_end(config, data.loader, mesh),
         checks=checks,
         profiling=profiling,
         ledger=build_ledger(config, trainer, cleanup),
         checkpoints=checkpoints if config.checkpoint.enable else None,
         stop=stop,
-        validation=build_validation(job, trainer, data, meter, sinks, stop, start),
-        samples=build_samples(config, trainer, data.tokenizer, meter, sinks, start),
+        validation=build_validation(job, trainer, data, meter, loggers, stop, start),
+        samples=build_samples(config, trainer, data.tokenizer, meter, loggers, start),
         memory=memory,
     )
 
@@ -267,9 +267,9 @@ def load_start(config: JobConfig, trainer: Trainer, checkpoints: Checkpoints) ->
     return start
 
 
-def build_run_sinks(config: JobConfig, world: World, meter: Meter, resume_step: int, about: AboutRun) -> Sinks:
+def build_run_loggers(config: JobConfig, world: World, meter: Meter, resume_step: int, about: AboutRun) -> Loggers:
     """Build the loggers. resume_step: 0 for a new run."""
-    return build_sinks(
+    return build_loggers(
         config.metrics,
         config.job.dump_folder,
         world.rank,
@@ -370,7 +370,7 @@ def build_expert_loads(config: JobConfig, trainer: Trainer) -> ExpertLoads:
 
 
 def build_validation(
-    job: Job, trainer: Trainer, data: RunData, meter: Meter, sinks: Sinks, stop: StopRequest, start: Start
+    job: Job, trainer: Trainer, data: RunData, meter: Meter, loggers: Loggers, stop: StopRequest, start: Start
 ) -> Validation | None:
     """Build the validation of the run; None if validation.enable is false. A collective: creates a process group, and
     reads the validation data once. Raises RanksError if it is bad, or has no token to predict."""
@@ -387,14 +387,14 @@ def build_validation(
         data.held_out,
         data.tasks,
         meter,
-        sinks,
+        loggers,
         max_bad_rows=config.data.max_bad_rows,
         missing=start.resumes and run_on_rank_0(lambda: not has_validation(metrics_file, start.step), group),
     )
 
 
 def build_samples(
-    config: JobConfig, trainer: Trainer, tokenizer: Tokenizer | None, meter: Meter, sinks: Sinks, start: Start
+    config: JobConfig, trainer: Trainer, tokenizer: Tokenizer | None, meter: Meter, loggers: Loggers, start: Start
 ) -> Samples | None:
     """Build the samples of the run; None without samples.prompts. A collective: creates a process group. Raises
     ConfigError if a prompt is too long or empty."""
@@ -421,7 +421,7 @@ def build_samples(
         prompts,
         trainer.mesh.new_group(config.comm.save_timeout_s, keeps_timeout=True),
         meter,
-        sinks,
+        loggers,
     )
 
 

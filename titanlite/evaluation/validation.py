@@ -8,9 +8,9 @@ from titanlite.data.config import ValidationConfig
 from titanlite.data.loader import Loader
 from titanlite.data.tasks import EncodedTask
 from titanlite.evaluation.evaluator import Evaluator
+from titanlite.metrics.loggers import Loggers
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.records import ValidationRecord
-from titanlite.metrics.sinks import Sinks
 from titanlite.ranks.agreement import all_ranks_arrive
 from titanlite.ranks.signals import StoppedError
 from titanlite.runtime.logging import log
@@ -32,7 +32,7 @@ class Validation:
     loaders: Mapping[str, Loader]
     tasks: Sequence[EncodedTask]
     meter: Meter
-    sinks: Sinks
+    loggers: Loggers
     max_bad_rows: int
     missing: bool
 
@@ -59,7 +59,7 @@ class Validation:
                     *(step, name, clock()),
                 )
                 return stopped.number
-            self.sinks.write(ValidationRecord(step, by_source, clock(), self.meter.tokens_seen, scores))
+            self.loggers.write(ValidationRecord(step, by_source, clock(), self.meter.tokens_seen, scores))
         return 0
 
     def fails_on_all_ranks(self) -> bool:

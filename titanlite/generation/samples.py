@@ -15,9 +15,9 @@ from titanlite.generation.generate import generate
 from titanlite.generation.model import gather_model
 from titanlite.generation.prompts import Prompt
 from titanlite.generation.sampling import Sampling
+from titanlite.metrics.loggers import Loggers
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.records import SamplesRecord
-from titanlite.metrics.sinks import Sinks
 from titanlite.models.family import Family, LanguageModel
 from titanlite.ranks.agreement import run_on_rank_0
 from titanlite.runtime.errors import UserError
@@ -42,7 +42,7 @@ class Samples:
     prompts: Sequence[Prompt]
     group: dist.ProcessGroup
     meter: Meter
-    sinks: Sinks
+    loggers: Loggers
 
     def is_due(self, step: int, last: bool) -> bool:
         """Whether to sample after `step`. last: whether it is the last step of the run."""
@@ -66,7 +66,7 @@ class Samples:
             log.warning("no samples after step %d: the model's logits are not finite", step)
             return
         given = [prompt.text for prompt in self.prompts]
-        self.sinks.write(SamplesRecord(step, tuple(zip(given, texts, strict=True))))
+        self.loggers.write(SamplesRecord(step, tuple(zip(given, texts, strict=True))))
 
     def _texts(self, model: LanguageModel) -> list[str]:
         """The continuation of each prompt."""

@@ -28,7 +28,7 @@ PACKAGES = {
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
 """Those of titanlite."""
 PLUGIN_LOGGERS: dict[str, Callable[..., Any]] = {}
-"""Those of plugins: functions that build a Service (titanlite.metrics.services). They may read any key of [metrics]."""
+"""Those of plugins: functions that build a SlowLogger (metrics/slow_loggers.py). They may read any key of [metrics]."""
 
 
 def _tracks(section: "MetricsConfig") -> bool:

@@ -12,7 +12,7 @@ HEADER_EVERY = 20
 """Rows between headers."""
 
 
-class ConsoleSink:
+class ConsoleLogger:
     """Logs training records as a table, with a header at the start and after every 20 rows; others as a line each.
 
     With the date, a row has at most 100 characters, unless it has rare parts or numbers of unusual size. total_steps:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.metrics.records import ExpertsRecord
-from titanlite.models.experts import TERMS, mixtures_of
+from titanlite.models.experts import ROUTER_SUMS, mixtures_of
 from titanlite.models.family import LanguageModel
 from titanlite.runtime.logging import log
 
@@ -53,11 +53,11 @@ class ExpertLoads:
         self._dead: set[tuple[int, int]] = set()
 
     def totals(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of all ranks since the last call: positions by expert, int64 (num_blocks, n_experts); the sums of TERMS,
-        float64 (num_blocks, len(TERMS)); the largest and the smallest bias, negated, float64 (num_blocks, 2). Two
+        """Of all ranks since the last call: positions by expert, int64 (num_blocks, n_experts); ROUTER_SUMS, float64
+        (num_blocks, len(ROUTER_SUMS)); the largest and the smallest bias, negated, float64 (num_blocks, 2). Two
         collectives; no host read."""
         blocks, n_experts = self._shape
-        sums = torch.zeros(blocks, n_experts + len(TERMS), dtype=torch.float64, device=self._device)
+        sums = torch.zeros(blocks, n_experts + len(ROUTER_SUMS), dtype=torch.float64, device=self._device)
         biases = torch.full((blocks, 2), -math.inf, dtype=torch.float64, device=self._device)
         for mixture in self._mixtures:
             block, found = mixture.placement.block, mixture.take_totals()
@@ -74,10 +74,10 @@ class ExpertLoads:
         collective that waits for the device. Rank 0 warns of experts that no position chose."""
         if self._shape[1] == 1:
             return {}, None
-        loads, terms, biases = self.totals()
+        loads, sums, biases = self.totals()
         choices = loads.sum(dim=1).clamp(min=1)
         relative = loads / choices.unsqueeze(1) * self._shape[1]
-        balance_loss, rows, z_loss, entropy = terms.unbind(dim=1)
+        balance_loss, rows, z_loss, entropy = sums.unbind(dim=1)
         positions = choices / self._n_active
         by_block = torch.stack(
             (

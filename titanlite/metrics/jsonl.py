@@ -23,7 +23,7 @@ from titanlite.runtime.json_files import JsonError, parse_json
 from titanlite.runtime.logging import log
 
 
-class JsonlSink:
+class JsonlLogger:
     """Writes the rows of one file: a JSON object per line, floats in full precision (reading returns the same float).
 
     JSON has no numbers for non-finite values: these are the strings "NaN", "Infinity" and "-Infinity", which every JSON

@@ -18,7 +18,7 @@ TOKENS_FOLDER = "by_tokens"
 CELL = 8
 
 
-class TensorBoardSink:
+class TensorBoardLogger:
     """Writes scalars under the keys of metrics.jsonl, at their step, and losses also at the tokens seen so far.
 
     At each start, also the resolved configuration and `AboutRun.facts`, as text and as hyper-parameters.

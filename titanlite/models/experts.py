@@ -164,7 +164,7 @@ class MixtureOfExperts(nn.Module):
 
     placement: parallelism replaces it. num_rows, num_tokens: see start_step.
     step_load: positions of this rank that chose each expert, int64 (n_experts,), in the backward passes of this step.
-    load: of all steps since it was None; terms: float64 (len(TERMS),), the sums of TERMS since it was None.
+    load: of all steps since it was None; router_sums: those of ROUTER_SUMS since it was None, float64.
     """
 
     bias: Tensor | None
@@ -181,7 +181,7 @@ class MixtureOfExperts(nn.Module):
         self.num_tokens: Tensor | int = 1
         self.step_load: Tensor | None = None
         self.load: Tensor | None = None
-        self.terms: Tensor | None = None
+        self.router_sums: Tensor | None = None
         self.router = Router(config.dim, config.n_experts)
         self.experts = Experts(config.n_experts, config.dim, config.ffn_dim)
         self.register_buffer("bias", torch.zeros(config.n_experts) if config.bias_rate else None)
@@ -195,10 +195,10 @@ class MixtureOfExperts(nn.Module):
         self.num_rows, self.num_tokens = num_rows, num_tokens
 
     def take_totals(self) -> tuple[Tensor, Tensor] | None:
-        """(load, terms) since the last call; None without a backward pass."""
-        load, terms = self.load, self.terms
-        self.load = self.terms = None
-        return None if load is None or terms is None else (load, terms)
+        """(load, router_sums) since the last call; None without a backward pass."""
+        load, sums = self.load, self.router_sums
+        self.load = self.router_sums = None
+        return None if load is None or sums is None else (load, sums)
 
     def forward(self, x: Tensor, is_token: Tensor | None = None) -> Tensor:
         """x: (batch, seq_len, dim). is_token: bool (batch, seq_len), whether a position holds a token of a document:
@@ -211,8 +211,8 @@ class MixtureOfExperts(nn.Module):
             weights = weights / weights.sum(dim=-1, keepdim=True)
         if torch.is_grad_enabled():
             counts = count_choices(chosen, scores.shape[-1], is_token)
-            loss, terms = self._losses(scores, probabilities, counts, is_token)
-            weights = _InBackward.apply(weights, loss, counts.sum(dim=0), terms, self)  # type: ignore[no-untyped-call]
+            loss, sums = self._losses(scores, probabilities, counts, is_token)
+            weights = _InBackward.apply(weights, loss, counts.sum(dim=0), sums, self)  # type: ignore[no-untyped-call]
         out: Tensor = self.experts(x, chosen, weights)
         return out
 
@@ -225,7 +225,7 @@ class MixtureOfExperts(nn.Module):
     def _losses(
         self, scores: Tensor, probabilities: Tensor, counts: Tensor, is_token: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """This rank's share of the router's losses of the global batch, and its part of the sums of TERMS."""
+        """This rank's share of the router's losses of the global batch, and its part of the sums of ROUTER_SUMS."""
 
         def held(values: Tensor) -> Tensor:
             return values if is_token is None else values.where(is_token, 0.0)
@@ -241,16 +241,16 @@ class MixtureOfExperts(nn.Module):
             entropy = (held(logsumexp) - (probabilities * scores).sum(dim=-1)).sum()
             num_rows = (counts.sum(dim=1) > 0).sum()
             counts_rows = row_group is None or row_group.rank() == 0
-            terms = torch.stack((of_rows * counts_rows, num_rows * counts_rows, squares, entropy)).to(torch.float64)
-        return loss * self.placement.own_share, terms
+            sums = torch.stack((of_rows * counts_rows, num_rows * counts_rows, squares, entropy)).to(torch.float64)
+        return loss * self.placement.own_share, sums
 
-    def note(self, counts: Tensor, terms: Tensor) -> None:
+    def note(self, counts: Tensor, sums: Tensor) -> None:
         """Add those of a backward pass."""
         self.step_load = counts if self.step_load is None else self.step_load + counts
-        self.terms = terms if self.terms is None else self.terms + terms
+        self.router_sums = sums if self.router_sums is None else self.router_sums + sums
 
 
-TERMS = ("balance_loss", "rows", "z_loss", "router_entropy")
+ROUTER_SUMS = ("balance_loss", "rows", "z_loss", "router_entropy")
 """Sums of a mixture: the balance losses of rows and the number of these rows, the squares of the z-loss of positions,
 and the entropies of the probabilities of positions, in nats."""
 
@@ -311,16 +311,16 @@ def balance(probabilities: Tensor, counts: Tensor, n_active: int, row_group: dis
 
 class _InBackward(torch.autograd.Function):
     """The identity of x. Each backward pass also differentiates `loss`, a scalar, with weight 1, and notes `counts` and
-    `terms` in the mixture: once, even if the forward pass is computed again."""
+    `router_sums` in the mixture: once, even if the forward pass is computed again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, counts: Tensor, terms: Tensor, mixture: MixtureOfExperts) -> Tensor:
+    def forward(ctx: Any, x: Tensor, loss: Tensor, counts: Tensor, sums: Tensor, mixture: MixtureOfExperts) -> Tensor:
         ctx.mixture = mixture
-        ctx.save_for_backward(torch.ones_like(loss), counts, terms)
+        ctx.save_for_backward(torch.ones_like(loss), counts, sums)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        one, counts, terms = ctx.saved_tensors
-        ctx.mixture.note(counts, terms)
+        one, counts, sums = ctx.saved_tensors
+        ctx.mixture.note(counts, sums)
         return gradient, one, None, None, None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from titanlite.metrics.experts import ExpertLoads
 from titanlite.metrics.records import ExpertsRecord
 from titanlite.metrics.tensorboard import CELL, heat_map
-from titanlite.models.experts import TERMS, MixtureOfExperts, Placement
+from titanlite.models.experts import ROUTER_SUMS, MixtureOfExperts, Placement
 from titanlite.models.family import LanguageModel
 from titanlite.models.qwen3_moe import QWEN3_MOE
 
@@ -34,7 +34,7 @@ class Blocks(torch.nn.Module):
             assert isinstance(mixture, MixtureOfExperts)
             mixture.load = torch.tensor(load)
             sums = {"balance_loss": 11.0, "rows": 10.0, "z_loss": 3.0 * sum(load) / 2, "router_entropy": 0.0}
-            mixture.terms = torch.tensor([sums[name] for name in TERMS], dtype=torch.float64)
+            mixture.router_sums = torch.tensor([sums[name] for name in ROUTER_SUMS], dtype=torch.float64)
 
 
 def loads_of(model: Blocks, total_steps: int = 10) -> ExpertLoads:

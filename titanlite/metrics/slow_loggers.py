@@ -1,6 +1,6 @@
-"""W&B and MLflow, through their packages, and the thread that hands records to a service, so that no step waits.
+"""W&B and MLflow, through their packages, and the thread that hands records to a slow logger, so that no step waits.
 
-Services leave out records of experts: the columns of Record have the largest and the smallest loads.
+W&B and MLflow leave out records of experts: the columns of Record have the largest and the smallest loads.
 """
 
 import os
@@ -28,7 +28,7 @@ MAX_TEXT = 500
 """Characters of a parameter or a tag that every server accepts."""
 
 
-class Service(Protocol):
+class SlowLogger(Protocol):
     """A logger whose calls may wait for a network. `open` is called first, and all calls come from one thread."""
 
     name: str
@@ -40,18 +40,18 @@ class Service(Protocol):
     def close(self) -> None: ...
 
 
-class BackgroundSink:
-    """Calls a service from a thread of its own.
+class BackgroundLogger:
+    """Calls a slow logger from a thread of its own.
 
-    An error of the service, or more than MAX_PENDING records that it has not taken, ends it with one warning. `close`
+    An error of that logger, or more than MAX_PENDING records that it has not taken, ends it with one warning. `close`
     waits up to CLOSE_S seconds for the pending records.
     """
 
-    def __init__(self, service: Service) -> None:
-        self._name = service.name
+    def __init__(self, logger: SlowLogger) -> None:
+        self._name = logger.name
         self._pending: queue.Queue[LogRecord | None] = queue.Queue(MAX_PENDING)
         self._has_failed = False
-        self._thread = threading.Thread(target=self._run, args=(service,), name=service.name, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(logger,), name=logger.name, daemon=True)
         self._thread.start()
 
     def write(self, record: LogRecord | None) -> None:
@@ -73,12 +73,12 @@ class BackgroundSink:
         if self._thread.is_alive() and not self._has_failed:
             self._warn(f"it has not taken all records within {CLOSE_S:g} s")
 
-    def _run(self, service: Service) -> None:
+    def _run(self, logger: SlowLogger) -> None:
         try:
-            service.open()
+            logger.open()
             while (record := self._pending.get()) is not None and not self._has_failed:
-                service.write(record)
-            service.close()
+                logger.write(record)
+            logger.close()
         except (Exception, SystemExit) as error:  # of a plugin; a thread ends silently by a SystemExit
             self._warn(one_line(error))
 
@@ -87,7 +87,7 @@ class BackgroundSink:
         self._has_failed = True
 
 
-class WandbService:
+class WandbLogger:
     """Logs the rows of metrics.jsonl, with `step` as the axis and `tokens_seen` beside it, to the run of this id.
 
     W&B itself drops rows of earlier steps. So `step` is an ordinary value: steps that a resumed run computes again are
@@ -136,7 +136,7 @@ class WandbService:
         self._run.finish()
 
 
-class MlflowService:
+class MlflowLogger:
     """Logs the rows of metrics.jsonl as metrics of the MLflow run that has this run's id as a tag.
 
     MLFLOW_TRACKING_URI is the server; without it, files in the dump folder. The configuration becomes parameters, which

@@ -1,4 +1,4 @@
-"""W&B offline and MLflow on files, the thread that calls them, and services that fail."""
+"""W&B offline and MLflow on files, the thread that calls them, and slow loggers that fail."""
 
 import json
 import logging
@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from titanlite.metrics import config, services
+from titanlite.metrics import config, slow_loggers
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import MetricsConfig, check_metrics
 from titanlite.metrics.records import Record, SamplesRecord, ValidationRecord
 from titanlite.metrics.scores import SetTotals
-from titanlite.metrics.services import BackgroundSink, MlflowService, WandbService
+from titanlite.metrics.slow_loggers import BackgroundLogger, MlflowLogger, WandbLogger
 from titanlite.runtime.logging import log
 
 RECORD = Record(
@@ -50,10 +50,10 @@ def _propagating_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "level", logging.INFO)
 
 
-class Service:
+class SlowLogger:
     """Notes its calls; raises `error` at the steps in `fails` ("open": at the start), waits for `gate` in each call."""
 
-    name = "Service"
+    name = "SlowLogger"
 
     def __init__(self, *fails: int | str, error: type[BaseException] = ConnectionError) -> None:
         self.calls: list[int | str] = []
@@ -83,12 +83,12 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_records_arrive_in_order_and_close_waits_for_them(caplog: pytest.LogCaptureFixture) -> None:
-    service = Service()
-    sink = BackgroundSink(service)
+    slow = SlowLogger()
+    logger = BackgroundLogger(slow)
     for step in (1, 2, 3):
-        sink.write(replace(RECORD, step=step))
-    sink.close()
-    assert service.calls == ["open", 1, 2, 3, "close"]
+        logger.write(replace(RECORD, step=step))
+    logger.close()
+    assert slow.calls == ["open", 1, 2, 3, "close"]
     assert not warnings_of(caplog)
 
 
@@ -98,36 +98,36 @@ def test_records_arrive_in_order_and_close_waits_for_them(caplog: pytest.LogCapt
 def test_a_failure_is_one_warning(
     fails: int | str, error: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
-    sink = BackgroundSink(Service(fails, error=error))
+    logger = BackgroundLogger(SlowLogger(fails, error=error))
     for step in (1, 2, 3, 4):
-        sink.write(replace(RECORD, step=step))
-    sink.close()
-    sink.write(RECORD)
+        logger.write(replace(RECORD, step=step))
+    logger.close()
+    logger.write(RECORD)
     (warning,) = warnings_of(caplog)
-    assert warning.startswith(f"Service: {error.__name__}: refused at {fails}; the run continues without it")
+    assert warning.startswith(f"SlowLogger: {error.__name__}: refused at {fails}; the run continues without it")
 
 
 def test_a_service_that_hangs_blocks_no_write_and_is_given_up(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(services, "MAX_PENDING", 3)
-    monkeypatch.setattr(services, "CLOSE_S", 0.1)
-    monkeypatch.setattr(services, "SHOWN_AFTER_S", 0.1)
+    monkeypatch.setattr(slow_loggers, "MAX_PENDING", 3)
+    monkeypatch.setattr(slow_loggers, "CLOSE_S", 0.1)
+    monkeypatch.setattr(slow_loggers, "SHOWN_AFTER_S", 0.1)
     caplog.set_level(logging.INFO, "titanlite")
     for count, why in ((2, "within 0.1 s"), (4, "the last 3 records")):
         caplog.clear()
-        service = Service()
-        service.gate.clear()
+        slow = SlowLogger()
+        slow.gate.clear()
         began = time.perf_counter()
-        sink = BackgroundSink(service)
+        logger = BackgroundLogger(slow)
         for step in range(count):
-            sink.write(replace(RECORD, step=step))
-        sink.close()
+            logger.write(replace(RECORD, step=step))
+        logger.close()
         assert time.perf_counter() - began < 5
         (warning,) = warnings_of(caplog)
         assert why in warning
-        assert ("Service: waiting up to 0.1 s" in caplog.text) == (count == 2)
-        service.gate.set()
+        assert ("SlowLogger: waiting up to 0.1 s" in caplog.text) == (count == 2)
+        slow.gate.set()
 
 
 def payloads(content: bytes) -> Iterator[bytes]:
@@ -167,12 +167,12 @@ def test_wandb_offline_has_rows_config_group_and_tags_under_one_id(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     for steps in ((10, 20), (20, 30)):  # the second start resumes from step 10
-        sink = BackgroundSink(WandbService(SECTION, tmp_path, ABOUT))
+        logger = BackgroundLogger(WandbLogger(SECTION, tmp_path, ABOUT))
         for step in steps:
-            sink.write(replace(RECORD, step=step))
-        sink.write(ValidationRecord(steps[-1], {"a": SetTotals(20.0, 10, None)}, 1.0, 1280))
-        sink.write(SamplesRecord(steps[-1], (("prompt", "text"),)))
-        sink.close()
+            logger.write(replace(RECORD, step=step))
+        logger.write(ValidationRecord(steps[-1], {"a": SetTotals(20.0, 10, None)}, 1.0, 1280))
+        logger.write(SamplesRecord(steps[-1], (("prompt", "text"),)))
+        logger.close()
         time.sleep(1)  # the seconds are in the name of its folder
     assert not warnings_of(caplog)
     rows, runs = history_of(tmp_path)
@@ -196,8 +196,8 @@ def test_wandb_without_a_key_asks_nobody(
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    sink = BackgroundSink(WandbService(SECTION, tmp_path, ABOUT))
-    sink.close()
+    logger = BackgroundLogger(WandbLogger(SECTION, tmp_path, ABOUT))
+    logger.close()
     (warning,) = warnings_of(caplog)
     assert "set WANDB_API_KEY or WANDB_MODE=offline" in warning
 
@@ -208,12 +208,12 @@ def test_mlflow_on_files_has_metrics_params_and_tags_in_one_run(
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     for steps, about in (((10, 20), ABOUT), ((20, 30), replace(ABOUT, config={"training.steps": 60}))):
-        sink = BackgroundSink(MlflowService(SECTION, tmp_path, about))
+        logger = BackgroundLogger(MlflowLogger(SECTION, tmp_path, about))
         for step in steps:
-            sink.write(replace(RECORD, step=step, loss=float(step)))
-        sink.write(ValidationRecord(steps[-1], {"a": SetTotals(20.0, 10, None)}, 1.0, 1280))
-        sink.write(SamplesRecord(steps[-1], (("prompt", "text"),)))
-        sink.close()
+            logger.write(replace(RECORD, step=step, loss=float(step)))
+        logger.write(ValidationRecord(steps[-1], {"a": SetTotals(20.0, 10, None)}, 1.0, 1280))
+        logger.write(SamplesRecord(steps[-1], (("prompt", "text"),)))
+        logger.close()
     assert not warnings_of(caplog)
     from mlflow import MlflowClient
 

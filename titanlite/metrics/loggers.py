@@ -13,22 +13,22 @@ from titanlite.metrics.config import (
     TENSORBOARD_FOLDER,
     MetricsConfig,
 )
-from titanlite.metrics.console import ConsoleSink
-from titanlite.metrics.jsonl import JsonlSink, keep_lines, keep_rows
+from titanlite.metrics.console import ConsoleLogger
+from titanlite.metrics.jsonl import JsonlLogger, keep_lines, keep_rows
 from titanlite.metrics.records import ExpertsRow, LogRecord, SampleRow
-from titanlite.metrics.services import BackgroundSink, MlflowService, Service, WandbService
-from titanlite.metrics.tensorboard import TensorBoardSink
+from titanlite.metrics.slow_loggers import BackgroundLogger, MlflowLogger, SlowLogger, WandbLogger
+from titanlite.metrics.tensorboard import TensorBoardLogger
 from titanlite.runtime.logging import log
 from titanlite.runtime.text import one_line
 
-SERVICES: dict[str, Callable[[MetricsConfig, Path, AboutRun], Service]] = {
-    "wandb": WandbService,
-    "mlflow": MlflowService,
+SLOW_LOGGERS: dict[str, Callable[[MetricsConfig, Path, AboutRun], SlowLogger]] = {
+    "wandb": WandbLogger,
+    "mlflow": MlflowLogger,
 }
 """Loggers that a thread calls. Built on rank 0, with [metrics], the dump folder and facts of the run."""
 
 
-class Sink(Protocol):
+class Logger(Protocol):
     """Takes the records of a run, in the order of their steps. Only metrics.jsonl raises, UserError."""
 
     def write(self, record: LogRecord) -> None: ...
@@ -36,25 +36,25 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Sinks:
+class Loggers:
     """All loggers of this rank: none on ranks other than 0.
 
     Each one flushes every record, so that a later crash of this process does not lose it.
     """
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = sinks
+    def __init__(self, loggers: Sequence[Logger]) -> None:
+        self._loggers = loggers
 
     def write(self, record: LogRecord) -> None:
-        for sink in self._sinks:
-            sink.write(record)
+        for logger in self._loggers:
+            logger.write(record)
 
     def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
+        for logger in self._loggers:
+            logger.close()
 
 
-def build_sinks(
+def build_loggers(
     section: MetricsConfig,
     dump_folder: str | Path,
     rank: int,
@@ -66,36 +66,36 @@ def build_sinks(
     about: AboutRun,
     has_samples: bool,
     has_experts: bool,
-) -> Sinks:
+) -> Loggers:
     """Build the loggers on rank 0; none on other ranks.
 
     dump_folder must exist. total_steps: optimizer steps of the entire run, for the console. memory_name: what
     Record.memory_gib is, for the console. resume_step: 0 for a new run, whose files do not exist yet
     (`prepare_dump_folder`); otherwise the step from which this run resumes, after resume_tokens: rows of later steps
-    are removed from the files of earlier starts (`keep_rows`, `TensorBoardSink`).
+    are removed from the files of earlier starts (`keep_rows`, `TensorBoardLogger`).
     """
     if rank != 0:
-        return Sinks(())
+        return Loggers(())
     folder = Path(dump_folder)
     if resume_step:
         keep_rows(folder / METRICS_FILE, resume_step)
         keep_lines(folder / SAMPLES_FILE, SampleRow, resume_step)
         keep_lines(folder / EXPERTS_FILE, ExpertsRow, resume_step)
-    sinks: list[Sink] = []
+    loggers: list[Logger] = []
     # The console last: what a user has seen is in the files, also if the run is interrupted at that moment.
     for name in sorted(dict.fromkeys(section.loggers), key=lambda name: name == "console"):
         match name:
             case "console":
-                sinks.append(ConsoleSink(total_steps, memory_name, section.columns))
+                loggers.append(ConsoleLogger(total_steps, memory_name, section.columns))
             case "jsonl":
                 files = [METRICS_FILE, *[SAMPLES_FILE] * has_samples, *[EXPERTS_FILE] * has_experts]
-                sinks += [JsonlSink(folder / file) for file in files]
+                loggers += [JsonlLogger(folder / file) for file in files]
             case "tensorboard":
-                sinks.append(TensorBoardSink(folder / TENSORBOARD_FOLDER, resume_step, resume_tokens, about))
+                loggers.append(TensorBoardLogger(folder / TENSORBOARD_FOLDER, resume_step, resume_tokens, about))
             case _:
                 try:
-                    build = SERVICES.get(name) or PLUGIN_LOGGERS[name]
-                    sinks.append(BackgroundSink(build(section, folder, about)))
+                    build = SLOW_LOGGERS.get(name) or PLUGIN_LOGGERS[name]
+                    loggers.append(BackgroundLogger(build(section, folder, about)))
                 except Exception as error:
                     log.warning("%s: %s; the run continues without this logger", name, one_line(error))
-    return Sinks(sinks)
+    return Loggers(loggers)

@@ -1,4 +1,4 @@
-"""The sinks: console line, strict JSON row, TensorBoard, and the checks of their section."""
+"""The loggers: console line, strict JSON row, TensorBoard, and the checks of their section."""
 
 import json
 import logging
@@ -18,12 +18,12 @@ import pytest
 
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, SAMPLES_FILE, TENSORBOARD_FOLDER, MetricsConfig
-from titanlite.metrics.console import ConsoleSink, table_lines
-from titanlite.metrics.jsonl import JsonlSink
+from titanlite.metrics.console import ConsoleLogger, table_lines
+from titanlite.metrics.jsonl import JsonlLogger
+from titanlite.metrics.loggers import Loggers
+from titanlite.metrics.loggers import build_loggers as build
 from titanlite.metrics.records import ExpertsRecord, LogRecord, Record, SamplesRecord
-from titanlite.metrics.sinks import Sinks
-from titanlite.metrics.sinks import build_sinks as build
-from titanlite.metrics.tensorboard import TOKENS_FOLDER, TensorBoardSink
+from titanlite.metrics.tensorboard import TOKENS_FOLDER, TensorBoardLogger
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log, setup_logging
 
@@ -48,12 +48,12 @@ ABOUT = AboutRun(
 )
 
 
-def build_sinks(section: MetricsConfig, folder: Path, *, rank: int, total_steps: int, resume_step: int) -> Sinks:
+def build_loggers(section: MetricsConfig, folder: Path, *, rank: int, total_steps: int, resume_step: int) -> Loggers:
     """Tokens are 2,048 per step."""
-    sinks = partial(
+    loggers = partial(
         build, section, folder, rank, total_steps, "peak RSS", about=ABOUT, has_samples=True, has_experts=True
     )
-    return sinks(resume_step=resume_step, resume_tokens=2048 * resume_step)
+    return loggers(resume_step=resume_step, resume_tokens=2048 * resume_step)
 
 
 @pytest.fixture(autouse=True)
@@ -125,9 +125,9 @@ def test_eta(seconds: float, text: str) -> None:
 
 def test_the_console_has_a_header_after_every_20_rows(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(0)
-    sinks = Sinks([ConsoleSink(1000, "peak RSS")])
+    loggers = Loggers([ConsoleLogger(1000, "peak RSS")])
     for _ in range(21):
-        sinks.write(RECORD)
+        loggers.write(RECORD)
     header, row = table_lines(RECORD, 1000)
     legend = "Columns: mean = loss since the last row, wait = for data, GiB = peak RSS"
     lines = capsys.readouterr().out.splitlines()
@@ -153,17 +153,17 @@ def test_rows_are_strict_json_of_the_same_numbers_in_one_unbuffered_write(
     """Also if the file has rows. A short write is completed."""
     path = tmp_path / METRICS_FILE
     path.write_bytes(content)
-    sink = JsonlSink(path)
-    sink._file = file = ShortFile(sink._file, most)  # type: ignore[assignment]
+    logger = JsonlLogger(path)
+    logger._file = file = ShortFile(logger._file, most)  # type: ignore[assignment]
     exact = replace(RECORD, loss=0.1 + 0.2, grad_norm=5e-324, lr=1 / 3, mfu=2 / 3)
     not_finite = replace(RECORD, loss=math.nan, grad_norm=math.inf, lr=-math.inf, slowest_host="node7")
     for count, record in enumerate((RECORD, exact, not_finite), 1):
-        sink.write(record)
+        logger.write(record)
         assert (file.calls == count) == (most > 7)
         lines = path.read_bytes().removeprefix(content).decode().splitlines()
         rows = [json.loads(line, parse_constant=refuse_constant) for line in lines]
         assert len(rows) == count
-    sink.close()
+    logger.close()
     assert rows[:2] == [RECORD.row(), exact.row()]
     assert rows[0]["num_valid"] == 2**40 + 1
     assert math.isnan(float(rows[2]["loss"]))
@@ -177,14 +177,14 @@ def test_rows_are_strict_json_of_the_same_numbers_in_one_unbuffered_write(
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / METRICS_FILE)
-    sink.close()
-    sink._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+    logger = JsonlLogger(tmp_path / METRICS_FILE)
+    logger.close()
+    logger._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
     with pytest.raises(
         UserError, match=r"metrics\.jsonl: No space left on device; the record of step 30 is lost; free space"
     ):
-        sink.write(RECORD)
-    sink.close()
+        logger.write(RECORD)
+    logger.close()
 
 
 def test_a_folder_that_is_renamed_or_deleted_during_the_run_is_noticed(tmp_path: Path) -> None:
@@ -196,18 +196,18 @@ def test_a_folder_that_is_renamed_or_deleted_during_the_run_is_noticed(tmp_path:
         folder = tmp_path / "run"
         folder.mkdir(exist_ok=True)
         (folder / "other").write_text("")
-        sink = JsonlSink(folder / "metrics.jsonl")
-        sink.write(RECORD)
+        logger = JsonlLogger(folder / "metrics.jsonl")
+        logger.write(RECORD)
         change(folder)
         with pytest.raises(UserError, match=message):
-            sink.write(RECORD)
-        sink.close()
+            logger.write(RECORD)
+        logger.close()
 
 
 def test_a_folder_in_the_way_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).mkdir()
     with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: Is a directory"):
-        JsonlSink(tmp_path / METRICS_FILE)
+        JsonlLogger(tmp_path / METRICS_FILE)
 
 
 @pytest.mark.parametrize(
@@ -233,10 +233,10 @@ def test_records_are_in_a_file_of_their_own_whose_later_rows_a_resumed_run_remov
 ) -> None:
     for resume_step, steps in ((0, (5, 10, 15)), (10, (15,))):
         section = MetricsConfig(loggers=("jsonl",))
-        sinks = build_sinks(section, tmp_path, rank=0, total_steps=20, resume_step=resume_step)
+        loggers = build_loggers(section, tmp_path, rank=0, total_steps=20, resume_step=resume_step)
         for step in steps:
-            sinks.write(record_of(step))
-        sinks.close()
+            loggers.write(record_of(step))
+        loggers.close()
         with (tmp_path / file).open("ab") as opened:
             opened.write(b'{"step": 15, "pro')  # a power failure
     lines = (tmp_path / file).read_text().splitlines()
@@ -246,7 +246,7 @@ def test_records_are_in_a_file_of_their_own_whose_later_rows_a_resumed_run_remov
 
 def test_the_console_has_a_line_per_sample(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(0)
-    ConsoleSink(100, "peak RSS").write(SamplesRecord(5, (("a\n", "ü5"), ("b", "x"))))
+    ConsoleLogger(100, "peak RSS").write(SamplesRecord(5, (("a\n", "ü5"), ("b", "x"))))
     first, second = capsys.readouterr().out.splitlines()
     assert first.endswith(r'sample after step 5: "a\nü5"')
     assert second.endswith('sample after step 5: "bx"')
@@ -254,14 +254,14 @@ def test_the_console_has_a_line_per_sample(capsys: pytest.CaptureFixture[str]) -
 
 def test_only_rank_0_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(1)
-    sinks = build_sinks(MetricsConfig(loggers=TENSORBOARD), tmp_path, rank=1, total_steps=10, resume_step=0)
-    sinks.write(RECORD)
-    sinks.close()
+    loggers = build_loggers(MetricsConfig(loggers=TENSORBOARD), tmp_path, rank=1, total_steps=10, resume_step=0)
+    loggers.write(RECORD)
+    loggers.close()
     assert list(tmp_path.iterdir()) == []
     setup_logging(0)
-    sinks = build_sinks(MetricsConfig(), tmp_path, rank=0, total_steps=10, resume_step=0)
-    sinks.write(RECORD)
-    sinks.close()
+    loggers = build_loggers(MetricsConfig(), tmp_path, rank=0, total_steps=10, resume_step=0)
+    loggers.write(RECORD)
+    loggers.close()
     assert {path.name for path in tmp_path.iterdir()} == {METRICS_FILE, SAMPLES_FILE, EXPERTS_FILE}
     assert " 30/10 " in capsys.readouterr().out
 
@@ -270,15 +270,15 @@ def test_tensorboard_has_the_same_names(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-    sinks = build_sinks(MetricsConfig(loggers=TENSORBOARD), tmp_path, rank=0, total_steps=100, resume_step=0)
-    sinks.write(RECORD)
+    loggers = build_loggers(MetricsConfig(loggers=TENSORBOARD), tmp_path, rank=0, total_steps=100, resume_step=0)
+    loggers.write(RECORD)
     # before closing: written records are readable immediately
     events = EventAccumulator(str(tmp_path / TENSORBOARD_FOLDER)).Reload()
     assert [event.step for event in events.Scalars("bad_rows")] == [30]
-    sinks.write(replace(RECORD, step=40, loss=math.nan, slowest_host="node7"))  # text is no scalar
-    sinks.write(SamplesRecord(40, (("a\n", "ü5"), ("b", "x"))))
+    loggers.write(replace(RECORD, step=40, loss=math.nan, slowest_host="node7"))  # text is no scalar
+    loggers.write(SamplesRecord(40, (("a\n", "ü5"), ("b", "x"))))
     events.Reload()
-    sinks.close()
+    loggers.close()
     assert sorted(events.Tags()["scalars"]) == sorted(set(RECORD.row()) - {"step"})
     assert [event.step for event in events.Scalars("loss")] == [30, 40]
     (samples,) = events.Tensors("samples/text_summary")
@@ -307,10 +307,10 @@ def starts_of(
     for number, (resume_step, steps) in enumerate(starts):
         # Starts are seconds apart: TensorBoard sorts the files by the time in their names.
         with mock.patch.object(event_file_writer, "time", mock.Mock(time=lambda at=1e9 + number: at)):
-            sinks = build_sinks(section, folder, rank=0, total_steps=100, resume_step=resume_step)
+            loggers = build_loggers(section, folder, rank=0, total_steps=100, resume_step=resume_step)
         for step in steps:
-            sinks.write(replace(RECORD, step=step, loss=float(number)))
-        sinks.close()
+            loggers.write(replace(RECORD, step=step, loss=float(number)))
+        loggers.close()
         if damage is not None:
             newest = max((folder / TENSORBOARD_FOLDER).iterdir())
             newest.write_bytes(newest.read_bytes() + damage)
@@ -344,30 +344,30 @@ def test_a_resume_without_the_old_files_creates_new_ones(tmp_path: Path, caplog:
 
 def test_tensorboard_is_flushed_with_each_record(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    sink = TensorBoardSink(tmp_path, 0, 0, ABOUT)
-    by_step, _ = sink._writers
+    logger = TensorBoardLogger(tmp_path, 0, 0, ABOUT)
+    by_step, _ = logger._writers
     with mock.patch.object(by_step, "flush", wraps=by_step.flush) as flush:
         for count in (1, 2):
-            sink.write(RECORD)
+            logger.write(RECORD)
             assert flush.call_count == count
-    sink.close()
+    logger.close()
 
 
 def test_a_full_disk_ends_only_tensorboard_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tensorboard")
-    sinks = build_sinks(MetricsConfig(loggers=TENSORBOARD), tmp_path, rank=0, total_steps=10, resume_step=0)
+    loggers = build_loggers(MetricsConfig(loggers=TENSORBOARD), tmp_path, rank=0, total_steps=10, resume_step=0)
     hook = threading.excepthook
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:  # as on a full disk, a write fails in the middle; TensorBoard's records are longer than those of the JSON file
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
         for _ in range(4):
-            sinks.write(RECORD)
+            loggers.write(RECORD)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    sinks.write(RECORD)
-    sinks.close()
+    loggers.write(RECORD)
+    loggers.close()
     assert len((tmp_path / METRICS_FILE).read_text().splitlines()) == 5
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1
@@ -379,7 +379,7 @@ def test_a_full_disk_ends_only_tensorboard_with_one_warning(
 def test_tensorboard_that_cannot_start_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("tensorboard")
     (tmp_path / "tb").write_text("a file")
-    sink = TensorBoardSink(tmp_path / "tb", 0, 0, ABOUT)
-    sink.write(RECORD)
-    sink.close()
+    logger = TensorBoardLogger(tmp_path / "tb", 0, 0, ABOUT)
+    logger.write(RECORD)
+    logger.close()
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
