@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 import titanlite
-from titanlite.models.decoder import TENSOR_STYLES, Block, decoder_plan
+from titanlite.models.decoder import TENSOR_STYLES, Block, decoder_structure
 from titanlite.models.qwen3 import HEAD_NORMS, QWEN3, Qwen3, Qwen3Config, attention
 
 
@@ -38,5 +38,7 @@ def build(config: Qwen3Config) -> Qwen3:
 STYLES = {name: style for name, style in (TENSOR_STYLES | HEAD_NORMS).items() if not name.endswith(".w3")}
 
 titanlite.register_family(
-    replace(QWEN3, name="capped", build=build, plan=lambda config: decoder_plan(config, STYLES), hugging_face=None)
+    replace(
+        QWEN3, name="capped", build=build, structure=lambda config: decoder_structure(config, STYLES), hugging_face=None
+    )
 )

@@ -21,10 +21,10 @@ from titanlite.models.decoder import (
     HyperParameters,
     check_decoder,
     check_width,
-    decoder_plan,
+    decoder_structure,
     init,
 )
-from titanlite.models.family import Family, Plan
+from titanlite.models.family import Family, Structure
 from titanlite.models.layers import Attention
 from titanlite.runtime.errors import Problem
 
@@ -57,10 +57,10 @@ def build(config: PrimerConfig) -> Decoder:
     return Decoder(config, block)
 
 
-def plan(config: PrimerConfig) -> Plan:
+def structure(config: PrimerConfig) -> Structure:
     """As for Llama, without the third matrix: tensor parallelism cuts w1 by its output and w2 by its input."""
     styles = {name: style for name, style in TENSOR_STYLES.items() if not name.endswith(".w3")}
-    return decoder_plan(config, styles)
+    return decoder_structure(config, styles)
 
 
 def check(config: PrimerConfig, seq_len: int, tp: int, pp: int) -> list[Problem]:
@@ -84,7 +84,7 @@ titanlite.register_family(
         },
         check=check,
         build=build,
-        plan=plan,
+        structure=structure,
         init=init,
         flops_per_token=flops_per_token,
     )

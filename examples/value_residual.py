@@ -63,7 +63,9 @@ titanlite.register_family(
         LLAMA3,
         name="value_residual",
         build=build,
-        plan=lambda config: decoder.decoder_plan(config, {**decoder.TENSOR_STYLES, "layers.*.attention.mix": "scalar"}),
+        structure=lambda config: decoder.decoder_structure(
+            config, {**decoder.TENSOR_STYLES, "layers.*.attention.mix": "scalar"}
+        ),
         init=lambda config, name: Init("constant", 0.5) if "mix" in name else decoder.init(config, name),
         boundary=lambda config: config.dim + config.n_kv_heads * config.head_dim,
         hugging_face=None,

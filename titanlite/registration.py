@@ -24,7 +24,7 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import LOGGERS, PLUGIN_LOGGERS, MetricsConfig
 from titanlite.metrics.slow_loggers import SlowLogger
-from titanlite.models.family import Family, HuggingFace, Init, LanguageModel, ModelConfig, Plan
+from titanlite.models.family import Family, HuggingFace, Init, LanguageModel, ModelConfig, Structure
 from titanlite.models.head import output_layers_of
 from titanlite.models.losses import LOSSES, TERMS, CountFunction, Loss, Term, TokenFunction, check_loss, cross_entropy
 from titanlite.models.registry import FAMILIES
@@ -46,7 +46,7 @@ SIZES = ("dim", "head_dim", "vocab_size", "max_seq_len")
 def register_family(family: Family) -> None:
     """Add a model family, chosen by model.family; its hyper-parameters become keys of [model].
 
-    Its first flavor is built on the meta device and compared with its plan, initial distributions and names.
+    Its first flavor is built on the meta device and compared with its structure, initial distributions and names.
     """
     check = _Check("register_family", getattr(family, "name", family))
     check.require(isinstance(family, Family), "takes a titanlite.models.family.Family")
@@ -217,19 +217,19 @@ def _check_model(check: _Check, family: Family, config: Any) -> None:
     check.require(isinstance(model, LanguageModel), "build must return a titanlite.models.family.LanguageModel")
     model.tie_weights()
     names = [name for name, _ in model.named_parameters()]
-    plan = family.plan(config)
-    check.require(isinstance(plan, Plan), "plan must return a titanlite.models.family.Plan")
+    structure = family.structure(config)
+    check.require(isinstance(structure, Structure), "structure must return a titanlite.models.family.Structure")
     modules = dict(model.named_modules())
-    missing = [name for unit in (*plan.units, (*plan.blocks,)) for name in unit if name not in modules]
-    check.require(not missing, f"the plan has {', '.join(missing)}, which the model does not have")
-    prefixes = [tuple(f"{name}." for name in unit) for unit in plan.units]
+    missing = [name for unit in (*structure.units, (*structure.blocks,)) for name in unit if name not in modules]
+    check.require(not missing, f"the structure has {', '.join(missing)}, which the model does not have")
+    prefixes = [tuple(f"{name}." for name in unit) for unit in structure.units]
     units = Counter({name: sum(name.startswith(prefix) for prefix in prefixes) for name in names})
     wrong = [f"{name} is in {count}" for name, count in units.items() if count != 1]
-    check.require(not wrong, f"each parameter must be in one unit of the plan: {'; '.join(wrong[:3])}")
+    check.require(not wrong, f"each parameter must be in one unit of the structure: {'; '.join(wrong[:3])}")
     for head in output_layers_of([model]):
         own = [name for name, _ in head.named_parameters() if name != "weight"]
         check.require(not own, f"the loss gives no gradient to {', '.join(own)} of the OutputLayer: scale its input")
-    if plan.tensor_styles and (problems := style_problems(model, plan)):
+    if structure.tensor_styles and (problems := style_problems(model, structure)):
         check.require(False, f"{problems[0]}; fix tensor_styles, or leave it empty: then tensor parallelism is refused")
     for name, parameter in model.named_parameters():
         check.require(parameter.dim() > 0, f"{name} has no dimension, and FSDP cannot shard it: use shape (1,)")

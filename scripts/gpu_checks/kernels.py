@@ -14,7 +14,7 @@ from gpu_checks.workload import Setup, difference
 from titanlite.models.attention import attend, attention_mask, document_arguments, pin_kernels
 from titanlite.models.experts import feed_forward as expert_loop
 from titanlite.models.experts import grouped_feed_forward
-from titanlite.models.family import Plan
+from titanlite.models.family import Structure
 from titanlite.models.head import LossComputation, OutputLayer
 from titanlite.models.layers import FeedForward, RMSNorm, RotaryEmbedding
 from titanlite.optim.optimizer import OptimizerConfig
@@ -232,7 +232,7 @@ def updates(section: OptimizerConfig, bound: float, setup: Setup) -> Found:
         weight = torch.randn(48, 64, generator=generator, dtype=torch.float64)
         block = nn.ParameterDict({"w": weight.to(device, dtype, copy=True)})
         named = {f"block.{name}": parameter for name, parameter in block.named_parameters()}
-        optimizer = build_optimizer(section, named, Plan((), {"block": 0}, {}), device, ShardGroups(), 0)
+        optimizer = build_optimizer(section, named, Structure((), {"block": 0}, {}), device, ShardGroups(), 0)
         for step in range(3):
             gradient = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
             block["w"].grad = gradient.to(device, dtype)

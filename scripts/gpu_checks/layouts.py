@@ -172,7 +172,7 @@ PRODUCTS = ("aten.mm", "aten.addmm", "aten.addmm_", "aten.bmm")
 
 
 def simulated_products(setup: Setup) -> Found:
-    """FLOPs of the products of a sharded step, against the formula by which MFU and the plan count."""
+    """FLOPs of the products of a sharded step, against the formula by which MFU and the structure count."""
     sizes = [*small_model(setup, "llama3"), "training.local_batch_size=1", f"training.global_batch_size={SIMULATED}"]
     config = configure(setup, *sizes, *dtypes("bfloat16"), "parallelism.dp_shard=-1", world_size=SIMULATED)
     family, hyper_parameters = resolve_model(config.model)
@@ -193,7 +193,7 @@ def simulated_products(setup: Setup) -> Found:
 
 
 def simulated_8b(setup: Setup) -> Found:
-    """Memory of rank 0 of the shipped 8B configuration against the plan, and its step without communication."""
+    """Memory of rank 0 of the shipped 8B configuration against the structure, and its step without communication."""
     if setup.device_type == "cpu" or setup.tiny:
         raise SkippedError("needs CUDA and the full size")
     settings = ["job.config_file=llama3_8b", "training.local_batch_size=1", f"training.global_batch_size={SIMULATED}"]

@@ -188,7 +188,7 @@ def planned_kept(world_size: int, settings: list[str]) -> int:
         mask="scores" if gathers_keys else None,
         gathers_keys=gathers_keys,
     )
-    activations = activation_bytes(hyper_parameters, family.plan(hyper_parameters), shape)
+    activations = activation_bytes(hyper_parameters, family.structure(hyper_parameters), shape)
     casts = DTYPES[config.training.dtype].itemsize != size
     kept = [casts and keeps_casts(unit, config.activation_checkpoint) for unit in stage.units]
     copied = [unit for unit, keeps in zip(stage.units, kept, strict=True) if keeps or stage.wrapped]
@@ -283,7 +283,7 @@ def test_additional_bytes_of_documents_in_a_row() -> None:
     size = DTYPES[config.training.mixed_precision_param].itemsize
     planned = activation_bytes(
         hyper_parameters,
-        family.plan(hyper_parameters),
+        family.structure(hyper_parameters),
         MicrobatchShape(ROWS, SEQ_LEN, 1, 1, size, 4, CPU_CHUNK_TOKENS, False, False, "scores"),
     )
     (measured,) = run_ranks(measured_for_documents, 1, cases)

@@ -8,11 +8,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed.gradients import connected_mesh, difference, full_tensor
 from tests.pool import run_ranks
-from titanlite.models.family import Plan
+from titanlite.models.family import Structure
 from titanlite.parallel.data import apply_data_parallel, set_gradient_sync
 from titanlite.parallel.mesh import ModelDtypes, ParallelismConfig
 
-PLAN = Plan(units=(("first",), ("second",)), blocks={}, tensor_styles={})
+STRUCTURE = Structure(units=(("first",), ("second",)), blocks={}, tensor_styles={})
 CAN_REDUCE_MISSING = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
@@ -52,7 +52,7 @@ def error_with_unused_parameters(replicate: int, shard: int, sync: str, accumula
     size, rank = dist.get_world_size(), dist.get_rank()
     reference, model = TwoBranches(), TwoBranches()
     mesh = connected_mesh(ParallelismConfig(dp_replicate=replicate, dp_shard=shard)).device_mesh
-    apply_data_parallel(model, PLAN, mesh, None, ModelDtypes(*[torch.float64] * 3), "default")
+    apply_data_parallel(model, STRUCTURE, mesh, None, ModelDtypes(*[torch.float64] * 3), "default")
     for microbatch in range(accumulation):
         for other in range(size):
             reference(inputs(other + 10 * microbatch), other == 0 and microbatch == 0).square().sum().backward()

@@ -21,7 +21,7 @@ from titanlite.data.sources.text import Text
 from titanlite.metrics.config import PLUGIN_LOGGERS, MetricsConfig
 from titanlite.metrics.loggers import build_loggers
 from titanlite.metrics.slow_loggers import SlowLogger
-from titanlite.models.family import Family, Init, Plan
+from titanlite.models.family import Family, Init, Structure
 from titanlite.models.llama3 import LLAMA3, Llama3Config
 from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import Arguments, OptimizerKind
@@ -57,21 +57,21 @@ def odd(kind: type[Llama3Config]) -> Family:
     return replace(FAMILY, config_type=kind, flavors={"tiny": kind(**vars(TINY))})
 
 
-def plan_without(unit: int) -> Callable[[Any], Plan]:
-    def plan(config: Any) -> Plan:
-        full = LLAMA3.plan(config)
+def structure_without(unit: int) -> Callable[[Any], Structure]:
+    def structure(config: Any) -> Structure:
+        full = LLAMA3.structure(config)
         return replace(full, units=full.units[:unit] + full.units[unit + 1 :])
 
-    return plan
+    return structure
 
 
 def styled(**styles: str) -> Family:
-    def plan(config: Any) -> Plan:
-        full = LLAMA3.plan(config)
+    def structure(config: Any) -> Structure:
+        full = LLAMA3.structure(config)
         changed = {name.replace("_", "."): style for name, style in styles.items()}
         return replace(full, tensor_styles={**full.tensor_styles, **changed})  # type: ignore[arg-type]
 
-    return replace(FAMILY, plan=plan)
+    return replace(FAMILY, structure=structure)
 
 
 class Scaled(torch.nn.Linear):
@@ -127,15 +127,18 @@ def test_a_family_is_a_choice_with_its_hyper_parameters() -> None:
         (replace(FAMILY, flavors={}), "flavors is empty"),
         (replace(FAMILY, flavors={"tiny": 3}), "flavor 'tiny' is no Llama3Config"),
         (replace(FAMILY, build=lambda config: torch.nn.Linear(config.dim, 1)), "build must return a titanlite"),
-        (replace(FAMILY, plan=plan_without(1)), "layers.0.attention_norm.weight is in 0"),
+        (replace(FAMILY, structure=structure_without(1)), "layers.0.attention_norm.weight is in 0"),
         (replace(FAMILY, init=lambda _, name: Init("ones") if "norm" in name else None), "init has no"),
         (styled(norm="nrom"), 'norm: "nrom" is no tensor style; they are gather, vocabulary, norm'),
         (styled(output="column", norm="row"), 'norm: tensor style "row" is for Linear, not RMSNorm'),
-        (changed(add_norm), "the plan has no tensor style for norm.other.weight; fix tensor_styles, or leave it empty"),
+        (
+            changed(add_norm),
+            "the structure has no tensor style for norm.other.weight; fix tensor_styles, or leave it empty",
+        ),
         (changed(temper), "the loss gives no gradient to temperature of the OutputLayer: scale its input"),
         (changed(scale_output), "layers.0.feed_forward.w2: tensor parallelism would replace the forward of Scaled"),
         (
-            replace(changed(add_scalar), plan=lambda config: replace(LLAMA3.plan(config), tensor_styles={})),
+            replace(changed(add_scalar), structure=lambda config: replace(LLAMA3.structure(config), tensor_styles={})),
             "norm.scale has no dimension, and FSDP cannot shard it: use shape",
         ),
         (replace(FAMILY, flops_per_token=lambda *_: 0), "flops_per_token must return a positive"),

@@ -59,17 +59,17 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
             size = describe_size(count, hyper_parameters)
             log.info("Model: %s %s, %s", family.name, config.model.flavor, size)
         require_output_layer(config, part)
-        plan = family.plan(hyper_parameters)
+        structure = family.structure(hyper_parameters)
         if not parts:
-            require_layout(family.name, part, plan, config.parallelism, packs=family.boundary is not None)
+            require_layout(family.name, part, structure, config.parallelism, packs=family.boundary is not None)
         if config.parallelism.pp > 1:
-            stages = split_stages(part, plan, config.parallelism)
+            stages = split_stages(part, structure, config.parallelism)
             if not parts:
-                log.info("Pipeline: %s, stages %s", config.parallelism.pp_schedule, describe_stages(plan, stages))
-            plan = keep_units_(part, plan, stages[stage])
+                log.info("Pipeline: %s, stages %s", config.parallelism.pp_schedule, describe_stages(structure, stages))
+            structure = keep_units_(part, structure, stages[stage])
         applied = parallelize(
             part,
-            plan,
+            structure,
             mesh,
             training.dtypes,
             loss=config.loss,
@@ -79,7 +79,7 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
         for description in applied if not parts else ():
             log.info("Applied %s to the model", description)
         part.tie_weights()
-        parts.append(ModelPart(part, plan, stage))
+        parts.append(ModelPart(part, structure, stage))
     return parts
 
 
@@ -163,9 +163,9 @@ def build_optimizers(
     config: JobConfig, named: Mapping[str, nn.Parameter], mesh: Mesh, device: torch.device
 ) -> GatedOptimizer:
     """Build the optimizers of this rank's parameters, by name. A collective: it may create a process group."""
-    section, (full, plan) = config.optimizer, full_parameters(config.model)
-    shard_groups = mesh.shard_groups() if has_owners(section, full, plan) else ShardGroups()
-    return build_optimizer(section, named, plan, device, shard_groups, config.debug.seed)
+    section, (full, structure) = config.optimizer, full_parameters(config.model)
+    shard_groups = mesh.shard_groups() if has_owners(section, full, structure) else ShardGroups()
+    return build_optimizer(section, named, structure, device, shard_groups, config.debug.seed)
 
 
 def forward_parts(job: Job, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> dict[str, Any]:

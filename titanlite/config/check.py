@@ -145,13 +145,13 @@ def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
     of_mesh = check_parallelism(section, world_size)
     if not problems:
         rules = Rules("parallelism", section, problems)
-        rule = f"1 with the family {family.name!r}, whose plan has no tensor_styles"
-        styles = section.tp == 1 or family.plan(model).tensor_styles
-        rules.require("tp", styles, rule, "use dp_shard or pp, or add tensor_styles to its plan")
+        rule = f"1 with the family {family.name!r}, whose structure has no tensor_styles"
+        styles = section.tp == 1 or family.structure(model).tensor_styles
+        rules.require("tp", styles, rule, "use dp_shard or pp, or add tensor_styles to its structure")
         problems += check_context(section, model, training.seq_len)
         problems += [] if of_mesh else check_experts(section, getattr(model, "n_experts", 1), world_size)
         layout = replace(section, dp_shard=resolve_degrees(section, world_size)["dp_shard"])
-        problems += check_pipeline(layout, family.plan(model))
+        problems += check_pipeline(layout, family.structure(model))
     compiled, backend = compiles_blocks(config.compile, model), config.compile.backend
     return [
         *problems,

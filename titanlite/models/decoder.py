@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from titanlite.models.attention import AttentionMask
 from titanlite.models.experts import mixtures_of
-from titanlite.models.family import DecoderConfig, Init, LanguageModel, Plan, TensorStyle
+from titanlite.models.family import DecoderConfig, Init, LanguageModel, Structure, TensorStyle
 from titanlite.models.head import OutputLayer
 from titanlite.models.layers import Attention, FeedForward, RMSNorm, RopeScaling, RotaryEmbedding, RotaryTables
 from titanlite.models.watch import watch
@@ -204,8 +204,8 @@ EXPERT_STYLES: dict[str, TensorStyle] = {
 """Those of a decoder with experts."""
 
 
-def decoder_plan(config: DecoderConfig, tensor_styles: Mapping[str, TensorStyle]) -> Plan:
-    """Plan with these units: the embedding, each block, and the head (final norm and output).
+def decoder_structure(config: DecoderConfig, tensor_styles: Mapping[str, TensorStyle]) -> Structure:
+    """Structure with these units: the embedding, each block, and the head (final norm and output).
 
     With tied embeddings, the embedding and the head share a parameter and form one unit.
     """
@@ -215,7 +215,7 @@ def decoder_plan(config: DecoderConfig, tensor_styles: Mapping[str, TensorStyle]
         units = [*units, ("tok_embeddings", "norm", "output")]
     else:
         units = [("tok_embeddings",), *units, ("norm", "output")]
-    return Plan(tuple(units), blocks, tensor_styles)
+    return Structure(tuple(units), blocks, tensor_styles)
 
 
 def num_matmul_parameters(config: DecoderConfig) -> int:

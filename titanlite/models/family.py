@@ -55,7 +55,7 @@ TensorStyle = Literal[
 
 
 @dataclass(frozen=True)
-class Plan:
+class Structure:
     """Names of the submodules to which parallelism is applied.
 
     units: FSDP units, in the order of the forward pass: groups of submodules that together own all parameters. Data
@@ -197,9 +197,9 @@ class Family:
     reads only dim (width of the residual stream), head_dim, vocab_size and max_seq_len.
 
     check(config, seq_len, tp, pp): problems of the hyper-parameters, with keys under "model.", for these degrees.
-    build(config): the model, with the plan's module names; parameters are uninitialized, on the default device (meta,
-    in training).
-    plan(config): the Plan.
+    build(config): the model, with the structure's names; parameters are uninitialized, on the default device (meta, in
+    training).
+    structure(config): the Structure.
     init(config, name): the distribution of the parameter `name`.
     flops_per_token(config, seq_len): floating-point operations per trained token, forward and backward.
     hugging_face: the family in the format of `transformers`; None: models cannot be exported and imported.
@@ -213,7 +213,7 @@ class Family:
     flavors: Mapping[str, Any]
     check: Callable[[Any, int, int, int], list[Problem]]
     build: Callable[[Any], LanguageModel]
-    plan: Callable[[Any], Plan]
+    structure: Callable[[Any], Structure]
     init: Callable[[Any, str], Init]
     flops_per_token: Callable[[Any, int], int]
     hugging_face: HuggingFace | None = None

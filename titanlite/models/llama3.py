@@ -13,7 +13,7 @@ from titanlite.models.decoder import (
     HyperParameters,
     check_decoder,
     check_width,
-    decoder_plan,
+    decoder_structure,
     flops_per_token,
     init,
 )
@@ -85,7 +85,7 @@ def attention(config: Llama3Config) -> Attention:
     return Attention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim)
 
 
-plan = partial(decoder_plan, tensor_styles=TENSOR_STYLES)
+structure = partial(decoder_structure, tensor_styles=TENSOR_STYLES)
 
 
 def check(config: Llama3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
@@ -121,7 +121,7 @@ LLAMA3 = Family(
     flavors=FLAVORS,
     check=check,
     build=Llama3,
-    plan=plan,
+    structure=structure,
     init=init,
     flops_per_token=flops_per_token,
     hugging_face=FORMAT.hugging_face("llama", "LlamaForCausalLM"),

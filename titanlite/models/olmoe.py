@@ -12,7 +12,7 @@ from titanlite.models.decoder import (
     HyperParameters,
     check_decoder,
     check_width,
-    decoder_plan,
+    decoder_structure,
     flops_per_token,
     init,
 )
@@ -79,7 +79,7 @@ OLMOE = Family(
     flavors=FLAVORS,
     check=check,
     build=Olmoe,
-    plan=partial(decoder_plan, tensor_styles=EXPERT_STYLES | WIDE_NORMS),
+    structure=partial(decoder_structure, tensor_styles=EXPERT_STYLES | WIDE_NORMS),
     init=init,
     flops_per_token=flops_per_token,
     hugging_face=FORMAT.hugging_face("olmoe", "OlmoeForCausalLM"),

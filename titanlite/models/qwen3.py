@@ -13,7 +13,7 @@ from titanlite.models.decoder import (
     Decoder,
     HyperParameters,
     check_decoder,
-    decoder_plan,
+    decoder_structure,
     flops_per_token,
     init,
 )
@@ -128,7 +128,7 @@ QWEN3 = Family(
     flavors=FLAVORS,
     check=check,
     build=Qwen3,
-    plan=partial(decoder_plan, tensor_styles=TENSOR_STYLES | HEAD_NORMS),
+    structure=partial(decoder_structure, tensor_styles=TENSOR_STYLES | HEAD_NORMS),
     init=init,
     flops_per_token=flops_per_token,
     hugging_face=FORMAT.hugging_face("qwen3", "Qwen3ForCausalLM"),

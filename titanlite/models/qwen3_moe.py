@@ -4,7 +4,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from titanlite.models import qwen3
-from titanlite.models.decoder import EXPERT_STYLES, Block, ExpertHyperParameters, decoder_plan, flops_per_token, init
+from titanlite.models.decoder import (
+    EXPERT_STYLES,
+    Block,
+    ExpertHyperParameters,
+    decoder_structure,
+    flops_per_token,
+    init,
+)
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.family import Family
 from titanlite.models.qwen3 import HEAD_NORMS, NEEDS, Qwen3, Qwen3Config, attention
@@ -58,7 +65,7 @@ QWEN3_MOE = Family(
     flavors=FLAVORS,
     check=qwen3.check,
     build=Qwen3Moe,
-    plan=partial(decoder_plan, tensor_styles=EXPERT_STYLES | HEAD_NORMS),
+    structure=partial(decoder_structure, tensor_styles=EXPERT_STYLES | HEAD_NORMS),
     init=init,
     flops_per_token=flops_per_token,
     hugging_face=FORMAT.hugging_face("qwen3_moe", "Qwen3MoeForCausalLM"),

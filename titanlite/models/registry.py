@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from titanlite.models.family import FAMILIES as FAMILIES
-from titanlite.models.family import ModelConfig, Plan, resolve_model
+from titanlite.models.family import ModelConfig, Structure, resolve_model
 from titanlite.models.llama3 import LLAMA3
 from titanlite.models.olmoe import OLMOE
 from titanlite.models.qwen3 import QWEN3
@@ -18,19 +18,19 @@ from titanlite.runtime.errors import Problem
 FAMILIES.update({LLAMA3.name: LLAMA3, QWEN3.name: QWEN3, QWEN3_MOE.name: QWEN3_MOE, OLMOE.name: OLMOE})
 
 
-def full_parameters(section: ModelConfig) -> tuple[Mapping[str, nn.Parameter], Plan]:
-    """The parameters of the full model by name, on the meta device, and its plan. The section must be valid."""
+def full_parameters(section: ModelConfig) -> tuple[Mapping[str, nn.Parameter], Structure]:
+    """The parameters of the full model by name, on the meta device, and its structure. The section must be valid."""
     family, hyper_parameters = resolve_model(section)
     return _full_parameters(family.name, hyper_parameters)
 
 
 @cache
-def _full_parameters(family_name: str, hyper_parameters: Any) -> tuple[Mapping[str, nn.Parameter], Plan]:
+def _full_parameters(family_name: str, hyper_parameters: Any) -> tuple[Mapping[str, nn.Parameter], Structure]:
     family = FAMILIES[family_name]
     with torch.device("meta"):
         model = family.build(hyper_parameters)
     model.tie_weights()
-    return dict(model.named_parameters()), family.plan(hyper_parameters)
+    return dict(model.named_parameters()), family.structure(hyper_parameters)
 
 
 def check_model(section: ModelConfig, *, seq_len: int, tp: int, pp: int) -> list[Problem]:

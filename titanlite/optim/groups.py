@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from titanlite.models.family import Plan
+from titanlite.models.family import Structure
 from titanlite.optim.optimizer import OPTIMIZERS, GroupConfig, OptimizerConfig, OptimizerKind
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.text import aligned
@@ -31,15 +31,15 @@ class Group:
     parameters: Mapping[str, Tensor]
 
 
-def divide(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[Group]:
-    """The groups of these parameters. plan: of the full model, or of the stage that has
+def divide(section: OptimizerConfig, named: Mapping[str, Tensor], structure: Structure) -> list[Group]:
+    """The groups of these parameters. structure: of the full model, or of the stage that has
     the parameters."""
     found: dict[tuple[int, str, bool], dict[str, Tensor]] = {}
     for name, parameter in named.items():
         index = next(iter(groups_of(section.groups, name)), -1)
         group = section.groups[index] if index >= 0 else DEFAULT
         given = group.optimizer
-        optimizer = default_optimizer(section, plan, name, parameter.dim()) if given == "auto" else given
+        optimizer = default_optimizer(section, structure, name, parameter.dim()) if given == "auto" else given
         is_asked = parameter.dim() >= 2 or group.weight_decay != -1 or not section.weight_decay_skip
         decays = is_asked and not any(fnmatchcase(name, pattern) for pattern in section.weight_decay_skip)
         found.setdefault((index, optimizer, decays), {})[name] = parameter
@@ -69,13 +69,13 @@ def options_of(section: OptimizerConfig, group: GroupConfig, kind: OptimizerKind
     }
 
 
-def default_optimizer(section: OptimizerConfig, plan: Plan, name: str, dims: int) -> str:
+def default_optimizer(section: OptimizerConfig, structure: Structure, name: str, dims: int) -> str:
     """The optimizer of a parameter without a group's own. Muon: of matrices of blocks, and stacks of them, but for
     routers."""
     if section.name != "Muon":
         return section.name
-    in_block = any(name[: dot.start()] in plan.blocks for dot in re.finditer(r"\.", name))
-    routers = (pattern for pattern, style in plan.tensor_styles.items() if style == "router")
+    in_block = any(name[: dot.start()] in structure.blocks for dot in re.finditer(r"\.", name))
+    routers = (pattern for pattern, style in structure.tensor_styles.items() if style == "router")
     is_router = any(fnmatchcase(name, f"{pattern}.*") for pattern in routers)
     return "Muon" if in_block and dims >= 2 and not is_router else "AdamW"
 
@@ -90,14 +90,14 @@ def groups_of(groups: Sequence[GroupConfig], name: str) -> dict[int, str]:
     return exact or {index: text for index, text in matches if fnmatchcase(name, text)}
 
 
-def check_groups(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[Problem]:
-    """Problems of [[optimizer.groups]]. named: the parameters of the full model. plan: of the full model."""
+def check_groups(section: OptimizerConfig, named: Mapping[str, Tensor], structure: Structure) -> list[Problem]:
+    """Problems of [[optimizer.groups]]. named: the parameters of the full model. structure: of the full model."""
     problems: list[Problem] = []
     for index, group in enumerate(section.groups):
         name = f"optimizer.groups.{index}"
         problems += _check_names(Rules(name, group), list(named))
     problems += _check_conflicts(section.groups, list(named))
-    return problems or _check_options(section, named, plan)
+    return problems or _check_options(section, named, structure)
 
 
 def _check_names(rules: Rules, names: Sequence[str]) -> list[Problem]:
@@ -131,11 +131,11 @@ def _check_conflicts(groups: Sequence[GroupConfig], names: Sequence[str]) -> lis
     return list(found.values())
 
 
-def _check_options(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[Problem]:
+def _check_options(section: OptimizerConfig, named: Mapping[str, Tensor], structure: Structure) -> list[Problem]:
     """Problems between groups and the optimizers of their parameters. The groups' names are valid."""
     problems: list[Problem] = []
     of_group: dict[str, set[str]] = {}
-    for group in divide(section, named, plan):
+    for group in divide(section, named, structure):
         of_group.setdefault(group.label, set()).add(group.optimizer)
         small = [name for name, parameter in group.parameters.items() if parameter.dim() < 2]
         if small and OPTIMIZERS[group.optimizer].takes_matrices:
@@ -155,11 +155,11 @@ def _check_options(section: OptimizerConfig, named: Mapping[str, Tensor], plan: 
     return problems
 
 
-def describe_groups(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[str]:
+def describe_groups(section: OptimizerConfig, named: Mapping[str, Tensor], structure: Structure) -> list[str]:
     """A table, line by line: group, optimizer, parameters, elements, hyper-parameters; then the parameters without
-    weight decay. named, plan: as for `divide`."""
+    weight decay. named, structure: as for `divide`."""
     rows = [["group", "optimizer", "parameters", "elements", "lr", "weight decay", "betas or momentum"]]
-    for group in divide(section, named, plan):
+    for group in divide(section, named, structure):
         elements = sum(parameter.numel() for parameter in group.parameters.values())
         options, used = group.options, OPTIMIZERS[group.optimizer].options
         decays = options["betas"] if "beta1" in used else (options["momentum"],)
@@ -174,26 +174,26 @@ def describe_groups(section: OptimizerConfig, named: Mapping[str, Tensor], plan:
                 ", ".join(f"{decay:g}" for decay in decays),
             ]
         )
-    kept = [group.parameters for group in divide(section, named, plan) if not group.options["weight_decay"]]
+    kept = [group.parameters for group in divide(section, named, structure) if not group.options["weight_decay"]]
     names = dict.fromkeys(_without_numbers(name) for parameters in kept for name in parameters)
     return [*aligned(rows), *([f"without weight decay: {', '.join(names)}"] if names else [])]
 
 
-def has_owners(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> bool:
-    """Whether an update needs `shard_groups`. named, plan: of the full model, so that all ranks agree."""
-    return any(OPTIMIZERS[group.optimizer].takes_matrices for group in divide(section, named, plan))
+def has_owners(section: OptimizerConfig, named: Mapping[str, Tensor], structure: Structure) -> bool:
+    """Whether an update needs `shard_groups`. named, structure: of the full model, so that all ranks agree."""
+    return any(OPTIMIZERS[group.optimizer].takes_matrices for group in divide(section, named, structure))
 
 
-def names_of_muon(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> list[str]:
-    """The parameters that Muon updates, in the order in which it deals them out. named, plan: as for `divide`."""
-    groups = divide(section, named, plan)
+def names_of_muon(section: OptimizerConfig, named: Mapping[str, Tensor], structure: Structure) -> list[str]:
+    """The parameters that Muon updates, in the order in which it deals them out. named, structure: as for `divide`."""
+    groups = divide(section, named, structure)
     return [name for group in groups if group.optimizer == "Muon" for name in group.parameters]
 
 
-def kinds_of_state(section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan) -> str | dict[str, str]:
+def kinds_of_state(section: OptimizerConfig, named: Mapping[str, Tensor], structure: Structure) -> str | dict[str, str]:
     """What decides names, shapes and dtypes of the state: the optimizer by parameter; one text if all have the same.
 
-    named, plan: of the full model. Numbers in names are "*" if the names that differ only in them have the same state.
+    named, structure: of the full model. Numbers in names are "*" if names that differ only in them have the same state.
     """
 
     def kind(group: Group) -> str:
@@ -202,7 +202,7 @@ def kinds_of_state(section: OptimizerConfig, named: Mapping[str, Tensor], plan: 
         is_small = group.optimizer == "AdamW" and section.state_dtype == "bfloat16"
         return "AdamW with bfloat16 moments" if is_small else group.optimizer
 
-    by_name = {name: kind(group) for group in divide(section, named, plan) for name in group.parameters}
+    by_name = {name: kind(group) for group in divide(section, named, structure) for name in group.parameters}
     if len(set(by_name.values())) == 1:
         return next(iter(by_name.values()))
     by_pattern: dict[str, set[str]] = {}

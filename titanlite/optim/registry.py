@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlite.models.family import Plan
+from titanlite.models.family import Structure
 from titanlite.optim.elementwise import ADAMW, LION, SGD
 from titanlite.optim.groups import Group, check_groups, divide
 from titanlite.optim.muon import MUON
@@ -45,14 +45,14 @@ def check_optimizer(section: OptimizerConfig) -> list[Problem]:
 
 
 def check_parameters(
-    section: OptimizerConfig, named: Mapping[str, Tensor], plan: Plan, dtype: torch.dtype
+    section: OptimizerConfig, named: Mapping[str, Tensor], structure: Structure, dtype: torch.dtype
 ) -> list[Problem]:
-    """Problems of groups, and of moments in bfloat16. named, plan: of the full model. dtype: of the parameters."""
-    rules = Rules("optimizer", section, check_groups(section, named, plan))
+    """Problems of groups, and of moments in bfloat16. named, structure: of the full model. dtype: of the parameters."""
+    rules = Rules("optimizer", section, check_groups(section, named, structure))
     small = section.state_dtype == "bfloat16"
     if rules.problems or not (small or dtype == torch.bfloat16):
         return rules.problems
-    adamw = [group for group in divide(section, named, plan) if group.optimizer == "AdamW"]
+    adamw = [group for group in divide(section, named, structure) if group.optimizer == "AdamW"]
     rules.needs("state_dtype", adamw or not small, "AdamW, whose moments it is about")
     largest = max((group.options["betas"][1] for group in adamw), default=0.0)
     limit = f"{MAX_BETA2_NEAREST}: a second moment that falls by less than 1/256 in a step is rounded back, never falls"
@@ -69,16 +69,16 @@ def check_parameters(
 def build_optimizer(
     section: OptimizerConfig,
     named: Mapping[str, nn.Parameter],
-    plan: Plan,
+    structure: Structure,
     device: torch.device,
     shard_groups: ShardGroups,
     seed: int,
 ) -> GatedOptimizer:
     """Build the optimizers of these parameters, by name.
 
-    plan: of the full model. shard_groups: the ranks that hold parts of the parameters. seed: of random numbers.
+    structure: of the full model. shard_groups: the ranks that hold parts of the parameters. seed: of random numbers.
     """
-    return GatedOptimizer(_optimizers(section, divide(section, named, plan), device, shard_groups, seed))
+    return GatedOptimizer(_optimizers(section, divide(section, named, structure), device, shard_groups, seed))
 
 
 def _optimizers(
@@ -93,7 +93,7 @@ def _optimizers(
     ]
 
 
-def memory_bytes(section: OptimizerConfig, shards: Mapping[str, Tensor], plan: Plan) -> tuple[int, int]:
+def memory_bytes(section: OptimizerConfig, shards: Mapping[str, Tensor], structure: Structure) -> tuple[int, int]:
     """(bytes of the state after a step, temporary bytes of an update), with those of the average of the weights.
     Allocates nothing of their size.
 
@@ -102,7 +102,7 @@ def memory_bytes(section: OptimizerConfig, shards: Mapping[str, Tensor], plan: P
     parameter. Those of Muon depend on the mesh: titanlite/planning/owner_rounds.py.
     """
     state, update = average_bytes(section.ema_decay, shards.values())
-    for group in divide(section, shards, plan):
+    for group in divide(section, shards, structure):
         # A step on a small parameter of each dtype. One on the meta device would import torch._dynamo: half a second.
         samples = {
             dtype: nn.Parameter(torch.zeros(2, 3, dtype=dtype))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from titanlite.models.experts import MixtureOfExperts
-from titanlite.models.family import Plan
+from titanlite.models.family import Structure
 from titanlite.models.head import exponentials_, output_layers_of
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Affects, Needs, setting
@@ -43,7 +43,7 @@ def compiles_blocks(section: CompileConfig, hyper_parameters: Any) -> bool:
     return section.enable and getattr(hyper_parameters, "n_experts", 1) == 1
 
 
-def apply_compile(model: nn.Module, plan: Plan, section: CompileConfig) -> list[str]:
+def apply_compile(model: nn.Module, structure: Structure, section: CompileConfig) -> list[str]:
     """Compile the forward of each block without experts, and the cross-entropy, in place, without renaming parameters;
     return descriptions for the start log."""
     if not section.enable:
@@ -53,7 +53,7 @@ def apply_compile(model: nn.Module, plan: Plan, section: CompileConfig) -> list[
         compiled = torch.compile(exponentials_, backend=section.backend)
         head.computation = replace(head.computation, exponentials=compiled)
         applied.append(f"compile ({section.backend}) to the loss")
-    blocks = [model.get_submodule(name) for name in plan.blocks]
+    blocks = [model.get_submodule(name) for name in structure.blocks]
     dense = [block for block in blocks if not any(isinstance(each, MixtureOfExperts) for each in block.modules())]
     for block in dense:
         block.forward = torch.compile(block.forward, backend=section.backend, fullgraph=True)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from titanlite.models.experts import Experts
-from titanlite.models.family import Plan
+from titanlite.models.family import Structure
 from titanlite.parallel.mesh import GradientSync, ModelDtypes, ReshardAfterForward
 from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.torch_internals import mixed_precision_policy, replicate
@@ -24,13 +24,13 @@ AT_ONCE_BYTES = 256 * 2**20
 
 def apply_data_parallel(
     model: nn.Module,
-    plan: Plan,
+    structure: Structure,
     mesh: DeviceMesh,
     expert_mesh: DeviceMesh | None,
     dtypes: ModelDtypes,
     reshard_after_forward: ReshardAfterForward,
 ) -> list[str]:
-    """Wrap the plan's FSDP units and then the root, in place; return descriptions for the start log.
+    """Wrap the structure's FSDP units and then the root, in place; return descriptions for the start log.
 
     Mesh axes: dp_replicate and dp_shard. Both larger than 1: hybrid sharding; dp_shard alone: `fully_shard`; else
     `replicate`. The experts of a unit are wrapped separately if they are sharded over ep: over dp_replicate and
@@ -54,7 +54,7 @@ def apply_data_parallel(
 
         fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=by_shape)
 
-    units = [[model.get_submodule(name) for name in unit] for unit in plan.units]
+    units = [[model.get_submodule(name) for name in unit] for unit in structure.units]
     if shards == 1:
         size = sum(part.numel() * part.element_size() for part in map(local_part, model.parameters()))
         for unit in () if replicates_at_once(mesh.device_type, size) else units:

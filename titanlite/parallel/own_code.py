@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from titanlite.models.attention import Kernel, additive_mask, attend, attention_mask
 from titanlite.models.experts import Experts, feed_forward
-from titanlite.models.family import LanguageModel, Plan, has_own
+from titanlite.models.family import LanguageModel, Structure, has_own
 from titanlite.models.head import output_layers_of
 from titanlite.models.layers import Attention
 from titanlite.parallel.mesh import ContextParallel, ParallelismConfig
@@ -22,20 +22,22 @@ TITANLITE = ("titanlite", "torch")
 """Packages whose modules are tested on all layouts."""
 
 
-def require_layout(name: str, model: LanguageModel, plan: Plan, section: ParallelismConfig, *, packs: bool) -> None:
+def require_layout(
+    name: str, model: LanguageModel, structure: Structure, section: ParallelismConfig, *, packs: bool
+) -> None:
     """Raise ConfigError if a layout would replace or drop code of the family `name`.
 
     model: the full one as the family builds it, on the meta device. packs: whether the family has a boundary.
     """
     found: dict[str, str | None] = {}
     if section.tp > 1:
-        found["tp"] = next(iter(style_problems(model, plan)), None) or transform_problem(model)
+        found["tp"] = next(iter(style_problems(model, structure)), None) or transform_problem(model)
     if section.ep > 1:
         found["ep"] = experts_problem(model)
     if section.cp > 1:
-        found["cp"] = context_problem(model, plan, section.context_parallel)
+        found["cp"] = context_problem(model, structure, section.context_parallel)
     if section.pp > 1 and not packs:
-        found["pp"] = boundary_problem(model, plan, section)
+        found["pp"] = boundary_problem(model, structure, section)
     remedy = "fix the family, or use another axis, such as dp_shard"
     problems = [
         Problem(f"parallelism.{key}", getattr(section, key), f'1 with model.family = "{name}": {rule}', remedy)
@@ -72,7 +74,7 @@ def experts_problem(model: nn.Module) -> str | None:
     return None
 
 
-def context_problem(model: LanguageModel, plan: Plan, form: ContextParallel) -> str | None:
+def context_problem(model: LanguageModel, structure: Structure, form: ContextParallel) -> str | None:
     """Why context parallelism cannot be applied; None if it can.
 
     It calls the own `attend` of an Attention with some of the heads ("heads"), or with some of the queries and a mask
@@ -80,7 +82,7 @@ def context_problem(model: LanguageModel, plan: Plan, form: ContextParallel) -> 
     """
     if model.draws:
         return "it draws random numbers by row key, and each rank has a part of the row"
-    for name in plan.blocks:
+    for name in structure.blocks:
         if not any(isinstance(module, Attention) for module in model.get_submodule(name).modules()):
             return f"{name} has no titanlite.models.layers.Attention, which knows cp"
     if form == "gather" and getattr(model, "attention_mask", None) is not attention_mask:
@@ -150,7 +152,7 @@ def _noting(name: str, called: set[str]) -> Kernel:
     return note
 
 
-def boundary_problem(model: LanguageModel, plan: Plan, section: ParallelismConfig) -> str | None:
+def boundary_problem(model: LanguageModel, structure: Structure, section: ParallelismConfig) -> str | None:
     """Why a stage would lack a result of earlier stages; None if it gets all that it uses.
 
     A stage gets the first argument of its first unit. What else it uses of earlier units is found by its gradient: in a
@@ -158,8 +160,8 @@ def boundary_problem(model: LanguageModel, plan: Plan, section: ParallelismConfi
     """
     if not has_own_code(model):
         return None
-    stages = split_stages(model, plan, section)
-    names = [plan.units[stage[0]][0] for stage in stages]
+    stages = split_stages(model, structure, section)
+    names = [structure.units[stage[0]][0] for stage in stages]
     ends: list[Tensor] = []
 
     def cut(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -174,7 +176,7 @@ def boundary_problem(model: LanguageModel, plan: Plan, section: ParallelismConfi
             hook.remove()
     if fault is not None or len(ends) != len(stages):
         return fault or "its units are not called in their order, with the residual stream as the first argument"
-    units = [[f"{name}." for index in stage for name in plan.units[index]] for stage in stages]
+    units = [[f"{name}." for index in stage for name in structure.units[index]] for stage in stages]
     owners = {id(parameter): name for name, parameter in model.named_parameters()}
     for stage, (end, prefixes) in enumerate(zip(ends, units, strict=True)):
         for name in sorted(owners[each] for each in leaves(end) if each in owners):

@@ -1,7 +1,7 @@
 """Application of all parallelisms to a model, in order; shared by all families."""
 
 from titanlite.models.experts import Placement, mixtures_of
-from titanlite.models.family import LanguageModel, Plan
+from titanlite.models.family import LanguageModel, Structure
 from titanlite.models.head import LossComputation, LossConfig, output_layers_of
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.context import apply_context_parallel
@@ -15,7 +15,7 @@ from titanlite.parallel.tensor import apply_tensor_parallel
 
 def parallelize(
     model: LanguageModel,
-    plan: Plan,
+    structure: Structure,
     mesh: Mesh,
     dtypes: ModelDtypes,
     *,
@@ -25,7 +25,7 @@ def parallelize(
 ) -> list[str]:
     """Apply context, expert, tensor and data parallelism, recomputation and compilation, in place, on the meta device.
 
-    model: the full model, or a pipeline stage with the plan of its units. mesh: connected.
+    model: the full model, or a pipeline stage with the structure of its units. mesh: connected.
     Returns descriptions of what was applied, in order, for the start log.
     """
     computation = LossComputation(
@@ -37,7 +37,7 @@ def parallelize(
     )
     for head in output_layers_of([model]):
         head.computation = computation
-    for name, index in plan.blocks.items():
+    for name, index in structure.blocks.items():
         for mixture in mixtures_of([model.get_submodule(name)]):
             own_share = float(mesh.coordinate["tp"] == 0)  # all ranks of tp route the same positions
             mixture.placement = Placement(index, own_share, mesh.cp_group)
@@ -45,11 +45,11 @@ def parallelize(
     return [
         *apply_context_parallel(model, mesh.cp_group, mesh.section.context_parallel),
         *apply_expert_parallel(model, mesh.device_mesh, mesh.expert_mesh),
-        *apply_tensor_parallel(model, plan, mesh.device_mesh),
-        *(apply_recompute(model, plan, recompute) if recompute_first else []),
-        *apply_compile(model, plan, compilation),
-        *(apply_recompute(model, plan, recompute) if not recompute_first else []),
+        *apply_tensor_parallel(model, structure, mesh.device_mesh),
+        *(apply_recompute(model, structure, recompute) if recompute_first else []),
+        *apply_compile(model, structure, compilation),
+        *(apply_recompute(model, structure, recompute) if not recompute_first else []),
         *apply_data_parallel(
-            model, plan, mesh.device_mesh, mesh.expert_mesh, dtypes, resolve_reshard_after_forward(mesh.section)
+            model, structure, mesh.device_mesh, mesh.expert_mesh, dtypes, resolve_reshard_after_forward(mesh.section)
         ),
     ]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.models.family import LanguageModel, Plan
+from titanlite.models.family import LanguageModel, Structure
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule, ReshardAfterForward
 from titanlite.profiling.regions import Region, in_region
 from titanlite.runtime.errors import Problem, Rules
@@ -20,10 +20,10 @@ from titanlite.runtime.torch_internals import set_donated_buffer
 
 @dataclass(frozen=True)
 class ModelPart:
-    """This rank's part of a pipeline stage, or of the full model. plan: the stage's part of the family's plan."""
+    """This rank's part of a pipeline stage, or of the full model. structure: the stage's part of the family's."""
 
     model: LanguageModel
-    plan: Plan
+    structure: Structure
     stage: int
 
 
@@ -122,15 +122,15 @@ def resolve_reshard_after_forward(section: ParallelismConfig) -> ReshardAfterFor
     return "never" if section.pp > 1 and policy == "default" else policy
 
 
-def check_pipeline(section: ParallelismConfig, plan: Plan) -> list[Problem]:
-    """Check the pp_... keys for a model with this plan. They have no effect if pp is 1."""
+def check_pipeline(section: ParallelismConfig, structure: Structure) -> list[Problem]:
+    """Check the pp_... keys for a model with this structure. They have no effect if pp is 1."""
     rules = Rules("parallelism", section)
     if section.pp <= 1:
         return []
     stages, schedule, splits = num_stages(section), section.pp_schedule, splits_backward(section)
-    rule = f"{schedule} needs {stages} stages; the model can be split into at most {len(plan.units)}"
+    rule = f"{schedule} needs {stages} stages; the model can be split into at most {len(structure.units)}"
     remedy = "fewer stages (a smaller pp, or a schedule with one stage per rank: 1F1B, GPipe), or more model.n_layers"
-    rules.require("pp", stages <= len(plan.units), rule, remedy)
+    rules.require("pp", stages <= len(structure.units), rule, remedy)
     # Older versions cannot split the backward pass of an autograd.Function, such as the loss, nor of compiled code.
     # TorchVersion compares versions, not strings.
     rule = f"needs torch 2.13, and torch is {torch.__version__}"
@@ -139,7 +139,7 @@ def check_pipeline(section: ParallelismConfig, plan: Plan) -> list[Problem]:
     drops = section.dp_shard * section.cp != 1 and splits and section.fsdp_reshard_after_forward == "always"
     rule = f"not with {schedule}, which computes weight gradients later: torch drops those of freed parameters"
     rules.require("fsdp_reshard_after_forward", not drops, rule, '"default" or "never", or another pp_schedule')
-    cuts, given = [unit[0] for unit in plan.units[1:]], list(section.pp_split)
+    cuts, given = [unit[0] for unit in structure.units[1:]], list(section.pp_split)
     unknown = [name for name in given if name not in cuts]
     rule = f"modules at which a stage can begin; {', '.join(unknown)} cannot"
     if rules.require("pp_split", not unknown, rule, f"choose from {_shortened(cuts)}") and given:
@@ -190,30 +190,30 @@ def _best_split(totals: Sequence[int], stages: int, combine: Callable[[float, in
     return best[-1]
 
 
-def unit_costs(model: nn.Module, plan: Plan) -> list[int]:
+def unit_costs(model: nn.Module, structure: Structure) -> list[int]:
     """Number of parameters of each unit, proportional to its memory and, except for the embedding, its compute."""
     return [
         sum(parameter.numel() for name in unit for parameter in model.get_submodule(name).parameters())
-        for unit in plan.units
+        for unit in structure.units
     ]
 
 
-def split_stages(model: nn.Module, plan: Plan, section: ParallelismConfig) -> list[range]:
+def split_stages(model: nn.Module, structure: Structure, section: ParallelismConfig) -> list[range]:
     """The units of each stage of the full model: by pp_split, or balanced by cost if it is empty."""
-    names = [unit[0] for unit in plan.units]
+    names = [unit[0] for unit in structure.units]
     cuts = [names.index(name) for name in section.pp_split]
-    return assign_units(unit_costs(model, plan), cuts, num_stages(section))
+    return assign_units(unit_costs(model, structure), cuts, num_stages(section))
 
 
-def describe_stages(plan: Plan, stages: Sequence[range]) -> str:
+def describe_stages(structure: Structure, stages: Sequence[range]) -> str:
     """First and last module of each stage, for the start log."""
-    ends = [(plan.units[units[0]][0], plan.units[units[-1]][-1]) for units in stages]
+    ends = [(structure.units[units[0]][0], structure.units[units[-1]][-1]) for units in stages]
     return " | ".join(first if first == last else f"{first} to {last}" for first, last in ends)
 
 
-def keep_units_(model: nn.Module, plan: Plan, stage: range) -> Plan:
-    """Remove all units but those of `stage` from the model, in place; return the plan of the stage."""
-    for index, unit in enumerate(plan.units):
+def keep_units_(model: nn.Module, structure: Structure, stage: range) -> Structure:
+    """Remove all units but those of `stage` from the model, in place; return the structure of the stage."""
+    for index, unit in enumerate(structure.units):
         for name in unit if index not in stage else ():
             parent, _, leaf = name.rpartition(".")
             owner = model.get_submodule(parent)
@@ -221,9 +221,11 @@ def keep_units_(model: nn.Module, plan: Plan, stage: range) -> Plan:
                 del owner[leaf]
             else:
                 setattr(owner, leaf, None)
-    units = tuple(plan.units[index] for index in stage)
+    units = tuple(structure.units[index] for index in stage)
     names = {name for unit in units for name in unit}
-    return replace(plan, units=units, blocks={name: index for name, index in plan.blocks.items() if name in names})
+    return replace(
+        structure, units=units, blocks={name: index for name, index in structure.blocks.items() if name in names}
+    )
 
 
 def schedule_class(name: PipelineSchedule) -> Any:

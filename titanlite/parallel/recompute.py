@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from titanlite.models.family import Plan
+from titanlite.models.family import Structure
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Affects, Needs, setting
 from titanlite.runtime.torch_internals import (
@@ -101,7 +101,7 @@ def inside_compilation(section: ActivationCheckpointConfig) -> bool:
     return section.mode == "selective" and section.selective_policy == "op"
 
 
-def apply_recompute(model: nn.Module, plan: Plan, section: ActivationCheckpointConfig) -> list[str]:
+def apply_recompute(model: nn.Module, structure: Structure, section: ActivationCheckpointConfig) -> list[str]:
     """Apply activation checkpointing to the blocks, in place; return descriptions for the start log.
 
     Replaces a block's forward, so that parameter names do not change. To be called before the blocks are compiled if
@@ -113,7 +113,7 @@ def apply_recompute(model: nn.Module, plan: Plan, section: ActivationCheckpointC
         return []
     if section.mode == "memory_budget":
         return [f"recomputation with a memory budget of {section.memory_budget:g}"]
-    for name, index in plan.blocks.items():
+    for name, index in structure.blocks.items():
         if recomputes(section, index):
             block = model.get_submodule(name)
             block.forward = _recomputed(block.forward, section)

@@ -1,4 +1,4 @@
-"""Tensor parallelism with sequence parallelism, by the tensor styles of a family's plan.
+"""Tensor parallelism with sequence parallelism, by the tensor styles of a family's structure.
 
 Parameters are DTensors. The modules compute with plain tensors, this rank's parts of the parameters, and exchange
 activations explicitly: each operation on DTensors would cost a tenth of a millisecond, forward and backward.
@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional
 
 from titanlite.models.experts import Experts, Router, router_scores
-from titanlite.models.family import LanguageModel, Plan, TensorStyle, has_own
+from titanlite.models.family import LanguageModel, Structure, TensorStyle, has_own
 from titanlite.models.layers import RMSNorm, Scalar, WideNorm, rms_norm, rms_norm_of_part
 from titanlite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 
 
-def apply_tensor_parallel(model: LanguageModel, plan: Plan, mesh: DeviceMesh) -> list[str]:
+def apply_tensor_parallel(model: LanguageModel, structure: Structure, mesh: DeviceMesh) -> list[str]:
     """Shard the model's parameters over the tp axis, in place; return descriptions for the start log.
 
     Between blocks, activations are (batch, seq_len / tp, dim) on each rank. Names of parameters do not change. The
@@ -33,43 +33,43 @@ def apply_tensor_parallel(model: LanguageModel, plan: Plan, mesh: DeviceMesh) ->
     if axis.size() == 1:
         return []
     for name, module in list(model.named_modules()):
-        style = tensor_style(plan, name)
+        style = tensor_style(structure, name)
         if style is not None:
             _apply(style, module, axis)
     model.tie_weights()
     return ["tensor parallel"]
 
 
-def tensor_style(plan: Plan, name: str) -> TensorStyle | None:
-    """Style of the submodule `name` in the plan; None if it has no style."""
-    for pattern, style in plan.tensor_styles.items():
+def tensor_style(structure: Structure, name: str) -> TensorStyle | None:
+    """Style of the submodule `name` in the structure; None if it has no style."""
+    for pattern, style in structure.tensor_styles.items():
         if fnmatchcase(name, pattern) and name.count(".") == pattern.count("."):
             return style
     return None
 
 
-def tensor_dimension(plan: Plan, module: str, parameter: str) -> int | None:
+def tensor_dimension(structure: Structure, module: str, parameter: str) -> int | None:
     """The dimension along which tp shards this parameter of a module with a tensor style; None: it is replicated."""
-    style = tensor_style(plan, module)
-    assert style is not None, f"the plan has no tensor style for {module}"
+    style = tensor_style(structure, module)
+    assert style is not None, f"the structure has no tensor style for {module}"
     placement = _STYLES[style][1][parameter]
     return placement.dim if isinstance(placement, Shard) else None
 
 
-def style_problems(model: nn.Module, plan: Plan) -> list[str]:
+def style_problems(model: nn.Module, structure: Structure) -> list[str]:
     """Why tensor parallelism cannot be applied to a full model as it was built; empty if it can."""
     styles = ("gather", *_STYLES)
-    unknown = [f'{pattern}: "{style}"' for pattern, style in plan.tensor_styles.items() if style not in styles]
+    unknown = [f'{pattern}: "{style}"' for pattern, style in structure.tensor_styles.items() if style not in styles]
     if unknown:
         return [f"{each} is no tensor style; they are {', '.join(styles)}" for each in unknown]
     problems = []
     kind: type[nn.Module]
     for name, module in model.named_modules():
-        style, own = tensor_style(plan, name), [key for key, _ in module.named_parameters(recurse=False)]
+        style, own = tensor_style(structure, name), [key for key, _ in module.named_parameters(recurse=False)]
         if isinstance(module, Experts):
             kind, parameters, replaces = Experts, own, True
         elif style is None or style == "gather":
-            problems += [f"the plan has no tensor style for {name}.{key}" for key in own]
+            problems += [f"the structure has no tensor style for {name}.{key}" for key in own]
             continue
         else:
             kind, placements, forward = _STYLES[style]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from titanlite.models.attention import MaskForm
-from titanlite.models.family import DecoderConfig, Plan
+from titanlite.models.family import DecoderConfig, Structure
 from titanlite.models.head import PART_IDS
 
 
@@ -58,7 +58,7 @@ class ActivationBytes:
     documents: int
 
 
-def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) -> ActivationBytes:
+def activation_bytes(config: DecoderConfig, structure: Structure, shape: MicrobatchShape) -> ActivationBytes:
     """Count the saved bytes of the model's forward pass, operation by operation. docs/planning.md has the error.
 
     With tensor parallelism the residual stream is sharded along the sequence, the inside of attention and feed-forward
@@ -87,7 +87,7 @@ def activation_bytes(config: DecoderConfig, plan: Plan, shape: MicrobatchShape) 
     n_active = config.n_active_experts
     hidden = n_active * positions * config.ffn_dim * size // tp
     norm = _norm_bytes(config.dim, positions // tp, size, wide)
-    styles = plan.tensor_styles.values()
+    styles = structure.tensor_styles.values()
     head_norm = 0
     if "head_norm" in styles:
         head_norm = _norm_bytes(config.head_dim, positions * (config.n_heads + config.n_kv_heads) // tp, size, wide)

@@ -148,7 +148,7 @@ def step_shape(
         exchanged=heads * model.head_dim,
         n_experts=model.n_experts,
         n_active=model.n_active_experts,
-        wide_norms=list(family.plan(model).tensor_styles.values()).count("wide_norm"),
+        wide_norms=list(family.structure(model).tensor_styles.values()).count("wide_norm"),
         loss_chunk=_loss_chunk(config, model.vocab_size, device_type),
         shard_logits=_shards_logits(config),
         dim=model.dim,
@@ -174,7 +174,7 @@ def _memory(
     config: JobConfig, stages: Sequence[Stage], shape: StepShape, owners: OwnerRounds, device_type: str
 ) -> Memory:
     family, model = config.family, config.hyper_parameters
-    activations = activation_bytes(model, family.plan(model), microbatch_shape(config, shape, device_type))
+    activations = activation_bytes(model, family.structure(model), microbatch_shape(config, shape, device_type))
     return rank_memory(
         stages, config.parallelism, config.activation_checkpoint, shape, activations, owners.temporary_bytes
     )

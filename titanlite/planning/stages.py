@@ -12,7 +12,7 @@ from torch import Tensor
 
 from titanlite.config.schema import JobConfig
 from titanlite.models.experts import Experts
-from titanlite.models.family import FAMILIES, LanguageModel, ModelConfig, Plan, resolve_model
+from titanlite.models.family import FAMILIES, LanguageModel, ModelConfig, Structure, resolve_model
 from titanlite.optim.groups import names_of_muon
 from titanlite.optim.muon import flops
 from titanlite.optim.optimizer import OptimizerConfig
@@ -126,7 +126,7 @@ class Blueprint:
     blocks: tuple[int | None, ...]
     buffers: int
     block_buffers: int
-    plan: Plan
+    structure: Structure
 
     @cached_property
     def costs(self) -> list[int]:
@@ -145,22 +145,22 @@ def _blueprint(family_name: str, hyper_parameters: Any) -> Blueprint:
     with torch.device("meta"):
         model = family.build(hyper_parameters)
     model.tie_weights()
-    plan = family.plan(hyper_parameters)
+    structure = family.structure(hyper_parameters)
     units = []
-    for names in plan.units:
+    for names in structure.units:
         found: dict[Tensor, _Shape] = {}  # tied parameters count once
         for prefix, module in chain(*(model.get_submodule(name).named_modules(prefix=name) for name in names)):
             for name, parameter in module.named_parameters(recurse=False):
                 is_expert = isinstance(module, Experts)
-                tp = FEATURES[name] if is_expert else tensor_dimension(plan, prefix, name)
+                tp = FEATURES[name] if is_expert else tensor_dimension(structure, prefix, name)
                 found.setdefault(parameter, _Shape(f"{prefix}.{name}", tuple(parameter.shape), tp, is_expert))
         units.append(tuple(found.values()))
-    blocks = tuple(plan.blocks.get(names[0]) for names in plan.units)
-    of_blocks = sum(buffer.numel() for name in plan.blocks for buffer in model.get_submodule(name).buffers())
+    blocks = tuple(structure.blocks.get(names[0]) for names in structure.units)
+    of_blocks = sum(buffer.numel() for name in structure.blocks for buffer in model.get_submodule(name).buffers())
     buffers = sum(buffer.numel() for buffer in model.buffers())
-    names = tuple(unit[0] for unit in plan.units)
-    block_buffers = of_blocks // max(len(plan.blocks), 1)
-    return Blueprint(names, tuple(units), blocks, buffers - of_blocks, block_buffers, plan)
+    names = tuple(unit[0] for unit in structure.units)
+    block_buffers = of_blocks // max(len(structure.blocks), 1)
+    return Blueprint(names, tuple(units), blocks, buffers - of_blocks, block_buffers, structure)
 
 
 def plan_stages(config: JobConfig, sizes: Mapping[str, int]) -> list[Stage]:
@@ -223,12 +223,12 @@ def _stages(
                 index == len(split) - 1,
                 sum(model.costs[unit] for unit in own),
                 sum(part.numel() * part.element_size() for part in parts.values()),
-                *memory_bytes(optimizer, parts, model.plan),
+                *memory_bytes(optimizer, parts, model.structure),
                 (model.buffers + len(blocks) * model.block_buffers) * wide,
                 tuple(units),
                 _matrices(
                     (shapes[name].shape, parts[name].shape, tp if shapes[name].tp is None else 1)
-                    for name in names_of_muon(optimizer, parts, model.plan)
+                    for name in names_of_muon(optimizer, parts, model.structure)
                 ),
                 blocks,
                 wrapped,
@@ -249,14 +249,14 @@ def measure_stage(config: JobConfig, mesh: Mesh, part: ModelPart) -> Stage:
         part.stage == num_stages(config.parallelism) - 1,
         sum(parameter.numel() for parameter in model.parameters()),  # of a DTensor: over all ranks
         sum(shard.numel() * shard.element_size() for shard in shards.values()),
-        *memory_bytes(config.optimizer, shards, part.plan),
+        *memory_bytes(config.optimizer, shards, part.structure),
         sum(buffer.numel() * wide for buffer in model.buffers()),
-        tuple(_units(model, part.plan, mesh)),
+        tuple(_units(model, part.structure, mesh)),
         _matrices(
             (named[name].shape, shards[name].shape, mesh.degrees["tp"] if _is_replicated_over_tp(named[name]) else 1)
-            for name in names_of_muon(config.optimizer, shards, part.plan)
+            for name in names_of_muon(config.optimizer, shards, part.structure)
         ),
-        tuple(part.plan.blocks.values()),
+        tuple(part.structure.blocks.values()),
         next(wrapped_modules(model), None) is not None,
     )
 
@@ -272,9 +272,9 @@ def _matrices(parameters: Iterable[tuple[Sequence[int], Sequence[int], int]]) ->
     return tuple(replace(each, parameters=len(list(equal))) for each, equal in groupby(found))
 
 
-def _units(model: LanguageModel, plan: Plan, mesh: Mesh) -> Iterator[FSDPUnit]:
+def _units(model: LanguageModel, structure: Structure, mesh: Mesh) -> Iterator[FSDPUnit]:
     shards = mesh.degrees["dp_shard"] * mesh.degrees["cp"]
-    for names in plan.units:
+    for names in structure.units:
         # a set, so that tied parameters count once
         parameters = {parameter for name in names for parameter in model.get_submodule(name).parameters()}
         experts = {parameter for parameter in parameters if "ep" in _axes(parameter)}
@@ -282,7 +282,7 @@ def _units(model: LanguageModel, plan: Plan, mesh: Mesh) -> Iterator[FSDPUnit]:
         elements = sum(local_part(parameter).numel() * shards for parameter in parameters - experts)
         of_experts = sum(local_part(parameter).numel() * (shards // mesh.section.ep) for parameter in experts)
         replicated = tuple(parameter.numel() for parameter in parameters if _is_replicated_over_tp(parameter))
-        yield FSDPUnit(plan.blocks.get(names[0]), elements, of_experts, replicated)
+        yield FSDPUnit(structure.blocks.get(names[0]), elements, of_experts, replicated)
 
 
 def _axes(parameter: Tensor) -> tuple[str, ...]:

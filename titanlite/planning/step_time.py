@@ -157,7 +157,7 @@ def unit_seconds(
     """model: hyper-parameters of the family."""
     wide = torch.promote_types(timer.dtype, torch.float32)
     ops = Elementwise(timer.dtype.itemsize, wide.itemsize, on_cpu=timer.profile.device == "cpu", compiled=compiled)
-    block = block_work(model, FAMILIES[family].plan(model), microbatch, ep, ops)
+    block = block_work(model, FAMILIES[family].structure(model), microbatch, ep, ops)
     embedding, head = embedding_work(model, microbatch, ops), head_work(model, microbatch, ops)
     loss = (head.forward, head.input_gradient, head.weight_gradient, head.again)
     return UnitSeconds(

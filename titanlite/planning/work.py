@@ -8,7 +8,7 @@ their products, attention and collectives exchange. tests/unit/planning/test_wor
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from titanlite.models.family import DecoderConfig, Plan
+from titanlite.models.family import DecoderConfig, Structure
 from titanlite.planning.activations import MicrobatchShape
 
 
@@ -145,7 +145,9 @@ def elementwise_work(forward: Work, backward: Work) -> PassWork:
     return PassWork(forward, backward, Work())
 
 
-def block_work(config: DecoderConfig, plan: Plan, shape: MicrobatchShape, ep: int, ops: Elementwise) -> PassWork:
+def block_work(
+    config: DecoderConfig, structure: Structure, shape: MicrobatchShape, ep: int, ops: Elementwise
+) -> PassWork:
     """The work of one transformer block, without its collectives."""
     tp, dim = shape.tp, config.dim
     positions = shape.positions
@@ -164,7 +166,7 @@ def block_work(config: DecoderConfig, plan: Plan, shape: MicrobatchShape, ep: in
         # the residual stream; backward also adds up the gradients of the inputs of wq, wk and wv
         elementwise_work(ops.sums(residual, 2), ops.sums(residual, 2) + ops.sums(gathered, 2)),
     ]
-    styles = plan.tensor_styles.values()
+    styles = structure.tensor_styles.values()
     if "head_norm" in styles or "wide_norm" in styles:
         parts += [elementwise_work(*ops.norm(queries)), elementwise_work(*ops.norm(keys))]
     if tp > 1:  # two gathers and two scatters, each with a copy

@@ -74,14 +74,14 @@ def test_flops_match_the_counter_of_torch(family: Family, tied: bool) -> None:
 @every_family
 def test_every_parameter_has_a_tensor_style(family: Family) -> None:
     config = small(family)
-    model, plan = on_meta(family, config), family.plan(config)
+    model, structure = on_meta(family, config), family.structure(config)
     owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
-    without = [name for name in owners if tensor_style(plan, name) is None]
+    without = [name for name in owners if tensor_style(structure, name) is None]
     assert all(isinstance(model.get_submodule(name), Experts) for name in without), without
-    assert tensor_style(plan, "layers.1.attention.wo") == "row"
-    assert tensor_style(plan, "layers.1.attention.wo.weight") is None
+    assert tensor_style(structure, "layers.1.attention.wo") == "row"
+    assert tensor_style(structure, "layers.1.attention.wo.weight") is None
     modules = dict(model.named_modules())
-    unused = [style for style in plan.tensor_styles if style.replace("*", "0") not in modules]
+    unused = [style for style in structure.tensor_styles if style.replace("*", "0") not in modules]
     assert unused == []
 
 
@@ -105,7 +105,7 @@ def test_the_plan_covers_each_parameter_once(name: str, flavor: str) -> None:
     family = FAMILIES[name]
     config = replace(family.flavors[flavor], n_layers=3)
     model = on_meta(family, config)
-    units = family.plan(config).units
+    units = family.structure(config).units
     owners: dict[int, set[int]] = {}
     for index, unit in enumerate(units):
         for part in unit:
@@ -119,7 +119,7 @@ def test_the_plan_covers_each_parameter_once(name: str, flavor: str) -> None:
 @every_family
 def test_the_output_is_in_the_last_unit(family: Family, tied: bool) -> None:
     """Tied or not: the reshard policy `default` does not reshard the last unit, and backward starts at the output."""
-    assert "output" in family.plan(small(family, tie_embeddings=tied)).units[-1]
+    assert "output" in family.structure(small(family, tie_embeddings=tied)).units[-1]
 
 
 @tied_or_not

@@ -3,15 +3,15 @@
 import torch
 from torch import nn
 
-from titanlite.models.family import Plan
+from titanlite.models.family import Structure
 from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig
 from titanlite.optim.registry import build_optimizer
 from titanlite.parallel.mesh import ShardGroups
 
-PLAN = Plan((), {"block": 0}, {"block.router": "router"})
+STRUCTURE = Structure((), {"block": 0}, {"block.router": "router"})
 """The parameters of the module "block" are those of a transformer block."""
 
 
-def optimizer_of(model: nn.Module, section: OptimizerConfig, plan: Plan = PLAN) -> GatedOptimizer:
+def optimizer_of(model: nn.Module, section: OptimizerConfig, structure: Structure = STRUCTURE) -> GatedOptimizer:
     named = dict(model.named_parameters())
-    return build_optimizer(section, named, plan, torch.device("cpu"), ShardGroups(), 0)
+    return build_optimizer(section, named, structure, torch.device("cpu"), ShardGroups(), 0)

@@ -9,7 +9,7 @@ import tomli
 import torch
 from torch import Tensor
 
-from tests.unit.optim.building import PLAN, optimizer_of
+from tests.unit.optim.building import STRUCTURE, optimizer_of
 from tests.unit.optim.test_muon import model_of, set_gradients
 from titanlite.config.load import load_config
 from titanlite.config.toml import dump_config
@@ -34,7 +34,7 @@ def group(*parameters: str, **keys: Any) -> GroupConfig:
 
 
 def problems_of(given: OptimizerConfig) -> list[Problem]:
-    return check_parameters(given, NAMED, PLAN, torch.float32)
+    return check_parameters(given, NAMED, STRUCTURE, torch.float32)
 
 
 def options(given: OptimizerConfig) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -56,8 +56,8 @@ def test_defaults() -> None:
 
 def test_muon_by_default_has_the_matrices_of_blocks_of_each_family() -> None:
     for family in ("llama3", "qwen3", "qwen3_moe", "olmoe"):
-        named, plan = full_parameters(ModelConfig(family, "debug" if family != "olmoe" else "1B-7B"))
-        kinds = kinds_of_state(OptimizerConfig(name="Muon"), named, plan)
+        named, structure = full_parameters(ModelConfig(family, "debug" if family != "olmoe" else "1B-7B"))
+        kinds = kinds_of_state(OptimizerConfig(name="Muon"), named, structure)
         assert isinstance(kinds, dict)
         others = {name for name, kind in kinds.items() if kind == "AdamW"}
         assert others >= {"tok_embeddings.weight", "norm.weight"}
@@ -165,7 +165,9 @@ def test_several_patterns_of_one_group_may_match() -> None:
 
 
 def test_the_table_has_all_elements() -> None:
-    lines = describe_groups(section(group("output.weight", optimizer="Lion", lr_factor=0.5), name="Muon"), NAMED, PLAN)
+    lines = describe_groups(
+        section(group("output.weight", optimizer="Lion", lr_factor=0.5), name="Muon"), NAMED, STRUCTURE
+    )
     cells = [line.split() for line in lines]
     assert [word for word in cells[0] if word != "or"] == [
         *("group", "optimizer", "parameters", "elements", "lr", "weight", "decay", "betas", "momentum")
@@ -187,24 +189,24 @@ def test_the_table_has_all_elements() -> None:
 )
 def test_vectors_and_scalars_decay_only_if_asked(given: OptimizerConfig, decays: bool) -> None:
     named: dict[str, Tensor] = {"output.weight": torch.empty(2, 2), "block.scale": torch.empty(1)}
-    *_, last = describe_groups(given, named, PLAN)
+    *_, last = describe_groups(given, named, STRUCTURE)
     assert (last == "without weight decay: block.scale") != decays
 
 
 def test_states_are_named_by_pattern_unless_blocks_differ() -> None:
     blocks = {f"layers.{n}.w.weight": torch.empty(2, 2, device="meta") for n in range(3)}
     named: dict[str, Tensor] = {**blocks, "output.weight": torch.empty(2, 2, device="meta")}
-    assert kinds_of_state(OptimizerConfig(), named, PLAN) == "AdamW"
+    assert kinds_of_state(OptimizerConfig(), named, STRUCTURE) == "AdamW"
     sgd = group("output.weight", optimizer="SGD")
-    assert kinds_of_state(section(sgd, momentum=0.9, state_dtype="bfloat16"), named, PLAN) == {
+    assert kinds_of_state(section(sgd, momentum=0.9, state_dtype="bfloat16"), named, STRUCTURE) == {
         "layers.*.w.weight": "AdamW with bfloat16 moments",
         "output.weight": "SGD with momentum",
     }
-    assert kinds_of_state(section(group("layers.1.*", optimizer="Lion")), named, PLAN) == {
+    assert kinds_of_state(section(group("layers.1.*", optimizer="Lion")), named, STRUCTURE) == {
         **{f"layers.{n}.w.weight": "Lion" if n == 1 else "AdamW" for n in range(3)},
         "output.weight": "AdamW",
     }
-    assert kinds_of_state(section(group("layers.1.*", lr_factor=0.5)), named, PLAN) == "AdamW"
+    assert kinds_of_state(section(group("layers.1.*", lr_factor=0.5)), named, STRUCTURE) == "AdamW"
 
 
 def test_groups_are_read_and_written() -> None:

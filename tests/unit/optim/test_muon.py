@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.optim.building import PLAN, optimizer_of
+from tests.unit.optim.building import STRUCTURE, optimizer_of
 from titanlite.optim.muon import orthogonalize
 from titanlite.optim.optimizer import OptimizerConfig
 
@@ -82,7 +82,7 @@ def test_an_update_is_torchs_within_the_precision_of_bfloat16(adjust_lr: str) ->
     """torch.optim.Muon computes the orthogonalization in bfloat16."""
     section = OptimizerConfig(name="Muon", lr=0.05, weight_decay=0.1, adjust_lr=adjust_lr)  # type: ignore[arg-type]
     model, other = model_of(), model_of()
-    optimizer = optimizer_of(model, section, PLAN)
+    optimizer = optimizer_of(model, section, STRUCTURE)
     weights = {name: dict(other.named_parameters())[name] for name in ("block.wide.weight", "block.tall.weight")}
     torchs = torch.optim.Muon(weights.values(), lr=0.05, weight_decay=0.1, momentum=0.95, adjust_lr_fn=adjust_lr)
     before = {name: weight.detach().clone() for name, weight in weights.items()}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.unit.optim.building import PLAN, optimizer_of
+from tests.unit.optim.building import STRUCTURE, optimizer_of
 from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig, without_compiler
 from titanlite.optim.registry import check_optimizer, check_parameters, memory_bytes
 
@@ -243,7 +243,7 @@ def test_planned_bytes_of_the_state_are_those_of_a_step(kind: str, dtype: torch.
     optimizer.step_if(torch.tensor(True))
     expected = sum(tensor.nbytes for _, tensor in optimizer.named_state())
     named = dict(model.named_parameters())
-    state, update = memory_bytes(KINDS[kind], named, PLAN)
+    state, update = memory_bytes(KINDS[kind], named, STRUCTURE)
     assert state == expected
     # that of Muon depends on the mesh: tests/distributed/test_plan_memory.py
     assert (update > 0) == (kind not in ("AdamW", "Muon"))
@@ -274,6 +274,6 @@ def test_combinations_that_do_not_work_are_refused(
     section: OptimizerConfig, dtype: torch.dtype, key: str, words: str
 ) -> None:
     named = dict(small_model().named_parameters())
-    problems = [*check_optimizer(section), *check_parameters(section, named, PLAN, dtype)]
+    problems = [*check_optimizer(section), *check_parameters(section, named, STRUCTURE, dtype)]
     assert [problem.key for problem in problems] == ([f"optimizer.{key}"] if key else [])
     assert all(words in f"{problem.rule} {problem.remedy}" for problem in problems)

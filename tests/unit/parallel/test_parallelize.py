@@ -12,7 +12,7 @@ from tests.simulated import simulated_mesh
 from titanlite.assembly.model import build_parts
 from titanlite.models.family import resolve_model
 from titanlite.models.head import OutputLayer
-from titanlite.models.llama3 import Llama3, Llama3Config, plan
+from titanlite.models.llama3 import Llama3, Llama3Config, structure
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.data import AT_ONCE_BYTES, replicates_at_once
 
@@ -39,7 +39,7 @@ def test_the_loss_is_compiled_if_configured() -> None:
     config = Llama3Config(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=80, vocab_size=50, max_seq_len=32)
     model, counter = Llama3(config), CompileCounter()
     section = CompileConfig(enable=True, backend=cast("Any", counter))
-    lines = apply_compile(model, plan(config), section)
+    lines = apply_compile(model, structure(config), section)
     assert [line.partition(" to ")[2] for line in lines] == ["the loss", "each block"]
     (head,) = (module for module in model.modules() if isinstance(module, OutputLayer))
     head(torch.randn(1, 4, 32), torch.zeros(1, 4, dtype=torch.int64), torch.tensor([4]))
@@ -50,7 +50,7 @@ def test_blocks_with_experts_are_not_compiled() -> None:
     family, config = resolve_model(small_config(1, *EXPERTS).model)
     model = family.build(config)
     before = [block.forward for block in model.layers.values()]
-    lines = apply_compile(model, family.plan(config), CompileConfig(enable=True, backend="eager"))
+    lines = apply_compile(model, family.structure(config), CompileConfig(enable=True, backend="eager"))
     assert lines[-1].endswith("to 0 of 2 blocks: those without experts")
     assert [block.forward for block in model.layers.values()] == before
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from titanlite.models.family import ModelConfig, Plan, resolve_model
+from titanlite.models.family import ModelConfig, Structure, resolve_model
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import (
     SCHEDULES,
@@ -22,7 +22,7 @@ from titanlite.parallel.pipeline import (
     unit_costs,
 )
 
-PLAN = Plan((("embedding",), *((f"layers.{index}",) for index in range(6)), ("norm", "output")), {}, {})
+STRUCTURE = Structure((("embedding",), *((f"layers.{index}",) for index in range(6)), ("norm", "output")), {}, {})
 
 
 def all_splits(units: int, stages: int) -> list[list[range]]:
@@ -57,10 +57,10 @@ def test_given_cuts_are_used() -> None:
     assert assign_units([1, 100, 1, 1], [1, 3], 3) == [range(1), range(1, 3), range(3, 4)]
 
 
-def model_of(layers: int) -> tuple[nn.Module, Plan]:
+def model_of(layers: int) -> tuple[nn.Module, Structure]:
     family, config = resolve_model(ModelConfig(overrides={"n_layers": layers}))
     with torch.device("meta"):
-        return family.build(config), family.plan(config)
+        return family.build(config), family.structure(config)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -73,8 +73,8 @@ def test_stages_together_are_the_model(schedule: PipelineSchedule, split: tuple[
     model, _ = model_of(5)
     names: list[str] = []
     for stage in owned:
-        part, plan = model_of(5)
-        stage_plan = keep_units_(part, plan, split_stages(part, plan, section)[stage])
+        part, structure = model_of(5)
+        stage_plan = keep_units_(part, structure, split_stages(part, structure, section)[stage])
         names += [name for name, _ in part.named_parameters()]
         assert sum(unit_costs(part, stage_plan)) == sum(parameter.numel() for parameter in part.parameters())
         assert all(stage_plan.blocks[name] == int(name.split(".")[1]) for name in stage_plan.blocks)
@@ -93,9 +93,9 @@ def test_stages_of_a_rank() -> None:
 
 
 def test_valid_pipelines_are_accepted() -> None:
-    assert check_pipeline(ParallelismConfig(pp=2, pp_split=("norm",)), PLAN) == []
-    assert check_pipeline(ParallelismConfig(pp=2, pp_microbatch_size=4), PLAN) == []
-    assert check_pipeline(ParallelismConfig(pp=1, pp_split=("nowhere",), pp_microbatch_size=0), PLAN) == []
+    assert check_pipeline(ParallelismConfig(pp=2, pp_split=("norm",)), STRUCTURE) == []
+    assert check_pipeline(ParallelismConfig(pp=2, pp_microbatch_size=4), STRUCTURE) == []
+    assert check_pipeline(ParallelismConfig(pp=1, pp_split=("nowhere",), pp_microbatch_size=0), STRUCTURE) == []
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

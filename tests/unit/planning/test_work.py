@@ -66,7 +66,7 @@ def built(request: pytest.FixtureRequest) -> tuple[LanguageModel, Any, Any]:
         for parameter in model.parameters():
             parameter.normal_(std=0.02)
     model.init_buffers(torch.device("cpu"))
-    return model, hyper_parameters, family.plan(hyper_parameters)
+    return model, hyper_parameters, family.structure(hyper_parameters)
 
 
 def shape_of(*, recomputes_logits: bool = False) -> MicrobatchShape:

@@ -112,8 +112,8 @@ def measure_updates(config: JobConfig, steps: int, folder: Path) -> dict[str, fl
     section = config.optimizer
     before = read_tensors(reference_file(folder, "weights"))
     named = {name: nn.Parameter(value.clone()) for name, value in before.items()}
-    _, plan = full_parameters(config.model)
-    optimizer = build_optimizer(section, named, plan, CPU, ShardGroups(), config.debug.seed)
+    _, structure = full_parameters(config.model)
+    optimizer = build_optimizer(section, named, structure, CPU, ShardGroups(), config.debug.seed)
     schedule = build_schedule(config.lr_schedule, section.lr, config.training.steps)
     factors = build_factors(section, config.training.steps)
     for step in range(steps):
@@ -201,7 +201,7 @@ def plain_model(config: JobConfig) -> LanguageModel:
     model.tie_weights()
     model.init_buffers(CPU)
     init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
-    for name, index in family.plan(hyper_parameters).blocks.items():
+    for name, index in family.structure(hyper_parameters).blocks.items():
         for mixture in mixtures_of([model.get_submodule(name)]):
             mixture.placement = Placement(index)
     return model
