@@ -101,14 +101,23 @@ class Decoder(LanguageModel):
 
     block: returns the block of a layer, by its index: a Block, or a module that is called like one. scaling: of the
     rotary wavelengths; None for no scaling.
+    carried: numbers per position that blocks pass on beside the residual stream: with any, blocks are called with them
+    as the last argument, (batch, seq_len, …), and return (x, what they pass on); zeros before the first one. A family
+    with them has the boundary dim + carried.
     `layers` is keyed "0" … "n_layers - 1", so that a pipeline stage with some of the layers has the same names.
     """
 
     def __init__(
-        self, config: DecoderConfig, block: Callable[[int], nn.Module], scaling: RopeScaling | None = None
+        self,
+        config: DecoderConfig,
+        block: Callable[[int], nn.Module],
+        scaling: RopeScaling | None = None,
+        *,
+        carried: int = 0,
     ) -> None:
         super().__init__()
         self.config = config
+        self.carried = carried
         # nn.Embedding(...) does the same, but on the meta device it imports torch._dynamo, which takes half a second
         embeddings = torch.randn(config.vocab_size, config.dim)
         self.tok_embeddings: nn.Embedding | None = nn.Embedding.from_pretrained(embeddings, freeze=False)
@@ -157,10 +166,18 @@ class Decoder(LanguageModel):
 
     def run_blocks(self, x: Tensor, *arguments: Any) -> Tensor:
         """Apply the blocks of this stage. x: the embeddings, or what the previous stage has returned. arguments: of
-        each block after x. A model whose blocks pass more than x overrides it; see Family.boundary."""
+        each block after x. A stage passes what is carried behind x, along the last dimension."""
+        if not self.carried:
+            for layer in self.layers.values():
+                x = layer(x, *arguments)
+            return x
+        x, more = x[..., : self.config.dim], x[..., self.config.dim :]
+        if self.tok_embeddings is not None:
+            more = x.new_zeros(*x.shape[:2], self.carried)
         for layer in self.layers.values():
-            x = layer(x, *arguments)
-        return x
+            x, more = layer(x, *arguments, more)
+        # with tp, more may hold all positions of a part of its numbers
+        return x if self.output is not None else torch.cat((x, more.reshape(*x.shape[:2], self.carried)), dim=-1)
 
 
 def init(config: DecoderConfig, name: str) -> Init:

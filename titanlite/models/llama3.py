@@ -68,16 +68,18 @@ FLAVORS = {
 
 
 class Llama3(Decoder):
-    """The decoder with Llama 3.1's rotary scaling. block: see Decoder; None: that of Llama 3."""
+    """The decoder with Llama 3.1's rotary scaling. block, carried: see Decoder; None: the block of Llama 3."""
 
-    def __init__(self, config: Llama3Config, block: Callable[[int], nn.Module] | None = None) -> None:
+    def __init__(
+        self, config: Llama3Config, block: Callable[[int], nn.Module] | None = None, *, carried: int = 0
+    ) -> None:
         scaling = Llama3Scaling(
             config.rope_scaling_factor,
             config.rope_low_freq_factor,
             config.rope_high_freq_factor,
             config.rope_original_seq_len,
         )
-        super().__init__(config, block or (lambda _: Block(config, attention(config))), scaling)
+        super().__init__(config, block or (lambda _: Block(config, attention(config))), scaling, carried=carried)
 
 
 def attention(config: Llama3Config) -> Attention:
