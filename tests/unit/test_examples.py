@@ -120,6 +120,17 @@ def test_logits_are_capped_with_and_without_labels() -> None:
         assert output(torch.ones(1, 1, 256)).unique().tolist() == [15.0]
 
 
+def test_blocks_compute_attention_and_feed_forward_side_by_side() -> None:
+    load_plugins([str(EXAMPLES / "parallel_blocks.py")])
+    family = FAMILIES["parallel_blocks"]
+    model = family.build(replace(family.flavors["debug"], dim=16, n_heads=2, n_kv_heads=2, n_layers=1, ffn_dim=8))
+    model.init_buffers(torch.device("cpu"))
+    block, rope = model.layers["0"], model.rope(None)
+    x = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(0))
+    expected = x + block.attention(block.attention_norm(x), rope, None) + block.feed_forward(block.ffn_norm(x))
+    assert torch.equal(block(x, rope, None), expected)
+
+
 def test_the_schedule_restarts_four_times() -> None:
     load_plugins([str(EXAMPLES / "schedule.py")])
     section = ScheduleConfig(warmup_steps=0, decay="restarts", min_lr_factor=0.0)
