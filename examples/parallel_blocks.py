@@ -1,4 +1,4 @@
-"""A variant in ten lines: Llama 3 with attention and feed-forward side by side (Wang and Komatsuzaki, "GPT-J-6B", 2021).
+"""A variant in ten lines: Llama 3 with attention and feed-forward side by side (Wang, Komatsuzaki, "GPT-J-6B", 2021).
 
 [job]
 plugins = ["parallel_blocks.py"]
