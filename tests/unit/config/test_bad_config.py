@@ -397,6 +397,12 @@ def test_file_that_is_not_utf8(tmp_path: Path) -> None:
     assert "byte 22" in problem.remedy
 
 
+def test_a_comment_is_not_blamed_for_an_error(tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text('optimizer.lr = oops  # “lr”')
+    (problem,) = problems_of(["--job.config_file", str(tmp_path / "bad.toml")])
+    assert problem.remedy == "fix the file: Invalid value (at line 1, column 16)"
+
+
 def test_misspelled_file_name_suggests_a_file_in_the_same_folder(tmp_path: Path) -> None:
     (tmp_path / "quickstart.toml").write_text("")
     (problem,) = problems_of(["--job.config_file", str(tmp_path / "quikstart.toml")])

@@ -164,6 +164,13 @@ def test_fingerprints_have_the_tokens_of_the_other_files(folder: Path) -> None:
     assert len({ChatEncoder(one).fingerprint for one in tokenizers}) == 2
 
 
+def test_no_document_has_an_eos_that_the_decoder_lacks(folder: Path) -> None:
+    """transformers leaves it as it is in tokenizer.json: not special."""
+    tokenizer = Tokenizer(write(folder, decoder(id0=table("<|endoftext|>")) | {"eos_token": TWO}))
+    assert tokenizer.eos_id is not None
+    assert tokenizer.eos_id not in tokenizer.encode(f"a {TWO} b")
+
+
 def test_a_token_that_no_text_has_is_not_added_at_the_end(folder: Path) -> None:
     """A model has no row for it, and a run that was saved before would be refused."""
     before = Tokenizer(write(folder, {}))
