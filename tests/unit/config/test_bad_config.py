@@ -398,7 +398,7 @@ def test_file_that_is_not_utf8(tmp_path: Path) -> None:
 
 
 def test_a_comment_is_not_blamed_for_an_error(tmp_path: Path) -> None:
-    (tmp_path / "bad.toml").write_text('optimizer.lr = oops  # “lr”')
+    (tmp_path / "bad.toml").write_text("optimizer.lr = oops  # “lr”")
     (problem,) = problems_of(["--job.config_file", str(tmp_path / "bad.toml")])
     assert problem.remedy == "fix the file: Invalid value (at line 1, column 16)"
 

@@ -19,7 +19,7 @@ from titanlite.data.kinds import text_sources
 from titanlite.data.sources.base import ReadUnit, Row
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import CONTEXT, TokenPiece, cut
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer import EDGE, Tokenizer
 
 WORDS = [
     *(
@@ -130,6 +130,19 @@ def test_tokens_do_not_depend_on_the_size_of_the_pieces(kind: str, tmp_path: Pat
         assert [token for ids in tokenizer.encode_parts(texts) for token in ids] == at_once
         differing += [token for part in parts for token in tokenizer.encode(part)] != at_once
     assert differing, "each part by itself"
+
+
+def test_tokens_that_depend_on_text_far_from_a_cut(tmp_path: Path) -> None:
+    """Digits are grouped from the end of a number."""
+    trained = tokenizers.Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Split(Regex(r"\d{1,3}(?=(?:\d{3})*(?!\d))"), "isolated")
+    digits = "".join(random.Random(0).choices("0123456789", k=EDGE + 400))
+    trained.train_from_iterator([digits], trainers.BpeTrainer(vocab_size=200, show_progress=False))
+    trained.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    for place in range(100, 103):
+        parts = [("", digits[:place], digits[place:]), (digits[:place], digits[place:], "")]
+        assert [token for ids in tokenizer.encode_parts(parts) for token in ids] == tokenizer.encode(digits)
 
 
 def test_a_tokenizer_without_words_is_named(tmp_path: Path) -> None:
