@@ -24,7 +24,7 @@ from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
 from titanlite.models.family import resolve_model
-from titanlite.models.head import CPU_CHUNK_TOKENS
+from titanlite.models.head import CHUNK_TOKENS
 from titanlite.parallel.data import wrapped_modules
 from titanlite.parallel.mesh import shard_logits
 from titanlite.planning.activations import MicrobatchShape, activation_bytes
@@ -184,7 +184,7 @@ def planned_kept(world_size: int, settings: list[str]) -> int:
     sharded = shard_logits(config.parallelism)
     gathers_keys = config.parallelism.context_parallel == "gather"
     shape = MicrobatchShape(
-        *(ROWS, SEQ_LEN, config.parallelism.cp, config.parallelism.tp, size, 4, CPU_CHUNK_TOKENS, sharded, False),
+        *(ROWS, SEQ_LEN, config.parallelism.cp, config.parallelism.tp, size, 4, CHUNK_TOKENS["cpu"], sharded, False),
         mask="scores" if gathers_keys else None,
         gathers_keys=gathers_keys,
     )
@@ -284,7 +284,7 @@ def test_additional_bytes_of_documents_in_a_row() -> None:
     planned = activation_bytes(
         hyper_parameters,
         family.structure(hyper_parameters),
-        MicrobatchShape(ROWS, SEQ_LEN, 1, 1, size, 4, CPU_CHUNK_TOKENS, False, False, "scores"),
+        MicrobatchShape(ROWS, SEQ_LEN, 1, 1, size, 4, CHUNK_TOKENS["cpu"], False, False, "scores"),
     )
     (measured,) = run_ranks(measured_for_documents, 1, cases)
     assert measured == pytest.approx([planned.documents] * len(measured), rel=0.02)

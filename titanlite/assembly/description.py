@@ -20,6 +20,7 @@ from titanlite.models.registry import full_parameters
 from titanlite.optim.groups import describe_groups
 from titanlite.optim.schedule import describe_schedule, in_steps, ramps
 from titanlite.parallel.mesh import Mesh
+from titanlite.planning.estimate import loss_chunk
 from titanlite.runtime.environment import environment_lines, overridden
 from titanlite.runtime.logging import log
 from titanlite.runtime.memory import device_memory_bytes
@@ -45,6 +46,8 @@ def describe_training(job: Job, mesh: Mesh, environment: Mapping[str, str]) -> N
     if config.loss.chosen is not CROSS_ENTROPY:
         terms = ", ".join(config.loss.chosen.terms) or "none"
         log.info('Loss: "%s", terms of the objective: %s', config.loss.name, terms)
+    chunk = loss_chunk(config, config.hyper_parameters.vocab_size, mesh.world.device_type)
+    log.info("Loss: in chunks of %s tokens", f"{chunk:,}")
     for line in describe_groups(config.optimizer, *full_parameters(config.model)):
         log.info("Optimizer: %s", line)
     describe_batch(job, mesh)

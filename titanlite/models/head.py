@@ -22,10 +22,11 @@ from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import setting
 from titanlite.runtime.torch_internals import is_needed_by_backward
 
-CHUNK_BYTES = 128 * 2**20
+CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
 """Largest logits of an automatic chunk."""
-CPU_CHUNK_TOKENS = 256
-"""Largest automatic chunk on a CPU, whose caches are faster with smaller ones (docs/LOG.md)."""
+CHUNK_TOKENS = {"cpu": 256, "cuda": 4096}
+"""Largest automatic chunk: caches of CPUs are faster with small ones (docs/LOG.md); products on GPUs, and the gradient
+of the weight, which each chunk reads and writes, with large ones."""
 PART_IDS = 4096
 """Ids whose gradients, in a narrower dtype than their sum, exist at the same time."""
 
@@ -42,8 +43,9 @@ class LossConfig:
     chunk_tokens: int | Literal["auto"] = setting(
         "auto", 'set a positive number, or "auto"', least=1, unset="auto", affects="layout"
     )
-    """Tokens whose logits exist at the same time. auto: as many as take 128 MiB in the dtype of the loss, at least
-    float32; on a CPU at most 256. With a narrower compute dtype, two copies in this dtype exist beside them."""
+    """Tokens whose logits exist at the same time. auto: on a GPU as many as take 1 GiB in the dtype of the loss, at
+    least float32, and at most 4,096; on a CPU 128 MiB, and at most 256. With a narrower compute dtype, two copies in
+    this dtype exist beside them."""
 
     terms: tuple[str, ...] = ()
     """Further terms of the objective, that plugins have registered (docs/models.md)."""
@@ -420,8 +422,7 @@ def tokens_per_chunk(chunk_tokens: int | Literal["auto"], token_bytes: int, devi
     """The value of LossConfig.chunk_tokens if the logits of a token take `token_bytes` on this rank."""
     if chunk_tokens != "auto":
         return chunk_tokens
-    fitting = max(1, CHUNK_BYTES // token_bytes)
-    return min(fitting, CPU_CHUNK_TOKENS) if device_type == "cpu" else fitting
+    return min(max(1, CHUNK_BYTES[device_type] // token_bytes), CHUNK_TOKENS[device_type])
 
 
 class _AtOnce(torch.autograd.Function):

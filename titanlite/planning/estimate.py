@@ -149,7 +149,7 @@ def step_shape(
         n_experts=model.n_experts,
         n_active=model.n_active_experts,
         wide_norms=list(family.structure(model).tensor_styles.values()).count("wide_norm"),
-        loss_chunk=_loss_chunk(config, model.vocab_size, device_type),
+        loss_chunk=loss_chunk(config, model.vocab_size, device_type),
         shard_logits=_shards_logits(config),
         dim=model.dim,
         stage_width=family.stage_width(model),
@@ -159,8 +159,8 @@ def step_shape(
     )
 
 
-def _loss_chunk(config: JobConfig, vocab_size: int, device_type: str) -> int:
-    """Positions whose logits exist at the same time."""
+def loss_chunk(config: JobConfig, vocab_size: int, device_type: str) -> int:
+    """Tokens whose logits exist at the same time on a rank."""
     columns = -(-vocab_size // config.parallelism.tp) if _shards_logits(config) else vocab_size
     wide = torch.promote_types(DTYPES[config.training.mixed_precision_param], torch.float32)
     return tokens_per_chunk(config.loss.chunk_tokens, columns * wide.itemsize, device_type)

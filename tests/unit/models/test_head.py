@@ -19,14 +19,7 @@ from tests.custom_loss import LOSS, WITH_Z, plain_objective
 from tests.distributed.test_plan_memory import memory_events
 from tests.plain_loss import cross_entropy_by_row
 from titanlite.batch import IGNORE_INDEX
-from titanlite.models.head import (
-    CHUNK_BYTES,
-    CPU_CHUNK_TOKENS,
-    PART_IDS,
-    LossComputation,
-    OutputLayer,
-    tokens_per_chunk,
-)
+from titanlite.models.head import CHUNK_BYTES, CHUNK_TOKENS, PART_IDS, LossComputation, OutputLayer, tokens_per_chunk
 from titanlite.models.losses import CROSS_ENTROPY, Loss
 
 ROWS, SEQ_LEN, DIM, VOCAB_SIZE = 3, 37, 24, 101
@@ -197,8 +190,8 @@ def test_a_split_backward_pass_computes_each_gradient_once(loss: Loss) -> None:
 @pytest.mark.parametrize("token_bytes", [4 * 2048, 4 * 32_000, 4 * 128_256, 2**40])
 def test_automatic_chunks_stay_below_the_limit(token_bytes: int, device: str) -> None:
     chunk = tokens_per_chunk("auto", token_bytes, device)
-    assert chunk == 1 or chunk * token_bytes <= CHUNK_BYTES
-    assert chunk <= CPU_CHUNK_TOKENS or device != "cpu"
+    assert chunk == 1 or chunk * token_bytes <= CHUNK_BYTES[device]
+    assert chunk <= CHUNK_TOKENS[device]
     assert tokens_per_chunk(5, token_bytes, device) == 5
 
 
