@@ -1,5 +1,6 @@
 """Settings for all tests."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ REPOSITORY = str(Path(__file__).resolve().parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [REPOSITORY, os.environ.get("PYTHONPATH", "")]))
 # A shell starts background jobs with SIGINT ignored, and programs under test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# A third of the CPU time of the collection of tests is garbage collections, which find nothing
+gc.disable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -22,6 +25,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("soak"):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Exclude all modules and tests from later collections: each run in this process would visit them twice, 0.2 s
+    each."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")
