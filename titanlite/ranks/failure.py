@@ -6,6 +6,7 @@ Does not import torch, which takes seconds, so that Ctrl-C is handled before tha
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import json
 import os
@@ -100,6 +101,8 @@ class FailureReport:
 
     def __enter__(self) -> Self:
         prepare_process()
+        gc.freeze()  # the imported modules, which each collection would visit
+        gc.enable()
         return self
 
     def __exit__(
@@ -396,9 +399,11 @@ def _write_error_file(message: str) -> None:
 def prepare_process() -> None:
     """End a rank with its launcher, and at once on Ctrl-C; hide the warnings of torch's C++ code. Idempotent.
 
-    To be called by a program before it imports torch, which takes seconds. When a connection is lost, the warnings are
-    60 lines after the message that has the cause.
+    To be called by a program before it imports torch, which takes seconds, a fifth less without garbage collections:
+    FailureReport allows them again. When a connection is lost, the warnings are 60 lines after the message that has the
+    cause.
     """
+    gc.disable()
     end_with_launcher()
     end_on_interrupt()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

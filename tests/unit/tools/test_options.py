@@ -1,6 +1,7 @@
 """Test how commands read their options, and how their processes end."""
 
 import errno
+import gc
 import math
 import os
 import signal
@@ -225,6 +226,7 @@ def test_exit_codes(
     monkeypatch.setattr(os, "dup2", lambda *_: None)  # would redirect the output of pytest
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # even if the tests run under nohup
+    gc.disable()  # as during the imports
     try:
         with pytest.raises(SystemExit) as caught:
             run_command(main)
@@ -234,3 +236,4 @@ def test_exit_codes(
     assert caught.value.code == code
     assert capsys.readouterr().err.startswith(text)
     assert sys.exc_info()[0] is None
+    assert gc.isenabled()
