@@ -24,14 +24,12 @@ from torch import Tensor, nn
 from tests.distributed.mistakes import averaging_reduction, changed
 from tests.distributed.program import CONFIG, REPOSITORY, clean_environment, start_command
 from tests.distributed.reference import small_config
-from tests.pool import run_ranks
 from titanlite.batch import Batch
 from titanlite.models import init
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.layers import RMSNorm
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel import clip, data
-from titanlite.ranks import launch
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.tools.parity import __main__ as command
 from titanlite.tools.parity import compare, measure, reference
@@ -45,13 +43,11 @@ RUN = (sys.executable, "-m", "titanlite.tools.parity")
 
 @pytest.fixture
 def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Configuration of the small test model; the command's temporary folder is in tmp_path / "temporary", and its ranks
-    are of the pools."""
+    """Configuration of the small test model; the command's temporary folder is in tmp_path / "temporary"."""
     file = tmp_path / "config.toml"
     file.write_text(CONFIG)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(command, "TemporaryDirectory", partial(tempfile.TemporaryDirectory, dir=tmp_path / "temporary"))
-    monkeypatch.setattr(compare, "run_ranks", run_ranks)
     monkeypatch.chdir(tmp_path)
     return file
 
@@ -167,7 +163,6 @@ FAILURES = {
 def test_a_layout_that_fails_is_reported_and_the_others_compared(
     config_file: Path, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compare, "run_ranks", launch.run_ranks)
     monkeypatch.setattr(compare, "measure_layouts", partial(raises_on_the_last_rank, how=how))
     with pytest.raises(SystemExit):
         command.main([str(config_file), "--steps", "1", "--layouts", "1x1x1x2", "1x1x2x1"])
