@@ -22,8 +22,9 @@ from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import last_row, read_rows
 from titanlite.metrics.scores import SetTotals, TaskScores, sum_of
 from titanlite.ranks.agreement import start_rank
-from titanlite.ranks.distributed import ELASTIC, CommConfig, World, connect, world_from_environment
+from titanlite.ranks.distributed import ELASTIC, CommConfig, World, world_from_environment
 from titanlite.ranks.failure import EmbeddedReport
+from titanlite.ranks.network import connect
 from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import ConfigError, UsageError, UserError
 from titanlite.runtime.files import expand_home

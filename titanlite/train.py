@@ -34,8 +34,9 @@ from titanlite.metrics.records import Record
 from titanlite.planning.memory_check import explained_out_of_memory
 from titanlite.profiling.regions import region
 from titanlite.ranks.agreement import RanksError, require_equal, start_rank, watch_ranks
-from titanlite.ranks.distributed import ELASTIC, World, connect, note_finished, wait_until_finished
+from titanlite.ranks.distributed import ELASTIC, World, note_finished, wait_until_finished
 from titanlite.ranks.job_lock import job_lock
+from titanlite.ranks.network import connect
 from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.errors import DataError, UserError
 from titanlite.runtime.garbage import PacedGarbageCollection

@@ -1,8 +1,6 @@
-"""Rank, device and backend of this process; rendezvous, process group and timeouts."""
+"""Rank, device and backend of this process; process group and timeouts."""
 
 import os
-import time
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -14,9 +12,7 @@ import torch.distributed as dist
 from titanlite.runtime.errors import UserError, integer_variable
 from titanlite.runtime.settings import Affects, setting
 from titanlite.runtime.torch_internals import set_group_timeout
-from titanlite.runtime.waiting import waiting
 
-JOIN_POLL_S = 0.02
 ELASTIC = "TITANLITE_ELASTIC"
 """Environment variable that the launcher sets for ranks whose number may change at a restart: the path of a file, which
 a rank writes when all ranks of its attempt are connected."""
@@ -111,26 +107,6 @@ def world_from_environment() -> World:
     return World(rank, local_rank, size, device_type, processes)
 
 
-def connect(world: World, section: CommConfig) -> dist.Store:
-    """Wait for all ranks; returns the store for their process groups. Allocates no device memory. Raises UserError."""
-    if world.size == 1:
-        return dist.HashStore()
-    timeout_s = section.init_timeout_s
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    others = f"the other ranks at {address} (RANK={world.rank} of WORLD_SIZE={world.size}): start all of them; "
-    try:
-        with waiting(lambda: f"{others}for a run in one process, unset RANK, LOCAL_RANK, WORLD_SIZE"):
-            found: tuple[dist.Store, int, int] = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        cause = f"{error}".partition("\n")[0]
-        raise ConnectError(
-            f"rank {world.rank} cannot connect to the other ranks at {address}, the address of rank 0, within "
-            f"comm.init_timeout_s = {timeout_s}: {cause}. Start all ranks, or check MASTER_ADDR and MASTER_PORT"
-        ) from None
-    store = dist.PrefixStore("titanlite", found[0])
-    return dist.PrefixStore(agree_on_attempt(store, world.rank, world.size, timeout_s), store)
-
-
 def wait_until_finished(store: dist.Store) -> None:
     """Wait, as an idle rank, until `note_finished`. Raises UserError if the store is lost."""
     while True:
@@ -146,41 +122,6 @@ def wait_until_finished(store: dist.Store) -> None:
 def note_finished(store: dist.Store) -> None:
     """Let the idle ranks end: the run is finished."""
     store.set(_FINISHED, "")
-
-
-def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: int) -> str:
-    """Return a name that is unique to this attempt and equal on all its ranks. Waits for all ranks. Raises UserError.
-
-    torchrun's store outlives the ranks: after a restart it still has the keys of earlier attempts. No environment
-    variable identifies the attempt on all nodes: MASTER_PORT does not change, and TORCHELASTIC_RESTART_COUNT increases
-    on the node of a failed rank, but not on a node whose ranks are only restarted with it (rdzv-backend c10d). So rank
-    0 draws the name, and each other rank requests it under a random key of its own, which no earlier attempt can have
-    answered. Answers to requests of earlier attempts are never read.
-    """
-    own = uuid.uuid4().hex
-    if rank > 0:
-        store.set(f"asks/{rank}", own)
-        with waiting(lambda: "the answer of rank 0, which may still start: see its log"):
-            store.wait([f"answer/{own}"], timedelta(seconds=timeout_s))
-        attempt = store.get(f"answer/{own}").decode()
-        store.set(f"{attempt}/joined/{rank}", "")
-        return attempt
-    missing = list(range(1, size))
-    deadline = time.monotonic() + timeout_s
-    with waiting(lambda: f"{len(missing)} of {size} ranks to connect, such as {missing[:1]}: see their logs"):
-        while missing:
-            for other in missing:
-                if store.check([f"asks/{other}"]):
-                    store.set(f"answer/{store.get(f'asks/{other}').decode()}", own)
-            missing = [other for other in missing if not store.check([f"{own}/joined/{other}"])]
-            if missing and time.monotonic() > deadline:
-                raise ConnectError(
-                    f"comm.init_timeout_s = {timeout_s}: {len(missing)} of {size} ranks did not connect in time, for "
-                    f"example rank {missing[0]}. Check the logs of these ranks, or increase comm.init_timeout_s if "
-                    "they start slowly"
-                )
-            time.sleep(JOIN_POLL_S if missing else 0)
-    return own
 
 
 def enable_flight_recorder() -> None:

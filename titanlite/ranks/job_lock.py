@@ -23,6 +23,7 @@ from typing import BinaryIO, Literal
 
 from titanlite.runtime.dump_folder import make_dump_folder
 from titanlite.runtime.durability import replace_file
+from titanlite.runtime.environment import read_system
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import open_to_append
 from titanlite.runtime.json_files import JsonError, parse_json
@@ -204,8 +205,8 @@ def _this_process(environment: Mapping[str, str]) -> Owner:
     return Owner(
         token=uuid.uuid4().hex,
         host=socket.gethostname(),
-        boot=_read_system("/proc/sys/kernel/random/boot_id"),
-        pid_namespace=_read_system("/proc/self/ns/pid"),
+        boot=read_system("/proc/sys/kernel/random/boot_id"),
+        pid_namespace=read_system("/proc/self/ns/pid"),
         pid=os.getpid(),
         process_start=_process_start(os.getpid()) or "",
         started=datetime.now().astimezone().isoformat(" ", "seconds"),
@@ -213,14 +214,6 @@ def _this_process(environment: Mapping[str, str]) -> Owner:
         slurm_job_id=environment.get("SLURM_JOB_ID", ""),
         slurm_restarts=int(restarts) if restarts.isdecimal() else 0,
     )
-
-
-def _read_system(path: str) -> str:
-    """Target of a link or content of a file in /proc; "" if the system lacks it."""
-    try:
-        return os.readlink(path) if os.path.islink(path) else Path(path).read_text().strip()
-    except OSError:
-        return ""
 
 
 def _process_start(pid: int) -> str | None:

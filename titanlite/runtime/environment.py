@@ -1,9 +1,11 @@
-"""Environment of a process: the limit of open files, log lines about variables without secrets."""
+"""Environment of a process: the limit of open files, facts of the system, log lines about variables without secrets."""
 
+import os
 import re
 import resource
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 OPEN_FILES = 65_536
 
@@ -34,6 +36,14 @@ def raise_open_file_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < limit:
         with suppress(ValueError, OSError):  # macOS has another limit below the hard one
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def read_system(path: str) -> str:
+    """Target of a link or content of a file in /proc or /sys; "" if the system lacks it."""
+    try:
+        return os.readlink(path) if os.path.islink(path) else Path(path).read_text().strip()
+    except OSError:
+        return ""
 
 
 def environment_lines(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -6,6 +6,7 @@ be slower.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,19 @@ def recorded_collectives() -> dict[str, str]:
     names = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
     dumps = {backend: getattr(_distributed_c10d, name, None) for backend, name in names.items()}
     return {backend: dump().decode() for backend, dump in dumps.items() if dump is not None}
+
+
+def hosts_of_nodes(handler: Any, *, is_restart: bool = False) -> Counter[str]:
+    """Host names of the nodes in the present round of a dynamic rendezvous, and of this one. is_restart: without those
+    that have not left the last round."""
+    state = handler._state_holder.state
+    nodes = state.wait_list if is_restart and state.complete else state.participants
+    return Counter(node.addr for node in {*nodes, handler._this_node})
+
+
+def set_join_timeout(handler: Any, seconds: float) -> None:
+    """Set how long the next rounds of a dynamic rendezvous wait for nodes. Public only for the first round."""
+    handler.settings.timeout._join = timedelta(seconds=seconds)
 
 
 # FSDP, DTensors

@@ -13,7 +13,8 @@ import tyro
 from titanlite.planning.hardware.calibration import calibrate, cores
 from titanlite.planning.hardware.machine import dump_profile
 from titanlite.precision import DTYPES
-from titanlite.ranks.distributed import CommConfig, connect, world_from_environment
+from titanlite.ranks.distributed import CommConfig, world_from_environment
+from titanlite.ranks.network import connect
 from titanlite.runtime.errors import Problem, UserError, raise_problems
 from titanlite.runtime.logging import setup_logging
 from titanlite.runtime.settings import setting

@@ -34,7 +34,8 @@ from titanlite.profiling.config import TRACES_FOLDER
 from titanlite.profiling.regions import region
 from titanlite.profiling.trace import Trace, output_file
 from titanlite.ranks.agreement import run_on_all_ranks, share_from_rank_0, start_rank, watch_ranks
-from titanlite.ranks.distributed import World, connect
+from titanlite.ranks.distributed import World
+from titanlite.ranks.network import connect
 from titanlite.runtime.errors import UserError, raise_problems
 from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.settings import setting

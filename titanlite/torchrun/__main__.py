@@ -8,41 +8,43 @@ from titanlite.ranks.failure import REFUSED, FailureReport, end_process, prepare
 if __name__ == "__main__":  # before the imports that take seconds
     prepare_process()
 
-import json
 import os
 import signal
 import sys
 import tempfile
 import uuid
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.api import logger as agent_logger
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.launcher import api
 from torch.distributed.run import determine_local_world_size, get_rdzv_endpoint, parse_args, parse_min_max_nnodes, run
 
 from titanlite.assembly.facts import program_facts
 from titanlite.config.command_line import read_command_line
 from titanlite.config.load import most_ranks, resolve
-from titanlite.ranks.agreement import describe_differences
 from titanlite.ranks.distributed import ELASTIC, World
 from titanlite.ranks.signals import stop_signals
 from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import ConfigError, Rules, UsageError, UserError
 from titanlite.runtime.gpus import set_allocator
+from titanlite.runtime.torch_internals import hosts_of_nodes, set_join_timeout
+from titanlite.runtime.waiting import waiting
 from titanlite.tools.plan.preview import preview
+from titanlite.torchrun.nodes import RESTART_S, Meeting, has_meeting
 
 TRAIN = "titanlite.train"
 RENDEZVOUS = {"last_call_timeout": 5, "keep_alive_interval": 3, "keep_alive_max_attempt": 5}
@@ -58,28 +60,62 @@ ranks end together; torch's limit is 300 s."""
 class Agent(LocalElasticAgent):
     """torchrun's agent, whose first node publishes the address of the ranks' store in each round of the rendezvous.
 
-    It does not restart ranks of which one refuses to start: it would refuse again. Of an elastic launch, it also
-    - refuses to join a run that was started with other facts, and leaves it to the other nodes;
-    - leaves it, too, if a rank refuses to start;
+    It does not restart ranks of which one refuses to start: it would refuse again. At a restart, a fixed number of
+    nodes wait for each other for RESTART_S. Of an elastic launch, it also
+    - leaves the run to the other nodes if a rank refuses to start;
     - restarts its ranks if a node is lost before they are connected; later, they notice.
 
-    facts: those of program_facts; empty: not compared.
+    meeting: of several nodes.
     """
 
     has_met = False
     """Whether the nodes of this launch were connected."""
 
-    def __init__(self, *arguments: Any, facts: Mapping[str, str], **settings: Any) -> None:
+    def __init__(self, *arguments: Any, meeting: Meeting | None, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._facts = facts
+        self._meeting = meeting
+        self._hosts: Counter[str] = Counter()  # of the nodes that were connected last
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        handler: Any = worker_group.spec.rdzv_handler
         # torch 2.13 publishes it in the first round only: a node that joins later would wait for it.
-        worker_group.spec.rdzv_handler._bootstrap_store_info = None  # type: ignore[attr-defined]
+        handler._bootstrap_store_info = None
         if ELASTIC in os.environ:
             Path(os.environ[ELASTIC]).unlink(missing_ok=True)
-        super()._rendezvous(worker_group)
+        if self._meeting is not None and isinstance(handler, DynamicRendezvousHandler):
+            self._meet(worker_group, handler, self._meeting)
+        else:
+            super()._rendezvous(worker_group)
+        if self._meeting is not None and not Agent.has_met:
+            self._meeting.end_if_lost(self._have_ranks_ended, self._end)
         Agent.has_met = True
+
+    def _meet(self, worker_group: WorkerGroup, handler: DynamicRendezvousHandler, meeting: Meeting) -> None:
+        limit_s = meeting.patience_s
+        if self._hosts and ELASTIC not in os.environ:
+            limit_s = min(RESTART_S, limit_s)
+            set_join_timeout(handler, limit_s)
+
+        def describe() -> str:
+            present = hosts_of_nodes(handler, is_restart=bool(self._hosts))
+            return meeting.describe(present.elements(), lost=(self._hosts - present).elements())
+
+        try:
+            with waiting(lambda: f"the other nodes at {meeting.endpoint}: {describe()}"):
+                super()._rendezvous(worker_group)
+        except (RendezvousTimeoutError, RendezvousClosedError):
+            raise meeting.failed(describe(), limit_s) from None
+        self._hosts = hosts_of_nodes(handler)
+
+    def _have_ranks_ended(self) -> bool:
+        """Whether all processes of this node's ranks have ended, also if this launcher is blocked. For a thread."""
+        pids = list(self._pcontext.pids().values()) if self._pcontext is not None else []
+        return bool(pids) and all(map(has_ended, pids))
+
+    def _end(self, message: str) -> NoReturn:
+        """End this process, whose main thread may be blocked. For a thread."""
+        print(f"titanlite: {message}", file=sys.stderr)
+        end_process(1)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         found: RunResult = super()._monitor_workers(worker_group)
@@ -94,7 +130,7 @@ class Agent(LocalElasticAgent):
         if is_starting and found.state == WorkerState.HEALTHY and self._remaining_restarts > 0:
             handler: Any = worker_group.spec.rdzv_handler
             nodes = int(worker_group.group_world_size or 0)
-            if handler.num_nodes_waiting() == 0 and len(handler._state_holder.state.participants) < nodes:
+            if handler.num_nodes_waiting() == 0 and hosts_of_nodes(handler).total() < nodes:
                 print("titanlite: a node was lost during the start; the others restart", file=sys.stderr, flush=True)
                 return RunResult(state=WorkerState.UNHEALTHY)
         return found
@@ -106,24 +142,11 @@ class Agent(LocalElasticAgent):
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         try:
-            if self._facts:
-                self._require_facts_of_the_run()
             found: RunResult = super().run(role)
             return found
         finally:
             if ELASTIC in os.environ:
                 Path(os.environ[ELASTIC]).unlink(missing_ok=True)
-
-    def _require_facts_of_the_run(self) -> None:
-        """Raise UsageError if the first launcher of the run had other facts."""
-        handler: Any = self._worker_group.spec.rdzv_handler
-        store: dist.Store = handler._state_holder._backend._store
-        own = json.dumps(self._facts)
-        first = json.loads(store.compare_set(f"titanlite/{handler.get_run_id()}/facts", "", own))
-        if lines := describe_differences(self._facts, first, "on the first node"):
-            self._leave()
-            head = "this node differs from the first one, so it does not join; make them equal on all nodes:"
-            raise UsageError("\n".join([head, *lines]))
 
 
 def main() -> None:
@@ -203,17 +226,26 @@ def check_ranks(arguments: Namespace) -> tuple[int, int, int]:
     return fewest, nodes, processes
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a child process has ended. Its exit code remains for torchrun."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
+
+
 def launch(arguments: Namespace, facts: Mapping[str, str]) -> None:
     """Run torchrun until all ranks have ended. Raises UserError if it cannot connect the nodes or refuses its options.
 
     Exits as the first rank that failed, or with 128 + its number after a signal, of which torchrun has informed the
     ranks.
     """
-    agent = partial(Agent, exit_barrier_timeout=EXIT_BARRIER_S, facts=facts)
-    api.LocalElasticAgent = agent  # type: ignore[misc, assignment]
     # Not an error: the launcher of another node has left first. The traceback would hide how training has ended.
     agent_logger.addFilter(lambda record: not record.getMessage().startswith("Error waiting on exit barrier"))
     try:
+        meeting = Meeting(arguments, {**facts, "--nnodes": arguments.nnodes}) if has_meeting(arguments) else None
+        agent = partial(Agent, exit_barrier_timeout=EXIT_BARRIER_S, meeting=meeting)
+        api.LocalElasticAgent = agent  # type: ignore[misc, assignment]
         run(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -229,7 +261,7 @@ def launch(arguments: Namespace, facts: Mapping[str, str]) -> None:
         if "EADDRINUSE" in cause:
             remedy = "end the program that uses it, or choose another port, the same on all nodes"
             raise UserError(f"the port of {endpoint}, where the nodes connect, is in use: {remedy}") from None
-        if Agent.has_met and not isinstance(error, RendezvousTimeoutError):
+        if Agent.has_met:
             raise UserError(
                 f"the launcher of node 0, which hosts the store of the nodes at {endpoint}, has ended, or its node is "
                 f"lost: the cause is in its log ({cause or type(error).__name__})"

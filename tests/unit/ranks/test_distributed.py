@@ -3,21 +3,16 @@
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from titanlite.ranks.distributed import (
-    CommConfig,
-    World,
-    agree_on_attempt,
-    connect,
-    note_finished,
-    wait_until_finished,
-    world_from_environment,
-)
-from titanlite.runtime.errors import UserError
+from titanlite.ranks import network
+from titanlite.ranks.distributed import CommConfig, World, note_finished, wait_until_finished, world_from_environment
+from titanlite.ranks.network import agree_on_attempt, connect
+from titanlite.runtime.errors import UsageError, UserError
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
 COMPLETE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -66,13 +61,15 @@ def test_invalid_environments_are_reported(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("address", ["127.0.0.1", "no.such.host.invalid"])
-def test_an_address_where_rank_0_does_not_listen(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+@pytest.mark.parametrize(
+    ("address", "cause"), [("127.0.0.1", "no program listens on port"), ("no.such.host.invalid", "cannot resolve")]
+)
+def test_an_address_where_rank_0_does_not_listen(monkeypatch: pytest.MonkeyPatch, address: str, cause: str) -> None:
     with socket.socket() as bound:  # but not listening
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
         found = world(monkeypatch, COMPLETE | {"MASTER_ADDR": address, "MASTER_PORT": str(port)})
-        message = rf"^rank 1 cannot connect .* at {address}:{port}, .* = 1: .*\. Start all ranks, or check MASTER_ADDR"
+        message = rf"^rank 1 cannot connect .* at {address}:{port}, .* = 1: {cause} .*\. Start all ranks, or check MAST"
         with pytest.raises(UserError, match=message):
             connect(found, CommConfig(init_timeout_s=1))
 
@@ -113,6 +110,37 @@ def test_rank_0_waits_for_the_ranks_of_its_attempt() -> None:
         UserError, match=r"comm.init_timeout_s = 1: 1 of 2 ranks did not connect in time, for example rank 1"
     ):
         agree_on_attempt(client(server.port), 0, 2, timeout_s=1)
+
+
+@pytest.mark.parametrize(
+    ("networks", "address", "variables", "is_refused"),
+    [
+        (("a", "b"), "127.0.1.1", {}, True),
+        (("a", "b"), "127.0.1.1", {"GLOO_SOCKET_IFNAME": "eth0"}, False),
+        (("a", "b"), "10.9.0.1", {}, False),
+        (("a", "a"), "127.0.1.1", {}, False),  # two launchers of one host
+    ],
+)
+def test_a_host_name_that_ranks_of_other_hosts_cannot_reach(
+    *,
+    networks: tuple[str, str],
+    address: str,
+    variables: dict[str, str],
+    is_refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    store = dist.HashStore()
+    store.set("network/1", networks[1])
+    monkeypatch.setattr(network, "network_name", lambda: networks[0])
+    monkeypatch.setattr(network, "gloo_address", lambda: address)
+    monkeypatch.setattr(network, "interfaces", lambda: ["eth0"])
+    message = r"^rank 0 on .* cannot reach 127.0.1.1, the address .*, export GLOO_SOCKET_IFNAME=eth0 \(for GPUs"
+    with pytest.raises(UsageError, match=message) if is_refused else nullcontext():
+        network.require_gloo_address(World(0, 0, 2, "cpu", 1), store)
+    network.require_gloo_address(World(0, 0, 2, "cpu", 2), store)  # one launcher
 
 
 def test_the_world_of_the_first_ranks() -> None:

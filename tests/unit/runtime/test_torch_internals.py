@@ -1,6 +1,7 @@
 """Each private name of torch that titanlite uses exists in the installed torch, and does what it is used for."""
 
 import json
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import FunctionType
@@ -12,6 +13,8 @@ import torch._functorch.config
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -33,6 +36,20 @@ def test_groups_and_meshes(group: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
     assert internals.flattened(mesh["a", "b"], "ab").mesh_dim_names == ("ab",)
     assert internals.unflattened(mesh, "b", (1, 1), ("c", "d")).mesh_dim_names == ("a", "c", "d")
+
+
+def test_rendezvous_of_nodes() -> None:
+    store = dist.HashStore()
+    backend = C10dRendezvousBackend(store, "run")
+    handler = DynamicRendezvousHandler.from_backend("run", store, backend, 1, 2, local_addr="w0")
+    internals.set_join_timeout(handler, 5)
+    assert handler._get_deadline(handler.settings.timeout.join) <= time.monotonic() + 5
+    assert internals.hosts_of_nodes(handler) == {"w0": 1}
+    for host in ("w0", "w1"):
+        handler._state_holder.state.participants[DynamicRendezvousHandler._node_desc_generator.generate(host)] = 0
+    assert internals.hosts_of_nodes(handler) == {"w0": 2, "w1": 1}
+    handler._state_holder.state.complete = True
+    assert internals.hosts_of_nodes(handler, is_restart=True) == {"w0": 1}
 
 
 def test_functional_collectives(group: dist.ProcessGroup) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +19,15 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.run import parse_args
 
 from titanlite.ranks.distributed import ELASTIC
 from titanlite.ranks.failure import REFUSED
 from titanlite.runtime.errors import ConfigError, UsageError, UserError
 from titanlite.torchrun import __main__ as torchrun
+from titanlite.torchrun.nodes import Meeting
 
 
 def failed(*exit_codes: int) -> ChildFailedError:
@@ -112,6 +116,7 @@ def launch(error: BaseException, monkeypatch: pytest.MonkeyPatch, code: int | No
 
     monkeypatch.setattr(torchrun, "run", run)
     monkeypatch.setattr(torchrun, "end_process", end)
+    monkeypatch.setattr(torchrun, "Meeting", lambda _arguments, _facts: None)
     arguments = parse_args(["--nnodes=2", "--rdzv-endpoint=node0:29500", "-m", "titanlite.train"])
     if code is None:
         torchrun.launch(arguments, {})
@@ -123,7 +128,6 @@ def launch(error: BaseException, monkeypatch: pytest.MonkeyPatch, code: int | No
 UNREACHABLE = [
     (DistNetworkError("no route to host\nframe #0"), "no route to host"),
     (DistStoreError("1/2 clients joined"), "1/2 clients joined"),
-    (RendezvousTimeoutError(), "RendezvousTimeoutError"),
 ]
 
 
@@ -139,8 +143,42 @@ def test_connected_nodes_that_lose_the_store_name_its_host(monkeypatch: pytest.M
     lost = r"the launcher of node 0, which hosts the store of the nodes at node0:29500, has ended, .* \(Broken pipe\)"
     with pytest.raises(UserError, match=f"^{lost}$"):
         launch(RendezvousConnectionError("Broken pipe"), monkeypatch)
-    with pytest.raises(UserError, match=r"^the nodes cannot connect"):
-        launch(RendezvousTimeoutError(), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("before", "is_elastic", "limit_s", "cause"),
+    [
+        ([], False, 600, r"1 of 2 nodes have come \(w0\); here --nnodes 2 --rdzv-id a: equal on all nodes\?"),
+        (["w0", "w1"], False, 50, "w1 has not come back to restart the ranks: see the log of its launcher"),
+        (["w0", "w0"], False, 50, "w0 has not come back .*"),  # two launchers of one host
+        (["w0", "w1"], True, 600, "w1 has not come back .*"),  # it may be replaced
+    ],
+)
+def test_nodes_that_do_not_come(
+    *, before: list[str], is_elastic: bool, limit_s: int, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ELASTIC, raising=False)
+    if is_elastic:
+        monkeypatch.setenv(ELASTIC, str(tmp_path / "connected"))
+    launcher, handler = agent_of(dynamic_rendezvous(max_nodes=2))
+    launcher._meeting = meeting = Meeting.__new__(Meeting)
+    meeting.endpoint, meeting._nodes, meeting._id, meeting._host, meeting.patience_s = "w0:1", "2", "a", "w0", 600
+    launcher._hosts = Counter(before)
+
+    def time_out(_agent: object, _group: object) -> None:
+        raise RendezvousTimeoutError
+
+    monkeypatch.setattr(LocalElasticAgent, "_rendezvous", time_out)
+    with pytest.raises(UserError, match=rf"^the nodes cannot connect at w0:1 within {limit_s} s: {cause}$"):
+        launcher._rendezvous(launcher._worker_group)
+    assert handler.settings.timeout.join.total_seconds() == limit_s
+
+
+def dynamic_rendezvous(max_nodes: int) -> DynamicRendezvousHandler:
+    """The rendezvous of a node on host w0, to which no other one has come."""
+    store = dist.HashStore()
+    backend = C10dRendezvousBackend(store, "a")
+    return DynamicRendezvousHandler.from_backend("a", store, backend, max_nodes, max_nodes, local_addr="w0")
 
 
 def test_options_that_torchrun_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,8 +254,9 @@ def test_a_node_that_is_lost_before_the_ranks_are_connected(
         (tmp_path / "connected").touch()
     healthy = agent.RunResult(state=WorkerState.HEALTHY)
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda _agent, _group: healthy)
-    present = SimpleNamespace(state=SimpleNamespace(participants=range(participants)))
-    handler = SimpleNamespace(num_nodes_waiting=lambda: waiting, _state_holder=present)
+    nodes = [DynamicRendezvousHandler._node_desc_generator.generate("w0") for _ in range(participants)]
+    present = SimpleNamespace(state=SimpleNamespace(participants=nodes))
+    handler = SimpleNamespace(num_nodes_waiting=lambda: waiting, _state_holder=present, _this_node=nodes[0])
     group: Any = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler), group_world_size=2)
     launcher = torchrun.Agent.__new__(torchrun.Agent)
     launcher._remaining_restarts = restarts
@@ -235,32 +274,16 @@ def test_a_rank_that_refuses_to_start_is_not_restarted(
     failures = failed(code).failures
     found = agent.RunResult(state=WorkerState.FAILED, failures=failures)
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda _agent, _group: found)
-    launcher, handler = agent_of({}, dist.HashStore())
+    launcher, handler = agent_of(SimpleNamespace())
     launcher._remaining_restarts = 7
     assert launcher._monitor_workers(launcher._worker_group) is found
     assert launcher._remaining_restarts == restarts
     assert hasattr(handler, "shutdown") == (is_elastic and restarts == 0)  # the other nodes may continue
 
 
-def test_a_node_that_differs_does_not_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ELASTIC, str(tmp_path / "connected"))
-    monkeypatch.setattr(LocalElasticAgent, "run", lambda _agent, _role: agent.RunResult(state=WorkerState.SUCCEEDED))
-    store = dist.HashStore()
-    for facts in ({"optimizer.lr": "1.0"}, {"optimizer.lr": "1.0", "module plot": "sha256 1"}):
-        agent_of(facts, store)[0].run()
-    launcher, handler = agent_of({"optimizer.lr": "2.0"}, store)
-    with pytest.raises(UsageError, match=r"does not join.*\n    optimizer.lr: 2.0; on the first node: 1.0$"):
-        launcher.run()
-    assert handler.shutdown()  # the other nodes may continue
-    agent_of({"optimizer.lr": "2.0"}, store, run_id="another")[0].run()
-
-
-def agent_of(facts: dict[str, str], store: dist.Store, run_id: str = "one") -> tuple[torchrun.Agent, Any]:
-    """An agent whose nodes meet at this store, and its rendezvous handler."""
-    state = SimpleNamespace(_backend=SimpleNamespace(_store=store))
-    handler = SimpleNamespace(_state_holder=state, get_run_id=lambda: run_id)
+def agent_of(handler: Any) -> tuple[torchrun.Agent, Any]:
+    """An agent with this rendezvous handler, and the handler."""
     launcher = torchrun.Agent.__new__(torchrun.Agent)
-    launcher._facts = facts
     launcher._worker_group = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=handler))  # type: ignore[assignment]
     return launcher, handler
 

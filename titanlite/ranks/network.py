@@ -1,0 +1,144 @@
+"""The connection of the ranks before their process group, and the addresses of hosts: why one cannot be reached."""
+
+import os
+import socket
+import time
+import uuid
+from contextlib import suppress
+from datetime import timedelta
+from ipaddress import ip_address
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titanlite.ranks.distributed import CommConfig, ConnectError, World
+from titanlite.runtime.environment import read_system
+from titanlite.runtime.errors import UsageError
+from titanlite.runtime.waiting import ANSWER_S, waiting
+
+JOIN_POLL_S = 0.02
+
+
+def unreachable(host: str, port: int) -> str:
+    """Why no connection to this port can be opened; "" if it can."""
+    try:
+        socket.create_connection((host, port), ANSWER_S).close()
+    except socket.gaierror:
+        return f"cannot resolve {host}: correct the name, or add it to DNS or /etc/hosts"
+    except ConnectionRefusedError:
+        return f"no program listens on port {port} of {host}: it has not started, or uses another port"
+    except OSError:
+        return f"{host} does not answer: a wrong address, a host that is down, or a firewall"
+    return ""
+
+
+def own_address(host: str) -> str:
+    """The first address of this name that belongs to this host, so that a socket can be bound to it; "" for none."""
+    with suppress(socket.gaierror):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as probe, suppress(OSError):
+                probe.bind(address)
+                return str(address[0])
+    return ""
+
+
+def gloo_address() -> str:
+    """The address on which gloo accepts connections if GLOO_SOCKET_IFNAME is not set: that of the host's name."""
+    return own_address(socket.gethostname()) or "127.0.0.1"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address, or "localhost", means the host itself on every host."""
+    with suppress(ValueError):
+        return ip_address(address).is_loopback
+    return address == "localhost"
+
+
+def network_name() -> str:
+    """Equal for the processes that share loopback addresses: those of one host, or of one container."""
+    boot, namespace = read_system("/proc/sys/kernel/random/boot_id"), read_system("/proc/self/ns/net")
+    return f"{boot}, {namespace}" if boot and namespace else socket.gethostname()
+
+
+def interfaces() -> list[str]:
+    """Names of the interfaces that are up, except the loopback interface."""
+    states = {path.parent.name: read_system(str(path)) for path in Path("/sys/class/net").glob("*/operstate")}
+    return sorted(name for name, state in states.items() if state == "up")
+
+
+def connect(world: World, section: CommConfig) -> dist.Store:
+    """Wait for all ranks; returns the store for their process groups. Allocates no device memory. Raises UserError."""
+    if world.size == 1:
+        return dist.HashStore()
+    timeout_s = section.init_timeout_s
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = f"{host}:{port}"
+    others = f"the other ranks at {address} (RANK={world.rank} of WORLD_SIZE={world.size})"
+    remedy = "start all of them; for a run in one process, unset RANK, LOCAL_RANK, WORLD_SIZE"
+    try:
+        with waiting(lambda: f"{others}: {unreachable(host, port) or remedy}"):
+            found: tuple[dist.Store, int, int] = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        cause = unreachable(host, port) or f"{error}".partition("\n")[0]
+        raise ConnectError(
+            f"rank {world.rank} cannot connect to the other ranks at {address}, the address of rank 0, within "
+            f"comm.init_timeout_s = {timeout_s}: {cause}. Start all ranks, or check MASTER_ADDR and MASTER_PORT"
+        ) from None
+    store = dist.PrefixStore("titanlite", found[0])
+    store = dist.PrefixStore(agree_on_attempt(store, world.rank, world.size, timeout_s), store)
+    require_gloo_address(world, store)
+    return store
+
+
+def require_gloo_address(world: World, store: dist.Store) -> None:
+    """Raise UsageError if gloo would give ranks of other hosts an address of this one that means their own host.
+
+    Many systems give the host's own name the address 127.0.1.1. gloo's error would blame the network.
+    """
+    store.set(f"network/{world.rank}", network_name())
+    if world.size == world.local_size or "GLOO_SOCKET_IFNAME" in os.environ or not is_loopback(gloo_address()):
+        return
+    names = store.multi_get([f"network/{rank}" for rank in range(world.size)])
+    if {name.decode() for name in names} != {network_name()}:
+        up = interfaces()
+        name = up[0] if len(up) == 1 else f"NAME, the one of {', '.join(up) or 'ip address'} that the others reach"
+        raise UsageError(
+            f"rank {world.rank} on {socket.gethostname()}: ranks of other hosts cannot reach {gloo_address()}, the "
+            f"address of this host's name. On each such host, export GLOO_SOCKET_IFNAME={name} (for GPUs also "
+            "NCCL_SOCKET_IFNAME), or give the host's name another address in /etc/hosts"
+        )
+
+
+def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: int) -> str:
+    """Return a name that is unique to this attempt and equal on all its ranks. Waits for all ranks. Raises UserError.
+
+    torchrun's store outlives the ranks: after a restart it still has the keys of earlier attempts. No environment
+    variable identifies the attempt on all nodes: MASTER_PORT does not change, and TORCHELASTIC_RESTART_COUNT increases
+    on the node of a failed rank, but not on a node whose ranks are only restarted with it (rdzv-backend c10d). So rank
+    0 draws the name, and each other rank requests it under a random key of its own, which no earlier attempt can have
+    answered. Answers to requests of earlier attempts are never read.
+    """
+    own = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"asks/{rank}", own)
+        with waiting(lambda: "the answer of rank 0, which may still start: see its log"):
+            store.wait([f"answer/{own}"], timedelta(seconds=timeout_s))
+        attempt = store.get(f"answer/{own}").decode()
+        store.set(f"{attempt}/joined/{rank}", "")
+        return attempt
+    missing = list(range(1, size))
+    deadline = time.monotonic() + timeout_s
+    with waiting(lambda: f"{len(missing)} of {size} ranks to connect, such as {missing[:1]}: see their logs"):
+        while missing:
+            for other in missing:
+                if store.check([f"asks/{other}"]):
+                    store.set(f"answer/{store.get(f'asks/{other}').decode()}", own)
+            missing = [other for other in missing if not store.check([f"{own}/joined/{other}"])]
+            if missing and time.monotonic() > deadline:
+                raise ConnectError(
+                    f"comm.init_timeout_s = {timeout_s}: {len(missing)} of {size} ranks did not connect in time, for "
+                    f"example rank {missing[0]}. Check the logs of these ranks, or increase comm.init_timeout_s if "
+                    "they start slowly"
+                )
+            time.sleep(JOIN_POLL_S if missing else 0)
+    return own
