@@ -31,6 +31,7 @@ LAYOUTS = (
     PIPELINE,
     *[Layout((2, 1, 1, 1), schedule("InterleavedZeroBubble"))] * HAS_EACH_SCHEDULE,
 )
+SOME = (LAYOUTS[2], GATHERED, PIPELINE)
 COMBINED = (Layout((2, 1, 1, 2)), Layout((2, 1, 1, 1), cp=2))
 PLANTED = Path(__file__).with_name("planted_families.py")
 
@@ -63,10 +64,25 @@ def verify(ranks: int, cases: Sequence[Case], refusals: Sequence[str | None]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layouts", "ranks"), [(LAYOUTS, 2), (COMBINED, 4)])
-def test_the_examples_compute_on_every_axis_what_one_process_does(layouts: Sequence[Layout], ranks: int) -> None:
-    examples = [(str(REPOSITORY / "examples" / f"{name}.py"), settings) for name, settings in EXAMPLES.items()]
-    cases = [(*example, layout) for example in examples for layout in layouts]
+@pytest.mark.parametrize(
+    ("layouts", "ranks", "of_all"),
+    [
+        (LAYOUTS, 2, SOME),
+        (COMBINED, 4, COMBINED[:1]),
+        pytest.param(LAYOUTS, 2, LAYOUTS, marks=pytest.mark.soak),
+        pytest.param(COMBINED, 4, COMBINED, marks=pytest.mark.soak),
+    ],
+)
+def test_the_examples_compute_on_every_axis_what_one_process_does(
+    layouts: Sequence[Layout], ranks: int, of_all: Sequence[Layout]
+) -> None:
+    """The value residual on each layout, all examples on those `of_all`."""
+    cases = [
+        (str(REPOSITORY / "examples" / f"{name}.py"), settings, layout)
+        for name, settings in EXAMPLES.items()
+        for layout in layouts
+        if name == "value_residual" or layout in of_all
+    ]
     verify(ranks, cases, [None] * len(cases))
 
 
