@@ -94,7 +94,7 @@ class Tokenizer:
         self.description = f"{file}: {self.vocab_size:,} tokens{beside}, BOS {bos_text}, EOS {eos_text}"
         if self._files.lacks_characters:
             self.description += ". It has no tokens for some characters: texts with them are bad rows"
-        if not self._files.divides_words:
+        if not self._divides_words():
             self.description += (
                 ". It does not divide texts into words: where documents of more than data.max_piece_bytes are cut, "
                 "tokens may differ from those of the entire document"
@@ -246,6 +246,16 @@ class Tokenizer:
     def is_token(self, text: str) -> bool:
         """Whether `text` is one token of the vocabulary."""
         return self._tokenizer.token_to_id(text) is not None
+
+    def _divides_words(self) -> bool:
+        """Whether a text is divided at its spaces, or no token has a space after another character, "▁" and "Ġ" too:
+        the tokens of a word then do not depend on other words."""
+        normalizer, divider = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
+        words = "a b" if normalizer is None else normalizer.normalize_str("a b")
+        if divider is not None and len(divider.pre_tokenize_str(words)) > 1:
+            return True
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
+        return not any(space in token.lstrip(space) for token in vocabulary for space in " ▁Ġ")
 
     def _separator(self, name: str) -> tuple[int | None, str]:
         """Id and description of bos_token or eos_token; the id is None if there is no such token."""

@@ -45,14 +45,13 @@ class TokenizerFiles:
     added_tokens.json, {} if absent. templates: name -> text of the template files; chat_template.jinja, or the file
     that the configuration names in its place, is "default". chosen: the bos_token and eos_token of the configuration,
     in place of those of the files. lacks_characters: whether the vocabulary has no tokens for some characters, and no
-    unknown token for them. divides_words: whether a text is divided into words, whose tokens do not depend on others.
+    unknown token for them.
     """
 
     file: Path
     chosen: Mapping[str, str]
     content: bytes
     lacks_characters: bool
-    divides_words: bool
     config: Mapping[str, Any]
     special_tokens_map: Mapping[str, Any]
     ids: Mapping[str, int]
@@ -243,7 +242,6 @@ def read_tokenizer_files(file: Path, chosen: Mapping[str, str], chat_template: s
         {name: text for name, text in chosen.items() if text},
         content,
         _lacks_characters(definition),
-        _divides_words(definition),
         config,
         _read_beside(file, SPECIAL_TOKENS_MAP),
         _read_beside(file, ADDED_TOKENS, dict[str, int]),
@@ -294,18 +292,6 @@ def _lacks_characters(definition: Mapping[str, Any]) -> bool:
     elif model.get("byte_fallback"):
         needed = {f"<0x{byte:02X}>" for byte in _ALL_BYTES.encode()}
     return needed is None or any(token not in model["vocab"] for token in needed)
-
-
-def _divides_words(definition: Mapping[str, Any]) -> bool:
-    """Whether a step divides a text into words, or no token has a space after another character, "▁" and "Ġ" too.
-    definition: a tokenizer.json."""
-    for step in _steps(definition, "pre_tokenizer"):
-        divides = step.get({"ByteLevel": "use_regex", "Metaspace": "split"}.get(step["type"], ""), True)
-        if divides and step["type"] not in ("Sequence", "Digits", "Punctuation"):
-            return True
-    vocabulary = definition["model"]["vocab"]
-    tokens = vocabulary if isinstance(vocabulary, dict) else [token for token, _ in vocabulary]
-    return not any(space in token.lstrip(space) for token in tokens for space in " ▁Ġ")
 
 
 def _check_config(config: Mapping[str, Any], definition: Mapping[str, Any], file: Path) -> None:

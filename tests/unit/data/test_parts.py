@@ -56,9 +56,9 @@ def text_of(seed: int, words: int = 500) -> str:
 BPE = trainers.BpeTrainer(vocab_size=600, special_tokens=["<unk>"], show_progress=False)
 
 
-def metaspace(scheme: str, split: bool = True) -> tokenizers.Tokenizer:
+def metaspace(scheme: str) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=split)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     return tokenizer
 
 
@@ -145,14 +145,29 @@ def test_tokens_that_depend_on_text_far_from_a_cut(tmp_path: Path) -> None:
         assert [token for ids in tokenizer.encode_parts(parts) for token in ids] == tokenizer.encode(digits)
 
 
-def test_a_tokenizer_without_words_is_named(tmp_path: Path) -> None:
+def across_words(divider: pre_tokenizers.PreTokenizer) -> tokenizers.Tokenizer:
+    """Has tokens of several words, as SuperBPE does."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.train_from_iterator(["▁the▁way" * 50], trainers.BpeTrainer(vocab_size=60, show_progress=False))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Replace(" ", "▁"), divider
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("divides", "tokenizer"),
+    [
+        (True, across_words(pre_tokenizers.Metaspace())),
+        (False, across_words(pre_tokenizers.Metaspace(split=False))),
+        (True, across_words(pre_tokenizers.Split("▁", "merged_with_next"))),
+        (False, across_words(pre_tokenizers.Split(" ", "merged_with_previous"))),  # the normalizer leaves no space
+        (False, across_words(pre_tokenizers.Split(Regex(r"\d{1,3}"), "isolated"))),
+    ],
+)
+def test_a_tokenizer_without_words_is_named(divides: bool, tokenizer: tokenizers.Tokenizer, tmp_path: Path) -> None:
     """Its tokens may depend on any earlier character, so equality is not promised."""
-    for split in (True, False):
-        tokenizer = metaspace("always", split)
-        tokenizer.train_from_iterator([text_of(0)], BPE)
-        tokenizer.save(str(tmp_path / "tokenizer.json"))
-        description = Tokenizer(tmp_path / "tokenizer.json").description
-        assert ("It does not divide texts into words" in description) is not split
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    description = Tokenizer(tmp_path / "tokenizer.json").description
+    assert ("It does not divide texts into words" in description) is not divides
 
 
 ROWS = [text_of(seed, 200) for seed in range(3)]
