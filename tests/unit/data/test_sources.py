@@ -8,7 +8,7 @@ import sysconfig
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -352,6 +352,26 @@ def test_lines_that_end_with_cr_alone_are_refused_with_the_command_that_converts
     subprocess.run(problem.remedy.partition(": ")[2], shell=True, check=True)
     assert problems(source) == []
     assert unpack(file.read_bytes()).decode() == (line + "\n") * 3
+
+
+@pytest.mark.parametrize("document", ["file", "paragraph", "line"])
+def test_text_whose_lines_end_with_cr_alone_is_refused_with_the_command_that_converts(
+    document: Literal["file", "paragraph", "line"], tmp_path: Path
+) -> None:
+    file = tmp_path / "it's a.txt"
+    source = SourceConfig("text", path=str(tmp_path), document=document)
+    for text in (b"one\rtwo\nthree\n", b"one\r\n" * 3, b"10 %\r" * 999 + b"\n", b"one\r", b"one\r\r"):
+        file.write_bytes(text)
+        assert problems(source) == []
+    file.write_bytes(b"one\r\rtwo\rthree")
+    if document == "file":
+        assert problems(source) == []
+    else:
+        (problem,) = problems(source)
+        assert (problem.key, problem.rule) == ("data.sources.0.path", "lines that end with LF, or CR and LF")
+        subprocess.run(problem.remedy.partition(": ")[2], shell=True, check=True)
+        assert problems(source) == []
+        assert file.read_bytes() == b"one\n\ntwo\nthree"
 
 
 @pytest.mark.parametrize(

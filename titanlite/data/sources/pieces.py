@@ -66,7 +66,7 @@ class ConversationError(BadRowError):
 
 
 class LineEndError(BadRowError):
-    """The lines of a file of JSON lines end with CR alone."""
+    """The lines of a file end with CR alone."""
 
 
 class ArrayError(BadRowError):

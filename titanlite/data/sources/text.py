@@ -1,11 +1,23 @@
 """Plain text files: a document is a file, a paragraph or a line."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-from titanlite.data.sources.base import HEAD_BYTES, TextSource, check_encoding
-from titanlite.data.sources.pieces import BAD_FILE, Bytes, Piece, cut, lines, mapped, no_lines, read_range, utf8_text
+from titanlite.data.sources.base import HEAD_BYTES, TextSource, check_encoding, fault_problem
+from titanlite.data.sources.pieces import (
+    BAD_FILE,
+    Bytes,
+    LineEndError,
+    Piece,
+    cut,
+    lines,
+    mapped,
+    no_lines,
+    read_range,
+    utf8_text,
+)
 from titanlite.runtime.errors import Problem
 from titanlite.runtime.files import open_regular
 
@@ -19,7 +31,12 @@ class Text(TextSource):
     row_name = "line"
 
     def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:  # noqa: ARG002
-        return check_encoding(self, key, _head)
+        if problems := check_encoding(self, key, _head):
+            return problems
+        files = self.files() if self.config.document in ("line", "paragraph") else []
+        file = next(filter(_ends_lines_with_cr, files), None)  # it would be one document
+        problem = file and fault_problem(self.config, key, str(file), LineEndError())
+        return [problem] if problem else []
 
     def settings(self) -> dict[str, Any]:
         return {"document": self.config.document or "file"}
@@ -53,6 +70,15 @@ class Text(TextSource):
 def _head(path: Path) -> bytes:
     with open_regular(path) as opened:
         return opened.read(HEAD_BYTES)
+
+
+def _ends_lines_with_cr(file: Path) -> bool:
+    """Whether the file has several lines, and none of them ends with LF."""
+    with suppress(OSError):  # reported when the file is indexed
+        if b"\r" in _head(file).rstrip(b"\r"):
+            with mapped(file) as data:
+                return data.find(b"\n", 0, len(data)) < 0
+    return False
 
 
 def _paragraphs(data: Bytes) -> Iterator[tuple[int, int, int]]:
