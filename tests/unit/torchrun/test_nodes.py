@@ -139,7 +139,8 @@ def test_a_node_without_the_store_ends_after_its_ranks(port: int, monkeypatch: p
     messages: list[str] = []
 
     def call(_seconds: float, _call: Callable[[], object]) -> None:
-        assert ended.is_set(), "the ranks decide how long they wait"
+        if not ended.is_set():
+            messages.append("asked while the ranks run, which decide how long they wait")
         raise NoAnswerError
 
     meeting = meet(*c10d(port))
