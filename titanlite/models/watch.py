@@ -44,6 +44,8 @@ def watch(
     Does nothing outside of a training step, and in recomputations. Never waits for the device. Raises UserError for
     another shape.
     """
+    if not isinstance(values, Tensor):
+        raise UserError(f'watch("{name}"): takes a tensor of values, not {type(values).__name__}')
     key = -1 if index is None else index
     _note(name, key, local_part(values), labels, None if per is None else local_part(per), root, _ORDER)
 

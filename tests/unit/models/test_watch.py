@@ -36,6 +36,11 @@ def test_other_shapes_and_names_are_refused(name: str, shape: tuple[int, ...], r
         MODEL(torch.ones(shape), name, labels=LABELS)
 
 
+def test_a_number_is_no_tensor_of_values() -> None:
+    with pytest.raises(UserError, match=r'watch\("x"\): takes a tensor of values, not float'):
+        watch("x", 3.0)  # type: ignore[arg-type]
+
+
 def test_a_skipped_step_counts_nothing_and_other_code_notes_nothing() -> None:
     watched = Watched([MODEL], None, (0, 1))
     MODEL(torch.ones(2, 6), "x", labels=LABELS)
