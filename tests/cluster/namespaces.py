@@ -47,6 +47,11 @@ class Hosts:
             for device in ("lo", "eth0"):
                 ip("-n", space, "link", "set", device, "up")
 
+    def add_ipv6(self) -> None:
+        """Give the hosts the addresses fd00::1 and fd00::2."""
+        for number, space in enumerate(self._spaces, 1):
+            ip("-n", space, "address", "add", f"fd00::{number}/64", "dev", "eth0", "nodad")
+
     def set_link(self, state: str) -> None:
         """Connect the hosts (up), or cut them off from each other, without a packet that says so (down)."""
         ip("-n", self._spaces[1], "link", "set", "eth0", state)
