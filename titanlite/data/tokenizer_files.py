@@ -289,6 +289,8 @@ def _lacks_characters(definition: Mapping[str, Any]) -> bool:
     needed: set[str] | None = None
     if any(step["type"] == "ByteLevel" for step in _steps(definition, "normalizer", "pre_tokenizer")):
         needed = {*pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(_ALL_BYTES)[0][0]}
+        prefix, suffix = (model.get(key) or "" for key in ("continuing_subword_prefix", "end_of_word_suffix"))
+        needed = {text for each in needed for text in (each, prefix + each, each + suffix, prefix + each + suffix)}
     elif model.get("byte_fallback"):
         needed = {f"<0x{byte:02X}>" for byte in _ALL_BYTES.encode()}
     return needed is None or any(token not in model["vocab"] for token in needed)

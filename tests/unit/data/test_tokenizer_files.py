@@ -274,6 +274,7 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
         (ALPHABET, "byte_level", False),
         (ALPHABET[:-100], "byte_level", True),
         (IN_UTF8, "byte_level", False),
+        (ALPHABET, "byte_level</w>", True),
     ],
 )
 def test_a_text_that_would_be_lost_is_refused(folder: Path, words: list[str], kind: str, drops: bool) -> None:
@@ -281,7 +282,9 @@ def test_a_text_that_would_be_lost_is_refused(folder: Path, words: list[str], ki
     ids = {word: index for index, word in enumerate([*words, START, END])}
     library = Library(models.BPE(ids, [], byte_fallback=kind == "byte_fallback"))
     library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    if kind == "byte_level":
+    if kind == "byte_level</w>":
+        library = Library(models.BPE(ids, [], end_of_word_suffix="</w>"))
+    if kind.startswith("byte_level"):
         library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
     library.add_special_tokens([START, END])
     library.save(str(folder / "tokenizer.json"))
