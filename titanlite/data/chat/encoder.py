@@ -304,10 +304,11 @@ class ChatEncoder:
         begin, found, written = text.text.rpartition(answer)
         if not found:
             return None, f"the chat template's end of a turn is not known: it does not write the answer {answer!r}"
-        is_after = encoded.offsets[:, 0] >= len(begin) + len(answer)
-        ends = encoded.ids[is_after & np.isin(encoded.ids, self._special_tokens.marks)]
-        if len(ends):
-            return int(ends[0]), ""
+        marks = self._special_tokens.marks
+        for token_id, (start, end) in zip(encoded.ids.tolist(), encoded.offsets.tolist(), strict=True):
+            # The token of unknown characters may be one of them, also where its text was not written.
+            if start >= len(begin) + len(answer) and marks.get(token_id) == text.text[start:end].strip():
+                return token_id, ""
         if not written.strip():
             return None, "the chat template writes nothing at the end of a turn"
         mark = repr(written.strip())

@@ -33,7 +33,7 @@ class SpecialTokens:
     whose special tokens have this mark in their names, encodes the result: for it, the text of a special token is like
     any other text, even if it is a word of the vocabulary.
 
-    marks: ids (n,) of the added tokens, special or not, with which a template may end a turn: not line ends.
+    marks: id -> text of the added tokens, special or not, with which a template may end a turn: not line ends.
     """
 
     def __init__(self, content: bytes) -> None:
@@ -50,7 +50,7 @@ class SpecialTokens:
             rf"(?<!\w){re.escape(text)}(?!\w)" if special[text][1].single_word else re.escape(text)
             for text in sorted(special, key=len, reverse=True)  # the tokenizers library finds the longest, too
         ]
-        self.marks = np.array([key for key, token in tokens.items() if token.content.strip() not in ("", unknown)])
+        self.marks = {key: token.content.strip() for key, token in tokens.items() if token.content.strip()}
         self._beginnings = {text[:size] for text in special for size in range(1, len(text))}
         self._endings = {text[size:] for text in special for size in range(1, len(text))}
         self._max_length = max(map(len, special), default=0)

@@ -236,6 +236,17 @@ def test_only_special_tokens_end_a_turn(tmp_path: Path) -> None:
     assert tokenizer.decode(ChatEncoder(tokenizer).stop_ids[:1]) == "<|im_end|>"
 
 
+def test_the_unknown_token_ends_a_turn_where_the_template_writes_it(tmp_path: Path) -> None:
+    """Some vocabularies have one token for both. It is no end where it stands for an unknown character."""
+    library = tokenizers.Tokenizer(tokenizers.models.BPE({"<end>": 0, "</s>": 1}, [], unk_token="<end>"))
+    library.add_special_tokens(["<end>", "</s>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    for written, end in (("<end>", 0), ("!</s>", 1)):
+        (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}" + written)
+        encoder = ChatEncoder(Tokenizer(tmp_path / "tokenizer.json"))
+        assert (encoder.stop_ids, encoder.fault_of_end) == ((end,), "")
+
+
 NO_MARK = "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
 
 
