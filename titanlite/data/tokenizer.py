@@ -187,7 +187,9 @@ class Tokenizer:
         first = _tokens_until(head, len(before)) if before else 0
         rest = len(tail) - _tokens_until(tail, len(edges[1]) - len(after)) if after else 0
         last = len(ids) - rest
-        if ids[: first + 1] == head.ids[: first + 1] and ids[last - 1 :] == tail.ids[len(tail) - rest - 1 :]:
+        same = ids[: first + 1] == head.ids[: first + 1] and ids[last - 1 :] == tail.ids[len(tail) - rest - 1 :]
+        # In a longer run of spaces, the same token may begin at its last space, or have an added space.
+        if same and not text[-EDGE:].isspace():
             return ids[first:last]
         (encoded,) = self._encodings(self._tokenizer.encode_batch, [before + text + after])
         first = _tokens_until(encoded, len(before)) if before else 0

@@ -228,3 +228,16 @@ def test_streamed_rows_have_the_tokens_of_entire_documents(with_prefix: Tokenize
     for characters in (CONTEXT, 0):
         texts = [block.with_context(piece, characters) for piece in range(len(block.parts))]
         assert (tokens_of(encoder.encode(texts, str)) == at_once) == bool(characters)
+
+
+def test_a_cut_after_a_long_run_of_spaces(tmp_path: Path) -> None:
+    """With a token for four spaces, the tokens of a word after them are the same with and without its space."""
+    library = tokenizers.Tokenizer(models.BPE({"▁": 0, "x": 1, "▁x": 2}, [("▁", "x")]))
+    library.pre_tokenizer = pre_tokenizers.Metaspace()
+    library.add_tokens(["    "])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    for size in range(1020, 1024):
+        texts = ("x", " " * size, "x")
+        parts = tokenizer.encode_parts([("", *texts[:1], "".join(texts[1:])), texts, ("".join(texts[:2]), "x", "")])
+        assert sum(parts, []) == tokenizer.encode("".join(texts))
