@@ -65,13 +65,37 @@ class KeepsAside(Llama3):
         return x
 
 
-def add(name: str, kind: type = layers.Attention, attend: Any = None, model: type = Llama3) -> None:
+class Shifted(layers.Attention):
+    """Its projections see the position before, too."""
+
+    def forward(self, x: Tensor, rope: Any, mask: Any) -> Tensor:
+        return super().forward(x + 0.5 * functional.pad(x, (0, 0, 1, -1)), rope, mask)
+
+
+class Smear(Block):
+    """Mixes the residual stream of the position before into each one."""
+
+    def forward(self, x: Tensor, *arguments: Any) -> Tensor:
+        out: Tensor = super().forward(x + 0.5 * functional.pad(x, (0, 0, 1, -1)), *arguments)
+        return out
+
+
+class Scaled(Llama3):
+    """Scales the embeddings, and so what each stage gets."""
+
+    def run_blocks(self, x: Tensor, *arguments: Any) -> Tensor:
+        return super().run_blocks(2 * x, *arguments)
+
+
+def add(
+    name: str, kind: type = layers.Attention, attend: Any = None, model: type = Llama3, block_kind: type = Block
+) -> None:
     def build(config: Any) -> Llama3:
         def block(_index: int) -> Block:
             attention = kind(config.dim, config.n_heads, config.n_kv_heads, config.head_dim)
             if attend is not None:
                 attention.attend = attend
-            return Block(config, attention)
+            return block_kind(config, attention)
 
         return model(config, block)
 
@@ -84,3 +108,6 @@ add("without_mask", attend=without_mask)
 add("across_heads", attend=across_heads)
 add("uncalled", Uncalled)
 add("keeps_aside", Shared, model=KeepsAside)
+add("shifted", Shifted)
+add("smear", block_kind=Smear)
+add("scaled", model=Scaled)

@@ -103,6 +103,11 @@ def test_code_of_a_family_is_called_on_what_a_rank_has_or_refused() -> None:
         ("uncalled", Layout((1, 1, 2, 1)), None),
         ("keeps_aside", PIPELINE, kept),
         ("keeps_aside", Layout((1, 1, 1, 2)), None),
+        ("shifted", HEADS, "positions interact outside of attend"),
+        ("shifted", Layout((1, 1, 1, 2)), None),
+        ("smear", GATHERED, "positions interact outside of attend"),
+        ("smear", Layout((1, 1, 1, 2)), 'outside of modules with the tensor style "gather"'),
+        ("scaled", PIPELINE, "each stage would call its run_blocks"),
     ]
     cases = [(str(PLANTED), (f"model.family={family}",), layout) for family, layout, _ in table]
     verify(2, cases, [refusal for *_, refusal in table])

@@ -61,7 +61,7 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
         require_output_layer(config, part)
         structure = family.structure(hyper_parameters)
         if not parts:
-            require_layout(family.name, part, structure, config.parallelism, packs=family.boundary is not None)
+            require_layout(family, hyper_parameters, part, config.parallelism)
         if config.parallelism.pp > 1:
             stages = split_stages(part, structure, config.parallelism)
             if not parts:

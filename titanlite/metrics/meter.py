@@ -235,7 +235,9 @@ class Meter:
                 other_values, other_per, _ = sums.get(name, (0.0, 0.0, root))
                 sums[name] = values + other_values, per + other_per, root
         means = {f"{WATCH_PREFIX}{name}": (values / per, root) for name, (values, per, root) in sums.items() if per}
-        return {name: math.sqrt(mean) if root and mean >= 0 else mean for name, (mean, root) in means.items()}
+        return {
+            name: (math.sqrt(mean) if mean >= 0 else math.nan) if root else mean for name, (mean, root) in means.items()
+        }
 
     def _gather(self, stats: StepStats, of_sources: Sequence[float]) -> list[list[float]]:
         """One row per rank, in float64 (counts are exact up to 2^53): values on the device, then those on the host.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from titanlite.optim.optimizer import OptimizerConfig
+from titanlite.optim.optimizer import OWN, OptimizerConfig, optimizers_of
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Needs, setting
 
@@ -159,6 +159,10 @@ def check_schedules(schedule: ScheduleConfig, optimizer: OptimizerConfig) -> lis
     """Problems of shapes, which a plugin may have let leave 0 to 1, and of what they change."""
     rules = Rules("optimizer", optimizer)
     remedy = "write the value that it has without a schedule"
+    uses = bool(optimizers_of(optimizer) & {"Muon", "SGD"}) or not optimizers_of(optimizer) <= OWN
+    rules.needs("momentum_start", optimizer.momentum_start == -1 or uses, "Muon or SGD")
+    if rules.problems:
+        return rules.problems
     rule = "a value above 0 with optimizer.weight_decay_end"
     rules.require("weight_decay", optimizer.weight_decay_end == -1 or optimizer.weight_decay > 0, rule, remedy)
     rule = "a value above 0 with optimizer.momentum_start"

@@ -3,41 +3,49 @@ refused, since the run would silently train another model than one process."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from titanlite.models.attention import Kernel, additive_mask, attend, attention_mask
+from titanlite.models.decoder import Decoder
 from titanlite.models.experts import Experts, feed_forward
-from titanlite.models.family import LanguageModel, Structure, has_own
-from titanlite.models.head import output_layers_of
+from titanlite.models.family import DecoderConfig, Family, LanguageModel, Structure, has_own
+from titanlite.models.head import OutputLayer, output_layers_of
 from titanlite.models.layers import Attention
+from titanlite.models.shrink import shrink_model
 from titanlite.parallel.mesh import ContextParallel, ParallelismConfig
 from titanlite.parallel.pipeline import split_stages
-from titanlite.parallel.tensor import style_problems
+from titanlite.parallel.tensor import style_problems, tensor_style
 from titanlite.runtime.errors import ConfigError, Problem
 
 TITANLITE = ("titanlite", "torch")
 """Packages whose modules are tested on all layouts."""
 
 
-def require_layout(
-    name: str, model: LanguageModel, structure: Structure, section: ParallelismConfig, *, packs: bool
-) -> None:
-    """Raise ConfigError if a layout would replace or drop code of the family `name`.
+def require_layout(family: Family, config: Any, model: LanguageModel, section: ParallelismConfig) -> None:
+    """Raise ConfigError if a layout would replace or drop code of the family, or compute another model with it.
 
-    model: the full one as the family builds it, on the meta device. packs: whether the family has a boundary.
+    config: the hyper-parameters. model: the full one as the family builds it, on the meta device.
     """
     found: dict[str, str | None] = {}
+    structure, form = family.structure(config), section.context_parallel
     if section.tp > 1:
-        found["tp"] = next(iter(style_problems(model, structure)), None) or transform_problem(model)
+        found["tp"] = (
+            next(iter(style_problems(model, structure)), None)
+            or transform_problem(model)
+            or position_problem(family, config, model, of_attend=False)
+        )
     if section.ep > 1:
         found["ep"] = experts_problem(model)
     if section.cp > 1:
-        found["cp"] = context_problem(model, structure, section.context_parallel)
-    if section.pp > 1 and not packs:
+        of_kernels = context_problem(model, structure, form)
+        found["cp"] = of_kernels or position_problem(family, config, model, of_attend=True)
+    if section.pp > 1 and family.boundary is None:
         found["pp"] = boundary_problem(model, structure, section)
+    name = family.name
     remedy = "fix the family, or use another axis, such as dp_shard"
     problems = [
         Problem(f"parallelism.{key}", getattr(section, key), f'1 with model.family = "{name}": {rule}', remedy)
@@ -61,6 +69,60 @@ def transform_problem(model: nn.Module) -> str | None:
         if not torch.allclose(head.transform(logits), parts):
             return f"{type(head).__name__}.transform is not elementwise, and each rank has a part of the vocabulary"
     return None
+
+
+def position_problem(family: Family, config: Any, model: LanguageModel, *, of_attend: bool) -> str | None:
+    """Where positions interact that a rank does not have together; None: nowhere. Tested with a tiny model of the
+    family, by gradients: of the output of a position with respect to the embeddings of the others.
+
+    of_attend: whether they may interact in `attend` only (cp), or anywhere in modules with the style "gather" (tp).
+    """
+    if not isinstance(config, DecoderConfig) or not has_own_code(model):
+        return None
+    try:
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
+            embedded, out = _cut(family, replace(shrink_model(config, 1), vocab_size=8), of_attend=of_attend)
+            for position in range(out.shape[1]):
+                (gradient,) = torch.autograd.grad(out[0, position].sum(), embedded, retain_graph=True)
+                gradient[0, position] = 0
+                if gradient.any():
+                    where = "attend" if of_attend else 'modules with the tensor style "gather"'
+                    return f"positions interact outside of {where}, and each rank has some of them"
+    except Exception as error:
+        return f"its positions cannot be checked with a tiny model: {type(error).__name__}: {error}"
+    return None
+
+
+def _cut(family: Family, config: Any, *, of_attend: bool) -> tuple[Tensor, Tensor]:
+    """The embeddings, and the input of the output layer, of a model with random weights in which positions do not
+    interact where they may: see position_problem."""
+    torch.manual_seed(0)
+    model = family.build(config).to(torch.float64)
+    model.tie_weights()
+    model.init_buffers(torch.device("cpu"))
+    ends: list[Tensor] = []
+
+    def note(_module: nn.Module, args: tuple[Any, ...], out: Tensor | None = None) -> None:
+        ends.append(args[0] if out is None else out)
+
+    def detach(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return args[0].detach().requires_grad_(), *args[1:]
+
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -0.5, 1.0)
+    structure = family.structure(config)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            module.register_forward_hook(note)
+        elif isinstance(module, OutputLayer):
+            module.register_forward_pre_hook(note)
+        elif of_attend and isinstance(module, Attention):
+            module.attend = lambda queries, *_: queries
+        elif not of_attend and tensor_style(structure, name) == "gather":
+            module.register_forward_pre_hook(detach)
+    model(torch.arange(6).unsqueeze(0))
+    embedded, out = ends
+    return embedded, out
 
 
 def experts_problem(model: nn.Module) -> str | None:
@@ -185,6 +247,8 @@ def boundary_problem(model: LanguageModel, structure: Structure, section: Parall
                     f"the stage that begins with {names[stage]} uses a result of {name.rpartition('.')[0]} beside the "
                     "residual stream, and would not get it: pass it, as Family.boundary declares"
                 )
+    if isinstance(model, Decoder) and has_own(model, "run_blocks", Decoder):
+        return "each stage would call its run_blocks: declare Family.boundary if it knows that"
     return None
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from titanlite.models.family import Family
 from titanlite.models.hugging_face import stored_tensors
 from titanlite.models.registry import FAMILIES
-from titanlite.tools.parity.shrink import shrink_model
+from titanlite.models.shrink import shrink_model
 
 
 def tiny(family: Family, **changes: Any) -> Any:

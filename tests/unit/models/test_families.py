@@ -19,8 +19,8 @@ from titanlite.models.experts import Experts
 from titanlite.models.family import Family, LanguageModel
 from titanlite.models.init import init_parameters_
 from titanlite.models.registry import FAMILIES
+from titanlite.models.shrink import shrink_model
 from titanlite.parallel.tensor import tensor_style
-from titanlite.tools.parity.shrink import shrink_model
 
 CPU = torch.device("cpu")
 FLAVORS = [(name, flavor) for name, family in FAMILIES.items() for flavor in family.flavors]

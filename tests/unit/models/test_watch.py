@@ -41,6 +41,12 @@ def test_a_number_is_no_tensor_of_values() -> None:
         watch("x", 3.0)  # type: ignore[arg-type]
 
 
+def test_values_are_real_and_indexes_not_negative() -> None:
+    for values, index in ((torch.ones(2, 6), -1), (torch.ones(2, 6, dtype=torch.complex64), None)):
+        with pytest.raises(UserError, match="real values, and an index of at least 0"):
+            watch("x", values, index=index)
+
+
 def test_a_skipped_step_counts_nothing_and_other_code_notes_nothing() -> None:
     watched = Watched([MODEL], None, (0, 1))
     MODEL(torch.ones(2, 6), "x", labels=LABELS)

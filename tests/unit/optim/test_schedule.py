@@ -51,6 +51,7 @@ def test_each_schedule_follows_its_formula(name: str, minimum: float) -> None:
         ({"optimizer.weight_decay_end": 0, "optimizer.weight_decay_shape": "over"}, "it is -0.05 to 0.1"),
         ({"optimizer.weight_decay_end": 0.1, "optimizer.weight_decay": 0}, "a value above 0"),
         ({"optimizer.name": "Muon", "optimizer.momentum_start": 0.5}, "a value above 0"),
+        ({"optimizer.momentum_start": 0.5}, "only with Muon or SGD"),
         ({"optimizer.name": "Muon", "optimizer.momentum": 0.9, "optimizer.momentum_start": 0.7}, None),
         (
             {

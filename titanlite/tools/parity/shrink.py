@@ -1,10 +1,8 @@
 """The configuration that is compared: disables settings that would hide a difference; shrinks all sizes on request."""
 
-import math
 import sys
 import tempfile
 from dataclasses import asdict, replace
-from typing import Any
 
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.config.check import resolve_config, with_model_tokenizer
@@ -13,12 +11,12 @@ from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
 from titanlite.metrics.config import MetricsConfig
 from titanlite.models.init import BLOCK_NUMEL
+from titanlite.models.shrink import shrink_model, size_alike
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.schedule import ScheduleConfig
 from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
 
 SHRUNK_SEQ_LEN = 32
-TINY_HEAD_DIM = 8
 
 
 def comparable_config(config: JobConfig, ranks: int) -> JobConfig:
@@ -104,28 +102,3 @@ def describe_shrinking(before: JobConfig, after: JobConfig) -> str:
         values = vars(new)
         changed += [f"{section}.{key} {was} -> {values[key]}" for key, was in vars(old).items() if was != values[key]]
     return ", ".join(changed) or "nothing: all sizes are already this small"
-
-
-def shrink_model(config: Any, ranks: int) -> Any:
-    """Hyper-parameters of a tiny decoder of the same kind.
-
-    Every divisor of `ranks` that divides a size of `config` also divides the same size of the result.
-    Two pipeline stages per rank still have more than one unit each, if they do in `config`. Several query heads per
-    key/value head shrink to two. If the family has a head_dim, dim is independent of it. The vocabulary stays.
-    """
-    n_kv_heads = math.gcd(config.n_kv_heads, ranks)
-    n_heads = n_kv_heads * min(config.n_heads // config.n_kv_heads, 2)
-    counts = {"n_layers": min(config.n_layers, 2 * ranks), "n_heads": n_heads, "n_kv_heads": n_kv_heads}
-    head_dim = min(config.head_dim, TINY_HEAD_DIM)
-    dim = n_heads * head_dim
-    if "head_dim" in vars(config):
-        dim = size_alike(config.dim, 3 * head_dim, ranks)
-        counts["head_dim"] = head_dim
-    return replace(config, **counts, dim=dim, ffn_dim=size_alike(config.ffn_dim, 2 * dim, ranks))
-
-
-def size_alike(size: int, target: int, ranks: int, limit: int = 0) -> int:
-    """The smallest number >= `target` with the same greatest common divisor with `ranks` as `size`; at most `size`, or
-    `limit` if that is larger."""
-    shared, limit = math.gcd(size, ranks), max(size, limit)
-    return next((number for number in range(target, limit) if math.gcd(number, ranks) == shared), size)

@@ -1,0 +1,32 @@
+"""Tiny models of the same kind as a large one."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+TINY_HEAD_DIM = 8
+
+
+def shrink_model(config: Any, ranks: int) -> Any:
+    """Hyper-parameters of a tiny decoder of the same kind.
+
+    Every divisor of `ranks` that divides a size of `config` also divides the same size of the result.
+    Two pipeline stages per rank still have more than one unit each, if they do in `config`. Several query heads per
+    key/value head shrink to two. If the family has a head_dim, dim is independent of it. The vocabulary stays.
+    """
+    n_kv_heads = math.gcd(config.n_kv_heads, ranks)
+    n_heads = n_kv_heads * min(config.n_heads // config.n_kv_heads, 2)
+    counts = {"n_layers": min(config.n_layers, 2 * ranks), "n_heads": n_heads, "n_kv_heads": n_kv_heads}
+    head_dim = min(config.head_dim, TINY_HEAD_DIM)
+    dim = n_heads * head_dim
+    if "head_dim" in vars(config):
+        dim = size_alike(config.dim, 3 * head_dim, ranks)
+        counts["head_dim"] = head_dim
+    return replace(config, **counts, dim=dim, ffn_dim=size_alike(config.ffn_dim, 2 * dim, ranks))
+
+
+def size_alike(size: int, target: int, ranks: int, limit: int = 0) -> int:
+    """The smallest number >= `target` with the same greatest common divisor with `ranks` as `size`; at most `size`, or
+    `limit` if that is larger."""
+    shared, limit = math.gcd(size, ranks), max(size, limit)
+    return next((number for number in range(target, limit) if math.gcd(number, ranks) == shared), size)
