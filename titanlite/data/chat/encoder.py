@@ -98,8 +98,8 @@ class ChatEncoder:
     are not special, such as Qwen's <think>, are found in both. Only the template adds BOS and EOS.
 
     stop_ids: the added token with which the template ends a turn of the assistant, if any, and EOS, if any.
-    fault_of_end: why the template ends a turn with no such token; "" if it does. fingerprint: a hash of the template
-    and of the special tokens that it can name.
+    fault_of_end: why the template ends a turn with no such token, or with one that is not trained on; "" if it does.
+    fingerprint: a hash of the template and of the special tokens that it can name.
     """
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
@@ -295,7 +295,7 @@ class ChatEncoder:
         question, answer = PROBE
         try:
             probe = [{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}]
-            text, _ = self._render(probe, False)
+            text, spans = self._render(probe, False)
             encoded = self._encode([text])[text]
             if isinstance(encoded, BadRowError):
                 raise encoded
@@ -308,7 +308,9 @@ class ChatEncoder:
         for token_id, (start, end) in zip(encoded.ids.tolist(), encoded.offsets.tolist(), strict=True):
             # The token of unknown characters may be one of them, also where its text was not written.
             if start >= len(begin) + len(answer) and marks.get(token_id) == text.text[start:end].strip():
-                return token_id, ""
+                is_trained = not spans or any(begins < end and start < ends for begins, ends in spans)
+                outside = f"the chat template writes {text.text[start:end].strip()!r} outside of its {{% generation %}}"
+                return token_id, "" if is_trained else outside
         if not written.strip():
             return None, "the chat template writes nothing at the end of a turn"
         mark = repr(written.strip())

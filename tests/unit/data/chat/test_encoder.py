@@ -250,6 +250,9 @@ def test_the_unknown_token_ends_a_turn_where_the_template_writes_it(tmp_path: Pa
 NO_MARK = "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
 
 
+BLOCK = "{{ messages[0].content }}{% generation %}{{ messages[1].content }}"
+
+
 @pytest.mark.parametrize(
     ("template", "special", "end", "fault"),
     [
@@ -258,6 +261,8 @@ NO_MARK = "{% for message in messages %}{{ message.role + ': ' + message.content
         (NO_MARK.replace("'\\n'", "'\\n<|im_end|>'"), False, "<|im_end|>", ""),
         (QWEN.replace("<|im_end|>", "<|end|>"), True, None, "ends a turn with '<|end|>', which is no added token"),
         (NO_MARK, True, None, "writes nothing at the end of a turn"),
+        (f"{BLOCK}{{% endgeneration %}}<|im_end|>", True, "<|im_end|>", "outside of its {% generation %}"),
+        (f"{BLOCK}<|im_end|>{{% endgeneration %}}", True, "<|im_end|>", ""),
         ("{{ messages[0].content }}", True, None, "does not write the answer 'Eight'"),
         ("{{ raise_exception('no') }}", True, None, "is not known: "),
     ],
