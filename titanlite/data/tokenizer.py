@@ -21,7 +21,7 @@ from titanlite.data.tokenizer_files import (
     read_tokenizer_files,
     text_of,
 )
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.errors import UserError, is_error
 from titanlite.runtime.text import counted
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -198,7 +198,9 @@ class Tokenizer:
     def _encodings(self, encode: Callable[..., list[Any]], texts: Sequence[str]) -> list[Any]:
         try:
             return encode(list(texts), add_special_tokens=False)
-        except Exception as error:  # the library raises bare Exceptions
+        except BaseException as error:
+            if not is_error(error):
+                raise
             raise UserError(f"the tokenizer {self.arguments['file']} cannot encode it: {error}") from None
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -117,3 +117,9 @@ def integer_variable(name: str, default: int, *, least: int, most: int) -> int:
         rule = f"set an integer from {least} to {most}, or unset {name}"
         raise UsageError(f"the environment sets {name}={text[:100]}: {rule}")
     return value
+
+
+def is_error(error: BaseException) -> bool:
+    """Whether it is no exit and no Ctrl-C. A library in Rust, such as tokenizers, raises a PanicException for a fault
+    of its own, which is no Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -4,6 +4,7 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tokenizers
@@ -328,6 +329,19 @@ def test_a_normalizer_that_may_need_gigabytes_is_refused(folder: Path, steps: St
         return
     with pytest.raises(UserError, match=r"tokenizer.json is not .* text more than 10,000 times longer: remove steps"):
         Tokenizer(file)
+
+
+class PanicException(BaseException):
+    """As the library raises it."""
+
+
+@pytest.mark.parametrize(("raised", "seen"), [(PanicException("bad split"), UserError), (KeyboardInterrupt(), None)])
+def test_a_panic_of_the_library_is_an_error_of_the_text(
+    raised: BaseException, seen: type[BaseException] | None, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "_tokenizer", Mock(encode_batch_fast=Mock(side_effect=raised)))
+    with pytest.raises(seen or type(raised), match="cannot encode it: bad split" if seen else None):
+        tokenizer.encode("a")
 
 
 @pytest.mark.parametrize("model", ["WordLevel", "Unigram"])

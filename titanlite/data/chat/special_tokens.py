@@ -13,7 +13,7 @@ import tokenizers
 from titanlite.data.chat.messages import Message
 from titanlite.data.chat.template import IN_CONTENT, MARKS, OF_TEMPLATE
 from titanlite.data.sources.pieces import BadRowError
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.errors import UserError, is_error
 
 
 class Encoded(NamedTuple):
@@ -189,7 +189,9 @@ def _encode(tokenizer: tokenizers.Tokenizer, texts: Sequence[str]) -> list[token
     """Encode texts as one batch; or why a text cannot be encoded."""
     try:
         return list(tokenizer.encode_batch(list(texts), add_special_tokens=False))
-    except Exception as error:  # the library raises bare Exceptions
+    except BaseException as error:
+        if not is_error(error):
+            raise
         if len(texts) == 1:
             return [BadRowError(f"the tokenizer cannot encode it: {error}")]
         return [_encode(tokenizer, [text])[0] for text in texts]
