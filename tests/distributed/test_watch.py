@@ -98,6 +98,6 @@ def test_means_are_those_of_plain_torch_with_recomputation_and_compiled_blocks()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layouts", [TWO, FOUR], ids=["2", "4"])
+@pytest.mark.parametrize("layouts", [TWO, pytest.param(FOUR, marks=pytest.mark.soak)], ids=["2", "4"])
 def test_means_are_those_of_one_process_on_every_axis(layouts: Sequence[Layout]) -> None:
     verify(layouts)
