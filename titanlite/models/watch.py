@@ -46,9 +46,9 @@ def watch(
     """
     if not isinstance(values, Tensor):
         raise UserError(f'watch("{name}"): takes a tensor of values, not {type(values).__name__}')
-    key = -1 if index is None else index
-    if key < (0 if index is not None else -1) or values.is_complex():
+    if values.is_complex() or (index is not None and index < 0):
         raise UserError(f'watch("{name}"): takes real values, and an index of at least 0')
+    key = -1 if index is None else index
     _note(name, key, local_part(values), labels, None if per is None else local_part(per), root, _ORDER)
 
 
