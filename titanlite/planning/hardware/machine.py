@@ -6,21 +6,29 @@ per second and seconds.
 """
 
 import math
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import tomli
 import tomli_w
 import torch
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler, Strict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, core_schema
 
 from titanlite.runtime.errors import UsageError
 
 PROFILES = Path(__file__).parent / "profiles"
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 Scope = Literal["node", "cluster"]
+Pass = Literal["forward", "backward"]
+TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
+DIGITS = 4
+"""Of the numbers that dump_profile writes."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +74,66 @@ def _between(axis: Sequence[float], size: float) -> list[tuple[int, float]]:
 
 
 @dataclass(frozen=True)
+class In:
+    """Marks a positive number, which files have in multiples of `unit`."""
+
+    unit: float = 1
+
+    def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(
+            lambda value: value * self.unit,
+            core_schema.float_schema(gt=0, allow_inf_nan=False, strict=True),
+            serialization=core_schema.plain_serializer_function_ser_schema(lambda value: _rounded(value / self.unit)),
+        )
+
+
+@dataclass(frozen=True)
+class Table:
+    """Marks a Grid, which files have as a table: a key for each axis, and `rate` with values in multiples of `unit`."""
+
+    axes: tuple[str, ...]
+    rate: str
+    unit: float
+
+    def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        numbers = {**dict.fromkeys(self.axes, In()), self.rate: In(self.unit)}
+        columns = {key: handler.generate_schema(tuple[Annotated[float, each], ...]) for key, each in numbers.items()}
+        fields = {key: core_schema.typed_dict_field(column) for key, column in columns.items()}
+        return core_schema.no_info_after_validator_function(
+            lambda table: Grid({axis: table[axis] for axis in self.axes}, table[self.rate]),
+            core_schema.typed_dict_schema(fields, extra_behavior="forbid"),
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                lambda grid: {
+                    **{axis: [*map(int, sizes)] for axis, sizes in grid.sizes.items()},
+                    self.rate: [_rounded(value / self.unit) for value in grid.values],
+                }
+            ),
+        )
+
+
+def _rounded(value: float) -> float:
+    number = float(f"{value:.{DIGITS}g}")
+    return int(number) if number.is_integer() else number
+
+
+@dataclass(frozen=True)
 class Link:
     """The network between ranks: seconds per message, and bytes per second that a rank sends."""
 
-    latency_s: float
-    bytes_per_s: float
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    latency_s: Annotated[float, In(MICRO), Field(alias="latency_us")]
+    bytes_per_s: Annotated[float, In(GIGA), Field(alias="gb_per_s")]
+
+
+def one_of(choices: Any) -> Any:
+    """Marks a key of a table that is one of a Literal's choices."""
+    return Field(pattern=f"^({'|'.join(get_args(choices))})$")
+
+
+Count = Annotated[int, Strict(), Field(gt=0)]
+Attention = Annotated[Grid, Table(("seq_len", "head_dim"), "tflops", TERA)]
+Passes = Annotated[Mapping[Annotated[str, one_of(Pass)], Attention], Field(min_length=len(get_args(Pass)))]
+Links = Annotated[Mapping[Annotated[str, one_of(Collective)], Link], Field(min_length=len(get_args(Collective)))]
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: predictions are cached by profile
@@ -85,18 +148,19 @@ class Profile:
     machine of one node has no scope "cluster".
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
     name: str
     device: Literal["cuda", "cpu"]
-    ranks_per_node: int
-    computing: int
-    memory_gib: float
-    peak_flops: Mapping[str, float]
-    matmul: Mapping[str, Grid]
-    attention: Mapping[str, Mapping[str, Grid]]
-    memory: Grid
-    operation_s: float
-    unit_s: float
-    network: Mapping[str, Mapping[str, Link]]
+    ranks_per_node: Count
+    computing: Count
+    memory_gib: Annotated[float, In()]
+    peak_flops: Annotated[Mapping[str, Annotated[float, In(TERA)]], Field(alias="peak_tflops")]
+    matmul: Mapping[str, Annotated[Grid, Table(("m", "k", "n"), "tflops", TERA)]]
+    attention: Mapping[str, Passes]
+    memory: Annotated[Grid, Table(("bytes",), "gb_per_s", GIGA)]
+    operation_s: Annotated[float, In(MICRO), Field(alias="operation_us")]
+    unit_s: Annotated[float, In(MICRO), Field(alias="unit_us")]
+    network: Mapping[Annotated[str, one_of(Scope)], Links] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def collective_s(self, operation: Collective, full_bytes: float, ranks: int, ranks_inside: int) -> float:
@@ -170,126 +234,28 @@ def load_profile(name: str) -> Profile:
     except (OSError, ValueError) as error:
         raise UsageError(f"hardware profile {path}: {error}") from None
     try:
-        return _profile(table)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        told = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
-        raise UsageError(f"hardware profile {path}: {told}") from None
+        return FILE.validate_python(table)
+    except ValidationError as error:
+        problems = "; ".join(map(_problem, error.errors()))
+        raise UsageError(f"hardware profile {path}: {problems}") from None
 
 
-def _profile(table: dict[str, Any]) -> Profile:
-    """The profile of a parsed file. Raises KeyError, TypeError or ValueError."""
-    known = {IN_FILES.get(each.name, each.name) for each in fields(Profile)}
-    if unknown := sorted(table.keys() - known):
-        raise ValueError(f"unknown keys: {', '.join(unknown)}; a profile has {', '.join(sorted(known))}")
-    if table["device"] not in ("cuda", "cpu"):
-        raise ValueError('device: "cuda" or "cpu" expected')
-    positive = ("ranks_per_node", "computing", "memory_gib", "operation_us", "unit_us")
-    numbers = {f"{name}": table[name] for name in positive}
-    numbers |= {f"peak_tflops.{dtype}": value for dtype, value in table["peak_tflops"].items()}
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ValueError(f"{name}: a positive number expected, not {value!r}")
-    scopes = table.get("network", {})
-    if unknown := sorted(scopes.keys() - {*get_args(Scope)}):
-        raise ValueError(f"network: unknown keys: {', '.join(unknown)}; {' and '.join(get_args(Scope))} expected")
-    network = {scope: _links(f"network.{scope}", links) for scope, links in scopes.items()}
-    return Profile(
-        name=str(table["name"]),
-        device=table["device"],
-        ranks_per_node=int(table["ranks_per_node"]),
-        computing=int(table["computing"]),
-        memory_gib=table["memory_gib"],
-        peak_flops={dtype: value * TERA for dtype, value in table["peak_tflops"].items()},
-        matmul={dtype: _grid(f"matmul.{dtype}", MATMUL, of) for dtype, of in table["matmul"].items()},
-        attention={
-            dtype: {name: _grid(f"attention.{dtype}.{name}", ATTENTION, of[name]) for name in PASSES}
-            for dtype, of in table["attention"].items()
-        },
-        memory=_grid("memory", MEMORY, table["memory"]),
-        operation_s=table["operation_us"] * MICRO,
-        unit_s=table["unit_us"] * MICRO,
-        network=network,
-        sources=table.get("sources", {}),
-    )
+FILE = TypeAdapter(Profile)
 
 
-MATMUL, ATTENTION, MEMORY = ("m", "k", "n"), ("seq_len", "head_dim"), ("bytes",)
-PASSES = ("forward", "backward")
-TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
-RATES = {MATMUL: ("tflops", TERA), ATTENTION: ("tflops", TERA), MEMORY: ("gb_per_s", GIGA)}
-"""Key of the values of a grid in files, and its unit."""
-IN_FILES = {"peak_flops": "peak_tflops", "operation_s": "operation_us", "unit_s": "unit_us"}
-"""Keys in files of fields of Profile that have another unit there."""
-
-
-def _grid(key: str, axes: tuple[str, ...], table: dict[str, Any]) -> Grid:
-    name, unit = RATES[axes]
-    try:
-        return Grid({axis: tuple(table[axis]) for axis in axes}, tuple(value * unit for value in table[name]))
-    except (KeyError, TypeError, ValueError) as error:
-        told = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise ValueError(f"{key}: {told}") from None
-
-
-def _links(key: str, table: dict[str, Any]) -> dict[str, Link]:
-    found = {}
-    for operation in get_args(Collective):
-        try:
-            link = table[operation]
-            found[operation] = Link(link["latency_us"] * MICRO, link["gb_per_s"] * GIGA)
-            if unknown := sorted(link.keys() - {"latency_us", "gb_per_s"}):
-                raise ValueError(f"unknown keys: {', '.join(unknown)}")
-            if min(link["latency_us"], link["gb_per_s"]) <= 0:
-                raise ValueError("positive numbers expected")
-        except (KeyError, TypeError, ValueError) as error:
-            told = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise ValueError(f"{key}.{operation}: {told}") from None
-    return found
+def _problem(error: ErrorDetails) -> str:
+    rules = {"missing": "is missing", "unexpected_keyword_argument": "unknown key", "extra_forbidden": "unknown key"}
+    rule, value = rules.get(error["type"]), error["input"]
+    given = f", not {value!r}" if rule is None and isinstance(value, int | float | str) else ""
+    return f"{'.'.join(map(str, error['loc'])).removesuffix('.[key]')}: {rule or error['msg']}{given}"
 
 
 def dump_profile(profile: Profile) -> str:
     """TOML that reads back as `profile`, up to DIGITS digits."""
-    facts = {name: getattr(profile, name) for name in ("name", "device", "ranks_per_node", "computing")}
-    lines = tomli_w.dumps(facts).splitlines()
-    lines += [f"memory_gib = {_rounded(profile.memory_gib)}"]
-    lines += [
-        f"operation_us = {_rounded(profile.operation_s / MICRO)}",
-        f"unit_us = {_rounded(profile.unit_s / MICRO)}",
-    ]
-    lines += ["", "[peak_tflops]"]
-    lines += [f"{dtype} = {_rounded(value / TERA)}" for dtype, value in profile.peak_flops.items()]
-    grids: dict[str, tuple[tuple[str, ...], Grid]] = {}
-    grids |= {f"matmul.{dtype}": (MATMUL, grid) for dtype, grid in profile.matmul.items()}
-    grids |= {
-        f"attention.{dtype}.{name}": (ATTENTION, grid)
-        for dtype, of in profile.attention.items()
-        for name, grid in of.items()
-    }
-    for key, (axes, grid) in {**grids, "memory": (MEMORY, profile.memory)}.items():
-        rate, unit = RATES[axes]
-        lines += ["", f"[{key}]", *(f"{axis} = {[*map(int, sizes)]}" for axis, sizes in grid.sizes.items())]
-        row = len(grid.sizes[axes[-1]])  # a line for each value of the other axes
-        rows = [
-            _array([value / unit for value in grid.values[at : at + row]]) for at in range(0, len(grid.values), row)
-        ]
-        lines += [f"{rate} = {rows[0]}"] if len(rows) == 1 else [f"{rate} = ["]
-        lines += [f"    {text[1:-1]}," for text in rows] + ["]"] if len(rows) > 1 else []
-    for scope, links in profile.network.items():
-        lines += ["", f"[network.{scope}]"]
-        for operation, link in links.items():
-            latency, rate = _rounded(link.latency_s / MICRO), _rounded(link.bytes_per_s / GIGA)
-            lines += [f"{operation} = {{ latency_us = {latency}, gb_per_s = {rate} }}"]
-    lines += ["", *tomli_w.dumps({"sources": profile.sources}).splitlines()]
-    return "\n".join(lines) + "\n"
+    text = tomli_w.dumps(FILE.dump_python(profile, by_alias=True))
 
+    def array(match: re.Match[str]) -> str:
+        numbers = " ".join(match[0].split()).replace("[ ", "[").replace(", ]", "]")
+        return textwrap.fill(numbers, 100, subsequent_indent="    ")
 
-DIGITS = 4
-
-
-def _rounded(value: float) -> str:
-    number = float(f"{value:.{DIGITS}g}")
-    return str(int(number)) if number.is_integer() else str(number)
-
-
-def _array(values: Sequence[float]) -> str:
-    return f"[{', '.join(map(_rounded, values))}]"
+    return re.sub(r"\[\n[^]]*\n\]", array, text)
