@@ -12,6 +12,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 from titanlite.data.corpus import BYTES_PER_TOKEN, PieceEncoder
@@ -93,12 +94,19 @@ class Block(NamedTuple):
         """A piece to tokenize, with up to num_characters of its row on both sides."""
         part, text = self.parts[piece], self.read(piece)
         row = self.rows[part.row].text
+        document = partial(self._document, part.row)
         if isinstance(text, Exception) or isinstance(row, BadRowError):
-            return PieceText(part.flags, text)
+            return PieceText(part.flags, text, document)
         num_bytes = 4 * num_characters
         before = row[max(0, part.begin - num_bytes) : part.begin].decode("utf-8", "ignore")
         after = row[part.end : part.end + num_bytes].decode("utf-8", "ignore")
-        return PieceText(part.flags, text, before[max(0, len(before) - num_characters) :], after[:num_characters])
+        return PieceText(
+            part.flags, text, document, before[max(0, len(before) - num_characters) :], after[:num_characters]
+        )
+
+    def _document(self, row: int) -> Iterator[str | BadRowError]:
+        """The text of all pieces of a row, in any order."""
+        return (self.read(n) for n, part in enumerate(self.parts) if part.row == row)
 
     def locate(self, piece: int) -> str:
         """File and row of a piece, for messages."""

@@ -6,6 +6,7 @@ import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
@@ -32,7 +33,7 @@ from titanlite.data.sources.pieces import (
     PieceText,
     TokenPiece,
 )
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer import Tokenizer, is_visible
 from titanlite.runtime.cache import built_once, cached_folder
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.json_files import read_json
@@ -143,7 +144,8 @@ class Encoder:
     def encode(self, pieces: Sequence[PieceText], locate: Callable[[int], str]) -> list[TokenPiece | Exception]:
         """Tokenize pieces in one batch. An exception in place of a text is returned unchanged.
 
-        A text that the tokenizer cannot encode is a bad row. locate: file and row of the n-th of the pieces.
+        A text that the tokenizer cannot encode is a bad row, also a document that its normalizer removes. locate: file
+        and row of the n-th of the pieces.
         """
         texts = [(piece.before, piece.text, piece.after) for piece in pieces if isinstance(piece.text, str)]
         try:
@@ -156,9 +158,27 @@ class Encoder:
                 return self.encode(pieces[n : n + 1], lambda _: locate(n))[0]
 
             return [encode_one(n) for n in range(len(pieces))]
-        return [
-            self._piece(piece.flags, next(encoded)) if isinstance(piece.text, str) else piece.text for piece in pieces
-        ]
+        results: list[TokenPiece | Exception] = []
+        for n, piece in enumerate(pieces):
+            if isinstance(piece.text, Exception):
+                results.append(piece.text)
+                continue
+            ids = next(encoded)
+            if not self._tokenizer.has_text(ids) and is_visible(piece.text) and self._is_removed(piece):
+                fault = f"the tokenizer {self._tokenizer.arguments['file']} removes all of its text"
+                results.append(BadRowError(f"{locate(n)}: {fault}"))
+            else:
+                results.append(self._piece(piece.flags, ids))
+        return results
+
+    def _is_removed(self, piece: PieceText) -> bool:
+        """Whether no piece of the document has tokens with text. A normalizer may remove the text of some of them."""
+        if piece.flags & STARTS_DOCUMENT and piece.flags & ENDS_DOCUMENT:
+            return True
+        texts = (text for text in piece.document() if isinstance(text, str))
+        with suppress(UserError):  # a piece that cannot be encoded is a bad row of its own
+            return not any(self._tokenizer.has_text(self._tokenizer.encode(text)) for text in texts)
+        return False
 
     def _piece(self, flags: int, ids: list[int]) -> TokenPiece:
         starts = bool(flags & STARTS_DOCUMENT)
@@ -307,10 +327,19 @@ class TextCorpus:
         return self._encoder.encode(read, lambda n: self.locate(pieces[n]))
 
     def _with_context(self, piece: int) -> PieceText:
-        flags, text = self.flags(piece), self.read(piece)
+        flags, text, document = self.flags(piece), self.read(piece), partial(self._document, piece)
         if isinstance(text, Exception) or self._encoder is None or not self._encoder.reads_context:
-            return PieceText(flags, text)
-        return PieceText(flags, text, self._beside(piece, -1), self._beside(piece, 1))
+            return PieceText(flags, text, document)
+        return PieceText(flags, text, document, self._beside(piece, -1), self._beside(piece, 1))
+
+    def _document(self, piece: int) -> Iterator[str | Exception]:
+        """The text of all pieces of the document of a piece."""
+        while not self.flags(piece) & STARTS_DOCUMENT:
+            piece -= 1
+        yield self.read(piece)
+        while not self.flags(piece) & ENDS_DOCUMENT:
+            piece += 1
+            yield self.read(piece)
 
     def _beside(self, piece: int, step: Literal[-1, 1]) -> str:
         """Up to CONTEXT characters of the piece's document before (-1) or after (1) it; without those of bad rows."""

@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unicodedata import category
 
 from titanlite.data.tokenizer_files import (
     ADDED_TOKENS,
@@ -29,6 +30,9 @@ TOKENIZER_FOLDER = "tokenizer"
 
 EDGE = 256
 """Characters on one side of a cut that its tokens usually depend on at most."""
+
+_SPACES = "▁ĠĊĉčċČ"
+"""White space in the names of tokens."""
 
 
 class Tokenizer:
@@ -93,7 +97,7 @@ class Tokenizer:
         beside = f" ({count} of the files beside it)" if count else ""
         self.description = f"{file}: {self.vocab_size:,} tokens{beside}, BOS {bos_text}, EOS {eos_text}"
         if self._files.lacks_characters:
-            self.description += ". It has no tokens for some characters: texts with them are bad rows"
+            self.description += ". It has no tokens for some characters or words: texts with them are bad rows"
         if not self._divides_words():
             self.description += (
                 ". It does not divide texts into words: where documents of more than data.max_piece_bytes are cut, "
@@ -203,6 +207,12 @@ class Tokenizer:
                 raise
             raise UserError(f"the tokenizer {self.arguments['file']} cannot encode it: {error}") from None
 
+    def has_text(self, ids: Sequence[int]) -> bool:
+        """Whether the tokens of a text have a visible character, see is_visible."""
+        # The first token that is no space, often the first of all, decides.
+        texts = (self._tokenizer.id_to_token(token_id) or "" for token_id in ids)
+        return any(is_visible(text.strip(_SPACES)) for text in texts) or is_visible(self.decode(ids))
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens included."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -271,6 +281,11 @@ class Tokenizer:
             return None, f"none{reason}"
         token_id = self._tokenizer.token_to_id(text)
         return token_id, f"{text!r} = {token_id} ({self._files.names[name][1]})"
+
+
+def is_visible(text: str) -> bool:
+    """Whether a text has a character that is no space ("▁" is one), accent or other mark, or control character."""
+    return any(category(each)[0] not in "ZM" and category(each) not in ("Cc", "Cf") and each != "▁" for each in text)
 
 
 def _tokens_until(encoded: Any, place: int) -> int:

@@ -26,7 +26,7 @@ TEMPLATES = "additional_chat_templates"
 TOKENIZER_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, CHAT_TEMPLATE)
 
 UNKNOWN = "for a character that the vocabulary lacks"
-"""Unknown token of a model without one. It is in no vocabulary, and the library raises an exception that names it."""
+"""Unknown token of a BPE without one. It is in no vocabulary, and the library raises an exception that names it."""
 MAX_GROWTH = 10_000
 """Limit of how many times longer normalization may make a text."""
 _DECODER = "added_tokens_decoder"
@@ -140,7 +140,7 @@ class TokenizerFiles:
         """tokenizer.json with these added tokens in place of its own, and an unknown token for an exception if
         characters have no tokens."""
         found = json.loads(self.content)  # not kept: it takes ten times the memory of the file
-        if self.lacks_characters:
+        if self.lacks_characters and "merges" in found["model"]:
             found["model"]["unk_token"] = UNKNOWN
         if tokens is not None:
             listed = sorted(tokens.items(), key=lambda item: item[0])
@@ -281,19 +281,22 @@ def tokenizer_file(path: str) -> Path:
 
 
 def _lacks_characters(definition: Mapping[str, Any]) -> bool:
-    """Whether the library drops characters without tokens: only a BPE without an unknown token does. definition: a
-    tokenizer.json."""
+    """Whether some texts have no tokens and no unknown token: a BPE drops them, other models raise an exception.
+    definition: a tokenizer.json."""
     model = definition["model"]
-    if model.get("type", "BPE") != "BPE" or "merges" not in model or model.get("unk_token") is not None:
+    is_unigram, is_bpe = isinstance(model["vocab"], list), "merges" in model
+    words = {word for word, _ in model["vocab"]} if is_unigram else model["vocab"].keys()
+    if model.get("unk_id") is not None if is_unigram else model.get("unk_token") in words:
         return False
     needed: set[str] | None = None
-    if any(step["type"] == "ByteLevel" for step in _steps(definition, "normalizer", "pre_tokenizer")):
+    by_bytes = any(step["type"] == "ByteLevel" for step in _steps(definition, "normalizer", "pre_tokenizer"))
+    if by_bytes and (is_bpe or is_unigram):
         needed = {*pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(_ALL_BYTES)[0][0]}
         prefix, suffix = (model.get(key) or "" for key in ("continuing_subword_prefix", "end_of_word_suffix"))
         needed = {text for each in needed for text in (each, prefix + each, each + suffix, prefix + each + suffix)}
-    elif model.get("byte_fallback"):
+    elif is_bpe and model.get("byte_fallback"):
         needed = {f"<0x{byte:02X}>" for byte in _ALL_BYTES.encode()}
-    return needed is None or any(token not in model["vocab"] for token in needed)
+    return needed is None or not needed <= words
 
 
 def _check_config(config: Mapping[str, Any], definition: Mapping[str, Any], file: Path) -> None:

@@ -221,7 +221,7 @@ def test_a_bad_row_is_named_by_file_line_and_turn(folder: Path) -> None:
     texts = TextCorpus([source], 16)
     assert texts.counts == (7,)  # never cut, though max_piece_bytes is 16
     encoder = ConversationEncoder(Tokenizer(folder / "tokenizer/tokenizer.json"), "assistant")
-    found = encoder.encode([PieceText(0, texts.read(n)) for n in range(7)], texts.locate)
+    found = encoder.encode([PieceText(0, texts.read(n), lambda: iter(())) for n in range(7)], texts.locate)
     assert all(not isinstance(piece, Exception) for piece in found[:3])
     errors = [str(piece) for piece in found[3:]]
     assert errors[0].startswith(f"{file}, line 4: invalid UTF-8 at byte 0")

@@ -18,7 +18,7 @@ from titanlite.data.corpus import Encoder, TextCorpus, build_encoder
 from titanlite.data.kinds import text_sources
 from titanlite.data.sources.base import ReadUnit, Row
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.pieces import CONTEXT, TokenPiece, cut
+from titanlite.data.sources.pieces import CONTEXT, BadRowError, TokenPiece, cut
 from titanlite.data.tokenizer import EDGE, Tokenizer
 
 WORDS = [
@@ -241,3 +241,36 @@ def test_a_cut_after_a_long_run_of_spaces(tmp_path: Path) -> None:
         texts = ("x", " " * size, "x")
         parts = tokenizer.encode_parts([("", "x", texts[1] + "x"), texts, ("x" + texts[1], "x", "")])
         assert [one for part in parts for one in part] == tokenizer.encode("".join(texts))
+
+
+REMOVING = {
+    "Replace": (normalizers.Replace(Regex("[^a-z ]"), ""), None),
+    "Prepend": (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(Regex("[^a-z▁]"), "")]), None),
+    "Metaspace": (normalizers.Replace(Regex("[^a-z ]"), ""), pre_tokenizers.Metaspace()),
+    "Split": (None, pre_tokenizers.Split(Regex("[^a-z]+"), "removed")),
+    "WordPiece": (normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()),
+}
+
+
+@pytest.mark.parametrize("kind", REMOVING)
+def test_a_document_without_a_token_of_its_text_is_a_bad_row(kind: str, tmp_path: Path) -> None:
+    """Not a part of a document, nor white space, accents and characters without width."""
+    ids = {text: number for number, text in enumerate(["[UNK]", "a", "▁", " "])}
+    library = tokenizers.Tokenizer(
+        models.WordPiece(ids, unk_token="[UNK]") if kind == "WordPiece" else models.BPE(ids, [], unk_token="[UNK]")
+    )
+    library.normalizer, library.pre_tokenizer = REMOVING[kind]
+    library.save(str(tmp_path / "tokenizer.json"))
+    lost = "\ufffd" if kind == "WordPiece" else "1"
+    rows = [lost, f"{lost} {lost}", " ", "\u200b\ufe0f", "\u0301", "▁", f"a{lost * 2000}a", f"a{lost}a", lost * 2000]
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    assert "no tokens" not in tokenizer.description
+    encoder = Encoder(tokenizer, add_bos=False, add_eos=False)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    corpus = TextCorpus(text_sources([SourceConfig("jsonl", path=str(tmp_path))]), 300, encoder)
+    block = take_block(ReadUnit("f"), (Row(number, row.encode()) for number, row in enumerate(rows, 1)), 300)
+    streamed = encoder.encode([block.with_context(piece, 0) for piece in range(len(block.parts))], block.locate)
+    for pieces in (corpus.fetch(range(corpus.count)), streamed):
+        bad = {str(piece).split(":")[0].split()[-1] for piece in pieces if isinstance(piece, BadRowError)}
+        assert bad == {"1", "2", "9"}
+        assert all("removes all of its text" in str(piece) for piece in pieces if isinstance(piece, BadRowError))

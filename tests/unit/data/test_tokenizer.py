@@ -344,18 +344,21 @@ def test_a_panic_of_the_library_is_an_error_of_the_text(
         tokenizer.encode("a")
 
 
-@pytest.mark.parametrize("model", ["WordLevel", "Unigram"])
+@pytest.mark.parametrize("model", ["WordLevel", "WordPiece", "Unigram"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_text_that_cannot_be_encoded_is_a_bad_row(model: str, streaming: bool, tmp_path: Path) -> None:
-    raw = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="[UNK]")
-        if model == "WordLevel"
-        else tokenizers.models.Unigram([("a", -1.0), ("b", -2.0)])
-    )
+    """The start says so."""
+    kinds = {
+        "WordLevel": tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="[UNK]"),
+        "WordPiece": tokenizers.models.WordPiece({"a": 0, "b": 1}, unk_token="[UNK]"),
+        "Unigram": tokenizers.models.Unigram([("a", -1.0), ("b", -2.0)], byte_fallback=True),
+    }
+    raw = tokenizers.Tokenizer(kinds[model])
     raw.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "rows.jsonl").write_text('{"text": "a"}\n{"text": "é"}\n{"text": "b"}\n')
     tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    assert "no tokens for some characters" in tokenizer.description
     kind = "hf" if streaming else "jsonl"
     config = SourceConfig(kind=kind, path=str(tmp_path / "data"), streaming=streaming)  # type: ignore[arg-type]
     section = DataConfig(num_streams=1, max_piece_bytes=100, shuffle=False, sources=(config,))

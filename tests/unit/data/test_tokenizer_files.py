@@ -311,7 +311,7 @@ def test_lost_text_is_a_bad_row_of_its_own(folder: Path) -> None:
     library.post_processor = processors.TemplateProcessing(single="e $A", special_tokens=[("e", 2)])
     library.save(str(folder / "tokenizer.json"))
     tokenizer = Tokenizer(folder / "tokenizer.json", eos="e")
-    pieces = [PieceText(STARTS_DOCUMENT | ENDS_DOCUMENT, text) for text in ("ab", "a日", "b")]
+    pieces = [PieceText(STARTS_DOCUMENT | ENDS_DOCUMENT, text, lambda: iter(())) for text in ("ab", "a日", "b")]
     first, bad, last = Encoder(tokenizer, add_bos=False, add_eos=True).encode(pieces, lambda n: f"row {n}")
     assert isinstance(first, TokenPiece)
     assert isinstance(last, TokenPiece)

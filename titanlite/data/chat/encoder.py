@@ -5,6 +5,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +21,8 @@ LossOn = Literal["assistant", "all"]
 
 PROBE = ("What comes after seven?", "Eight")
 """A question and its answer: what a template writes after the answer ends a turn of the assistant."""
+_NEXT = "What comes before?"
+"""A question that follows the answer."""
 
 NO_END = "an answer of the model ends only at EOS, which it may not learn to write, or at the length limit"
 """What follows from ChatEncoder.fault_of_end."""
@@ -291,10 +294,14 @@ class ChatEncoder:
         return prompt != plain or full.removeprefix(prompt).lstrip().startswith(answer)
 
     def _end_of_turn(self) -> tuple[int | None, str]:
-        """The added token with which the template ends a turn of the assistant, special or not; or None and why."""
+        """The added token with which the template ends a turn of the assistant, special or not; or None and why.
+
+        It is the last one that is trained on, since the first one may be </think>, of those after each answer, or else
+        of those after the last answer.
+        """
         question, answer = PROBE
+        probe = [{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}]
         try:
-            probe = [{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}]
             text, spans = self._render(probe, False)
             encoded = self._encode([text])[text]
             if isinstance(encoded, BadRowError):
@@ -305,16 +312,34 @@ class ChatEncoder:
         if not found:
             return None, f"the chat template's end of a turn is not known: it does not write the answer {answer!r}"
         marks = self._special_tokens.marks
-        for token_id, (start, end) in zip(encoded.ids.tolist(), encoded.offsets.tolist(), strict=True):
+        place = len(begin) + len(answer)
+        found_marks = [
+            (token_id, start, end)
+            for token_id, (start, end) in zip(encoded.ids.tolist(), encoded.offsets.tolist(), strict=True)
             # The token of unknown characters may be one of them, also where its text was not written.
-            if start >= len(begin) + len(answer) and marks.get(token_id) == text.text[start:end].strip():
-                is_trained = not spans or any(begins < end and start < ends for begins, ends in spans)
-                outside = f"the chat template writes {text.text[start:end].strip()!r} outside of its {{% generation %}}"
-                return token_id, "" if is_trained else outside
+            if start >= place and marks.get(token_id) == text.text[start:end].strip()
+        ]
+        until = place + self._shared_end(probe, written)
+        found_marks = [mark for mark in found_marks if mark[2] <= until] or found_marks
+        if found_marks:
+            trained = _in_spans(np.array(found_marks)[:, 1:], spans or [(0, len(text.text))])
+            token_id, start, end = found_marks[np.flatnonzero(trained)[-1] if trained.any() else -1]
+            outside = f"the chat template writes {text.text[start:end].strip()!r} outside of its {{% generation %}}"
+            return token_id, "" if trained.any() else outside
         if not written.strip():
             return None, "the chat template writes nothing at the end of a turn"
         mark = repr(written.strip())
         return None, f"the chat template ends a turn with {mark}, which is no added token of the tokenizer"
+
+    def _shared_end(self, probe: Sequence[Message], written: str) -> int:
+        """How many characters of `written`, which follow the answer of the probe, also follow it before a question."""
+        try:
+            longer = [*probe, {"role": "user", "content": _NEXT}, {**probe[-1], "content": _NEXT}]
+            text = self._render(longer, False).text.text
+        except BadRowError:
+            return 0
+        ended = text.partition(_NEXT)[0].rpartition(probe[-1]["content"])[2]
+        return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(written, ended, strict=False)))
 
 
 def _cuts(draft: _Draft, encoded: Encoded | BadRowError) -> Iterator[_Cut]:

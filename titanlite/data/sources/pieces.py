@@ -2,7 +2,7 @@
 
 import mmap
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol, overload
@@ -74,11 +74,13 @@ class ArrayError(BadRowError):
 
 
 class PieceText(NamedTuple):
-    """What is tokenized for a piece. flags: Piece.flags. text: or the error for the consumer to raise. before, after:
-    up to CONTEXT characters of the same document beside a part of it."""
+    """What is tokenized for a piece. flags: Piece.flags. text: or the error for the consumer to raise. document: reads
+    the text of all pieces of its document. before, after: up to CONTEXT characters of the same document beside a part
+    of it."""
 
     flags: int
     text: str | Exception
+    document: Callable[[], Iterator[str | Exception]]
     before: str = ""
     after: str = ""
 

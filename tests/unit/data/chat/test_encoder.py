@@ -259,6 +259,10 @@ BLOCK = "{{ messages[0].content }}{% generation %}{{ messages[1].content }}"
         (QWEN, True, "<|im_end|>", ""),
         (QWEN, False, "<|im_end|>", ""),
         (NO_MARK.replace("'\\n'", "'\\n<|im_end|>'"), False, "<|im_end|>", ""),
+        (QWEN.replace("<|im_end|>", "</think><|im_end|>"), False, "<|im_end|>", ""),
+        (NO_MARK.replace("'\\n'", f"'<|im_end|>' + ('{EOS}' if loop.last else '')"), True, "<|im_end|>", ""),
+        (NO_MARK.replace("'\\n'", "('</think><|im_end|>' if loop.last else '')"), True, "<|im_end|>", ""),
+        (QWEN.replace("{% endgeneration %}", f"{{% endgeneration %}}{EOS}"), True, "<|im_end|>", ""),
         (QWEN.replace("<|im_end|>", "<|end|>"), True, None, "ends a turn with '<|end|>', which is no added token"),
         (NO_MARK, True, None, "writes nothing at the end of a turn"),
         (f"{BLOCK}{{% endgeneration %}}<|im_end|>", True, "<|im_end|>", "outside of its {% generation %}"),
@@ -277,7 +281,7 @@ def test_the_end_of_a_turn_follows_from_the_template(
         token["special"] = special or token["content"] != "<|im_end|>"
     file.write_text(json.dumps(content))
     made = tokenizers.Tokenizer.from_file(str(file))
-    made.add_tokens(["\n"])
+    made.add_tokens(["\n", "</think>"])
     made.save(str(file))
     encoder = ChatEncoder(Tokenizer(file))
     ids = [made.token_to_id(text) for text in (end, EOS) if text]
