@@ -187,10 +187,10 @@ def build_run_data(job: Job, mesh: Mesh, cleanup: ExitStack) -> RunData:
 def build_planned_trainer(job: Job, mesh: Mesh, store: dist.Store) -> tuple[Trainer, Memory | None]:
     """Allocate the model and its optimizer if the plan of the memory fits; the plan is None if the family has none."""
     config, world = job.config, mesh.world
-    parts = build_parts(config, mesh)
-    memory = plan_memory(config, mesh, parts)
+    memory = plan_memory(config, mesh)
     if memory is not None:
         check_memory(config, memory, world, store)
+    parts = build_parts(config, mesh)
     with explained_out_of_memory(config, memory, world, lambda: "before the first step"):
         model_parts = allocate_parts(config, parts, world.device)
         return build_trainer(job, model_parts, mesh, world.device), memory

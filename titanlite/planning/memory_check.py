@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from titanlite.config.schema import JobConfig
 from titanlite.parallel.mesh import Mesh
-from titanlite.parallel.pipeline import ModelPart
+from titanlite.parallel.pipeline import local_stages
 from titanlite.planning.estimate import estimate_memory, has_estimate
 from titanlite.planning.rank_memory import Memory
-from titanlite.planning.stages import measure_stage
+from titanlite.planning.stages import plan_stages
 from titanlite.ranks.agreement import decide_on_rank_0
 from titanlite.ranks.distributed import World
 from titanlite.ranks.positions import FAULTS_FOLDER
@@ -44,13 +44,14 @@ class Need:
         return sum(self.items.values())
 
 
-def plan_memory(config: JobConfig, mesh: Mesh, parts: Sequence[ModelPart]) -> Memory | None:
-    """Estimate the memory of this rank with these parts. None, with a warning, if the family cannot be planned."""
+def plan_memory(config: JobConfig, mesh: Mesh) -> Memory | None:
+    """Estimate the memory of this pipeline rank. None, with a warning, if the family cannot be planned."""
     if not has_estimate(config):
         log.warning("The memory of the family %s cannot be planned, so it is not checked", config.model.family)
         return None
-    stages = [measure_stage(config, mesh, part) for part in parts]
-    return estimate_memory(config, mesh.degrees, mesh.coordinate["pp"], stages, device_type=mesh.world.device_type)
+    planned, pp_rank = plan_stages(config, mesh.degrees), mesh.coordinate["pp"]
+    stages = [planned[index] for index in local_stages(config.parallelism, pp_rank)]
+    return estimate_memory(config, mesh.degrees, pp_rank, stages, device_type=mesh.world.device_type)
 
 
 def check_memory(config: JobConfig, memory: Memory, world: World, store: dist.Store) -> None:

@@ -1,7 +1,7 @@
-"""The part of the model that each rank holds: computed for a plan, or measured on the parts of a run."""
+"""The part of the model that each rank holds."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from itertools import chain, groupby
@@ -12,18 +12,15 @@ from torch import Tensor
 
 from titanlite.config.schema import JobConfig
 from titanlite.models.experts import Experts
-from titanlite.models.family import FAMILIES, LanguageModel, ModelConfig, Structure, resolve_model
+from titanlite.models.family import FAMILIES, ModelConfig, Structure, resolve_model
 from titanlite.optim.groups import names_of_muon
 from titanlite.optim.muon import flops
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.registry import memory_bytes
-from titanlite.parallel.data import is_wrapped, sharded_dimension, wrapped_modules
+from titanlite.parallel.data import is_wrapped, sharded_dimension
 from titanlite.parallel.expert import FEATURES
-from titanlite.parallel.mesh import Mesh
-from titanlite.parallel.pipeline import ModelPart, assign_units, num_stages
+from titanlite.parallel.pipeline import assign_units, num_stages
 from titanlite.parallel.tensor import tensor_dimension
-from titanlite.precision import DTYPES
-from titanlite.runtime.dtensors import is_dtensor, local_part
 
 
 @dataclass(frozen=True)
@@ -237,30 +234,6 @@ def _stages(
     return tuple(stages)
 
 
-def measure_stage(config: JobConfig, mesh: Mesh, part: ModelPart) -> Stage:
-    """Measure a part that is parallelized and on the meta device."""
-    model = part.model
-    named = dict(model.named_parameters())
-    shards = {name: local_part(parameter) for name, parameter in named.items()}
-    # the dtype that init_buffers uses
-    wide = torch.promote_types(DTYPES[config.training.dtype], torch.float32).itemsize
-    return Stage(
-        part.stage,
-        part.stage == num_stages(config.parallelism) - 1,
-        sum(parameter.numel() for parameter in model.parameters()),  # of a DTensor: over all ranks
-        sum(shard.numel() * shard.element_size() for shard in shards.values()),
-        *memory_bytes(config.optimizer, shards, part.structure),
-        sum(buffer.numel() * wide for buffer in model.buffers()),
-        tuple(_units(model, part.structure, mesh)),
-        _matrices(
-            (named[name].shape, shards[name].shape, mesh.degrees["tp"] if _is_replicated_over_tp(named[name]) else 1)
-            for name in names_of_muon(config.optimizer, shards, part.structure)
-        ),
-        tuple(part.structure.blocks.values()),
-        next(wrapped_modules(model), None) is not None,
-    )
-
-
 def _matrices(parameters: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> tuple[Matrices, ...]:
     """In the order in which they are dealt out. parameters: shape, this rank's part of it, copies of the part."""
     found = []
@@ -270,27 +243,3 @@ def _matrices(parameters: Iterable[tuple[Sequence[int], Sequence[int], int]]) ->
         found.append(Matrices(small, large, 1, math.prod(stack), math.prod(own), own_rows * own_columns, copies))
     found.sort(key=lambda each: -each.flops)  # stable, as in `deal`
     return tuple(replace(each, parameters=len(list(equal))) for each, equal in groupby(found))
-
-
-def _units(model: LanguageModel, structure: Structure, mesh: Mesh) -> Iterator[FSDPUnit]:
-    shards = mesh.degrees["dp_shard"] * mesh.degrees["cp"]
-    for names in structure.units:
-        # a set, so that tied parameters count once
-        parameters = {parameter for name in names for parameter in model.get_submodule(name).parameters()}
-        experts = {parameter for parameter in parameters if "ep" in _axes(parameter)}
-        # Coordinate 0 has a full shard; all others are padded to its size.
-        elements = sum(local_part(parameter).numel() * shards for parameter in parameters - experts)
-        of_experts = sum(local_part(parameter).numel() * (shards // mesh.section.ep) for parameter in experts)
-        replicated = tuple(parameter.numel() for parameter in parameters if _is_replicated_over_tp(parameter))
-        yield FSDPUnit(structure.blocks.get(names[0]), elements, of_experts, replicated)
-
-
-def _axes(parameter: Tensor) -> tuple[str, ...]:
-    return parameter.device_mesh.mesh_dim_names or () if is_dtensor(parameter) else ()
-
-
-def _is_replicated_over_tp(parameter: Tensor) -> bool:
-    if not is_dtensor(parameter) or "tp" not in _axes(parameter):
-        return False
-    axis = _axes(parameter).index("tp")
-    return parameter.device_mesh.size(axis) > 1 and parameter.placements[axis].is_replicate()

@@ -146,7 +146,7 @@ def test_a_family_without_an_estimate_is_a_warning(
 ) -> None:
     monkeypatch.setattr(estimate_module, "DecoderConfig", str)
     config = small_config(2, "training.global_batch_size=24", "training.local_batch_size=-1")
-    assert plan_memory(config, Mesh(config.parallelism, World(0, 0, 2, "cpu")), []) is None
+    assert plan_memory(config, Mesh(config.parallelism, World(0, 0, 2, "cpu"))) is None
     assert "the family llama3 cannot be planned, so it is not checked" in caplog.text
     with pytest.raises(ConfigError, match="only for families whose hyper-parameters are a DecoderConfig"):
         fit_local_batch_size(config, 2, device_type="cpu", memory_bytes=2**40)
