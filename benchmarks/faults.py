@@ -19,8 +19,7 @@ from titanlite.assembly.run import build_recorder
 from titanlite.data.streams import Origin
 from titanlite.faults.record import NotedStep
 from titanlite.faults.replicas import Replicas
-from titanlite.metrics.meter import Meter
-from titanlite.metrics.slow_ranks import Place, SlowRanks
+from titanlite.metrics.meter import Meter, Place, SlowRanks
 from titanlite.ranks.launch import run_ranks
 from titanlite.ranks.positions import Positions
 

@@ -54,7 +54,7 @@ from titanlite.models.init import init_parameters_
 from titanlite.precision import DTYPES
 from titanlite.profiling.breakdown import CAUSES, cause_of, host_events, time_by_cause
 from titanlite.ranks.launch import run_ranks
-from titanlite.runtime.garbage import PacedGarbageCollection
+from titanlite.runtime.process_state import PacedGarbageCollection
 from titanlite.trainer import Trainer
 
 BARE: dict[Layout, tuple[str, ...]] = {

@@ -17,7 +17,7 @@ from titanlite.config.ineffective import describe
 from titanlite.config.load import check_and_resolve, parse, resolve, without_effect
 from titanlite.config.schema import JobConfig
 from titanlite.config.value_types import text_of
-from titanlite.generation.prompts import Prompt
+from titanlite.generation.generate import Prompt
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import last_row, read_rows
 from titanlite.metrics.scores import SetTotals, TaskScores, sum_of

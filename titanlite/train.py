@@ -24,9 +24,8 @@ from titanlite.assembly.resolve import resolve_job
 from titanlite.assembly.run import Run, build_run
 from titanlite.assembly.summary import summarize
 from titanlite.batch import Batch
-from titanlite.config.command_line import read_command_line
 from titanlite.config.ineffective import describe
-from titanlite.config.load import most_ranks, resolve, without_effect
+from titanlite.config.load import most_ranks, read_command_line, resolve, without_effect
 from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.metrics.meter import is_log_step
@@ -39,8 +38,8 @@ from titanlite.ranks.job_lock import job_lock
 from titanlite.ranks.network import connect
 from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.errors import DataError, UserError
-from titanlite.runtime.garbage import PacedGarbageCollection
 from titanlite.runtime.logging import keep_for_log_file, log
+from titanlite.runtime.process_state import PacedGarbageCollection
 from titanlite.tools.plan.preview import preview
 from titanlite.trainer import Trainer
 

@@ -17,9 +17,8 @@ from tests.distributed.documents import documents, documents_reference
 from tests.distributed.gradients import build_on_mesh, compare, has_weights
 from tests.distributed.layouts import Layout
 from tests.distributed.reference import plain_model
-from titanlite.assembly.data import build_tokenizer, loader_of
+from titanlite.assembly.data import build_evaluator, build_tokenizer, build_validation_data, loader_of
 from titanlite.assembly.job import job_of
-from titanlite.assembly.validation import build_evaluator, build_validation_data
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import train_bpe

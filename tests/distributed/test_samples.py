@@ -12,8 +12,8 @@ from tests.distributed.layouts import COMPILE, EVERY, PAIRS, QUICK, QWEN3, TIED,
 from tests.distributed.reference import global_batch, plain_model
 from tests.pool import run_ranks
 from titanlite.generation.config import SamplesConfig, check_samples
+from titanlite.generation.generate import Prompt
 from titanlite.generation.model import gather_model
-from titanlite.generation.prompts import Prompt
 from titanlite.generation.samples import Samples
 from titanlite.metrics.records import SamplesRecord
 from titanlite.models.family import resolve_model

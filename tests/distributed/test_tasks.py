@@ -18,14 +18,13 @@ from tests.distributed.layouts import EP, EXPERTS, PAIRS, Layout, schedule
 from tests.distributed.reference import SEQ_LEN, VOCAB_SIZE, plain_model
 from tests.distributed.test_validation import COMPILE, differences, training_state
 from tests.pool import run_ranks
+from titanlite.assembly.data import build_evaluator
 from titanlite.assembly.job import job_of
-from titanlite.assembly.validation import build_evaluator
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
 from titanlite.data.tasks import EncodedTask, Question, Scored, Task
 from titanlite.evaluation import evaluator as evaluation
-from titanlite.evaluation import task_rows
-from titanlite.evaluation.task_rows import RowShape
+from titanlite.evaluation.evaluator import RowShape
 from titanlite.models.head import output_layers_of
 from titanlite.models.losses import Loss, cross_entropy
 from titanlite.parallel.mesh import Mesh
@@ -161,7 +160,7 @@ def test_scores_are_those_of_plain_torch_on_every_mesh(layouts: list[Layout]) ->
 
 def shifted() -> Any:
     """Labels begin one token late."""
-    padded = task_rows._padded
+    padded = evaluation._padded
 
     def late(rows: list[Scored], per_rank: int, length: int) -> Batch:
         batch = padded(rows, per_rank, length)
@@ -169,7 +168,7 @@ def shifted() -> Any:
         labels[:, 1:] = batch.labels[:, :-1]
         return batch._replace(labels=labels)
 
-    return replaced(task_rows, "_padded", late)
+    return replaced(evaluation, "_padded", late)
 
 
 def counted_twice() -> Any:
@@ -177,7 +176,7 @@ def counted_twice() -> Any:
 
     def all_rows(rows: list[Scored], shape: RowShape, mesh: Mesh) -> Any:
         rank, mesh.data_rank = mesh.data_rank, 0
-        yield from list(task_rows.task_batches(rows, shape, mesh))
+        yield from list(evaluation.task_batches(rows, shape, mesh))
         mesh.data_rank = rank
 
     return replaced(evaluation, "task_batches", all_rows)

@@ -26,7 +26,7 @@ from titanlite.ranks.agreement import DataEnd
 from titanlite.ranks.failure import FailureReport
 from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.garbage import PacedGarbageCollection
+from titanlite.runtime.process_state import PacedGarbageCollection
 
 
 class StubLoader:

@@ -31,8 +31,8 @@ from tests.distributed.layouts import (
 )
 from tests.distributed.reference import SEQ_LEN, TOKENS, VOCAB_SIZE, global_batch, plain_model
 from tests.pool import run_ranks
+from titanlite.assembly.data import build_evaluator, build_validation_data
 from titanlite.assembly.job import job_of
-from titanlite.assembly.validation import build_evaluator, build_validation_data
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.data.loader import Loader
 from titanlite.evaluation.evaluator import Evaluator

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from tests.unit.generation.tiny import PROMPTS, tiny
-from titanlite.generation.generate import generate
+from titanlite.generation.generate import Sampling, generate
 from titanlite.generation.kv_cache import remembering
-from titanlite.generation.sampling import Sampling
 
 pytestmark = [
     pytest.mark.gpu,

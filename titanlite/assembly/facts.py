@@ -17,8 +17,7 @@ from titanlite.config.fields import fields_of, setting_of
 from titanlite.config.schema import JobConfig
 from titanlite.config.value_types import literal
 from titanlite.data.fingerprint import source_facts
-from titanlite.data.loader import Loader
-from titanlite.data.sources.base import sampled_digest
+from titanlite.data.sources.base import Source, sampled_digest
 from titanlite.data.tasks import EncodedTask
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.hf.folder import PREFIX
@@ -86,26 +85,22 @@ def code_facts(environment: Mapping[str, str]) -> dict[str, str]:
 def content_facts(
     config: JobConfig,
     tokenizer: Tokenizer | None,
-    data: Loader | None,
-    validation: Mapping[str, Loader],
+    data: Sequence[Source],
+    validation: Sequence[Source],
     tasks: Sequence[EncodedTask],
     weights: Sequence[Path],
 ) -> dict[str, str]:
     """The tokenizer, its chat template, the tasks, and the content of the files of data and of initial weights, by
     samples.
 
-    data, validation: the loaders, whose lists of files are compared: there may be more files by now. weights: files
-    that decide the initial weights.
+    data, validation: the sources, opened: there may be more files by now. weights: files that decide the initial
+    weights.
     """
     facts = {"tokenizer": "none", "chat template": "none"}
     if tokenizer:
         template = (tokenizer.chat_template or "").encode()
         facts = {"tokenizer": tokenizer.fingerprint, "chat template": hashlib.sha256(template).hexdigest()}
-    sections = {
-        "data": data.sources if data else [],
-        "validation": [source for loader in validation.values() for source in loader.sources],
-    }
-    for section, sources in sections.items():
+    for section, sources in (("data", data), ("validation", validation)):
         for index, source in enumerate(sources):
             content = source_facts(source, config.data, tokenizer)
             facts |= {f"{section}.sources.{index}: {key}": str(content[key]) for key in content if key != "name"}

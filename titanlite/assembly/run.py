@@ -13,13 +13,17 @@ import torch
 import torch.distributed as dist
 
 import titanlite
-from titanlite.assembly.data import build_data, build_tokenizer
-from titanlite.assembly.description import describe_job, describe_training, record_start
+from titanlite.assembly.data import build_data, build_evaluator, build_tasks, build_tokenizer, build_validation_data
+from titanlite.assembly.description import (
+    describe_job,
+    describe_jump,
+    describe_moved_decay,
+    describe_training,
+    record_start,
+)
 from titanlite.assembly.facts import code_facts, content_facts
 from titanlite.assembly.job import Job
-from titanlite.assembly.learning_rate import describe_jump, describe_moved_decay
 from titanlite.assembly.model import allocate_parts, build_parts, build_trainer
-from titanlite.assembly.validation import build_evaluator, build_tasks, build_validation_data
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.preflight import imported_from
@@ -40,7 +44,7 @@ from titanlite.evaluation.validation import Validation
 from titanlite.faults.record import RECORD_FOLDER, StepRecorder
 from titanlite.faults.replicas import Replicas
 from titanlite.faults.skipped import SkippedSteps
-from titanlite.generation.prompts import Prompt, encode_prompts
+from titanlite.generation.generate import Prompt, encode_prompts
 from titanlite.generation.samples import Samples
 from titanlite.hf.folder import PREFIX, ModelFolder
 from titanlite.hf.generation_defaults import read_generation_defaults
@@ -50,8 +54,7 @@ from titanlite.metrics.config import EXPERTS_FILE, LOG_FILE, METRICS_FILE, RUN_F
 from titanlite.metrics.experts import ExpertLoads
 from titanlite.metrics.jsonl import has_validation, keep_rows, last_row
 from titanlite.metrics.loggers import Loggers, build_loggers
-from titanlite.metrics.meter import Meter
-from titanlite.metrics.slow_ranks import Place, SlowRanks
+from titanlite.metrics.meter import Meter, Place, SlowRanks
 from titanlite.metrics.timing import Goodput
 from titanlite.models.attention import pin_kernels
 from titanlite.models.init import INIT_VERSION
@@ -121,7 +124,8 @@ def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[st
     mesh = Mesh(config.parallelism, world)
     data = build_run_data(job, mesh, cleanup)
     weights = imported.files() if imported else []
-    content = content_facts(config, data.tokenizer, data.loader, data.held_out, data.tasks, weights)
+    held_out = [source for loader in data.held_out.values() for source in loader.sources]
+    content = content_facts(config, data.tokenizer, data.loader.sources, held_out, data.tasks, weights)
     require_equal("content", content, world, store, config.comm.init_timeout_s)
     group = init_process_group(world, store, config.comm)
     cleanup.callback(dist.destroy_process_group)

@@ -1,6 +1,9 @@
 """Read a TOML file and a command line into one checked, frozen JobConfig."""
 
+import os
 import re
+import runpy
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +15,7 @@ from titanlite.checkpoint.preflight import earlier_config
 from titanlite.config.arguments import Arguments, Options, split_arguments
 from titanlite.config.check import check_config, check_path_lengths, one_rank, resolve_config, with_model_tokenizer
 from titanlite.config.fields import SECTIONS, columns_of, fields_of, keys_of
-from titanlite.config.files import CONFIG_FILE, Content, config_path, read_file
+from titanlite.config.files import CONFIG_FILE, Content, config_path, read_file, shipped_names
 from titanlite.config.ineffective import ineffective
 from titanlite.config.lengths import check_lengths, override_lengths
 from titanlite.config.plugins import PLUGINS, import_plugins
@@ -23,7 +26,7 @@ from titanlite.config.values import read_values, unknown_column, unknown_key
 from titanlite.metrics.config import LOG_FILE, METRICS_FILE, RUN_FILE
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
-from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.runtime.errors import ConfigError, Problem, UsageError
 from titanlite.runtime.text import counted
 
 CONFIG_COPY = "config.toml"
@@ -373,3 +376,29 @@ def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Proble
         rows.append({})
     rows[int(index)][columns[0]] = value_from_text(text, columns_of(row)[columns[0]].type)
     return None
+
+
+GETTING_STARTED = """\
+a configuration is missing. To start:
+
+  titanlite train quickstart    train a small Llama on your Python's standard library: minutes on a laptop
+  titanlite train my.toml       train with your own TOML file; add --section.key VALUE to override its keys
+  titanlite train --help        list all keys
+
+Shipped configurations: """
+
+
+def read_command_line(argv: Sequence[str]) -> Parsed:
+    """The configuration of a run as given. Raises UsageError.
+
+    If argv asks for help, prints it, on rank 0, and exits with 0.
+    """
+    arguments = split_arguments(argv)
+    if arguments.wants_help:
+        if os.environ.get("RANK", "0") == "0":
+            sys.argv[1:] = argv
+            runpy.run_module("titanlite.config.help", run_name="__main__")  # imports tyro
+        raise SystemExit(0)
+    if not arguments.has_config:
+        raise UsageError(GETTING_STARTED + ", ".join(shipped_names()))
+    return parse(argv)

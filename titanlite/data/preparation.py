@@ -13,12 +13,11 @@ from titanlite.data.chat.encoder import ChatEncoder
 from titanlite.data.config import DataConfig
 from titanlite.data.corpus import TextCorpus, build_encoder
 from titanlite.data.order import IndexedPieces, Mixture, Permutation
-from titanlite.data.packing import num_sequences
 from titanlite.data.sources.base import Source, StreamedSource, TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import Corpus, EpochSize, StreamPieces
 from titanlite.data.sources.tokens import Tokens, WindowCorpus
-from titanlite.data.streams import BadRowPolicy, Origin, SequenceRow, SourceState, SourceStream
+from titanlite.data.streams import BadRowPolicy, Origin, SequenceRow, SourceState, SourceStream, num_sequences
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.cache import content_key
 from titanlite.runtime.errors import DataError, UserError

@@ -10,11 +10,8 @@ import torch.distributed as dist
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.forward import ModelOnMesh
 from titanlite.generation.config import SamplesConfig
-from titanlite.generation.decoding import TextStream
-from titanlite.generation.generate import generate
+from titanlite.generation.generate import Prompt, Sampling, TextStream, generate
 from titanlite.generation.model import gather_model
-from titanlite.generation.prompts import Prompt
-from titanlite.generation.sampling import Sampling
 from titanlite.metrics.loggers import Loggers
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.records import SamplesRecord

@@ -1,4 +1,4 @@
-"""The settings of a process that a run changes, for programs that continue after it."""
+"""The settings of a process that a run changes, and garbage collection at fixed steps."""
 
 import gc
 import os
@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Self
 
 import torch
 import torch.nn.attention as torch_attention
@@ -75,3 +76,37 @@ def _torch_restored(device: torch.device) -> Iterator[None]:
             torch_internals.reset_compiler()
             if has_gpu:
                 torch.cuda.empty_cache()
+
+
+INTERVAL = 50
+"""Steps between collections."""
+
+
+class PacedGarbageCollection:
+    """Context manager in which garbage is collected at every `interval`-th step only.
+
+    Automatic collection pauses ranks at different times, and every rank waits for the slowest. Objects that exist on
+    entering (modules, model, optimizer) are frozen, so that collections only visit objects created later. Leaving
+    restores the previous state, also after an exception. Not reentrant.
+    """
+
+    def __init__(self, interval: int = INTERVAL) -> None:
+        self._interval = interval
+        self._was_enabled = False
+
+    def __enter__(self) -> Self:
+        self._was_enabled = gc.isenabled()
+        gc.disable()
+        gc.collect()
+        gc.freeze()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.unfreeze()
+        if self._was_enabled:
+            gc.enable()
+
+    def after_step(self, step: int) -> None:
+        """Run the garbage collector if `step` (from 1) is a multiple of `interval`, the same on all ranks."""
+        if step % self._interval == 0:
+            gc.collect()

@@ -19,11 +19,11 @@ from typing import Annotated, Any
 import torch.distributed as dist
 import tyro
 
+from titanlite.assembly.data import build_evaluator, build_tasks, build_validation_data
 from titanlite.assembly.facts import content_facts, program_facts
 from titanlite.assembly.job import job_of
 from titanlite.assembly.model import build_forward, build_model
 from titanlite.assembly.resolve import pin_revisions
-from titanlite.assembly.validation import build_evaluator, build_tasks, build_validation_data
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.manifest import MANIFEST_FILE, copy_id
 from titanlite.config.check import check_config, resolve_config
@@ -279,7 +279,8 @@ def evaluate(
     for loader in loaders.values():
         cleanup.callback(loader.close)
     tasks = build_tasks(config, tokenizer)
-    facts = content_facts(config, tokenizer, None, loaders, tasks, [saved.path / MANIFEST_FILE])
+    held_out = [source for loader in loaders.values() for source in loader.sources]
+    facts = content_facts(config, tokenizer, [], held_out, tasks, [saved.path / MANIFEST_FILE])
     require_equal("content", facts, world, store, config.comm.init_timeout_s)
     init_process_group(world, store, config.comm)
     cleanup.callback(dist.destroy_process_group)

@@ -16,12 +16,12 @@ from titanlite.data.config import DataConfig
 from titanlite.data.corpus import open_index
 from titanlite.data.kinds import open_source
 from titanlite.data.order import Mixture, shuffled
-from titanlite.data.packing import TooLong, fitted_length, num_packed
 from titanlite.data.preparation import Assignment, Preparation
 from titanlite.data.sources.arrays import ArrayFile
 from titanlite.data.sources.base import StreamedSource, TextSource
 from titanlite.data.sources.pieces import BAD_FILE, STARTS_DOCUMENT, BadRowError, Piece, TokenPiece
 from titanlite.data.sources.tokens import Tokens, documents_file, manifests_of, open_tokens
+from titanlite.data.streams import TooLong, fitted_length, num_packed
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.parallel.mesh import AXES
 from titanlite.runtime.settings import setting

@@ -37,7 +37,7 @@ from titanlite.ranks.agreement import run_on_all_ranks, share_from_rank_0, start
 from titanlite.ranks.distributed import World
 from titanlite.ranks.network import connect
 from titanlite.runtime.errors import UserError, raise_problems
-from titanlite.runtime.garbage import PacedGarbageCollection
+from titanlite.runtime.process_state import PacedGarbageCollection
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import aligned, counted
 from titanlite.tools.command import ConfigFile, Count, cannot_write, read_options_and_overrides, require_new

@@ -34,8 +34,7 @@ from torch.distributed.launcher import api
 from torch.distributed.run import determine_local_world_size, get_rdzv_endpoint, parse_args, parse_min_max_nnodes, run
 
 from titanlite.assembly.facts import program_facts
-from titanlite.config.command_line import read_command_line
-from titanlite.config.load import most_ranks, resolve
+from titanlite.config.load import most_ranks, read_command_line, resolve
 from titanlite.ranks.distributed import ELASTIC, World
 from titanlite.ranks.signals import stop_signals
 from titanlite.runtime.environment import raise_open_file_limit

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from tests.configuration import parse_config
-from titanlite.assembly.learning_rate import describe_jump, describe_moved_decay
+from titanlite.assembly.description import describe_jump, describe_moved_decay
 from titanlite.checkpoint.start import Start
 from titanlite.config.schema import JobConfig
 

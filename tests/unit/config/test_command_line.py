@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from titanlite.config.command_line import read_command_line
+from titanlite.config.load import read_command_line
 from titanlite.runtime.errors import UsageError
 
 

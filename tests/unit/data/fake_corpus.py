@@ -8,9 +8,8 @@ import numpy as np
 
 from titanlite.batch import IGNORE_INDEX
 from titanlite.data.order import IndexedPieces, Permutation
-from titanlite.data.packing import TooLong
 from titanlite.data.sources.pieces import AT_BEGIN, BadRowError, TokenPiece
-from titanlite.data.streams import BadRowPolicy, SequenceRow, SourceStream
+from titanlite.data.streams import BadRowPolicy, SequenceRow, SourceStream, TooLong
 
 PAD = 0
 

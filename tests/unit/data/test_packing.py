@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from titanlite.data.packing import TooLong, fitted_length, num_packed, num_sequences
 from titanlite.data.sources.pieces import AT_BEGIN, TokenPiece
+from titanlite.data.streams import TooLong, fitted_length, num_packed, num_sequences
 
 
 def piece(length: int, *trained: int) -> TokenPiece:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from tests.unit.generation.tiny import PROMPTS, tiny
 from tests.unit.models.test_transformers import transformers_model
-from titanlite.generation.generate import generate
-from titanlite.generation.sampling import Sampling, probabilities
+from titanlite.generation.generate import Sampling, generate, probabilities
 from titanlite.models.llama3 import LLAMA3, Llama3
 
 pytestmark = pytest.mark.slow  # importing transformers takes seconds, so the functions import it

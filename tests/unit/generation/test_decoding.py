@@ -6,7 +6,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.generation.decoding import TextStream
+from titanlite.generation.generate import TextStream
 
 TEXT = "naïve 日本語 😀😀 the model\n\twrites “this” and\u200b that � é"
 

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from tests.unit.generation.tiny import CONFIG, PROMPTS, tiny
 from titanlite.generation import generate as generation
-from titanlite.generation.generate import Transcript, generate
+from titanlite.generation.generate import Sampling, Transcript, choose, generate
 from titanlite.generation.kv_cache import Reading, Rereading, remembering
-from titanlite.generation.sampling import Sampling, choose
 from titanlite.models.attention import attend
 from titanlite.models.family import LanguageModel
 from titanlite.models.layers import Attention

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from titanlite.generation import sampling as sampling_module
-from titanlite.generation.sampling import Sampling, choose, probabilities
+from titanlite.generation import generate as sampling_module
+from titanlite.generation.generate import Sampling, choose, probabilities
 
 
 def logits(rows: int, vocab_size: int = 200) -> Tensor:

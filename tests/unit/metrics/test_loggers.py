@@ -18,9 +18,8 @@ import pytest
 
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, SAMPLES_FILE, TENSORBOARD_FOLDER, MetricsConfig
-from titanlite.metrics.console import ConsoleLogger, table_lines
 from titanlite.metrics.jsonl import JsonlLogger
-from titanlite.metrics.loggers import Loggers
+from titanlite.metrics.loggers import ConsoleLogger, Loggers, table_lines
 from titanlite.metrics.loggers import build_loggers as build
 from titanlite.metrics.records import ExpertsRecord, LogRecord, Record, SamplesRecord
 from titanlite.metrics.tensorboard import TOKENS_FOLDER, TensorBoardLogger

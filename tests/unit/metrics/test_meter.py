@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.pool import run_ranks
 from titanlite.batch import StepStats
 from titanlite.metrics import meter as meter_module
-from titanlite.metrics.meter import Meter, MeterState, is_log_step
+from titanlite.metrics.meter import Meter, MeterState, Place, SlowRanks, is_log_step
 from titanlite.metrics.records import Record
-from titanlite.metrics.slow_ranks import Place, SlowRanks
 
 CPU = torch.device("cpu")
 KEYS = [

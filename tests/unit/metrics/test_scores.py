@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from titanlite.metrics.console import validation_line
 from titanlite.metrics.jsonl import json_line
+from titanlite.metrics.loggers import validation_line
 from titanlite.metrics.records import ValidationRecord, is_validation
 from titanlite.metrics.scores import SetTotals, TaskScores, score_choices, score_cloze, sum_of
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import run_ranks
-from titanlite.metrics.slow_ranks import Place, Slowest, SlowRanks
+from titanlite.metrics.meter import Place, Slowest, SlowRanks
 from titanlite.metrics.timing import ComputeTime
 from titanlite.runtime.logging import log
 

@@ -13,8 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.models.shaken import perturbed_model
 from titanlite.config.describe import field_texts
-from titanlite.generation.generate import generate
-from titanlite.generation.sampling import Sampling
+from titanlite.generation.generate import Sampling, generate
 from titanlite.models.experts import Experts
 from titanlite.models.family import Family, LanguageModel
 from titanlite.models.init import init_parameters_

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from titanlite.runtime.garbage import PacedGarbageCollection
+from titanlite.runtime.process_state import PacedGarbageCollection
 
 
 class Node:

@@ -16,11 +16,8 @@ from titanlite.data.chat.encoder import NO_END, ChatEncoder
 from titanlite.data.chat.messages import Message, parse_conversation
 from titanlite.data.sources.pieces import BadRowError
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.generation.decoding import TextStream
-from titanlite.generation.generate import Transcript, generate
+from titanlite.generation.generate import Prompt, Sampling, TextStream, Transcript, encode_prompts, generate
 from titanlite.generation.kv_cache import remembering
-from titanlite.generation.prompts import Prompt, encode_prompts
-from titanlite.generation.sampling import Sampling
 from titanlite.hf.generation_defaults import GENERATION_FILE, GenerationDefaults
 from titanlite.models.family import LanguageModel
 from titanlite.precision import DTYPES

@@ -10,9 +10,7 @@ from typing import Literal
 from titanlite.data.chat.encoder import ChatEncoder
 from titanlite.data.chat.messages import Message
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.generation.decoding import TextStream
-from titanlite.generation.generate import Transcript
-from titanlite.generation.sampling import Sampling
+from titanlite.generation.generate import Sampling, TextStream, Transcript
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 from titanlite.tools.generate.texts import for_stdout

@@ -6,8 +6,7 @@ from pathlib import Path
 from unicodedata import category
 
 from titanlite.data.sources.base import wide_encoding
-from titanlite.generation.decoding import TextStream
-from titanlite.generation.prompts import Prompt
+from titanlite.generation.generate import Prompt, TextStream
 from titanlite.runtime.errors import Problem
 from titanlite.runtime.json_files import JsonError, read_regular
 

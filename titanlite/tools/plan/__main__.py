@@ -22,8 +22,7 @@ from titanlite.runtime.memory import GIB
 from titanlite.runtime.settings import setting
 from titanlite.tools.command import ConfigFile, Count, read_options_and_overrides, run_command
 from titanlite.tools.plan.choices import describe_choices
-from titanlite.tools.plan.cost import Price, describe_time
-from titanlite.tools.plan.report import DEFAULT_GIB, report
+from titanlite.tools.plan.report import DEFAULT_GIB, Price, describe_time, report
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from titanlite.planning.hardware.machine import Profile
 from titanlite.planning.search import Choice, Found, TooLarge
 from titanlite.runtime.memory import GIB, USABLE
 from titanlite.runtime.text import aligned, counted
-from titanlite.tools.plan.cost import Price, hours, mfu, tokens_per_second, tokens_per_step
+from titanlite.tools.plan.report import Price, hours, mfu, tokens_per_second, tokens_per_step
 
 HEAD = ("", "pp", "replicate", "shard", "cp", "tp", "ep", "rows", "recompute")
 RESULTS = ("tokens/s", "MFU", "GiB", "idle", "sent GiB")

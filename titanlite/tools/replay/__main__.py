@@ -18,7 +18,7 @@ from titanlite.runtime.logging import setup_logging
 from titanlite.runtime.settings import setting
 from titanlite.tools.command import AllowImport, Count, read_options, run_command
 from titanlite.tools.parity.measure import own_dtypes
-from titanlite.tools.replay.compare import judge
+from titanlite.tools.replay.compare import judge, report_lines
 from titanlite.tools.replay.compute import (
     launch_config,
     replay,
@@ -28,7 +28,6 @@ from titanlite.tools.replay.compute import (
     require_trained,
     start_of_run,
 )
-from titanlite.tools.replay.report import report_lines
 from titanlite.tools.saved_run import latest_before
 
 

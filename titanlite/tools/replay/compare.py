@@ -1,4 +1,4 @@
-"""Compare a step with its record, and say what that means. Pure functions of the numbers."""
+"""Compare a step with its record, say what that means, and report it."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,8 +9,10 @@ import torch
 from titanlite.faults.record import MAX_RECORDS, RECORDED_STEPS, Record, RecordedStep
 from titanlite.precision import DTYPES
 from titanlite.ranks.agreement import MODULE
+from titanlite.runtime.text import aligned
 from titanlite.tools.parity.verdict import FLOOR_EPS, MULTIPLE, SMALL_SHARE
 from titanlite.tools.replay.compute import Replayed
+from titanlite.tools.sequences import printable
 
 GROWTH = 10.0
 """Rounding errors in the weights grow by less than this from step to step; a fault is a larger jump."""
@@ -146,3 +148,60 @@ def _difference(found: float, expected: float, least: float) -> float:
 
 def _is_finite(step: RecordedStep) -> bool:
     return all(map(math.isfinite, (step.grad_norm, *step.gradient_norms.values(), *step.row_losses)))
+
+
+SHOWN_PARAMETERS = 8
+SHOWN_CHARACTERS = 300
+"""Of a sequence's text."""
+
+
+def report_lines(
+    records: Sequence[Record], replayed: Replayed, verdict: Verdict, dtypes: str, sequences: int
+) -> Iterator[str]:
+    """The report; the verdict comes last. dtypes: the run's. sequences: number of sequences to show."""
+    own, exact = replayed.own, replayed.exact
+    for number, record in enumerate(records):
+        devices = f"{record.about['world_size']} x {record.about['device']}"
+        yield f"{_column(number)}: {record.file}, of the launch at {record.file.stem} on {devices}"
+    steps = {_column(number): record.steps[own.step] for number, record in enumerate(records)}
+    steps |= {f"here, {dtypes}": own, "here, float64": exact}
+    rows = {
+        LOSS: [sum(step.row_losses) for step in steps.values()],
+        GRAD_NORM: [step.grad_norm for step in steps.values()],
+    }
+    names = sorted(own.gradient_norms, key=lambda name: -_interest(name, replayed, verdict))
+    for name in names[:SHOWN_PARAMETERS]:
+        rows[name] = [step.gradient_norms.get(name, math.nan) for step in steps.values()]
+    table = [["", *steps, "difference"]]
+    for name, values in rows.items():
+        difference = f"{verdict.differences[name]:.1e}" if verdict.differences else "-"
+        table.append([name, *(f"{value:.8g}" for value in values), difference])
+    yield from ("", *aligned(table, left=1))
+    if len(names) > SHOWN_PARAMETERS:
+        yield f"and the gradient norms of {len(names) - SHOWN_PARAMETERS} parameters that differ less"
+    worst = sorted(range(len(replayed.rows)), key=lambda row: -_per_token(exact, replayed, row))[:sequences]
+    if worst:
+        yield f"\nloss per token, the largest {len(worst)} of {len(replayed.rows)} sequences"
+    for row in worst:
+        about = replayed.rows[row]
+        losses = ", ".join(f"{name} {_per_token(step, replayed, row):.6g}" for name, step in steps.items())
+        yield f"  sequence {own.first_sequence + row}, {about.place}, {about.num_valid} valid tokens: {losses}"
+        yield f"    {' '.join(printable(about.text[:SHOWN_CHARACTERS]).split())}"
+    yield ""
+    yield from verdict.lines
+
+
+def _column(number: int) -> str:
+    return "record" if number == 0 else f"record {number + 1}"
+
+
+def _interest(name: str, replayed: Replayed, verdict: Verdict) -> float:
+    """Parameters to show first: norms that are not finite, then those that differ most from the record."""
+    finite = math.isfinite(replayed.own.gradient_norms[name]) and math.isfinite(replayed.exact.gradient_norms[name])
+    return verdict.differences.get(name, 0.0) if finite else math.inf
+
+
+def _per_token(step: RecordedStep, replayed: Replayed, row: int) -> float:
+    """Mean loss per valid token of a sequence; infinite if it is not finite."""
+    loss = step.row_losses[row] * step.num_valid / max(replayed.rows[row].num_valid, 1)
+    return loss if math.isfinite(loss) else math.inf

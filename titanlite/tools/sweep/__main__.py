@@ -23,9 +23,8 @@ from titanlite.tools.command import (
     run_command,
 )
 from titanlite.tools.sweep.combinations import combinations, require_same_settings
-from titanlite.tools.sweep.results import results
 from titanlite.tools.sweep.slurm import array_script
-from titanlite.tools.sweep.training import start_run, state_of, train_all
+from titanlite.tools.sweep.training import results, start_run, state_of, train_all
 
 MAX_PROCESSES = 1024
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.generation.decoding import TextStream
-from titanlite.generation.prompts import Prompt, encode_prompts
+from titanlite.generation.generate import Prompt, TextStream, encode_prompts
 from titanlite.models.llama3 import LLAMA3
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.tools.generate import __main__ as command

@@ -27,7 +27,7 @@ from titanlite.data.bpe import train_bpe
 from titanlite.data.chat.encoder import ChatEncoder
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.generation.sampling import Sampling
+from titanlite.generation.generate import Sampling
 from titanlite.hf.safetensors import write_tensors
 from titanlite.models.init import init_parameters_
 from titanlite.models.llama3 import LLAMA3, Llama3, Llama3Config

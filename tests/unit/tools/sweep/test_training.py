@@ -13,8 +13,7 @@ from titanlite.tools.command import run_command
 from titanlite.tools.sweep import __main__ as sweep
 from titanlite.tools.sweep import training
 from titanlite.tools.sweep.combinations import Run, combinations
-from titanlite.tools.sweep.results import results
-from titanlite.tools.sweep.training import state_of, stop, train_all, wait_for
+from titanlite.tools.sweep.training import results, state_of, stop, train_all, wait_for
 
 
 class FakeProcess:
