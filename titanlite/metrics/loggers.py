@@ -14,8 +14,8 @@ from titanlite.metrics.config import (
     TENSORBOARD_FOLDER,
     MetricsConfig,
 )
-from titanlite.metrics.jsonl import JsonlLogger, keep_lines, keep_rows
-from titanlite.metrics.records import ExpertsRow, LogRecord, Record, SampleRow, SamplesRecord, ValidationRecord, scalars
+from titanlite.metrics.jsonl import JsonlLogger, keep_rows
+from titanlite.metrics.records import LogRecord, Record, SamplesRecord, ValidationRecord, scalars
 from titanlite.metrics.scores import sum_of
 from titanlite.metrics.slow_loggers import BackgroundLogger, MlflowLogger, SlowLogger, WandbLogger
 from titanlite.metrics.tensorboard import TensorBoardLogger
@@ -79,9 +79,8 @@ def build_loggers(
         return Loggers(())
     folder = Path(dump_folder)
     if resume_step:
-        keep_rows(folder / METRICS_FILE, resume_step)
-        keep_lines(folder / SAMPLES_FILE, SampleRow, resume_step)
-        keep_lines(folder / EXPERTS_FILE, ExpertsRow, resume_step)
+        for file in (METRICS_FILE, SAMPLES_FILE, EXPERTS_FILE):
+            keep_rows(folder / file, resume_step)
     loggers: list[Logger] = []
     # The console last: what a user has seen is in the files, also if the run is interrupted at that moment.
     for name in sorted(dict.fromkeys(section.loggers), key=lambda name: name == "console"):

@@ -5,7 +5,6 @@ import logging
 import os
 import random
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +12,7 @@ import pytest
 
 from tests.seeds import seeds
 from titanlite.metrics import jsonl
-from titanlite.metrics.jsonl import has_validation, keep_lines, keep_rows, read_series
-from titanlite.metrics.records import SampleRow
+from titanlite.metrics.jsonl import has_validation, keep_rows, read_series
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 
@@ -31,6 +29,10 @@ def row(step: int, run: str = "a") -> bytes:
 
 def validation(step: int, run: str = "a") -> bytes:
     return json.dumps({"step": step, "validation/loss": 2.0, "run": run}).encode() + b"\n"
+
+
+def sample(step: int, prompt: str) -> bytes:
+    return json.dumps({"step": step, "prompt": prompt, "text": "x"}).encode() + b"\n"
 
 
 def test_which_steps_have_a_validation(tmp_path: Path) -> None:
@@ -60,6 +62,11 @@ def test_which_steps_have_a_validation(tmp_path: Path) -> None:
             "1 of steps after 20, from which the run resumes, 1 replaced",
         ),
         (row(30) + row(30) + row(40)[:-3], b"", "3 rows removed: 2 of steps after 20"),
+        (
+            sample(10, "b") + sample(10, "a") + sample(20, "a") + sample(10, "b"),
+            sample(10, "a") + sample(10, "b") + sample(20, "a"),
+            "1 replaced by a later row of the same step",
+        ),
     ],
 )
 def test_kept_rows(
@@ -159,7 +166,7 @@ def test_the_new_file_is_synced_before_it_replaces_the_old_one(tmp_path: Path, m
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("read", [keep_rows, has_validation, partial(keep_lines, row=SampleRow)])
+@pytest.mark.parametrize("read", [keep_rows, has_validation])
 @pytest.mark.parametrize(
     ("make", "reason"), [(os.mkdir, "Is a directory"), (os.mkfifo, "not a regular file but a pipe: rename or remove")]
 )
