@@ -9,14 +9,15 @@ import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NotRequired
 
 import xxhash
-from typeguard import TypeCheckError, check_type
+from pydantic import ConfigDict, GetPydanticSchema, with_config
+from typing_extensions import TypedDict
 
 from titanlite.runtime.cache import hash_of
 from titanlite.runtime.durability import write_file
-from titanlite.runtime.json_files import JsonError, parse_json, read_regular
+from titanlite.runtime.json_files import JsonError, of_type, parse_json, read_regular
 
 MANIFEST_FILE = "MANIFEST.json"
 HASH = "xxh3-128"
@@ -64,6 +65,40 @@ class Branch:
     launch: str = ""
 
 
+class _Counts(TypedDict):
+    """The fields of MeterState."""
+
+    tokens_seen: int
+    skipped_steps: int
+    by_source: dict[str, list[float]]
+    interval: list[float]
+
+
+@with_config(ConfigDict(extra="allow"))
+class _DataFacts(TypedDict):
+    sources: NotRequired[list[dict[str, Any]]]
+
+
+@with_config(ConfigDict(extra="allow"))
+class _Facts(TypedDict):
+    """The facts that the start of a run looks into."""
+
+    data: NotRequired[_DataFacts]
+    model: NotRequired[dict[str, Any]]
+
+
+class _Seal(TypedDict):
+    """What describes MANIFEST.json itself. hash: its own, by HASH."""
+
+    format: int
+    hash: dict[str, str]
+
+
+def _stored(kind: Any) -> Any:
+    """Marks a mapping that MANIFEST.json has as this TypedDict."""
+    return GetPydanticSchema(lambda _, handler: handler(kind))
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The content of MANIFEST.json.
@@ -77,9 +112,9 @@ class Manifest:
     step: int
     content: Literal["full", "model"]
     lineage: tuple[Branch, ...]
-    counts: Mapping[str, Any]
-    facts: Mapping[str, Any]
-    config: Mapping[str, Any]
+    counts: Annotated[Mapping[str, Any], _stored(_Counts)]
+    facts: Annotated[Mapping[str, Any], _stored(_Facts)]
+    config: Annotated[Mapping[str, Any], _stored(dict[str, dict[str, Any]])]
     versions: Mapping[str, Any]
     created: str
     files: Mapping[str, FileRecord]
@@ -101,31 +136,25 @@ def read_manifest(folder: Path) -> Manifest:
     """
     try:
         raw = read_regular(folder / MANIFEST_FILE)
-        content = parse_json(raw)
-        digest = check_type(content["hash"], dict[str, str])[HASH]
+        seal = parse_json(raw, _Seal)
+        digest = seal["hash"][HASH]
         if _digest(_replace_last(raw.decode("utf-8"), digest, _NO_HASH)) != digest:
             raise InvalidCheckpointError(f"{MANIFEST_FILE} has changed since it was written: its {HASH} differs")
-        if check_type(content["format"], int) != FORMAT_VERSION:
-            raise UnknownFormatError(content["format"])
-        content = parse_json(raw, _Content)
-        data = check_type(content["facts"].get("data", {}), dict[str, Any])
-        check_type(data.get("sources", []), list[dict[str, Any]])
-        check_type(content["facts"].get("model", {}), dict[str, Any])
-        for name in content["files"]:
+        if seal["format"] != FORMAT_VERSION:
+            raise UnknownFormatError(seal["format"])
+        manifest: Manifest = of_type(raw, Manifest)
+        for name in manifest.files:
             if PurePosixPath(name).name != name or name in ("", ".", "..") or "\0" in name:
                 raise JsonError(f"lists {name!r}, which is not the plain name of a file")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise InvalidCheckpointError(f"{MANIFEST_FILE} is missing") from None
     except JsonError as error:
         raise InvalidCheckpointError(f"{MANIFEST_FILE} cannot be read: it {error}") from None
-    except (KeyError, TypeCheckError, ValueError):
+    except (KeyError, ValueError):
         raise InvalidCheckpointError(f"{MANIFEST_FILE} cannot be read: it is truncated or corrupted") from None
-    del content["hash"]
-    content["lineage"] = tuple(Branch(**branch) for branch in content["lineage"])
-    content["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
-    if METADATA_FILE not in content["files"]:
+    if METADATA_FILE not in manifest.files:
         raise InvalidCheckpointError(f"{MANIFEST_FILE} does not list {METADATA_FILE}")
-    return Manifest(**content)
+    return manifest
 
 
 def write_recorded(path: Path, content: bytes) -> FileRecord:
@@ -167,43 +196,6 @@ def copy_id(folder: Path) -> list[int]:
     except OSError:
         return []
     return [facts.st_ino, facts.st_ctime_ns]
-
-
-class _BranchContent(TypedDict):
-    id: str
-    step: int
-    launch: str
-
-
-class _FileContent(TypedDict):
-    rank: int
-    bytes: int
-    hash: str
-
-
-class _Counts(TypedDict):
-    """The fields of MeterState."""
-
-    tokens_seen: int
-    skipped_steps: int
-    by_source: dict[str, list[float]]
-    interval: list[float]
-
-
-class _Content(TypedDict):
-    """The schema of MANIFEST.json. The fields are those of Manifest; `format` and `hash` describe the file itself."""
-
-    step: int
-    content: Literal["full", "model"]
-    lineage: list[_BranchContent]
-    counts: _Counts
-    facts: dict[str, Any]
-    config: dict[str, dict[str, Any]]
-    versions: dict[str, Any]
-    created: str
-    files: dict[str, _FileContent]
-    format: int
-    hash: dict[str, str]
 
 
 _NO_HASH = "0" * 32

@@ -10,11 +10,12 @@ from contextlib import suppress
 from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
+from typing_extensions import TypedDict
 
 from titanlite.data.chat.encoder import ChatEncoder, EncodedChat
 from titanlite.data.chat.messages import Message

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from heapq import merge
 from itertools import groupby
 from pathlib import Path
-from typing import TypedDict
+
+from typing_extensions import TypedDict
 
 from titanlite.data.streams import Origin
 from titanlite.runtime.errors import UserError

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Protocol, TypedDict
+from typing import Any, ClassVar, Protocol
+
+from typing_extensions import TypedDict
 
 from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, SAMPLES_FILE
 from titanlite.metrics.scores import SetTotals, TaskScores, sum_of

@@ -3,10 +3,11 @@
 import json
 import math
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
+from pydantic import TypeAdapter, ValidationError
 
 from titanlite.runtime.files import NotRegularError, open_regular
 
@@ -39,7 +40,8 @@ def read_json(path: Path, schema: Any = dict[str, Any]) -> Any:
 
 
 def parse_json(text: bytes, schema: Any = dict[str, Any]) -> Any:
-    """Parse JSON in UTF-8. schema: the type of the object, such as a TypedDict; keys that it lacks are errors.
+    """Parse JSON in UTF-8. schema: the type of the object, such as a TypedDict or a dataclass. Ignores keys that it
+    lacks.
 
     Raises JsonError, also for repeated names, numbers that are not finite, numbers of more than 4,300 digits, and more
     than MAX_DEPTH levels.
@@ -53,11 +55,21 @@ def parse_json(text: bytes, schema: Any = dict[str, Any]) -> Any:
     check_depth(value)
     if not isinstance(value, dict):
         raise JsonError("is not a JSON object")
+    return value if schema == dict[str, Any] else of_type(text, schema)
+
+
+def of_type(text: bytes, schema: Any) -> Any:
+    """Parse JSON that is known to be valid as a type. Raises JsonError."""
     try:
-        check_type(value, schema, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
-    except TypeCheckError as error:
-        raise JsonError(f"is invalid: {error}") from None
-    return value
+        return _adapter(schema).validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise JsonError(f"is invalid: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+@cache
+def _adapter(schema: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(schema)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

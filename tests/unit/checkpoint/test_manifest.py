@@ -192,13 +192,7 @@ def test_only_plain_names_are_files_of_a_checkpoint(tmp_path: Path, name: str) -
 @pytest.mark.parametrize(
     "change",
     [
-        *(
-            {"step": "3"},
-            {"lineage": [{"id": "a"}]},
-            {"files": {METADATA_FILE: {"rank": 0}}},
-            {"config": []},
-            {"more": 1},
-        ),
+        *({"step": "3"}, {"lineage": [{"id": "a"}]}, {"files": {METADATA_FILE: {"rank": 0}}}, {"config": []}),
         *({"counts": {"tokens_seen": "xxx", "skipped_steps": 0}}, {"counts": {"tokens_seen": 1}}),
         *({"facts": {"data": "x"}}, {"facts": {"data": {"sources": 1.5}}}, {"facts": {"data": {"sources": ["x"]}}}),
         {"facts": {"model": 1}},

@@ -240,7 +240,7 @@ def remove(folder: Path) -> None:
         (edited(lambda manifest: manifest.update(tokens=7)), "tokens.json lists a file twice or a wrong sum"),
         (edited(lambda manifest: manifest["shards"].extend(manifest["shards"][:1])), "tokens.json lists a file twice"),
         (edited(lambda manifest: manifest.update(dtype="uint32")), "tokens of uint16 instead of "),
-        (edited(lambda manifest: manifest.pop("shards")), "tokens.json is invalid: dict is missing required key(s)"),
+        (edited(lambda manifest: manifest.pop("shards")), "tokens.json is invalid: shards: Field required"),
         (remove, "tokens-00001.npy is missing"),
         (lambda folder: os.truncate(folder / "tokens-00001.npy", 300), "tokens-00001.npy has 300 bytes instead of"),
         (lambda folder: os.truncate(folder / "tokens-00001.documents", 128), "tokens-00001.documents has 128 bytes"),
