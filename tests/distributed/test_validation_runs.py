@@ -10,7 +10,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch.distributed as dist
-from torch import nn
 
 from tests.distributed.program import Starter
 from tests.distributed.reference import TOKENS
@@ -62,14 +61,11 @@ def request_stop(run: Run, step: int) -> None:
 
 
 def fail(run: Run) -> None:
-    """Raise an error of no data in the middle of a forward pass that does not train."""
-
-    def refuse(module: nn.Module, _: Any) -> None:
-        if not module.training:
-            raise UserError("it cannot validate")
-
-    blocks: Any = run.trainer.model_parts[0].layers
-    blocks["1"].register_forward_pre_hook(refuse)
+    """Raise an error on the last rank, as of a worker process that was killed, in the first validation."""
+    assert run.validation is not None
+    loader = run.validation.loaders["other"]
+    if loader.stream_ids[0] == 1:
+        loader.next_step = mock.Mock(side_effect=UserError("the worker process was killed"))  # type: ignore[method-assign]
 
 
 def impatient() -> AbstractContextManager[Any]:
@@ -100,7 +96,7 @@ def test_validation_does_not_affect_training_and_is_logged_once_per_step(tmp_pat
         ],
     )
     assert plain.end == uninterrupted.end == resumed.end == second.end == after.end
-    assert (failed.error, after.step) == ("it cannot validate", 3)
+    assert (failed.error, after.step) == ("the worker process was killed", 3)
     assert resumed.step == 2
     for run in ("killed", "stopped"):
         for found, row in zip(rows_of(tmp_path / run), rows_of(tmp_path / "uninterrupted"), strict=True):

@@ -15,7 +15,7 @@ from titanlite.metrics.scores import SetTotals, TaskScores, score_choices, score
 from titanlite.parallel.mesh import Mesh
 from titanlite.ranks.agreement import RanksError
 from titanlite.ranks.signals import StoppedError, StopRequest
-from titanlite.runtime.errors import DataError
+from titanlite.runtime.errors import DataError, UserError
 from titanlite.runtime.logging import Progress
 from titanlite.runtime.text import counted
 
@@ -198,18 +198,17 @@ class Evaluator:
         """Batches of each step of the loader, until the loaders of all ranks are exhausted. Raises RanksError."""
         done = 0
         while done != steps:
-            batches, error, has_data = None, None, not all(loader.ended)
-            if has_data:
-                try:
-                    batches = loader.next_step()
-                except DataError as raised:
-                    error = raised
+            batches, error, has_data = list[Batch](), None, not all(loader.ended)
+            try:
+                batches = loader.next_step()
+            except UserError as raised:
+                error = raised
             if not self._any_has_data(has_data, error):
                 return
-            yield batches if batches is not None else loader.next_step()
+            yield batches
             done += 1
 
-    def _any_has_data(self, has_data: bool, error: DataError | None = None) -> bool:
+    def _any_has_data(self, has_data: bool, error: UserError | None = None) -> bool:
         """Whether any rank has data left. A CPU all-reduce. Raises StoppedError if a rank has a stop request, and the
         error of the lowest sequence, as RanksError, if ranks have one."""
         flags = torch.tensor([has_data, self.stop.number, error is not None], dtype=torch.int64)
@@ -219,7 +218,7 @@ class Evaluator:
             raise StoppedError(stop)
         if any_error:
             errors: list[tuple[int, str] | None] = [None] * dist.get_world_size(self.group)
-            own = None if error is None else (error.sequence, str(error))
+            own = None if error is None else (error.sequence if isinstance(error, DataError) else -1, str(error))
             dist.all_gather_object(errors, own, group=self.group)
             raise RanksError(min(each for each in errors if each is not None)[1])
         return bool(any_has_data)
