@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
-from titanlite.config.fields import SECTIONS, columns_of, keys_of
+from titanlite.config.fields import SECTIONS, keys_of
 from titanlite.config.schema import JobConfig
 from titanlite.config.value_types import literal
 from titanlite.data.bpe import kept_tokenizer
@@ -13,7 +13,6 @@ from titanlite.data.check import has_key
 from titanlite.data.deal import most_sequences
 from titanlite.data.kinds import KINDS, open_source
 from titanlite.data.sources.config import SourceConfig
-from titanlite.models.registry import FAMILIES
 from titanlite.parallel import mesh
 from titanlite.runtime.errors import Problem
 from titanlite.runtime.settings import Needs, settings_of
@@ -105,16 +104,6 @@ ACROSS: Mapping[str, Needs] = {
 
 
 SEVERAL = Needs("several data.sources", lambda facts: len(facts.config.data.sources) > 1)
-
-
-def conditional_keys(family: str) -> set[str]:
-    """The full keys that have no effect under some other settings, without the index of arrays of tables."""
-    keys = {
-        f"{section}.{name}" for section in SECTIONS for name, key in keys_of(section, None).items() if key.setting.needs
-    }
-    kinds = {key for key in columns_of(SourceConfig) if _kinds_with(key)}
-    keys |= {f"{section}.sources.{key}" for section in ("data", "validation") for key in kinds}
-    return keys | {*ACROSS, "data.sources.weight"} | {f"model.{key}" for key in FAMILIES[family].needs}
 
 
 def ineffective(given: JobConfig, config: JobConfig, origins: Mapping[str, str], world_size: int) -> list[Problem]:

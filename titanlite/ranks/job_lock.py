@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import socket
-import subprocess
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -224,28 +223,13 @@ def _process_start(pid: int) -> str | None:
         return None
     except PermissionError:
         pass  # it belongs to another user
-    if not os.path.exists("/proc/self/stat"):
-        status, start = _status_by_ps(pid)
-        return None if status[:1] in ("Z", "X") else start
     try:
         values = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
-        return ""  # hidden, or the process has just ended: the next check will tell
+        return ""  # no /proc, or hidden, or the process has just ended: the next check will tell
     status, threads, start = values[0].decode(), int(values[17]), values[19].decode()
     # A zombie has ended and waits for its parent, unless another of its threads is still blocked in the kernel.
     return None if status in ("Z", "X") and threads <= 1 else start
-
-
-def _status_by_ps(pid: int) -> tuple[str, str]:
-    """Status and start time of a process on a system without /proc (macOS); "" for each that ps does not report."""
-    command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
-    environment = {**os.environ, "LC_ALL": "C", "TZ": "UTC0"}
-    try:
-        answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    except OSError:
-        return "", ""
-    status, _, start = answer.stdout.strip().partition(" ")
-    return status, start.strip()
 
 
 @contextmanager

@@ -4,11 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.config.fields import SECTIONS, columns_of, keys_of
 from titanlite.config.files import shipped_names
-from titanlite.config.ineffective import conditional_keys, describe
+from titanlite.config.ineffective import ACROSS, describe
 from titanlite.config.load import load_config, parse, without_effect
 from titanlite.config.toml import dump_config
 from titanlite.config.values import full_keys
+from titanlite.data.check import has_key
+from titanlite.data.kinds import KINDS
+from titanlite.data.sources.config import SourceConfig
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import ConfigError
 
@@ -56,7 +60,13 @@ ALWAYS = {
 def test_every_key_has_a_rule_or_always_an_effect() -> None:
     """A new key belongs into NEEDS of its section, or into ALWAYS above."""
     keys = {key.replace(".0.", ".") for family in FAMILIES for key in full_keys(family)}
-    conditional = {key for family in FAMILIES for key in conditional_keys(family)}
+    conditional = {
+        f"{section}.{name}" for section in SECTIONS for name, key in keys_of(section, None).items() if key.setting.needs
+    }
+    of_kinds = [key for key in columns_of(SourceConfig) if any(has_key(kind, key) for kind in KINDS.values())]
+    conditional |= {f"{section}.sources.{key}" for section in ("data", "validation") for key in of_kinds}
+    conditional |= {*ACROSS, "data.sources.weight"}
+    conditional |= {f"model.{key}" for family in FAMILIES.values() for key in family.needs}
     assert sorted(keys - ALWAYS - conditional) == []
     assert sorted(ALWAYS & conditional) == []
     assert (ALWAYS | conditional) - keys == {"validation.sources"}  # an array, with its tables

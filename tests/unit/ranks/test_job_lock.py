@@ -521,21 +521,3 @@ def test_a_failed_removal_does_not_hide_the_error(
     with pytest.raises(ValueError, match="the cause"), enter(tmp_path):
         raise ValueError("the cause")
     assert "could not be removed" in caplog.text
-
-
-def test_without_proc_ps_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.path.exists
-    monkeypatch.setattr(os.path, "exists", lambda path: path != "/proc/self/stat" and real(path))
-    with job(tmp_path / "elsewhere") as other:
-        start = job_lock_module._process_start(other.pid)
-        assert start
-        assert len(start.split()) == 5  # Fri Nov 20 15:47:00 2026
-        assert job_lock_module._process_start(other.pid) == start
-        leave(tmp_path, pid=other.pid, process_start=start)
-        with pytest.raises(UserError, match="is in use by another job"), enter(tmp_path):
-            pass
-        other.kill()
-        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-        assert job_lock_module._process_start(other.pid) is None
-        with enter(tmp_path):
-            pass
