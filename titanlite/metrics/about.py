@@ -1,7 +1,7 @@
 """What identifies a run and each of its starts: run.json, and the facts that all loggers get."""
 
 import json
-import re
+import subprocess
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,10 +14,11 @@ from typing_extensions import TypedDict
 from titanlite.metrics.config import RUN_FILE
 from titanlite.runtime.durability import replace_file
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.json_files import JsonError, read_json, read_regular
+from titanlite.runtime.json_files import JsonError, read_json
 from titanlite.runtime.logging import log
 
-_COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+GIT_S = 10.0
+"""Time for git, whose repository may be on a slow file system."""
 
 
 class RunJson(TypedDict):
@@ -88,33 +89,13 @@ def read_starts(folder: Path) -> list[Started]:
 
 
 def git_commit(folder: Path) -> str | None:
-    """The commit that is checked out in the repository of `folder`; None outside of a repository.
+    """The commit that is checked out in the repository of `folder`; None outside of a repository, and without git.
 
-    Reads git's files and starts no process: git may be missing, and runs what a repository configures. Uncommitted
-    changes are not seen. None as well if HEAD is in a format that only git reads (reftable).
+    Uncommitted changes are not seen.
     """
+    command = ["git", "-C", str(folder), "rev-parse", "--verify", "HEAD"]
     try:
-        top = next(place for place in (folder, *folder.parents) if (place / ".git").exists())
-        store = top / ".git"
-        if store.is_file():  # a worktree or a submodule
-            store = top / _text(store).removeprefix("gitdir: ")
-        head = _text(store / "HEAD")
-        if head.startswith("ref: "):
-            head = _commit_of(store, head.removeprefix("ref: "))
-    except (StopIteration, OSError, JsonError, UnicodeDecodeError):
+        found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=GIT_S)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return head if _COMMIT.fullmatch(head) else None
-
-
-def _commit_of(store: Path, ref: str) -> str:
-    """The commit of a branch. Raises OSError."""
-    shared = store / _text(store / "commondir") if (store / "commondir").exists() else store
-    for place in (store, shared):
-        if (place / ref).is_file():
-            return _text(place / ref)
-    lines = (line.split() for line in _text(shared / "packed-refs").splitlines())
-    return next((words[0] for words in lines if words[1:] == [ref]), "")
-
-
-def _text(path: Path) -> str:
-    return read_regular(path).decode().strip()
+    return found.stdout.decode().strip()
