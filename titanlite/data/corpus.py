@@ -20,6 +20,7 @@ from typing_extensions import TypedDict
 from titanlite.data.chat.encoder import ChatEncoder, EncodedChat
 from titanlite.data.chat.messages import Message
 from titanlite.data.chat.source import conversation
+from titanlite.data.config import DataConfig
 from titanlite.data.sources.base import TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import (
@@ -227,13 +228,12 @@ def _messages(row: str) -> list[Message] | BadRowError:
 PieceEncoder = Encoder | ConversationEncoder
 
 
-def build_encoder(
-    source: SourceConfig, tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool, reads_context: bool = True
-) -> PieceEncoder:
-    """The encoder of the pieces of a source. Others: for documents, see Encoder. Raises UserError."""
+def build_encoder(source: SourceConfig, tokenizer: Tokenizer, section: DataConfig) -> PieceEncoder:
+    """The encoder of the pieces of a source. section: has the settings of documents. Raises UserError."""
     if source.is_chat:
         return ConversationEncoder(tokenizer, source.loss_on)
-    return Encoder(tokenizer, add_bos=add_bos, add_eos=add_eos, reads_context=reads_context)
+    settings = {"add_bos": section.add_bos, "add_eos": section.add_eos, "reads_context": section.reads_context}
+    return Encoder(tokenizer, **settings)
 
 
 class TextCorpus:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,6 @@ from titanlite.data.config import DataConfig
 from titanlite.data.corpus import TextCorpus, build_encoder
 from titanlite.data.order import IndexedPieces, Mixture, Permutation
 from titanlite.data.sources.base import Source, StreamedSource, TextSource
-from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import Corpus, EpochSize, StreamPieces
 from titanlite.data.sources.tokens import Tokens, WindowCorpus
 from titanlite.data.streams import BadRowPolicy, Origin, SequenceRow, SourceState, SourceStream, num_sequences
@@ -39,13 +38,6 @@ class Assignment:
     vocab_size: int
     global_batch_size: int
     logs: bool = True
-
-    @staticmethod
-    def from_json(values: dict[str, Any]) -> "Assignment":
-        """The reverse of dataclasses.asdict."""
-        section = values["section"]
-        sources = tuple(SourceConfig(**source) for source in section["sources"])
-        return Assignment(**values | {"section": DataConfig(**section | {"sources": sources})})
 
 
 class SourceOrder(NamedTuple):
@@ -91,8 +83,7 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
         corpus, epoch_size, checks = windows, windows.epoch_size, [windows.check_unchanged]
     else:
         assert tokenizer is not None, "sources of text need a tokenizer"
-        bounds = {"add_bos": section.add_bos, "add_eos": section.add_eos}
-        encoder = build_encoder(source.config, tokenizer, **bounds, reads_context=section.reads_context)
+        encoder = build_encoder(source.config, tokenizer, section)
         if isinstance(source, StreamedSource):
             division = Division(source, section.num_streams, seeds)
             blocks = partial(BlockPieces, division, encoder=encoder, max_piece_bytes=section.max_piece_bytes)

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from titanlite.data.kinds import open_source
 from titanlite.data.preparation import Assignment, Int64s, Preparation, PreparedStep, sequences_of
@@ -189,7 +190,7 @@ def prepared_steps(
     next_sequence: int,
 ) -> Iterator[tuple[None, Arrays]]:
     """The steps of some streams, without end, in a worker process. content: of the Preparation in the parent."""
-    settings = Assignment.from_json(assignment)
+    settings = TypeAdapter(Assignment).validate_python(assignment)
     tokenizer = Tokenizer(**settings.tokenizer) if settings.tokenizer else None
     opened = [open_source(source) for source in settings.section.sources]
     preparation = Preparation(settings, opened, tokenizer, streams, content)

@@ -7,17 +7,17 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import TypeAdapter
 
 from titanlite.data.config import DataConfig
 from titanlite.data.corpus import TextCorpus, build_encoder
 from titanlite.data.kinds import text_sources
 from titanlite.data.processes import Arrays, WorkerProcess, run_worker
-from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import BadRowError, TokenPiece
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
@@ -28,26 +28,6 @@ CHUNK_BYTES = 2**20
 BATCH_PIECES = 256
 CHUNKS_PER_WORKER = 3
 """Limit on the chunks per worker that are being encoded or wait for their turn in the output."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """The sources to encode, and the settings, see Encoder. tokenizer: the arguments of Tokenizer."""
-
-    sources: tuple[SourceConfig, ...]
-    max_piece_bytes: int
-    tokenizer: dict[str, str]
-    add_bos: bool
-    add_eos: bool
-    reads_context: bool
-
-
-def job_of_data(
-    section: DataConfig, sources: tuple[SourceConfig, ...], max_piece_bytes: int, tokenizer: Tokenizer
-) -> Job:
-    """The job of encoding `sources` with the settings of [data]."""
-    settings = {"add_bos": section.add_bos, "add_eos": section.add_eos, "reads_context": section.reads_context}
-    return Job(sources, max_piece_bytes, tokenizer.arguments, **settings)
 
 
 class Chunk(NamedTuple):
@@ -68,16 +48,16 @@ def id_type(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
-class JobEncoder:
-    """Reads and encodes pieces in this process. corpus: the sources, which define the piece numbers."""
+class TextEncoder:
+    """Reads and encodes the pieces of the sources of a section in this process. section: with max_piece_bytes resolved.
+    corpus: the sources, which define the piece numbers."""
 
-    def __init__(self, job: Job) -> None:
-        tokenizer = Tokenizer(**job.tokenizer)
+    def __init__(self, section: DataConfig, tokenizer: Tokenizer) -> None:
+        self.section, self.tokenizer = section, tokenizer
         self.dtype = id_type(tokenizer.vocab_size)
-        # Conversations are the only source of their job: token files have documents.
-        settings = {"add_bos": job.add_bos, "add_eos": job.add_eos, "reads_context": job.reads_context}
-        encoder = build_encoder(job.sources[0], tokenizer, **settings)
-        self.corpus = TextCorpus(text_sources(job.sources), job.max_piece_bytes, encoder)
+        # Conversations are the only source of their section: token files have documents.
+        encoder = build_encoder(section.sources[0], tokenizer, section)
+        self.corpus = TextCorpus(text_sources(section.sources), section.max_piece_bytes, encoder)
 
     def fetch(self, pieces: Sequence[int]) -> Iterator[TokenPiece | Exception]:
         """The tokens of each piece, or its error."""
@@ -98,20 +78,21 @@ class JobEncoder:
 
 
 @contextmanager
-def encoded(encoder: JobEncoder, job: Job, chunks: Iterable[range], num_workers: int) -> Iterator[Iterator[Chunk]]:
+def encoded(encoder: TextEncoder, chunks: Iterable[range], num_workers: int) -> Iterator[Iterator[Chunk]]:
     """Encode chunks in order, with any number of workers; with 0 workers they are encoded in this process.
 
-    encoder: built from `job`. The iterator raises UserError if a worker is killed. Leaving the block ends the workers.
+    The iterator raises UserError if a worker is killed. Leaving the block ends the workers.
     """
     if num_workers == 0:
         yield map(encoder.encode, chunks)
         return
+    arguments = {"section": asdict(encoder.section), "tokenizer": encoder.tokenizer.arguments}
     workers: list[WorkerProcess] = []
     threads = ThreadPoolExecutor(num_workers)
     remedy = "use fewer --workers, and run the same command again to resume after the last complete shard"
     try:
         for _ in range(num_workers):
-            workers.append(WorkerProcess("titanlite.tools.encoding", {"job": asdict(job)}, remedy))
+            workers.append(WorkerProcess("titanlite.tools.encoding", arguments, remedy))
         yield _in_order(threads, workers, chunks)
     finally:
         for worker in workers:
@@ -143,10 +124,11 @@ def _in_order(threads: Executor, workers: Sequence[WorkerProcess], chunks: Itera
         yield results.popleft().result()
 
 
-def encoded_chunks(requests: Iterator[list[int]], *, job: dict[str, Any]) -> Iterator[tuple[Any, Arrays]]:
+def encoded_chunks(
+    requests: Iterator[list[int]], *, section: dict[str, Any], tokenizer: dict[str, str]
+) -> Iterator[tuple[Any, Arrays]]:
     """Encode the ranges of pieces that are requested, in a worker process."""
-    sources = tuple(SourceConfig(**source) for source in job["sources"])
-    encoder = JobEncoder(Job(**job | {"sources": sources}))
+    encoder = TextEncoder(TypeAdapter(DataConfig).validate_python(section), Tokenizer(**tokenizer))
     for bounds in requests:
         chunk = encoder.encode(range(*bounds))
         errors = [

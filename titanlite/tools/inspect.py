@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
@@ -28,7 +28,7 @@ from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
 from titanlite.tools.command import ConfigFile, Count, read_options_and_overrides, run_command
 from titanlite.tools.documents import config_of_data
-from titanlite.tools.encoding import JobEncoder, job_of_data
+from titanlite.tools.encoding import TextEncoder
 from titanlite.tools.sequences import sequences_as_text
 
 SAMPLED_DOCUMENTS = 1000
@@ -168,9 +168,8 @@ def describe_text(
     print(f"  {'conversations' if source.config.is_chat else 'documents    '} {documents:,}; {read} read")
     ends = np.append(begins[1:], len(index))
     ranges = [range(begins[n], ends[n]) for n in chosen.tolist()]
-    job = job_of_data(data, (source.config,), data.max_piece_bytes, tokenizer)
     too_long = source.config.too_long if source.config.is_chat else None
-    found = read_documents(JobEncoder(job), ranges, seq_len, too_long)
+    found = read_documents(TextEncoder(replace(data, sources=(source.config,)), tokenizer), ranges, seq_len, too_long)
     about = "" if len(chosen) == len(begins) else "about "
     scale = index.text_bytes / found.size if found.size else 0.0
     if found.lengths:
@@ -191,7 +190,7 @@ def describe_text(
 
 
 def read_documents(
-    encoder: JobEncoder, documents: Sequence[range], seq_len: int, too_long: TooLong | None
+    encoder: TextEncoder, documents: Sequence[range], seq_len: int, too_long: TooLong | None
 ) -> Statistics:
     """Read and tokenize documents, each given by its pieces. Raises UserError if a file cannot be read.
 

@@ -7,7 +7,7 @@ import os
 from array import array
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,7 +39,7 @@ from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
 from titanlite.tools.command import ConfigFile, Count, Folder, cannot_write, read_options_and_overrides, run_command
 from titanlite.tools.documents import UsableRows, config_of_data, piece_bytes, pieces_with_progress
-from titanlite.tools.encoding import CHUNK_BYTES, Chunk, JobEncoder, encoded, job_of_data
+from titanlite.tools.encoding import CHUNK_BYTES, Chunk, TextEncoder, encoded
 
 SHARD_TOKENS = 10**8
 
@@ -98,8 +98,7 @@ def tokenize(config: JobConfig, out: Path, num_workers: int, shard_tokens: int) 
     vocab_size = config.hyper_parameters.vocab_size
     tokenizer = prepare_tokenizer(config.tokenizer, data.sources, vocab_size=vocab_size)
     assert tokenizer is not None, "sources of text have a tokenizer"
-    job = job_of_data(data, data.sources, piece_bytes(config), tokenizer)
-    encoder = JobEncoder(job)
+    encoder = TextEncoder(replace(data, max_piece_bytes=piece_bytes(config)), tokenizer)
     print(f"tokenizer: {tokenizer.description}")
     facts = {
         "format": FORMAT_VERSION,
@@ -112,7 +111,7 @@ def tokenize(config: JobConfig, out: Path, num_workers: int, shard_tokens: int) 
         "settings": {
             "add_bos": data.add_bos,
             "add_eos": data.add_eos,
-            "max_piece_bytes": job.max_piece_bytes,
+            "max_piece_bytes": encoder.section.max_piece_bytes,
             "stream_version": STREAM_VERSION if data.stream_version == -1 else data.stream_version,
             "shard_tokens": shard_tokens,
         },
@@ -123,7 +122,7 @@ def tokenize(config: JobConfig, out: Path, num_workers: int, shard_tokens: int) 
     first = sum(shard["pieces"] for shard in shards)
     with (
         closing(_chunks(encoder.corpus, first)) as chunks,  # the progress bar ends before an error message is printed
-        encoded(encoder, job, chunks, num_workers) as in_order,
+        encoded(encoder, chunks, num_workers) as in_order,
     ):
         for shard in write_shards(out, in_order, rows, encoder.dtype, shard_tokens, len(shards)):
             shards.append(shard)

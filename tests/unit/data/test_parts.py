@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import Regex, models, normalizers, pre_tokenizers, processors, trainers
 
 from titanlite.data.blocks import take_block
+from titanlite.data.config import DataConfig
 from titanlite.data.corpus import Encoder, TextCorpus, build_encoder
 from titanlite.data.kinds import text_sources
 from titanlite.data.sources.base import ReadUnit, Row
@@ -212,7 +213,8 @@ def test_each_kind_of_source_has_the_tokens_of_entire_documents(with_prefix: Tok
     (tmp_path / "corpus").mkdir()
     for source in sources(tmp_path / "corpus"):
         for reads_context in (True, False):
-            encoder = build_encoder(source, with_prefix, add_bos=False, add_eos=True, reads_context=reads_context)
+            section = DataConfig(add_bos=False, add_eos=True, stream_version=3 if reads_context else 2)
+            encoder = build_encoder(source, with_prefix, section)
             corpus = TextCorpus(text_sources([source]), 300, encoder)
             assert corpus.count > 3 * len(ROWS)
             backwards = list(reversed(corpus.fetch(range(corpus.count)[::-1])))

@@ -26,7 +26,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.tools import encoding, tokenize
 from titanlite.tools.documents import UsableRows
-from titanlite.tools.encoding import Chunk, Job, JobEncoder, encoded
+from titanlite.tools.encoding import Chunk, TextEncoder, encoded
 
 ROWS = [f"the model reads {n} words\n" * (1 + n % 7) for n in range(60)]
 
@@ -155,12 +155,11 @@ def test_a_worker_that_is_killed_ends_the_command(
 @pytest.mark.slow
 def test_an_error_in_a_worker_is_raised_in_the_parent(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
     source = SourceConfig(kind="jsonl", path=str(write_jsonl(ROWS)))
-    job = Job((source,), 60, tokenizer.arguments, add_bos=False, add_eos=True, reads_context=True)
-    encoder = JobEncoder(job)
-    moved = dataclasses.replace(job, tokenizer=job.tokenizer | {"file": "nowhere"})
-    with encoded(encoder, moved, [range(2)], 1) as chunks, pytest.raises(UserError, match="nowhere is not a readable"):
+    encoder = TextEncoder(DataConfig(sources=(source,), max_piece_bytes=60), tokenizer)
+    with encoded(encoder, [range(10**6)], 1) as chunks, pytest.raises(UserError, match="exit code 1"):
         next(chunks)
-    with encoded(encoder, job, [range(10**6)], 1) as chunks, pytest.raises(UserError, match="exit code 1"):
+    tokenizer.arguments["file"] = "nowhere"
+    with encoded(encoder, [range(2)], 1) as chunks, pytest.raises(UserError, match="nowhere is not a readable"):
         next(chunks)
 
 
