@@ -317,7 +317,7 @@ class FailureReport:
     def _detail(self, error: BaseException) -> Detail:
         """Decide how much this rank prints; before the ranks are connected, wait for rank 0 first."""
         if self.store is None:
-            if self._rank != "0":
+            if self._rank != "0" and "WORLD_SIZE" in os.environ:  # else no other rank has this error
                 time.sleep(UNCONNECTED_WAIT_S + (NODE_ORDER_WAIT_S if self._local_rank != "0" else 0.0))
             return "full"
         if isinstance(error, UserError) and error.is_shared and self._rank != "0":

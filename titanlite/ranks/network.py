@@ -14,9 +14,10 @@ import torch.distributed as dist
 from titanlite.ranks.distributed import CommConfig, ConnectError, World
 from titanlite.runtime.environment import read_system
 from titanlite.runtime.errors import UsageError
-from titanlite.runtime.waiting import ANSWER_S, waiting
+from titanlite.runtime.waiting import ANSWER_S, NoAnswerError, call_within, waiting
 
 JOIN_POLL_S = 0.02
+REACH_POLL_S = 0.2
 
 
 def unreachable(host: str, port: int) -> str:
@@ -24,7 +25,8 @@ def unreachable(host: str, port: int) -> str:
     try:
         socket.create_connection((host, port), ANSWER_S).close()
     except socket.gaierror:
-        return f"cannot resolve {host}: correct the name, or add it to DNS or /etc/hosts"
+        remedy = "write [ADDRESS]:PORT" if ":" in host else "correct the name, or add it to DNS or /etc/hosts"
+        return f"cannot resolve {host}: {remedy}"
     except ConnectionRefusedError:
         return f"no program listens on port {port} of {host}: it has not started, or uses another port"
     except OSError:
@@ -72,18 +74,27 @@ def connect(world: World, section: CommConfig) -> dist.Store:
         return dist.HashStore()
     timeout_s = section.init_timeout_s
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    address = f"{host}:{port}"
+    address, end = f"{host}:{port}", time.monotonic() + timeout_s
+    has_store = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    check = "start all ranks, or check MASTER_ADDR and MASTER_PORT"
+    remedy = f"{check}; for a run in one process, unset RANK, LOCAL_RANK, WORLD_SIZE"
     others = f"the other ranks at {address} (RANK={world.rank} of WORLD_SIZE={world.size})"
-    remedy = "start all of them; for a run in one process, unset RANK, LOCAL_RANK, WORLD_SIZE"
-    try:
-        with waiting(lambda: f"{others}: {unreachable(host, port) or remedy}"):
-            found: tuple[dist.Store, int, int] = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        cause = unreachable(host, port) or f"{error}".partition("\n")[0]
+    found: tuple[dist.Store, int, int] | None = None
+    cause = ""
+    with waiting(lambda: f"{others}: {cause and f'{cause}; '}{remedy}"):
+        while not has_store and (cause := unreachable(host, port)) and time.monotonic() < end:
+            time.sleep(REACH_POLL_S)  # torch would print its retries, with their C++ frames
+        try:
+            if not cause:
+                limit = timedelta(seconds=timeout_s)
+                found = call_within(timeout_s + ANSWER_S, lambda: next(dist.rendezvous("env://", timeout=limit)))
+        except (dist.DistNetworkError, dist.DistStoreError, NoAnswerError) as error:
+            cause = f"{error}".partition("\n")[0]
+    if found is None:
         raise ConnectError(
             f"rank {world.rank} cannot connect to the other ranks at {address}, the address of rank 0, within "
-            f"comm.init_timeout_s = {timeout_s}: {cause}. Start all ranks, or check MASTER_ADDR and MASTER_PORT"
-        ) from None
+            f"comm.init_timeout_s = {timeout_s}: {cause}; {remedy}"
+        )
     store = dist.PrefixStore("titanlite", found[0])
     store = dist.PrefixStore(agree_on_attempt(store, world.rank, world.size, timeout_s), store)
     require_gloo_address(world, store)
@@ -121,8 +132,14 @@ def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: int) ->
     own = uuid.uuid4().hex
     if rank > 0:
         store.set(f"asks/{rank}", own)
-        with waiting(lambda: "the answer of rank 0, which may still start: see its log"):
-            store.wait([f"answer/{own}"], timedelta(seconds=timeout_s))
+        try:
+            with waiting(lambda: "the answer of rank 0, which may still start: see its log"):
+                store.wait([f"answer/{own}"], timedelta(seconds=timeout_s))
+        except dist.DistStoreError:
+            raise ConnectError(
+                f"comm.init_timeout_s = {timeout_s}: rank 0 did not answer in time. Check its log, or increase "
+                "comm.init_timeout_s if it starts slowly"
+            ) from None
         attempt = store.get(f"answer/{own}").decode()
         store.set(f"{attempt}/joined/{rank}", "")
         return attempt

@@ -8,6 +8,7 @@ from titanlite.ranks.failure import REFUSED, FailureReport, end_process, prepare
 if __name__ == "__main__":  # before the imports that take seconds
     prepare_process()
 
+import logging
 import os
 import signal
 import sys
@@ -28,8 +29,14 @@ from torch.distributed.elastic.agent.server.api import logger as agent_logger
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import logger as rendezvous_logger
 from torch.distributed.launcher import api
 from torch.distributed.run import determine_local_world_size, get_rdzv_endpoint, parse_args, parse_min_max_nnodes, run
 
@@ -81,12 +88,13 @@ class Agent(LocalElasticAgent):
         handler._bootstrap_store_info = None
         if ELASTIC in os.environ:
             Path(os.environ[ELASTIC]).unlink(missing_ok=True)
+        if self._meeting is not None and not Agent.has_met:
+            self._meeting.watch(lambda: not Agent.has_met or self._have_ranks_ended(), self._end)
         if self._meeting is not None and isinstance(handler, DynamicRendezvousHandler):
             self._meet(worker_group, handler, self._meeting)
         else:
-            super()._rendezvous(worker_group)
-        if self._meeting is not None and not Agent.has_met:
-            self._meeting.end_if_lost(self._have_ranks_ended, self._end)
+            with waiting(lambda: "the other nodes: start all of them, with equal options"):
+                super()._rendezvous(worker_group)
         Agent.has_met = True
 
     def _meet(self, worker_group: WorkerGroup, handler: DynamicRendezvousHandler, meeting: Meeting) -> None:
@@ -102,8 +110,14 @@ class Agent(LocalElasticAgent):
         try:
             with waiting(lambda: f"the other nodes at {meeting.endpoint}: {describe()}"):
                 super()._rendezvous(worker_group)
-        except (RendezvousTimeoutError, RendezvousClosedError):
+        except RendezvousTimeoutError:
             raise meeting.failed(describe(), limit_s) from None
+        except RendezvousClosedError:
+            raise meeting.closed() from None
+        except RendezvousConnectionError:
+            if Agent.has_met:
+                raise
+            raise meeting.lost(describe()) from None
         self._hosts = hosts_of_nodes(handler)
 
     def _have_ranks_ended(self) -> bool:
@@ -220,6 +234,9 @@ def check_ranks(arguments: Namespace) -> tuple[int, int, int]:
     rule = f"c10d for a number of nodes that may change (--nnodes = {arguments.nnodes})"
     remedy = "add --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id NAME, the same on all nodes"
     rules.require("rdzv_backend", can_change, rule, remedy)
+    has_port = nodes < 2 or not arguments.rdzv_endpoint.endswith(":0") or arguments.standalone
+    rule = f"a port that all nodes know (--nnodes = {arguments.nnodes})"
+    rules.require("rdzv_endpoint", has_port, rule, "choose one from 1024 to 65535, the same on all nodes")
     if rules.problems:
         raise ConfigError(rules.problems)
     return fewest, nodes, processes
@@ -241,6 +258,7 @@ def launch(arguments: Namespace, facts: Mapping[str, str]) -> None:
     """
     # Not an error: the launcher of another node has left first. The traceback would hide how training has ended.
     agent_logger.addFilter(lambda record: not record.getMessage().startswith("Error waiting on exit barrier"))
+    rendezvous_logger.setLevel(logging.ERROR)  # it warns that the store is lost, as the last line says
     try:
         meeting = Meeting(arguments, {**facts, "--nnodes": arguments.nnodes}) if has_meeting(arguments) else None
         agent = partial(Agent, exit_barrier_timeout=EXIT_BARRIER_S, meeting=meeting)

@@ -5,7 +5,8 @@ import socket
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -26,8 +27,8 @@ STORE_S = 60.0
 """A program that has accepted a connection, and does not answer for so long, is no launcher."""
 TRUE = ("1", "true", "t", "yes", "y")
 """torch's values of is_host."""
-PORT = 29400
-"""torch's default port of rdzv-backend c10d."""
+PORT, STATIC_PORT = 29400, 29500
+"""torch's default ports of rdzv-backend c10d, and with --master-addr."""
 
 
 def has_meeting(arguments: Namespace) -> bool:
@@ -48,11 +49,17 @@ class Meeting:
         another address than the endpoint. facts: in which the nodes must agree. Raises UserError if the nodes do not
         meet, UsageError if this one differs from the first.
         """
+        is_static = arguments.rdzv_backend == "static"
+        if is_static and arguments.master_port is None:
+            arguments.master_port = STATIC_PORT
         self.endpoint, self._nodes, self._id = get_rdzv_endpoint(arguments), arguments.nnodes, arguments.rdzv_id
         self._host, port = parse_rendezvous_endpoint(self.endpoint, PORT)
-        is_static = arguments.rdzv_backend == "static"
+        self.endpoint = self.endpoint or f"{self._host}:{port}"
         settings = dict(setting.partition("=")[::2] for setting in arguments.rdzv_conf.split(","))
-        self.patience_s = int(settings.get("timeout" if is_static else "join_timeout", PATIENCE_S))
+        name = "timeout" if is_static else "join_timeout"
+        if not settings.get(name, "0").isdecimal():
+            raise UsageError(f"--rdzv-conf {name}={settings[name]}: give a number of seconds")
+        self.patience_s = int(settings.get(name, PATIENCE_S))
         end = time.monotonic() + self.patience_s
         self._server: dist.Store | None = None
         if is_static:
@@ -77,6 +84,17 @@ class Meeting:
 
     def failed(self, cause: str, within_s: float) -> UserError:
         return UserError(f"the nodes cannot connect at {self.endpoint} within {within_s:.0f} s: {cause}")
+
+    def lost(self, cause: str) -> UserError:
+        """The error if the connection to the store breaks. cause: found last, while nodes are awaited."""
+        ended = "the launcher that has the store has ended, or its node is lost: see its log"
+        return UserError(f"the nodes cannot connect at {self.endpoint}: {ended}; before that, {cause}")
+
+    def closed(self) -> UserError:
+        """The error if another launcher has closed the rendezvous."""
+        ended = "another launcher has stopped waiting, or has ended: see its log;"
+        again = f"or the run of --rdzv-id {self._id} has ended before: choose another name for a new run"
+        return UserError(f"the nodes cannot connect at {self.endpoint}: {ended} {again}")
 
     def describe(self, come: Iterable[str], lost: Iterable[str] = ()) -> str:
         """Which nodes have come, and what to check. come: names of their hosts. lost: that were connected before."""
@@ -104,9 +122,9 @@ class Meeting:
             except (NoAnswerError, dist.DistNetworkError):
                 raise self.failed(cause, STORE_S) from None
 
-    @staticmethod
-    def _require_equal(store: dist.Store, facts: Mapping[str, str]) -> None:
-        first = json.loads(store.compare_set("facts", "", json.dumps(facts)))
+    def _require_equal(self, store: dist.Store, facts: Mapping[str, str]) -> None:
+        with self._connected(lambda: "this node was about to join"):
+            first = json.loads(call_within(STORE_S, lambda: store.compare_set("facts", "", json.dumps(facts))))
         if lines := describe_differences(facts, first, "on the first node"):
             head = "this node differs from the first one, so it does not join; make them equal on all nodes:"
             raise UsageError("\n".join([head, *lines]))
@@ -114,35 +132,48 @@ class Meeting:
     def _wait_for_ranks(self, store: dist.Store, rank: int, end: float) -> None:
         """Wait for a node of each --node-rank. Raises UsageError if another one has that of this node; UserError."""
         own = json.dumps([socket.gethostname(), network_name()])
-        first = store.compare_set(f"node/{rank}", "", own).decode()
-        if first != own:
-            hosts = f"{json.loads(first)[0]} and {socket.gethostname()}"
-            raise UsageError(f"two nodes have --node-rank {rank}: {hosts}; number the nodes from 0")
         come: list[str] = []
         missing = list(range(int(self._nodes.partition(":")[0])))
 
         def describe() -> str:
             return f"{self.describe(come)} --node-rank {', '.join(map(str, missing[:5]))} has not come"
 
-        with waiting(lambda: f"the other nodes at {self.endpoint}: {describe()}"):
-            while missing:
-                for number in [each for each in missing if store.check([f"node/{each}"])]:
-                    come.append(json.loads(store.get(f"node/{number}"))[0])
-                    missing.remove(number)
-                if missing and time.monotonic() > end:
-                    raise self.failed(describe(), self.patience_s)
-                time.sleep(POLL_S if missing else 0)
+        def look() -> None:
+            for number in [each for each in missing if store.check([f"node/{each}"])]:
+                come.append(json.loads(store.get(f"node/{number}"))[0])
+                missing.remove(number)
 
-    def end_if_lost(self, have_ranks_ended: Callable[[], bool], end: Callable[[str], None]) -> None:
-        """Call `end`, in a thread, if the ranks of this node have ended and the store does not answer: a node that is
-        cut off. torch waits for the store without a limit."""
+        with self._connected(describe):
+            first = call_within(STORE_S, lambda: store.compare_set(f"node/{rank}", "", own)).decode()
+            if first != own:
+                hosts = f"{json.loads(first)[0]} and {socket.gethostname()}"
+                raise UsageError(f"two nodes have --node-rank {rank}: {hosts}; number the nodes from 0")
+            with waiting(lambda: f"the other nodes at {self.endpoint}: {describe()}"):
+                while missing:
+                    call_within(STORE_S, look)
+                    if missing and time.monotonic() > end:
+                        raise self.failed(describe(), self.patience_s)
+                    time.sleep(POLL_S if missing else 0)
 
+    @contextmanager
+    def _connected(self, describe: Callable[[], str]) -> Iterator[None]:
+        """Context of requests to the store. describe: what is found so far, for the error if the connection breaks."""
+        try:
+            yield
+        except RuntimeError:  # of torch; NoAnswerError
+            raise self.lost(describe()) from None
+
+    def watch(self, is_needed: Callable[[], bool], end: Callable[[str], None]) -> None:
+        """Call `end`, in a thread, if the store is needed and does not answer: torch waits for it without a limit.
+
+        is_needed: whether this node waits for others, or its ranks have ended. While ranks run, they decide.
+        """
         message = f"the store of the nodes at {self.endpoint} does not answer: node 0 or the network is lost"
 
         def watch() -> None:
             while True:
                 time.sleep(POLL_S)
-                if have_ranks_ended():
+                if is_needed():
                     try:
                         call_within(RESTART_S, lambda: self._store.check(["facts"]))
                     except NoAnswerError:

@@ -69,7 +69,7 @@ def test_an_address_where_rank_0_does_not_listen(monkeypatch: pytest.MonkeyPatch
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
         found = world(monkeypatch, COMPLETE | {"MASTER_ADDR": address, "MASTER_PORT": str(port)})
-        message = rf"^rank 1 cannot connect .* at {address}:{port}, .* = 1: {cause} .*\. Start all ranks, or check MAST"
+        message = rf"^rank 1 cannot connect .* at {address}:{port}, .* = 1: {cause} .*; start all ranks, or check MAST"
         with pytest.raises(UserError, match=message):
             connect(found, CommConfig(init_timeout_s=1))
 
@@ -110,6 +110,8 @@ def test_rank_0_waits_for_the_ranks_of_its_attempt() -> None:
         UserError, match=r"comm.init_timeout_s = 1: 1 of 2 ranks did not connect in time, for example rank 1"
     ):
         agree_on_attempt(client(server.port), 0, 2, timeout_s=1)
+    with pytest.raises(UserError, match=r"comm.init_timeout_s = 1: rank 0 did not answer in time"):
+        agree_on_attempt(client(server.port), 1, 2, timeout_s=1)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.run import parse_args
 
 from titanlite.runtime.errors import UsageError, UserError
@@ -67,6 +68,23 @@ def test_an_endpoint_that_cannot_be_reached(port: int) -> None:
         meet(*static(port, rank=1))
     with pytest.raises(UserError, match=r" at nowhere.invalid:\d+ within 0 s: cannot resolve nowhere.invalid: "):
         meet(*c10d(port, "nowhere.invalid"))
+
+
+@pytest.mark.parametrize(
+    ("options", "endpoint"),
+    [(("--nnodes=2", "--node-rank=1"), "127.0.0.1:29500"), (("--rdzv-backend=c10d",), "localhost:29400")],
+)
+def test_the_default_ports_are_those_of_torch(
+    options: tuple[str, ...], endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "unreachable", lambda _host, port: f"not port {port}")
+    with pytest.raises(UserError, match=rf" at {endpoint} within 0 s: not port {endpoint[-5:]}$"):
+        meet(*options, "--rdzv-conf=timeout=0,join_timeout=0,is_host=false")
+
+
+def test_a_time_that_is_not_a_number(port: int) -> None:
+    with pytest.raises(UsageError, match=r"^--rdzv-conf join_timeout=1m: give a number of seconds$"):
+        meet(*c10d(port, conf="join_timeout=1m"))
 
 
 def test_another_program_at_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +152,20 @@ def test_a_static_node_that_does_not_come(port: int) -> None:
     assert len(first) == 1
 
 
+def test_a_static_node_that_loses_the_store(port: int) -> None:
+    server = dist.TCPStore("localhost", port, None, True, wait_for_workers=False)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(meet, *static(port, 1, "timeout=60", nnodes=3))
+        while not server.check(["titanlite/none/node/1"]):
+            time.sleep(0.01)
+        time.sleep(0.2)
+        del server
+        with pytest.raises(
+            UserError, match=r": the launcher that has the store has ended, .*; before that, 1 of 3 nodes"
+        ):
+            waiting.result()
+
+
 def test_a_node_without_the_store_ends_after_its_ranks(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
     messages: list[str] = []
@@ -145,7 +177,7 @@ def test_a_node_without_the_store_ends_after_its_ranks(port: int, monkeypatch: p
 
     meeting = meet(*c10d(port))
     monkeypatch.setattr(nodes, "call_within", call)
-    meeting.end_if_lost(ended.is_set, messages.append)
+    meeting.watch(ended.is_set, messages.append)
     time.sleep(0.1)
     assert messages == []
     ended.set()

@@ -18,7 +18,11 @@ from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.run import parse_args
@@ -145,31 +149,51 @@ def test_connected_nodes_that_lose_the_store_name_its_host(monkeypatch: pytest.M
         launch(RendezvousConnectionError("Broken pipe"), monkeypatch)
 
 
+ONE_OF_2 = r"1 of 2 nodes have come \(w0\); here --nnodes 2 --rdzv-id a: equal on all nodes\?"
+
+
 @pytest.mark.parametrize(
-    ("before", "is_elastic", "limit_s", "cause"),
+    ("before", "is_elastic", "error", "limit_s", "cause"),
     [
-        ([], False, 600, r"1 of 2 nodes have come \(w0\); here --nnodes 2 --rdzv-id a: equal on all nodes\?"),
-        (["w0", "w1"], False, 50, "w1 has not come back to restart the ranks: see the log of its launcher"),
-        (["w0", "w0"], False, 50, "w0 has not come back .*"),  # two launchers of one host
-        (["w0", "w1"], True, 600, "w1 has not come back .*"),  # it may be replaced
+        ([], False, RendezvousTimeoutError, 600, f" within 600 s: {ONE_OF_2}"),
+        (
+            ["w0", "w1"],
+            False,
+            RendezvousTimeoutError,
+            50,
+            " .* 50 s: w1 has not come back to restart the ranks: see .*",
+        ),
+        (["w0", "w0"], False, RendezvousTimeoutError, 50, " .* w0 has not come back .*"),  # two launchers of one host
+        (["w0", "w1"], True, RendezvousTimeoutError, 600, " .* w1 has not come back .*"),  # it may be replaced
+        ([], False, RendezvousConnectionError, 600, f": the launcher that has the store .*; before that, {ONE_OF_2}"),
+        ([], False, RendezvousClosedError, 600, ": another launcher .*; or the run of --rdzv-id a has ended .*"),
     ],
 )
 def test_nodes_that_do_not_come(
-    *, before: list[str], is_elastic: bool, limit_s: int, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    *,
+    before: list[str],
+    is_elastic: bool,
+    error: type[Exception],
+    limit_s: int,
+    cause: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(ELASTIC, raising=False)
+    monkeypatch.setattr(torchrun.Agent, "has_met", False)
     if is_elastic:
         monkeypatch.setenv(ELASTIC, str(tmp_path / "connected"))
     launcher, handler = agent_of(dynamic_rendezvous(max_nodes=2))
     launcher._meeting = meeting = Meeting.__new__(Meeting)
     meeting.endpoint, meeting._nodes, meeting._id, meeting._host, meeting.patience_s = "w0:1", "2", "a", "w0", 600
     launcher._hosts = Counter(before)
+    monkeypatch.setattr(meeting, "watch", lambda _is_needed, _end: None)
 
-    def time_out(_agent: object, _group: object) -> None:
-        raise RendezvousTimeoutError
+    def fail(_agent: object, _group: object) -> None:
+        raise error
 
-    monkeypatch.setattr(LocalElasticAgent, "_rendezvous", time_out)
-    with pytest.raises(UserError, match=rf"^the nodes cannot connect at w0:1 within {limit_s} s: {cause}$"):
+    monkeypatch.setattr(LocalElasticAgent, "_rendezvous", fail)
+    with pytest.raises(UserError, match=rf"^the nodes cannot connect at w0:1{cause}$"):
         launcher._rendezvous(launcher._worker_group)
     assert handler.settings.timeout.join.total_seconds() == limit_s
 
@@ -197,6 +221,7 @@ def test_options_that_torchrun_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--nnodes=2", "--node-rank=2", "--rdzv-backend=c10d"], []),  # not used
         (["--standalone", "--node-rank=2"], []),
         (["--nnodes=1:2"], ["--rdzv-backend"]),
+        (["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=w0:0"], ["--rdzv-endpoint"]),
         (["--nnodes=1:2", "--rdzv-backend=c10d", "--node-rank=3"], []),
     ],
 )
