@@ -1,5 +1,6 @@
 import gzip
 import os
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,7 @@ def ids_like_text(vocab_size: int) -> Any:
 @pytest.mark.parametrize("vocab_size", [300, 2048, 50_257, 65_536, 151_936])
 def test_raw_files_of_another_type_are_refused_with_what_helps(vocab_size: int, tmp_path: Path) -> None:
     ids, file = ids_like_text(vocab_size), tmp_path / "tokens.bin"
-    for stored in ("<u2", "<u4", "<i8", ">u2", ">u4"):
+    for stored in ("<u2", "<u4", "<i8", ">u2", ">u4", ">i8"):
         if vocab_size > 65_536 and stored.endswith("u2"):
             continue
         for read_as in ("uint16", "uint32"):
@@ -194,21 +195,29 @@ def converted(problem: Problem, vocab_size: int) -> Any:
     return np.load(file)
 
 
-@pytest.mark.parametrize(("number", "dtype"), [(20240520, "uint16"), (20240801, "uint32")])
-def test_the_header_of_llm_c_is_named(number: int, dtype: str, tmp_path: Path) -> None:
-    ids, header = ids_like_text(50_257), np.zeros(256, "<i4")
-    header[:3] = number, 1, len(ids)
+@pytest.mark.parametrize("numbers", [256, 2, 4, 128, 1024])
+@pytest.mark.parametrize(("first", "dtype"), [(20240520, "uint16"), (20240801, "uint32"), (1, "uint16"), (1, "uint32")])
+@pytest.mark.parametrize("read_as", ["uint16", "uint32"])
+def test_headers_are_named(first: int, dtype: str, numbers: int, read_as: str, tmp_path: Path) -> None:
+    ids, header = np.tile(ids_like_text(50_257), 20), np.zeros(numbers, "<i4")
+    header[:2] = first, len(ids)
     (tmp_path / "it's.bin").write_bytes(header.tobytes() + ids.astype(dtype).tobytes())
-    (problem,) = check_content(source(tmp_path, dtype), 65_536)
-    assert "it begins with a header of llm.c" in problem.remedy
+    (problem,) = check_content(source(tmp_path, read_as), 65_536)
+    assert f"it begins with a header of {f'{4 * numbers} bytes' if first == 1 else 'llm.c'}: " in problem.remedy
     assert np.array_equal(converted(problem, 65_536), ids)
 
 
+def test_an_id_beyond_the_vocabulary_is_named_in_a_file_of_the_right_type(tmp_path: Path) -> None:
+    np.append(ids_like_text(50_257), 70_000).astype("uint32").tofile(tmp_path / "tokens.bin")
+    (problem,) = check_content(source(tmp_path, "uint32"), 65_536)
+    assert "has 70000 at position" in problem.remedy
+
+
 def test_other_formats_are_named(tmp_path: Path) -> None:
-    for data in (b"PK\x03\x04" * 99, gzip.compress(b"tokens" * 99)):
+    for data in (b"PK\x03\x04" * 99, gzip.compress(b"tokens" * 99), "naïve text\n".encode() * 99):
         (tmp_path / "tokens.bin").write_bytes(data[: len(data) // 2 * 2])
         (problem,) = check_content(source(tmp_path, "uint16"), 65_536)
-        assert "is a zip archive: unpack it" in problem.remedy or "is compressed with gzip: unpack it" in problem.remedy
+        assert re.search("is a zip archive: unpack|is compressed with gzip: unpack|is text: write", problem.remedy)
 
 
 def test_wider_ids_of_a_tiny_vocabulary_are_named(tmp_path: Path) -> None:

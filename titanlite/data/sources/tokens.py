@@ -4,11 +4,13 @@ A folder written by `titanlite tokenize` also has a manifest, tokens.json, besid
 which documents start, and a copy of the tokenizer.
 """
 
+import codecs
 import os
 import shlex
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NotRequired
@@ -222,34 +224,17 @@ def find_invalid(tokens: npt.NDArray[np.integer], vocab_size: int) -> int | None
 def raw_fault(file: Path, sample: npt.NDArray[np.unsignedinteger], vocab_size: int) -> str:
     """What shows that a raw file is not of the dtype it is read as, with the remedy; "" if nothing does.
 
-    sample: its beginning, uint16 or uint32. In ids of twice the size or more, every other element is 0, or for
-    vocabularies above 65,536 a small number. The order of bytes is judged for uint16 only: in uint32, most ids of the
-    other order are in no vocabulary. The upper bytes of the distinct ids of a text vary less than the lower ones: low
-    ids are used more.
+    sample: its beginning, uint16 or uint32.
     """
-    name, raw = sample.dtype.name, sample.tobytes()
-    found, dtype, skipped = "", "", 0
-    if (first := int.from_bytes(raw[:4], "little")) in _LLM_C:
-        found, dtype, skipped = "it begins with a header of llm.c", _LLM_C[first], 1024
-    elif what := next((what for magic, what in _MAGICS.items() if raw.startswith(magic)), ""):
+    raw, skipped = sample.tobytes(), 0
+    if what := next((what for magic, what in _MAGICS.items() if raw.startswith(magic)), ""):
         return f"{file} is {what}: unpack it, or write token files with titanlite tokenize"
-    elif len(sample) >= _MIN_SAMPLE and sample.any():
-        columns = sample[: len(sample) // 4 * 4].reshape(-1, 4)
-        ids = np.unique(sample)
-        if name == "uint16" and not columns[:, 2:].any() and columns[:, 1].max() < _FEW:
-            found, dtype = "its ids have 64 bits", "<u8"
-        elif (most := columns[:, 1::2].max()) < _FEW and (columns[:, ::2] >= (_FEW if most else 1)).mean() > 0.05:
-            found, dtype = ("its ids have 32 bits", "<u4") if name == "uint16" else ("its ids have 64 bits", "<u8")
-        elif name == "uint16" and columns[:, ::2].byteswap().max() < _FEW and (columns[:, 1::2] >= _FEW).mean() > 0.05:
-            found, dtype = "its ids have 32 bits, in big-endian order", ">u4"
-        elif name == "uint32" and find_invalid(sample, vocab_size) is not None:
-            if fault := raw_fault(file, halves := sample.view(np.uint16), vocab_size):
-                return fault
-            fits = find_invalid(halves, vocab_size) is None
-            found, dtype = ("its ids have 16 bits", "<u2") if fits else ("", "")
-        elif name == "uint16" and len(ids) >= _MIN_SAMPLE and _entropy(ids & 255) + 1 < _entropy(ids >> 8):
-            fits = find_invalid(sample.byteswap(), vocab_size) is None
-            found, dtype = ("its bytes are in big-endian order", ">u2") if fits else ("", "")
+    if len(raw) >= _MIN_SAMPLE and _is_text(raw):
+        return f"{file} is text: write token files with titanlite tokenize, or read it with another kind"
+    if header := _header(raw, os.path.getsize(file), 0 if sample.dtype == np.uint16 else vocab_size):
+        found, dtype, skipped = header
+    else:
+        found, dtype = _other_type(sample, vocab_size)
     if not found:
         return ""
     if (own := {"<u2": "uint16", "<u4": "uint32"}.get(dtype)) and not skipped:
@@ -260,6 +245,63 @@ def raw_fault(file: Path, sample: npt.NDArray[np.unsignedinteger], vocab_size: i
     return f"{file}: {found}: convert it with python -c {shlex.quote(code)}, and remove it"
 
 
+def _is_text(raw: bytes) -> bool:
+    """Whether all bytes are those of UTF-8; the last character may be incomplete."""
+    with suppress(UnicodeDecodeError):
+        return all(each.isprintable() or each.isspace() for each in codecs.getincrementaldecoder("utf-8")().decode(raw))
+    return False
+
+
+def _header(raw: bytes, size: int, min_tokens: int) -> tuple[str, str, int] | None:
+    """(description, type of the ids, its bytes) of a header; None if there is none.
+
+    It has the number of the tokens that follow, among its first numbers of 32 bits. size: of the file, in bytes.
+    min_tokens: a smaller number may be an id.
+    """
+    fields = np.frombuffer(raw[: len(raw) // 4 * 4], "<u4").tolist()
+    number = fields[0] if fields else 0
+    for skipped in _HEADERS:
+        for dtype in ("<u2", "<u4"):
+            count, rest = divmod(size - skipped, np.dtype(dtype).itemsize)
+            if count >= max(min_tokens, _MIN_SAMPLE) and not rest and count in fields[: min(8, skipped // 4)]:
+                what = "a header of llm.c" if number in _LLM_C else f"a header of {skipped} bytes"
+                return f"it begins with {what}", dtype, skipped
+    return ("it begins with a header of llm.c", _LLM_C[number], 1024) if number in _LLM_C else None
+
+
+def _other_type(sample: npt.NDArray[np.unsignedinteger], vocab_size: int) -> tuple[str, str]:
+    """What shows that a sample is of another type, and the type; ("", "") if nothing does.
+
+    In ids of twice the size or more, every other element is 0, or for vocabularies above 65,536 a small number. The
+    order of bytes is judged for uint16 only: in uint32, most ids of the other order are in no vocabulary. The upper
+    bytes of the distinct ids of a text vary less than the lower ones: low ids are used more.
+    """
+    if len(sample) < _MIN_SAMPLE or not sample.any():
+        return "", ""
+    is_uint16, columns, ids = (
+        sample.dtype == np.uint16,
+        sample[: len(sample) // 4 * 4].reshape(-1, 4),
+        np.unique(sample),
+    )
+    if is_uint16 and not columns[:, 2:].any() and columns[:, 1].max() < _FEW:
+        return "its ids have 64 bits", "<u8"
+    if is_uint16 and not columns[:, :2].any() and columns[:, 2].byteswap().max() < _FEW:
+        return "its ids have 64 bits, in big-endian order", ">u8"
+    if (most := columns[:, 1::2].max()) < _FEW and (columns[:, ::2] >= (_FEW if most else 1)).mean() > 0.05:
+        return ("its ids have 32 bits", "<u4") if is_uint16 else ("its ids have 64 bits", "<u8")
+    if is_uint16 and columns[:, ::2].byteswap().max() < _FEW and (columns[:, 1::2] >= _FEW).mean() > 0.05:
+        return "its ids have 32 bits, in big-endian order", ">u4"
+    if not is_uint16 and find_invalid(sample, vocab_size) is not None:
+        found, dtype = _other_type(halves := sample.view(np.uint16), vocab_size)
+        if not found and find_invalid(halves, vocab_size) is None:
+            return "its ids have 16 bits", "<u2"
+        return ("", "") if dtype == "<u4" else (found, dtype)
+    if is_uint16 and len(ids) >= _MIN_SAMPLE and _entropy(ids & 255) + 1 < _entropy(ids >> 8):
+        fits = find_invalid(sample.byteswap(), vocab_size) is None
+        return ("its bytes are in big-endian order", ">u2") if fits else ("", "")
+    return "", ""
+
+
 def _entropy(values: npt.NDArray[np.integer]) -> float:
     """In bits, of the distribution of the values, bytes."""
     counts = np.bincount(values)
@@ -267,6 +309,8 @@ def _entropy(values: npt.NDArray[np.integer]) -> float:
     return float(-(shares * np.log2(shares)).sum())
 
 
+_HEADERS = (4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Usual sizes of headers, in bytes."""
 _LLM_C = {20240520: "<u2", 20240801: "<u4"}
 """First number of llm.c's headers, of 256 numbers of 32 bits -> type of the ids after it."""
 _MAGICS = {
