@@ -96,3 +96,12 @@ def setting_of(full_key: str) -> Setting:
 def fields_of(values: Any) -> dict[str, Any]:
     """Field -> value of a dataclass, one level deep."""
     return {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
+
+
+def value_of(config: JobConfig, key: str) -> Any:
+    """The value of a full key, as data.sources.0.path; of a hyper-parameter, that of the model."""
+    section, name, *row = key.split(".")
+    values = getattr(config, section)
+    if row:
+        return getattr(getattr(values, name)[int(row[0])], row[1])
+    return getattr(values if section != "model" or hasattr(values, name) else config.hyper_parameters, name)

@@ -7,7 +7,7 @@ from typing import Any
 
 import tomli_w
 
-from titanlite.config.fields import SECTIONS, fields_of, setting_of
+from titanlite.config.fields import SECTIONS, fields_of, setting_of, value_of
 from titanlite.config.lengths import LENGTHS, UNSET
 from titanlite.config.schema import JobConfig
 from titanlite.config.value_types import literal
@@ -54,7 +54,7 @@ def print_config(
 
     def comment(key: str, value: Any) -> str:
         where = labels[origins[key]] if key in origins else _default(key, config)
-        before, after = _value(given, key), _value(kept, key)
+        before, after = value_of(given, key), value_of(kept, key)
         if before != after:
             return f"kept from the run in {config.job.dump_folder}"
         others = [other for keys in LENGTHS if key in keys for other in keys if other in origins]
@@ -104,17 +104,6 @@ def _default(key: str, config: JobConfig) -> str:
     """The origin of a value that is not given."""
     is_own = key.partition(".")[2] in ("family", "flavor")
     return "default" if is_own or not key.startswith("model.") else f"flavor {config.model.flavor}"
-
-
-def _value(config: JobConfig, key: str) -> Any:
-    """The value of a key, or of one in a table of an array; of a hyper-parameter, that of the model."""
-    section, name, *row = key.split(".")
-    values = getattr(config, section)
-    if row:
-        return getattr(getattr(values, name)[int(row[0])], row[1])
-    if section == "model" and name not in ("family", "flavor"):
-        return getattr(resolve_model(values)[1], name)
-    return getattr(values, name)
 
 
 def _labels(origins: Mapping[str, str]) -> dict[str, str]:

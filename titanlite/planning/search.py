@@ -17,7 +17,7 @@ from math import inf, prod
 from typing import Any, get_args
 
 from titanlite.config.check import check_layout, one_rank, resolve_config
-from titanlite.config.fields import keys_that_affect
+from titanlite.config.fields import keys_that_affect, value_of
 from titanlite.config.schema import JobConfig
 from titanlite.data.deal import most_sequences
 from titanlite.parallel.data import resolve_gradient_sync
@@ -168,7 +168,7 @@ class _Visit:
         self, config: JobConfig, world_size: int, profile: Profile, memory_gib: float, kept: frozenset[str]
     ) -> None:
         self.world_size, self.profile = world_size, profile
-        self.kept = frozenset(key for key in kept & SEARCHED if _value(config, key) != -1)
+        self.kept = frozenset(key for key in kept & SEARCHED if value_of(config, key) != -1)
         self.usable = USABLE * memory_gib * GIB
         self.model = config.hyper_parameters
         resolved = resolve_config(one_rank(config), world_size=1, device_type=profile.device)
@@ -178,7 +178,7 @@ class _Visit:
 
     def options(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
         """The values to search for a key."""
-        return [_value(self.config, key)] if key in self.kept else values
+        return [value_of(self.config, key)] if key in self.kept else values
 
     def meshes(self) -> Iterator[Settings]:
         """All factorizations of the ranks over the axes, with the ways to exchange positions and to place experts."""
@@ -453,11 +453,6 @@ def _extrapolated(few: Choice, more: Choice, microbatches: int, config: JobConfi
         sent_bytes=round(line(few.sent_bytes, more.sent_bytes)),
         time=StepTime(parts, line(few.time.least, more.time.least)),
     )
-
-
-def _value(config: JobConfig, key: str) -> Any:
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
 
 
 def with_settings(config: JobConfig, settings: Settings) -> JobConfig:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from math import prod
 
+from titanlite.config.fields import value_of
 from titanlite.config.schema import JobConfig
 from titanlite.config.value_types import literal
 from titanlite.planning.hardware.machine import Profile
@@ -48,8 +49,7 @@ def options(choice: Choice, config: JobConfig) -> str:
     """The settings of a choice that differ from `config`, for the command line."""
     words = []
     for key, value in choice.settings.items():
-        section, name = key.split(".")
-        if getattr(getattr(config, section), name) != value:
+        if value_of(config, key) != value:
             words += [f"--{key}", literal(value).strip('"')]
     return " ".join(words) or "(as configured)"
 

@@ -12,13 +12,12 @@ from typing import Any
 import tomli
 
 from titanlite.config.arguments import split_arguments
-from titanlite.config.fields import columns_of, fields_of, keys_of, setting_of
+from titanlite.config.fields import columns_of, fields_of, keys_of, setting_of, value_of
 from titanlite.config.files import CONFIG_FILE
 from titanlite.config.load import parse, read_copy, resolve
 from titanlite.config.plugins import PLUGINS
 from titanlite.config.schema import JobConfig
 from titanlite.config.value_types import is_text, literal, row_type
-from titanlite.models.family import ModelConfig
 from titanlite.runtime.errors import ConfigError, Problem, UsageError
 from titanlite.runtime.plugins import plugin_digests
 
@@ -162,22 +161,12 @@ def _run(
     )
     if parsed.problems:
         raise ConfigError(parsed.problems)
-    values = {key: _shown(value_at(parsed.config, key)) for key in names}
+    values = {key: _shown(value_of(parsed.config, key)) for key in names}
     name = "_".join(f"{names[key]}-{in_path(value)}" for key, value in values.items())
     arguments = [f"--{CONFIG_FILE}={config}", *plain, f"--{DUMP_FOLDER}={Path(parsed.config.job.dump_folder, name)}"]
     arguments += switches
     checked = resolve(parse(arguments), world_size=world_size, device_type=device_type)
     return Run(name, values, arguments, checked)
-
-
-def value_at(config: JobConfig, key: str) -> Any:
-    """The value of a full key, as on the command line: data.sources.0.path."""
-    section, name, *row = key.split(".")
-    table = getattr(config, section)
-    if isinstance(table, ModelConfig) and name in table.overrides:
-        return table.overrides[name]
-    value = getattr(table, name)
-    return getattr(value[int(row[0])], row[1]) if row else value
 
 
 def _shown(value: Any) -> str:
