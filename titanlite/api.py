@@ -24,6 +24,7 @@ from titanlite.metrics.scores import SetTotals, TaskScores, sum_of
 from titanlite.ranks.agreement import start_rank
 from titanlite.ranks.distributed import ELASTIC, CommConfig, World, world_from_environment
 from titanlite.ranks.failure import EmbeddedReport
+from titanlite.ranks.job_lock import job_lock
 from titanlite.ranks.network import connect
 from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import ConfigError, UsageError, UserError
@@ -35,7 +36,7 @@ from titanlite.tools.command import check_options
 from titanlite.tools.convert import __main__ as convert
 from titanlite.tools.generate import __main__ as generate
 from titanlite.tools.saved_run import SavedRun, Weights, open_run
-from titanlite.train import run_locked
+from titanlite.train import run_job
 
 _USED = threading.Lock()
 """Held during a run or an evaluation: process groups, the log and torch's settings belong to the entire process."""
@@ -152,7 +153,9 @@ def run(config: JobConfig | str | Path, overrides: Mapping[str, Any] | None = No
         if parsed is not None and world.rank == 0:
             for problem in without_effect(parsed, job.config, world.size):
                 log.warning("Without effect: %s", describe(problem))
-        end = run_locked(job, world, store, EmbeddedReport(cleanup), environment, cleanup)
+        section = job.config.job
+        with job_lock(section.dump_folder, world.rank, take_over=section.take_over, environment=environment):
+            end = run_job(job, world, store, EmbeddedReport(cleanup), environment, cleanup)
         trained = TrainedRun(end.config, end.step, None, end.how)
         loss = end.record.loss if end.record else last_row(trained.folder / METRICS_FILE).get("loss")
         return replace(trained, loss=loss)

@@ -91,29 +91,13 @@ def main() -> None:
             for problem in without_effect(parsed, job.config, world.size):
                 log.warning("Without effect: %s", describe(problem))
         cleanup = ExitStack()  # not entered: an error ends the process, which must not wait for other ranks before
-        end = run_locked(job, world, store, failure, environment, cleanup)
+        section = job.config.job
+        with job_lock(section.dump_folder, world.rank, take_over=section.take_over, environment=environment):
+            end = run_job(job, world, store, failure, environment, cleanup)
         if end.stop is None and world.rank == 0:
             note_finished(store)
         if end.stop is not None and is_elastic:
             wait_for_launcher(end.stop, OWN_SIGNAL_S)
-
-
-def run_locked(
-    job: Job,
-    world: World,
-    store: dist.Store,
-    failure: FailureReport,
-    environment: Mapping[str, str],
-    cleanup: ExitStack,
-) -> End:
-    """Run the job in its dump folder, which is locked for it. A collective.
-
-    environment: the variables at program start. cleanup: empty, and again on return; after an
-    error, closing it closes what was built.
-    """
-    config = job.config
-    with job_lock(config.job.dump_folder, world.rank, take_over=config.job.take_over, environment=environment):
-        return run_job(job, world, store, failure, environment, cleanup)
 
 
 def wait_for_launcher(stopped: StopRequest, seconds: float) -> None:
@@ -134,7 +118,11 @@ def run_job(
     environment: Mapping[str, str],
     cleanup: ExitStack,
 ) -> End:
-    """Build the run, train, log how it ended. The dump folder is locked for this job. cleanup: see run_locked."""
+    """Build the run, train, log how it ended. A collective.
+
+    The dump folder is locked for this job. environment: the variables at program start. cleanup: empty, and again on
+    return; after an error, closing it closes what was built.
+    """
     config = job.config
     run = build_run(job, world, store, environment, cleanup)
     first_step = run.trainer.step + 1

@@ -29,19 +29,20 @@ from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.preflight import imported_from
 from titanlite.checkpoint.start import RunFacts, Start, StartFinder
 from titanlite.checkpoint.state import RunState
+from titanlite.config.check import OUTPUTS
 from titanlite.config.fields import SECTIONS, keys_of, keys_that_affect
 from titanlite.config.load import CONFIG_COPY, read_copy
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import dump_config
 from titanlite.data.fingerprint import data_fingerprint
 from titanlite.data.kinds import source_names
-from titanlite.data.ledger import LEDGER_FOLDER, Ledger, ledger_files
+from titanlite.data.ledger import Ledger, ledger_files
 from titanlite.data.loader import Loader
 from titanlite.data.sources.base import Source
 from titanlite.data.tasks import EncodedTask
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.evaluation.validation import Validation
-from titanlite.faults.record import RECORD_FOLDER, StepRecorder
+from titanlite.faults.record import StepRecorder
 from titanlite.faults.replicas import Replicas
 from titanlite.faults.skipped import SkippedSteps
 from titanlite.generation.generate import Prompt, encode_prompts
@@ -50,7 +51,7 @@ from titanlite.hf.folder import PREFIX, ModelFolder
 from titanlite.hf.generation_defaults import read_generation_defaults
 from titanlite.hf.source import fetch_source
 from titanlite.metrics.about import AboutRun
-from titanlite.metrics.config import EXPERTS_FILE, LOG_FILE, METRICS_FILE, RUN_FILE, SAMPLES_FILE, TENSORBOARD_FOLDER
+from titanlite.metrics.config import LOG_FILE, METRICS_FILE
 from titanlite.metrics.experts import ExpertLoads
 from titanlite.metrics.jsonl import has_validation, keep_rows, last_row
 from titanlite.metrics.loggers import Loggers, build_loggers
@@ -66,7 +67,6 @@ from titanlite.parallel.pipeline import local_stages
 from titanlite.planning.memory_check import check_memory, explained_out_of_memory, plan_memory
 from titanlite.planning.rank_memory import Memory
 from titanlite.precision import DTYPES
-from titanlite.profiling.config import SNAPSHOTS_FOLDER, TRACES_FOLDER
 from titanlite.profiling.trace import Profiling
 from titanlite.ranks.agreement import DataEnd, require_equal, run_on_all_ranks, run_on_rank_0
 from titanlite.ranks.distributed import World, init_process_group
@@ -486,9 +486,7 @@ def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: To
     A new run renames the files of an earlier run there. A resumed run removes ledger rows of later steps.
     """
     if not start.resumes:
-        outputs = [CONFIG_COPY, TOKENIZER_FOLDER, METRICS_FILE, RUN_FILE, SAMPLES_FILE, EXPERTS_FILE, LOG_FILE]
-        outputs += [LEDGER_FOLDER, RECORD_FOLDER, TRACES_FOLDER, SNAPSHOTS_FOLDER, TENSORBOARD_FOLDER]
-        prepare_dump_folder(config.job.dump_folder, outputs, world.rank)
+        prepare_dump_folder(config.job.dump_folder, OUTPUTS, world.rank)
     else:
         for file in ledger_files(config.job.dump_folder)[world.rank :: world.size]:
             keep_rows(file, start.step)

@@ -44,11 +44,13 @@ from titanlite.ranks.job_lock import JOB_LOCK_FILE
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.plugins import is_of_program
 
-OWN_FILES = (
-    *("config.toml", "tokenizer", METRICS_FILE, RUN_FILE, SAMPLES_FILE, EXPERTS_FILE, LOG_FILE, JOB_LOCK_FILE),
-    *("ledger", "records", "faults", "traces", "memory_snapshots", TENSORBOARD_FOLDER, WANDB_FOLDER, MLFLOW_FOLDER),
+OUTPUTS = (
+    *("config.toml", "tokenizer", METRICS_FILE, RUN_FILE, SAMPLES_FILE, EXPERTS_FILE, LOG_FILE),
+    *("ledger", "records", "traces", "memory_snapshots", TENSORBOARD_FOLDER),
 )
-"""Files and folders that a run writes into job.dump_folder, in addition to checkpoint.folder."""
+"""Files and folders that a run writes into job.dump_folder, of which a new run renames those of an earlier one."""
+OWN_FILES = (*OUTPUTS, JOB_LOCK_FILE, "faults", WANDB_FOLDER, MLFLOW_FOLDER)
+"""All of them, in addition to checkpoint.folder."""
 BELOW_ONE = ("beta1", "beta2", "momentum")
 """Keys of optimizers that must be below 1 also in the dtype of the arithmetic."""
 MAX_NAME_BYTES = 255
