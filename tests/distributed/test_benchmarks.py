@@ -1,4 +1,4 @@
-"""The benchmarks: that each starts, and what step, memory, growth, context, experts and optimizers write, at a tiny
+"""The benchmarks: that each starts, and what step, memory, context, experts and optimizers write, at a tiny
 size."""
 
 import json
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import context, experts, growth, memory, optimizers, step
+from benchmarks import context, experts, memory, optimizers, step
 from benchmarks.__main__ import benchmarks, main
 from benchmarks.measuring import case, configuration
 from tests.pool import run_ranks as run_pooled_ranks
@@ -95,7 +95,7 @@ def test_kernels_are_all_products_of_a_step(layout: Any) -> None:
 
 @pytest.mark.soak
 def test_report_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    memory.main(("single",), (512,), (64, 1024), rounds=1, settings=TINY, json=tmp_path)
+    memory.main(("single",), (512,), (64, 1024), (), rounds=1, settings=TINY, json=tmp_path)
     ((short, long),) = tables(tmp_path / "memory.json").values()
     assert set(short) == {"layout", "vocabulary", "sequence", "peak (MiB)", "plan (MiB)", "plan / peak"}
     more, planned = (long["peak (MiB)"][0] - short["peak (MiB)"][0]), long["plan (MiB)"] - short["plan (MiB)"]
@@ -105,8 +105,8 @@ def test_report_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.soak
 def test_report_of_growth(tmp_path: Path) -> None:
-    growth.main(("ranks",), rounds=2, steps=1, settings=TINY, json=tmp_path)
-    (rows,) = tables(tmp_path / "growth.json").values()
+    memory.main((), axes=("ranks",), rounds=2, steps=1, settings=TINY, json=tmp_path)
+    (rows,) = tables(tmp_path / "memory.json").values()
     assert [(row["axis"], row["size"]) for row in rows] == [("ranks", 1), ("ranks", 2)]
     for row in rows:
         assert set(row) == {"axis", "size", "tokens/s", "peak (MiB)", "plan (MiB)"}
