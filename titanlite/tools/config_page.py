@@ -20,19 +20,7 @@ A TOML file configures a run; the command line overrides single keys:
 torchrun --nproc-per-node 2 -m titanlite.train my.toml --training.steps 50
 ```
 
-**Precedence.** Defaults < files that the TOML [extends](configuration.md) < TOML < command line. The run writes the
-result to `<dump_folder>/config.toml`, with every `-1` and `"auto"` that affects numbers replaced by its value. That
-file is a valid configuration for another run.
-
-**Command line.** `--section.key value` or `--section.key=value`, with the key names of the TOML file. Write values as
-in TOML, but strings without quotes: `--optimizer.lr 1e-3`, `--data.shuffle false`, `--job.description "a first run"`,
-`--optimizer.weight_decay_skip '["*norm*"]'`. A value that starts with `--` needs the form with `=`. `--help` shows all
-keys with their current values, including those of the TOML file if one is given.
-
-**Validation.** Unknown sections and keys, values of a wrong type (`"false"` for a boolean, `1.5` for an integer, `nan`
-or `inf` anywhere) and values out of range are errors, both in TOML and on the command line. A float key also accepts an
-integer. All problems are reported at once, each with key, value, rule and remedy; the run does not start, and the exit
-code is 2. Values that the command line overrides are not validated.
+[Writing, checking and sharing configurations](configuration.md) says how the two are read and checked.
 """
 
 SOURCES = """\
