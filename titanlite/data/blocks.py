@@ -15,13 +15,14 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from titanlite.data.corpus import BYTES_PER_TOKEN, PieceEncoder
 from titanlite.data.order import MIN_PATIENCE, READ_AHEAD_PIECES, shuffled
 from titanlite.data.sources.base import MAX_BLOCK_BYTES, MAX_BLOCK_ROWS, ReadUnit, Row, Share, StreamedSource
 from titanlite.data.sources.pieces import (
+    BYTES_PER_TOKEN,
     CONTEXT,
     EMPTY_PIECE,
     BadRowError,
+    PieceEncoder,
     PieceText,
     Place,
     TokenPiece,

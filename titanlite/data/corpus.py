@@ -25,6 +25,7 @@ from titanlite.data.sources.base import TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import (
     AT_BEGIN,
+    BYTES_PER_TOKEN,
     CONTEXT,
     EMPTY,
     ENDS_DOCUMENT,
@@ -32,6 +33,7 @@ from titanlite.data.sources.pieces import (
     BadRowError,
     EpochSize,
     Piece,
+    PieceEncoder,
     PieceText,
     TokenPiece,
 )
@@ -44,9 +46,6 @@ from titanlite.runtime.text import counted
 
 FORMAT_VERSION = 3
 FLUSH_PIECES = 2**16
-
-BYTES_PER_TOKEN = 3
-"""Approximate value for English and code; it only decides how far to read ahead."""
 
 SAMPLED_BYTES = 2**18
 MIN_SAMPLED_PIECES = 4
@@ -132,10 +131,7 @@ def _scan(source: TextSource, files: Sequence[Path], max_piece_bytes: int, what:
 
 
 class Encoder:
-    """Tokenizes pieces; adds BOS and EOS only at the start and end of a document.
-
-    reads_context: whether the tokens of a part of a document are those of the entire document.
-    """
+    """A PieceEncoder of documents; adds BOS and EOS only at the start and end of one."""
 
     def __init__(self, tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool, reads_context: bool = True) -> None:
         self.reads_context = reads_context
@@ -203,7 +199,7 @@ class ConversationEncoder:
         self._loss_on = loss_on
 
     def encode(self, pieces: Sequence[PieceText], locate: Callable[[int], str]) -> list[TokenPiece | Exception]:
-        """As Encoder.encode. The texts are rows of JSON; one that is not a conversation is a bad row."""
+        """The texts are rows of JSON; one that is not a conversation is a bad row."""
         texts = [piece.text for piece in pieces]
         parsed = [text if isinstance(text, Exception) else _messages(text) for text in texts]
         conversations = [found for found in parsed if not isinstance(found, Exception)]
@@ -223,9 +219,6 @@ def _messages(row: str) -> list[Message] | BadRowError:
         return conversation(row.encode())
     except BadRowError as bad:
         return bad
-
-
-PieceEncoder = Encoder | ConversationEncoder
 
 
 def build_encoder(source: SourceConfig, tokenizer: Tokenizer, section: DataConfig) -> PieceEncoder:

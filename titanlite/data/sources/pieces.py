@@ -99,6 +99,21 @@ class TokenPiece(NamedTuple):
     trained: npt.NDArray[np.bool_] | None = None
 
 
+class PieceEncoder(Protocol):
+    """Tokenizes pieces. reads_context: whether the tokens of a part of a document are those of the entire document."""
+
+    reads_context: bool
+
+    def encode(self, pieces: Sequence[PieceText], locate: Callable[[int], str]) -> list[TokenPiece | Exception]:
+        """Tokenize pieces in one batch. An exception in place of a text is returned unchanged.
+
+        A text that cannot be encoded is a bad row. locate: file and row of the n-th of the pieces.
+        """
+        ...
+
+
+BYTES_PER_TOKEN = 3
+"""Approximate value for English and code; it only decides how far to read ahead."""
 AT_BEGIN = np.zeros(1, np.int64)
 EMPTY = np.empty(0, np.int64)
 EMPTY_PIECE = TokenPiece(EMPTY, EMPTY)
