@@ -16,6 +16,8 @@ from tests.distributed.program import CONFIG, REPOSITORY, clean_environment, rea
 ADDRESSES = ("10.9.0.1", "10.9.0.2")
 PORT = 29500
 NAMES = ("w0", "w1")
+LEFT_OVER = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+"""Variables of a rank, from an earlier shell: a launcher would leave its lines to another rank."""
 HOSTS = "127.0.0.1 localhost\n" + "".join(f"{pair[0]} {pair[1]}\n" for pair in zip(ADDRESSES, NAMES, strict=True))
 
 
@@ -72,7 +74,7 @@ class Hosts:
         training = ["--job.dump_folder", "out", "--training.steps", "100000", *keys]
         host_files = f"hostname {NAMES[host]}; mount --bind {name}.hosts /etc/hosts; mount -t tmpfs tmpfs /run"
         command = ["ip", "netns", "exec", self._spaces[host], "unshare", "-um", "bash", "-c"]
-        environment = clean_environment() | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        environment = clean_environment() | LEFT_OVER | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         with (self.folder / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(
                 [*command, f'{host_files}; exec "$@"', "bash", *python, *training],

@@ -4,8 +4,10 @@ python -m titanlite.torchrun [options of torchrun] -m titanlite.train [CONFIG] [
 """
 
 from titanlite.ranks.failure import REFUSED, FailureReport, end_process, prepare_process, raise_on_interrupt
+from titanlite.torchrun.launcher import forget_rank
 
 if __name__ == "__main__":  # before the imports that take seconds
+    forget_rank()
     prepare_process()
 
 import logging

@@ -13,8 +13,8 @@ from titanlite.ranks.failure import FailureReport
 from titanlite.runtime.errors import UsageError, integer_variable
 from titanlite.runtime.gpus import usable_gpus
 
-OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-"""Variables of a rank, which the environment of a container may have."""
+OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+"""Variables of a rank, which the environment of a container or of an earlier shell may have."""
 
 MAX_PROCESSES = 1024
 """Of a node."""
@@ -22,19 +22,24 @@ MAX_PROCESSES = 1024
 
 def main() -> None:
     """Start the training, in this process if it is the only one."""
+    forget_rank()
     with FailureReport():
         options, arguments = split_at_dashes(sys.argv[1:])
         gpus = usable_gpus(os.environ.get("DEVICE", ""))
         processes = integer_variable("NGPU", max(gpus, 1), least=1, most=MAX_PROCESSES)
         set_threads(processes)
     if processes == 1 and not options:
-        for name in OF_LAUNCHERS:
-            os.environ.pop(name, None)
         run_module("titanlite.train", arguments)
     else:
         nodes = options or ["--standalone"]
         ranks = f"--nproc-per-node={processes}"
         run_module("titanlite.torchrun", [*nodes, ranks, "-m", "titanlite.train", *arguments])
+
+
+def forget_rank() -> None:
+    """Unset the variables of a rank: a launcher is none, so that it prints its errors and waits, and ends by itself."""
+    for name in OF_RANKS:
+        os.environ.pop(name, None)
 
 
 def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -84,7 +84,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
         function: Callable[..., None], *args: Any, rank: int = 0, local_rank: int | None = None, **constants: float
     ) -> Program:
         output = tmp_path / f"output{len(programs)}"
-        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank if local_rank is None else local_rank)}
+        environment = {
+            "WORLD_SIZE": "9",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank if local_rank is None else local_rank),
+        }
         process = context.Process(target=run, args=(output, environment, WAITS | constants, function, args))
         process.start()
         programs.append(Program(process, output))
