@@ -6,8 +6,6 @@ plugins = ["capped.py"]
 family = "capped"
 """
 
-from dataclasses import replace
-
 from torch import Tensor, nn
 
 import titanlite
@@ -37,8 +35,4 @@ def build(config: Qwen3Config) -> Qwen3:
 
 STYLES = {name: style for name, style in (TENSOR_STYLES | HEAD_NORMS).items() if not name.endswith(".w3")}
 
-titanlite.register_family(
-    replace(
-        QWEN3, name="capped", build=build, structure=lambda config: decoder_structure(config, STYLES), hugging_face=None
-    )
-)
+titanlite.register_family(QWEN3.variant("capped", build, structure=lambda config: decoder_structure(config, STYLES)))

@@ -6,7 +6,6 @@ plugins = ["parallel_blocks.py"]
 family = "parallel_blocks"
 """
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -25,4 +24,4 @@ def build(config: Any) -> Llama3:
     return Llama3(config, lambda _: ParallelBlock(config, attention(config)))
 
 
-titanlite.register_family(replace(LLAMA3, name="parallel_blocks", build=build, hugging_face=None))
+titanlite.register_family(LLAMA3.variant("parallel_blocks", build))

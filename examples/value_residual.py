@@ -8,7 +8,6 @@ Zhou et al., "Value Residual Learning For Alleviating Attention Concentration In
     family = "value_residual"
 """
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -44,13 +43,11 @@ def build(config: Any) -> Llama3:
 
 
 titanlite.register_family(
-    replace(
-        LLAMA3,
-        name="value_residual",
-        build=build,
+    LLAMA3.variant(
+        "value_residual",
+        build,
         structure=lambda c: decoder.decoder_structure(c, decoder.TENSOR_STYLES | {"layers.*.attention.mix": "scalar"}),
         init=lambda config, name: Init("constant", 0.5) if "mix" in name else decoder.init(config, name),
         boundary=lambda config: config.dim + config.n_kv_heads * config.head_dim,
-        hugging_face=None,
     )
 )

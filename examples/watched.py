@@ -6,29 +6,22 @@ plugins = ["watched.py"]
 family = "watched"
 """
 
-from dataclasses import replace
-from typing import Any
-
-import torch
-from torch import Tensor
+from torch import Tensor, special
 
 import titanlite
-from titanlite.models.attention import attend
-from titanlite.models.llama3 import LLAMA3, Llama3
+from titanlite.models.attention import AttentionMask, attend, attention_weights
+from titanlite.models.llama3 import LLAMA3, Llama3, Llama3Config
 
 
-def attend_and_note(queries: Tensor, keys: Tensor, values: Tensor, mask: Any) -> Tensor:
-    all_keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
-    scores = (queries @ all_keys.mT / queries.shape[-1] ** 0.5).detach()
-    visible = torch.full_like(scores, -torch.inf).triu(1) if mask is None else mask
-    titanlite.watch("entropy/3", torch.special.entr((scores + visible).softmax(-1)).sum(-1).mean(1))
+def attend_and_note(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None) -> Tensor:
+    titanlite.watch("entropy/3", special.entr(attention_weights(queries, keys, mask)).sum(-1).mean(1))
     return attend(queries, keys, values, mask)
 
 
-def build(config: Any) -> Llama3:
+def build(config: Llama3Config) -> Llama3:
     model = Llama3(config)
     model.layers["3"].attention.attend = attend_and_note
     return model
 
 
-titanlite.register_family(replace(LLAMA3, name="watched", build=build))
+titanlite.register_family(LLAMA3.variant("watched", build))

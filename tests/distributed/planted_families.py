@@ -1,6 +1,5 @@
 """A plugin with variants of Llama 3 of which parallelism could drop or replace a part."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,10 +7,13 @@ from torch import Tensor
 from torch.nn import functional
 
 import titanlite
-from titanlite.models import layers
+from titanlite.models import layers, qwen3
 from titanlite.models.attention import additive_mask
 from titanlite.models.decoder import Block
+from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.llama3 import LLAMA3, Llama3
+from titanlite.models.qwen3 import Qwen3
+from titanlite.models.qwen3_moe import QWEN3_MOE
 
 
 def capped(queries: Tensor, keys: Tensor, values: Tensor, mask: Any) -> Tensor:
@@ -87,6 +89,17 @@ class Scaled(Llama3):
         return super().run_blocks(2 * x, *arguments)
 
 
+class Mixture(MixtureOfExperts):
+    """The losses of its routers are over rows, which context parallelism knows."""
+
+
+def add_mixture() -> None:
+    def build(config: Any) -> Qwen3:
+        return Qwen3(config, lambda _: Block(config, qwen3.attention(config), Mixture(config)))
+
+    titanlite.register_family(QWEN3_MOE.variant("mixture", build))
+
+
 def add(
     name: str, kind: type = layers.Attention, attend: Any = None, model: type = Llama3, block_kind: type = Block
 ) -> None:
@@ -99,9 +112,10 @@ def add(
 
         return model(config, block)
 
-    titanlite.register_family(replace(LLAMA3, name=name, build=build, hugging_face=None))
+    titanlite.register_family(LLAMA3.variant(name, build))
 
 
+add_mixture()
 add("capped", attend=capped)
 add("method", Method)
 add("without_mask", attend=without_mask)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.configuration import HAS_EACH_SCHEDULE
-from tests.distributed.layouts import BOUNDS, BY_OP, COMPILE, FULL, GATHER, Layout, measure, schedule
+from tests.distributed.layouts import BOUNDS, BY_OP, COMPILE, EXPERTS, FULL, GATHER, Layout, measure, schedule
 from tests.distributed.program import REPOSITORY
 from tests.pool import run_ranks
 from titanlite.runtime.errors import ConfigError
@@ -108,6 +108,9 @@ def test_code_of_a_family_is_called_on_what_a_rank_has_or_refused() -> None:
         ("smear", GATHERED, "positions interact outside of attend"),
         ("smear", Layout((1, 1, 1, 2)), 'outside of modules with the tensor style "gather"'),
         ("scaled", PIPELINE, "each stage would call its run_blocks"),
+        ("mixture", HEADS, None),
+        ("mixture", Layout((1, 1, 1, 2)), None),
     ]
-    cases = [(str(PLANTED), (f"model.family={family}",), layout) for family, layout, _ in table]
+    chosen = {"mixture": ("model.family=mixture", *EXPERTS[1:])}
+    cases = [(str(PLANTED), chosen.get(family, (f"model.family={family}",)), layout) for family, layout, _ in table]
     verify(2, cases, [refusal for *_, refusal in table])

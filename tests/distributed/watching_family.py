@@ -2,28 +2,18 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, special
 
 import titanlite
 from titanlite.models import decoder, layers
-from titanlite.models.attention import attend
+from titanlite.models.attention import attend, attention_weights
 from titanlite.models.llama3 import LLAMA3, Llama3, attention
 
 
-def entropies(queries: Tensor, keys: Tensor, mask: Any) -> Tensor:
-    """Of the attention of each query, in nats, the mean over the heads: (batch, queries)."""
-    keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
-    scores = (queries @ keys.mT / queries.shape[-1] ** 0.5).detach()
-    visible = torch.full_like(scores, -torch.inf).triu(1) if mask is None else mask
-    return torch.special.entr((scores + visible).softmax(-1)).sum(-1).mean(1)
-
-
 def attend_and_note(queries: Tensor, keys: Tensor, values: Tensor, mask: Any) -> Tensor:
-    titanlite.watch("entropy", entropies(queries, keys, mask))
+    titanlite.watch("entropy", special.entr(attention_weights(queries, keys, mask)).sum(-1).mean(1))
     return attend(queries, keys, values, mask)
 
 
@@ -67,6 +57,6 @@ def updates(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
         titanlite.watch(f"update/{name}", change.square(), per=before[name].square(), root=True)
 
 
-titanlite.register_family(replace(LLAMA3, name="watching", build=build, hugging_face=None))
+titanlite.register_family(LLAMA3.variant("watching", build))
 titanlite.register_term("noting", note_logsumexp, of="logsumexp")
 titanlite.register_statistic("updates", updates)

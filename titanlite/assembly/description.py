@@ -23,6 +23,7 @@ from titanlite.metrics.about import AboutRun, git_commit, note_start
 from titanlite.models.losses import CROSS_ENTROPY
 from titanlite.models.registry import full_parameters
 from titanlite.optim.groups import describe_groups
+from titanlite.optim.lengths import in_steps
 from titanlite.optim.schedule import (
     ScheduleConfig,
     build_schedule,
@@ -30,7 +31,6 @@ from titanlite.optim.schedule import (
     decays,
     depends_on_steps,
     describe_schedule,
-    in_steps,
     ramps,
 )
 from titanlite.parallel.mesh import Mesh

@@ -7,6 +7,7 @@ from typing import Any
 
 from titanlite.checkpoint.config import check_checkpoint
 from titanlite.checkpoint.preflight import check_start, imported_from
+from titanlite.config.fields import SECTIONS, TABLES
 from titanlite.config.lengths import resolve_lengths
 from titanlite.config.schema import JobConfig, JobSection, TrainingConfig
 from titanlite.data.bpe import kept_tokenizer
@@ -68,6 +69,7 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, checks
     return [
         *(_check_places(config) if checks_files else ()),
         *_check_sources(config, facts.training.global_batch_size, degree, checks_files=checks_files),
+        *_check_registered(config),
         *check_terms(config.loss),
         *check_layout(config, world_size),
         *_check_optimizer(config),
@@ -76,6 +78,17 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, checks
         *check_checkpoint(config.checkpoint, device_type, taken=OWN_FILES),
         *check_metrics(config.metrics),
         *check_profiling(config.profiling, world_size=world_size, device_type=device_type, steps=facts.training.steps),
+    ]
+
+
+def _check_registered(config: JobConfig) -> list[Problem]:
+    """Problems of names in registries that are empty without a plugin. Of others, they are the choices of the key."""
+    rule, remedy = "names that a plugin registers; job.plugins has none with any", "add the plugin to job.plugins"
+    return [
+        Problem(f"{name}.{key}", value, rule, remedy)
+        for name, kind in SECTIONS.items()
+        for key, tables in TABLES.get(kind, {}).items()
+        if not any(tables) and (value := getattr(getattr(config, name), key))
     ]
 
 

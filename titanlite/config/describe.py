@@ -11,7 +11,7 @@ from titanlite.config.fields import SECTIONS, columns_of, fields_of, keys_of
 from titanlite.config.schema import JobConfig
 from titanlite.config.value_types import Key, alternatives, literal, row_type
 from titanlite.models.family import ModelConfig
-from titanlite.optim.schedule import Length
+from titanlite.optim.lengths import Length
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from titanlite.config.schema import JobConfig
-from titanlite.optim.schedule import LENGTHS as TEXT_LENGTHS
-from titanlite.optim.schedule import steps_of
+from titanlite.optim.lengths import LENGTHS as TEXT_LENGTHS
+from titanlite.optim.lengths import steps_of
 from titanlite.runtime.errors import Problem
 
 LENGTHS = (
@@ -48,13 +48,15 @@ def resolve_lengths(config: JobConfig) -> JobConfig:
 
     Needs a resolved training.global_batch_size. The ratio of the decay remains: it counts back from the last step.
     """
-    training, steps = config.training, dict[str, Any]()
+    training = config.training
     tokens_per_step = max(1, training.global_batch_size * training.seq_len)  # the ranges are checked later
     if training.tokens != UNSET:
         training = replace(training, steps=-(-training.tokens // tokens_per_step), tokens=UNSET)
-    for key in TEXT_LENGTHS:
-        text = getattr(config.lr_schedule, key)
-        if isinstance(text, str):
-            found = steps_of(text, tokens_per_step, training.steps)
-            steps[key] = found if key == "warmup_steps" else max(1, found)
-    return replace(config, training=training, lr_schedule=replace(config.lr_schedule, **steps))
+    sections: dict[str, Any] = {"training": training}
+    for name, keys in TEXT_LENGTHS.items():
+        section = getattr(config, name)
+        texts = {key: text for key in keys if isinstance(text := getattr(section, key), str)}
+        steps = {key: steps_of(text, tokens_per_step, training.steps) for key, text in texts.items()}
+        least = {key: 0 if key == "warmup_steps" else 1 for key in steps}
+        sections[name] = replace(section, **{key: max(least[key], number) for key, number in steps.items()})
+    return replace(config, **sections)

@@ -14,7 +14,7 @@ import numpy as np
 import tomli
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, WithJsonSchema
 
-from titanlite.optim.schedule import LENGTH_PATTERN, LENGTH_RULE, Length, steps_of
+from titanlite.optim.lengths import LENGTH_PATTERN, LENGTH_RULE, Length, steps_of
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.files import expand_home
 from titanlite.runtime.json_files import check_depth

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol
 
@@ -123,6 +124,10 @@ class ConsoleLogger:
             header, row = table_lines(record, self._total_steps, self._keys)
             if self._num_rows == 0:
                 log.info("Columns: mean = loss since the last row, wait = for data, GiB = %s", self._memory_name)
+                known = scalars(record)
+                for key in (key for key in self._keys if key not in known):
+                    close = "".join(f'; did you mean "{match}"?' for match in get_close_matches(key, known, 1))
+                    log.warning('metrics.columns: the first row of metrics.jsonl has no "%s"%s', key, close)
             if self._num_rows % HEADER_EVERY == 0:
                 log.info("%s", header)
             log.info("%s", row)

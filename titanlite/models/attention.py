@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
 from titanlite.runtime.torch_internals import fused_attention_choice, set_attention_kernels
 
@@ -156,3 +156,22 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | 
     return functional.scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
     )
+
+
+@torch.no_grad()
+def attention_weights(queries: Tensor, keys: Tensor, mask: AttentionMask | None) -> Tensor:
+    """softmax(queries keys^T / sqrt(head_dim) + mask), (batch, heads, queries, seq_len), in at least float32.
+
+    For `titanlite.watch`: without gradients, and large. Arguments: see `attend`.
+    """
+    wide, groups = torch.promote_types(queries.dtype, torch.float32), queries.shape[1] // keys.shape[1]
+    keys = keys.to(wide).repeat_interleave(groups, dim=1)
+    scores: Tensor = queries.to(wide) @ keys.mT / queries.shape[-1] ** 0.5
+    if isinstance(mask, Tensor):
+        return (scores + mask).softmax(-1)
+    n_queries, seq_len = scores.shape[-2:]
+    if mask is None:
+        seen = torch.ones(n_queries, seq_len, dtype=torch.bool, device=scores.device).tril()
+    else:
+        seen = create_mask(mask.mask_mod, len(scores), 1, n_queries, seq_len, device=str(scores.device))
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1)

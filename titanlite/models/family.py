@@ -220,6 +220,11 @@ class Family:
     needs: Mapping[str, Needs] = field(default_factory=dict)
     boundary: Callable[[Any], int] | None = None
 
+    def variant(self, name: str, build: Callable[[Any], LanguageModel], **changes: Any) -> "Family":
+        """A family with its own `build` and changes of other fields. It has no format for transformers, unless the
+        changes have `hugging_face`: the model may compute something else."""
+        return replace(self, **{"name": name, "build": build, "hugging_face": None, **changes})
+
     def stage_width(self, config: Any) -> int:
         """Numbers per position that a pipeline stage passes to the next one."""
         return int(config.dim if self.boundary is None else self.boundary(config))

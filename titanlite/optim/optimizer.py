@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from titanlite.optim.lengths import Length
 from titanlite.parallel.mesh import ShardGroups
 from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.settings import Needs, setting
@@ -82,8 +83,8 @@ class OptimizerConfig:
         -1.0, "0.85 is usual for Muon", least=0, below=1, unset=-1, needs=_uses("Muon", "SGD")
     )
     """Momentum before the first step, from which it comes to `momentum`; -1: it does not change."""
-    momentum_steps: int = setting(300, "300 is usual for Muon", least=1, needs=_WARMS_UP)
-    """Steps until `momentum`."""
+    momentum_steps: Length = setting(300, "300 is usual for Muon", least=1, needs=_WARMS_UP)
+    """Length of the way to `momentum`: a number of steps, or a text as in [lr_schedule]."""
     momentum_shape: str = setting("linear", needs=_WARMS_UP)
     """Shape of this way, as lr_schedule.decay."""
     newton_schulz_steps: int = setting(5, "5 is the usual number", least=1, needs=_uses("Muon"))

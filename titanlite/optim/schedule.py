@@ -1,21 +1,13 @@
 """Learning-rate schedule: a pure function of the step, without state to checkpoint."""
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
+from titanlite.optim.lengths import Length, in_steps
 from titanlite.optim.optimizer import OWN, OptimizerConfig, optimizers_of
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Needs, setting
-
-Length = int | str
-LENGTHS = ("warmup_steps", "final_decay_steps", "decay_steps")
-"""The keys whose values are a Length."""
-LENGTH_RULE = 'a number of steps, or a text "N tokens" or "N %" (of training.steps, up to 100)'
-LENGTH_PATTERN = r"^(?:([0-9](?:_?[0-9]){0,17}) tokens|(100|[0-9]{1,2}(?:\.[0-9]{1,9})?) ?%)$"
-
 
 _FALLS = Needs(
     "lr_schedule.min_lr_factor below 1", lambda section: section.decay == "none" or section.min_lr_factor < 1
@@ -58,23 +50,9 @@ DECAY_SHAPES: dict[str, Callable[[float], float]] = {
 }
 
 
-def steps_of(text: str, tokens_per_step: int, steps: int) -> int:
-    """The steps of a length that is a valid text. steps: of the run."""
-    match = re.fullmatch(LENGTH_PATTERN, text)
-    assert match is not None, text
-    tokens, percent = match.groups()
-    return -(-int(tokens) // tokens_per_step) if tokens else round(float(Fraction(percent) / 100) * steps)
-
-
 def decays(section: ScheduleConfig) -> bool:
     """Whether the learning rate falls after the warm-up."""
     return section.decay != "none" and section.min_lr_factor < 1.0
-
-
-def in_steps(length: Length) -> int:
-    """A resolved length."""
-    assert isinstance(length, int), length
-    return length
 
 
 def decay_span(section: ScheduleConfig, steps: int) -> tuple[int, int]:
@@ -144,8 +122,8 @@ def ramps(section: OptimizerConfig, steps: int) -> dict[str, Ramp]:
     if section.weight_decay_end != -1:
         found["weight_decay"] = Ramp(section.weight_decay, section.weight_decay_end, section.weight_decay_shape, steps)
     if section.momentum_start != -1:
-        momentum = (section.momentum_start, section.momentum, section.momentum_shape, section.momentum_steps)
-        found["momentum"] = Ramp(*momentum)
+        momentum = (section.momentum_start, section.momentum, section.momentum_shape)
+        found["momentum"] = Ramp(*momentum, in_steps(section.momentum_steps))
     return found
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from titanlite.models.attention import Kernel, additive_mask, attend, attention_mask
 from titanlite.models.decoder import Decoder
-from titanlite.models.experts import Experts, feed_forward
+from titanlite.models.experts import Experts, feed_forward, mixtures_of
 from titanlite.models.family import DecoderConfig, Family, LanguageModel, Structure, has_own
 from titanlite.models.head import OutputLayer, output_layers_of
 from titanlite.models.layers import Attention
@@ -110,6 +110,8 @@ def _cut(family: Family, config: Any, *, of_attend: bool) -> tuple[Tensor, Tenso
 
     for parameter in model.parameters():
         nn.init.uniform_(parameter, -0.5, 1.0)
+    for mixture in mixtures_of([model]):
+        mixture.balance_loss = 0.0  # its sums over the positions of a row are added over the ranks
     structure = family.structure(config)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):

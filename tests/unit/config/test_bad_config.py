@@ -265,6 +265,10 @@ BAD = [
     Bad("parallelism.dp_shard", "-1 or at least 1", "1", argv="--parallelism.dp_shard 0"),
     Bad("parallelism.ep", "at least 1", "1", argv="--parallelism.ep 0"),
     Bad("parallelism.ep", "1 for a model without experts", "ep = 1", argv="--parallelism.ep 2", world_size=2),
+    *(
+        Bad(key, "names that a plugin registers", "add the plugin", argv=f'--{key} ["mine"]')
+        for key in ("loss.terms", "metrics.statistics")
+    ),
     Bad("parallelism.ep", "divides dp_shard x cp = 2", "ep = 2", argv=f"{MOE} --parallelism.ep 4", world_size=2),
     Bad("parallelism.ep", "and model.n_experts = 8", "ep = 1", argv=f"{MOE} --parallelism.ep 3", world_size=3),
     Bad("parallelism.ep", "cp = 1 and model.n_experts = 8", "ep = 1", argv=f"{MOE} --parallelism.ep 3"),

@@ -8,7 +8,7 @@ from tests.configuration import parse_config
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import dump_config
-from titanlite.optim.schedule import steps_of
+from titanlite.optim.lengths import steps_of
 from titanlite.runtime.errors import ConfigError
 
 BATCH = "[training]\nseq_len = 10\nlocal_batch_size = 2\n"
@@ -49,7 +49,10 @@ def test_the_batch_of_all_ranks_counts(tmp_path: Path) -> None:
 def test_warm_up_and_decay_in_tokens_and_percent(text: str, warmup: int, decay: int, tmp_path: Path) -> None:
     """Of 200 steps: tokens are rounded up, percentages to the nearest step, but a decay has one at least."""
     toml = f"{BATCH}tokens = 4000\n[lr_schedule]\nwarmup_steps = {text!r}\n"
-    found = loaded(tmp_path, f"{toml}decay_steps = {text!r}").lr_schedule
+    muon = f"[optimizer]\nname = 'Muon'\nmomentum = 0.9\nmomentum_start = 0.5\nmomentum_steps = {text!r}\n"
+    config = loaded(tmp_path, f"{toml}decay_steps = {text!r}\n{muon}")
+    found = config.lr_schedule
+    assert config.optimizer.momentum_steps == decay
     assert (found.warmup_steps, found.decay_steps, found.final_decay_steps) == (warmup, decay, -1)
     found = loaded(tmp_path, toml, "--lr_schedule.final_decay_steps", text).lr_schedule
     assert (found.warmup_steps, found.decay_steps, found.final_decay_steps) == (warmup, -1, decay)

@@ -86,6 +86,16 @@ def test_further_keys_are_columns() -> None:
     )
 
 
+def test_the_console_warns_once_of_keys_that_the_first_row_does_not_have(caplog: pytest.LogCaptureFixture) -> None:
+    console = ConsoleLogger(30, "peak RSS", ["grad_nrm", "loss", "?"])
+    for _ in range(2):
+        console.write(RECORD)
+    rule = "metrics.columns: the first row of metrics.jsonl has no"
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        *(f'{rule} "grad_nrm"; did you mean "grad_norm"?', f'{rule} "?"')
+    ]
+
+
 def test_unknown_values_are_left_out_and_rare_ones_are_appended() -> None:
     record = replace(RECORD, skipped_steps=2, bad_rows=3, loss=math.nan)
     assert table_lines(record, 30) == (

@@ -25,6 +25,7 @@ from titanlite.models.attention import (
     additive_mask,
     attend,
     attention_mask,
+    attention_weights,
     block_mask,
     document_arguments,
     mask_form,
@@ -128,6 +129,8 @@ def test_every_mask_form_matches_the_definition(heads: tuple[int, int, int], for
             mask = MASKS[form](document_ids, torch.float64, queries)
             out = attend(some, *inputs[1:], mask)
         assert relative(out, expected) < 1e-14
+        weights, values = attention_weights(some, inputs[1], mask), inputs[2].repeat_interleave(heads[0] // heads[1], 1)
+        assert relative(weights @ values, expected) < 1e-14
         upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         for found, wanted in zip(
             torch.autograd.grad(out, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True

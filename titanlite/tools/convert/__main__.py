@@ -12,14 +12,14 @@ import tyro
 from titanlite.hf.folder import PREFIX
 from titanlite.hf.source import open_source
 from titanlite.precision import DTYPES
-from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.plugins import load_plugins
 from titanlite.runtime.text import counted
 from titanlite.tools.command import AllowImport, Folder, RunFolder, new_output, read_options, require_new, run_command
 from titanlite.tools.convert.export_run import write_folder
 from titanlite.tools.convert.import_folder import kept_dtype, write_run
-from titanlite.tools.convert.verify import check_tokenizer, too_large, verify
+from titanlite.tools.convert.verify import check_tokenizer, format_owner, too_large, verify
 from titanlite.tools.saved_run import SavedRun, Weights, open_run
 
 EXPORT_DTYPES = DTYPES | {"float16": torch.float16}
@@ -93,6 +93,14 @@ def write_export(run: SavedRun, options: ExportOptions, shard_bytes: int) -> Non
     """Write the folder options.out, complete or not at all. The weights are those of `run`. Raises UserError."""
     dtype = EXPORT_DTYPES.get(options.dtype, run.dtype)
     too_long = None if options.verify or options.no_verify else too_large(run, dtype)
+    owner = format_owner(run.family)
+    if owner is not None and (options.no_verify or too_long):
+        advice = f"use --verify ({too_long})" if too_long else "leave out --no-verify"
+        raise UserError(
+            f"model.family = {run.family.name!r} has the hugging_face of {owner!r} and a build of its own: only the "
+            f"comparison of logits shows whether both compute the same: {advice}, or give the Family a hugging_face of "
+            "its own, or None"
+        )
     average = "average of the weights, " if run.weights == "ema" else ""
     log.info("Exporting %s: %s%s", run.path, average, conversion(run.dtype, dtype))
     if run.tokenizer() is None and run.manifest.facts["tokenizer"] is not None:

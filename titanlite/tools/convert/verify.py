@@ -9,13 +9,15 @@ from torch import Tensor
 
 from titanlite.generation.model import empty_model
 from titanlite.hf.folder import open_folder
-from titanlite.models.family import FAMILIES, LanguageModel
+from titanlite.models.family import FAMILIES, Family, LanguageModel
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.memory import available_memory_bytes
 from titanlite.runtime.plugins import is_registered
 from titanlite.tools.saved_run import SavedRun
 
 ROWS, SEQ_LEN = 2, 64
+OF_VARIANT = 1, 2048
+"""Rows, and at most so many tokens of training.seq_len, of a model whose attention may have a window, for example."""
 BOUNDS = {torch.float32: 1e-4, torch.float64: 1e-5}
 """Bound on the largest difference of two logits, relative to the largest logit, by compute dtype. transformers computes
 norms and rotary tables in float32 even in a float64 model."""
@@ -38,13 +40,24 @@ def too_large(run: SavedRun, dtype: torch.dtype) -> str | None:
     return f"two copies of the model take {needed / 2**30:,.1f} GiB, and {available / 2**30:,.1f} GiB are free"
 
 
+def format_owner(family: Family) -> str | None:
+    """The family whose hugging_face a registered one has kept, with a `build` of its own; None: its format is its own.
+    Only the comparison of logits shows whether both compute the same."""
+    others = FAMILIES.values() if is_registered(FAMILIES, family.name) else ()
+    kept = (each.name for each in others if each.hugging_face is family.hugging_face and each.build is not family.build)
+    return next(kept, None)
+
+
 @torch.no_grad()
 def verify(run: SavedRun, folder: Path, dtype: torch.dtype) -> str:
     """Compare the folder with the run; returns a one-line summary. Raises UserError if they differ."""
     compute = compute_dtype(dtype)
-    length = min(SEQ_LEN, run.hyper_parameters.max_seq_len)
+    rows, length = ROWS, SEQ_LEN
+    if format_owner(run.family) is not None:
+        rows, length = OF_VARIANT[0], min(OF_VARIANT[1], run.config.training.seq_len)
+    length = min(length, run.hyper_parameters.max_seq_len)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(run.hyper_parameters.vocab_size, (ROWS, length), generator=generator)
+    tokens = torch.randint(run.hyper_parameters.vocab_size, (rows, length), generator=generator)
     own = run.model(_CPU, dtype)
     _require_same_bits(own, folder)
     own = own.to(compute)
@@ -57,20 +70,17 @@ def verify(run: SavedRun, folder: Path, dtype: torch.dtype) -> str:
     bound = BOUNDS[compute] if by.startswith("transformers") else 0.0
     summary = (
         f"logits of the folder (by {by}) and of the run differ by at most {difference:.2g}, {relative:.2g} of the "
-        f"largest logit (bound {bound:.0e}), on {ROWS} x {length} tokens in {str(compute).removeprefix('torch.')}"
+        f"largest logit (bound {bound:.0e}), on {rows} x {length} tokens in {str(compute).removeprefix('torch.')}"
     )
     if not relative <= bound:
         name, architecture = run.family.name, run.family.exported.architecture
-        advice = "Try another version of transformers, or --dtype float64"
+        advice = "Try another version of transformers, or --dtype float64; --no-verify exports without this comparison"
         if is_registered(FAMILIES, name):
             advice = (
                 f"The registered family {name!r} computes something else than {architecture} if --dtype float64 fails, "
                 "too: give it a hugging_face that fits, or None"
             )
-        raise UserError(
-            f"the export failed: {summary}; the exported folder was deleted. {advice}; --no-verify exports without "
-            "this comparison"
-        )
+        raise UserError(f"the export failed: {summary}; the exported folder was deleted. {advice}")
     return summary
 
 

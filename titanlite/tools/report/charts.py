@@ -37,6 +37,7 @@ WINDOWS = 50
 LOAD = "by the mean of the block's experts, the extreme over the blocks"
 HEAT_LEVELS = 21
 """Colors of a heat map."""
+LEGEND_ROWS = 5
 LOG_RATIO = 20
 """Ratio of the largest to the smallest value from which a chart of losses or norms has a logarithmic scale."""
 
@@ -149,16 +150,17 @@ def _of_tasks(runs: Sequence[RunFiles]) -> list[Chart]:
 
 
 def _watched(runs: Sequence[RunFiles]) -> list[Chart]:
-    """One chart per name before its last part, such as the layers of entropy/0, entropy/1, …, if there is one run."""
+    """A chart per name, with the curves of all layers: of names that differ only in their last number, such as
+    entropy/0, entropy/1, … With several runs, those of a run have its color."""
     charts: dict[str, Chart] = {}
     for key in _keys(runs, WATCH_PREFIX):
         name = key.removeprefix(WATCH_PREFIX)
-        title, _, part = name.rpartition("/") if len(runs) == 1 else (name, "", "")
-        title = title or name
+        parts = re.split(r"(?<![^/.])([0-9]+)(?![^/.])", name)
+        title = name if len(parts) == 1 else f"{''.join(parts[:-2])}*{parts[-1]}"
         chart = charts.setdefault(title, Chart(f"watch_{len(charts)}", title, scale=""))
         curves = _curves(runs, key)
-        if part:
-            curves = [replace(curve, label=part, number=len(chart.curves)) for curve in curves]
+        if len(parts) > 1 and len(runs) == 1:
+            curves = [replace(curve, label=parts[-2], number=len(chart.curves)) for curve in curves]
         charts[title] = replace(chart, curves=[*chart.curves, *curves])
     return [*charts.values()]
 
@@ -361,11 +363,12 @@ class Drawing:
         axes.spines["left"].set_visible(False)
 
     def _legend(self, axes: Any, chart: Chart) -> None:
-        if len(chart.curves) < 2:
+        curves = {(curve.label, curve.number, curve.dots): curve for curve in chart.curves}.values()
+        if len(curves) < 2:
             return
         lines = self._matplotlib.lines
         handles, labels = [], []
-        for curve in chart.curves:
+        for curve in curves:
             dashes = (0, (4, 2)) if curve.dots else _dashes(curve.number)
             if curve.dots and len(self._runs) > 1 and chart.wide:
                 continue  # below, once for all runs
@@ -374,14 +377,16 @@ class Drawing:
         if chart.wide and len(self._runs) > 1 and any(curve.dots for curve in chart.curves):
             handles.append(lines.Line2D([], [], color=MUTED, linestyle=(0, (4, 2)), marker="o", markersize=3))
             labels.append("validation")
-        longest = max(map(len, labels)) + 6
+        columns = max((130 if chart.wide else 62) // (max(map(len, labels)) + 6), 1)
+        if (hidden := len(labels) - columns * LEGEND_ROWS) > 0:  # more would leave no space for the curves
+            handles[-hidden - 1 :], labels[-hidden - 1 :] = [lines.Line2D([], [], alpha=0)], [f"… {hidden + 1} more"]
         axes.legend(
             handles,
             # a leading underscore would hide the label
             [f"\u200b{label}" if label.startswith("_") else label for label in labels],
             loc="lower left",
             bbox_to_anchor=(0, 1),
-            ncols=max((130 if chart.wide else 62) // longest, 1),
+            ncols=columns,
             frameon=False,
             borderaxespad=0.2,
             borderpad=0.2,

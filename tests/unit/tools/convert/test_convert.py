@@ -18,9 +18,12 @@ from tests.unit.hf.making import tiny, write_model
 from titanlite.data.bpe import train_bpe
 from titanlite.data.chat.encoder import ChatEncoder, EncodedChat
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.models.attention import attend
 from titanlite.models.family import HuggingFace
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.logging import setup_logging
+from titanlite.runtime.plugins import add_entry
 from titanlite.tools.convert import __main__ as command
 from titanlite.tools.convert import export_run, verify
 from titanlite.tools.convert.__main__ import main, size_in_bytes
@@ -421,6 +424,55 @@ def test_a_folder_that_transformers_cannot_load_is_deleted(
     with pytest.raises(UserError, match=r"transformers [\d.]+ cannot load the exported folder, "):
         export(run, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def with_window(config: Any) -> Any:
+    """Llama 3 whose positions see the 70 last ones."""
+    model = FAMILIES["llama3"].build(config)
+    for layer in model.layers.values():
+        layer.attention.attend = attend_to_window
+    return model
+
+
+def attend_to_window(queries: Tensor, keys: Tensor, values: Tensor, mask: None) -> Tensor:
+    del mask
+    seen = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool).tril().triu(-69)
+    return attend(queries, keys, values, torch.zeros(seen.shape).masked_fill(~seen, -torch.inf))
+
+
+@pytest.mark.usefixtures("registries")
+def test_a_variant_with_the_format_of_its_parent_is_always_verified(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before, --no-verify exported another model than the run's, and a window longer than 64 tokens was not seen."""
+    parent = FAMILIES["llama3"]
+    variants = {
+        "same": replace(parent, build=lambda config: parent.build(config)),
+        "window": replace(parent, build=with_window),
+        "own": replace(parent, build=with_window, hugging_face=replace(parent.exported)),
+    }
+
+    for name, variant in variants.items():
+        add_entry(FAMILIES, name, replace(variant, name=name), "register_family")
+    saved = open_run(run)
+    longer = replace(saved.manifest, config={**saved.manifest.config, "training": {"seq_len": 80}})
+
+    def write(name: str, **options: bool) -> None:
+        options_of = command.ExportOptions(Path(), tmp_path / name, **options)
+        command.write_export(replace(saved, family=FAMILIES[name], manifest=longer), options_of, 10**9)
+
+    write("own", no_verify=True)
+    with pytest.raises(UserError, match=r"has the hugging_face of 'llama3' and a build .*: leave out --no-verify"):
+        write("window", no_verify=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(verify, "available_memory_bytes", lambda: 1000)
+        with pytest.raises(UserError, match=r"use --verify \(two copies of the model take .* are free\), or give"):
+            write("window")
+    with pytest.raises(UserError, match="family 'window' computes something else than LlamaForCausalLM"):
+        write("window")
+    setup_logging(0)
+    write("same")
+    assert "on 1 x 80 tokens" in capsys.readouterr().out
 
 
 def test_a_model_that_does_not_fit_twice_is_verified_only_on_request(

@@ -233,6 +233,21 @@ def test_loads_of_experts(tmp_path: Path) -> None:
     assert loads.tolist() == [[4 / 3, 2 / 3], [1.0, 1.0]]
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error")
+def test_own_numbers_of_many_layers_fit_into_a_chart_per_name(tmp_path: Path) -> None:
+    """Before, the legend of all parameters left no space for their curves, and two runs had a chart for each."""
+    layers = {f"watch/{name}": n for n in range(40) for name in (f"norm/layers.{n}.w1.weight", f"load/3/{n}")}
+    numbers = {"watch/norm/w1.weight": 1.0, "watch/load": 2.0, **layers}
+    first, second = (write_run(tmp_path / name, [row(step, **numbers) for step in (1, 2)]) for name in "ab")
+    titles = ["norm/w1.weight", "load", "norm/layers.*.w1.weight", "load/3/*"]
+    for folders, labels in (([first], [*map(str, range(40))]), ([first, second], [*"ab"] * 40)):
+        charts = [chart for chart in charts_of(read_runs(folders)) if chart.key.startswith("watch")]
+        assert [chart.title for chart in charts] == titles
+        assert sorted(curve.label for curve in charts[2].curves) == sorted(labels)
+        report(*folders, "--png", tmp_path / f"png{len(folders)}", out=tmp_path / "r.html")
+
+
 def test_png_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     numbers = {"step": 1, "loss": 2.0}
     folder = write_run(tmp_path / "run", [numbers, {**numbers, "step": 2}], starts=[(0, 0, 1), (1, 60, 1)])
