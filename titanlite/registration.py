@@ -28,7 +28,7 @@ from titanlite.models.family import Family, HuggingFace, Init, LanguageModel, Mo
 from titanlite.models.head import output_layers_of
 from titanlite.models.losses import LOSSES, TERMS, CountFunction, Loss, Term, TokenFunction, check_loss, cross_entropy
 from titanlite.models.registry import FAMILIES
-from titanlite.models.watch import STATISTICS, Statistic
+from titanlite.models.watch import STATISTICS, Statistic, Watched
 from titanlite.optim.optimizer import Arguments, GatedOptimizer, OptimizerConfig, OptimizerKind, skips_by_itself
 from titanlite.optim.registry import OPTIMIZERS
 from titanlite.optim.schedule import DECAY_SHAPES
@@ -52,6 +52,7 @@ def register_family(family: Family) -> None:
     check.require(isinstance(family, Family), "takes a titanlite.models.family.Family")
     check.name(family.name)
     _check_hyper_parameters(check, family)
+    check.require(isinstance(family.flavors, Mapping) and bool(family.flavors), "flavors must be a mapping, not empty")
     for flavor, config in family.flavors.items():
         check.require(isinstance(config, family.config_type), f"flavor {flavor!r} is no {family.config_type.__name__}")
         sizes = {name: getattr(config, name, None) for name in SIZES}
@@ -101,9 +102,11 @@ def register_schedule(name: str, shape: Callable[[float], float]) -> None:
     check = _Check("register_schedule", name)
     check.name(name)
     for percent in range(101):
-        value = shape(percent / 100)
+        value = check.call(f"shape({percent / 100})", shape, percent / 100)
         is_number = isinstance(value, int | float) and math.isfinite(value)
         check.require(is_number, f"shape({percent / 100}) is {value!r}, and must be a number")
+        begins = percent > 0 or abs(value) < 1e-9
+        check.require(begins, f"shape(0.0) is {value!r}, and must be 0, the beginning of the way, not its end")
     add_entry(DECAY_SHAPES, name, shape, "register_schedule")
 
 
@@ -142,6 +145,7 @@ def register_term(
     """
     check = _Check("register_term", name)
     check.name(name)
+    check.require(of in ("logits", "logsumexp"), f'of must be "logits" or "logsumexp", not {of!r}')
     term = Term(values, count, of)
     try:
         check_loss(Loss("cross_entropy", cross_entropy, {name: term}))
@@ -173,11 +177,12 @@ def register_statistic(name: str, statistic: Statistic) -> None:
     check.name(name)
     weights = nn.Parameter(torch.ones(2, 3))
     weights.grad = torch.ones(2, 3)
-    context = statistic({"weights": weights})
+    context = check.call("statistic", statistic, {"weights": weights})
     is_context = isinstance(context, AbstractContextManager)
     check.require(is_context, "must return a context manager: use contextlib.contextmanager, with one yield")
-    with context:
-        pass
+    with Watched([], None, (0, 1)).noting():
+        check.call("statistic, with one parameter as a rank may have,", context.__enter__)
+        check.call("statistic after its yield", context.__exit__, None, None, None)
     add_entry(STATISTICS, name, statistic, "register_statistic")
 
 
@@ -190,6 +195,14 @@ class _Check:
     def require(self, ok: bool, text: str) -> None:
         if not ok:
             raise RegistrationError(f"{self._call}: {text}")
+
+    def call(self, label: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the function returns; its errors name it."""
+        try:
+            return function(*arguments)
+        except Exception as error:
+            fault = str(error) if isinstance(error, UserError) else f"{label} raises {type(error).__name__}: {error}"
+            raise RegistrationError(f"{self._call}: {fault}") from error
 
     def name(self, name: Any) -> None:
         is_name = isinstance(name, str) and re.fullmatch(NAME, name) is not None
@@ -207,17 +220,18 @@ def _check_hyper_parameters(check: _Check, family: Family) -> None:
             type_label(key.type)
         except (KeyError, TypeError):
             check.require(False, f"{name}: {key.type} is no type of TOML keys: bool, int, float, str, or a Literal")
-    check.require(bool(family.flavors), "flavors is empty")
+    unknown = sorted({*family.needs} - {*columns_of(kind)})
+    check.require(not unknown, f"needs has {', '.join(unknown)}, which the hyper-parameters do not have")
 
 
 def _check_model(check: _Check, family: Family, config: Any) -> None:
     """Compare a model on the meta device with the other parts of its family."""
     with torch.device("meta"):
-        model = family.build(config)
+        model = check.call("build", family.build, config)
     check.require(isinstance(model, LanguageModel), "build must return a titanlite.models.family.LanguageModel")
     model.tie_weights()
     names = [name for name, _ in model.named_parameters()]
-    structure = family.structure(config)
+    structure = check.call("structure", family.structure, config)
     check.require(isinstance(structure, Structure), "structure must return a titanlite.models.family.Structure")
     modules = dict(model.named_modules())
     missing = [name for unit in (*structure.units, (*structure.blocks,)) for name in unit if name not in modules]
@@ -233,12 +247,19 @@ def _check_model(check: _Check, family: Family, config: Any) -> None:
         check.require(False, f"{problems[0]}; fix tensor_styles, or leave it empty: then tensor parallelism is refused")
     for name, parameter in model.named_parameters():
         check.require(parameter.dim() > 0, f"{name} has no dimension, and FSDP cannot shard it: use shape (1,)")
-        check.require(isinstance(family.init(config, name), Init), f"init has no distribution for {name}")
-    check.require(family.flops_per_token(config, 1) > 0, "flops_per_token must return a positive number")
+        found = check.call(f"init of {name}", family.init, config, name)
+        check.require(isinstance(found, Init), f"init has no distribution for {name}")
+    problems = check.call("check", family.check, config, 1, 1, 1)
+    check.require(isinstance(problems, list), "check must return a list of Problem")
+    sizes = {"flops_per_token": check.call("flops_per_token", family.flops_per_token, config, 1)}
+    if family.boundary is not None:
+        sizes["boundary"] = check.call("boundary", family.boundary, config)
+    for name, number in sizes.items():
+        check.require(type(number) is int and number > 0, f"{name} must return a positive integer, not {number!r}")
     if family.hugging_face is not None:
         is_format = isinstance(family.hugging_face, HuggingFace)
         check.require(is_format, "hugging_face must be None or a titanlite.models.family.HuggingFace")
-        other = {*family.hugging_face.names(config)} ^ {*names}
+        other = {*check.call("hugging_face.names", family.hugging_face.names, config)} ^ {*names}
         check.require(not other, f"hugging_face.names differs from the model's parameters: {', '.join(sorted(other))}")
 
 

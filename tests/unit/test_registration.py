@@ -1,7 +1,8 @@
 """Tests of the checks of register_...: each refuses what would fail later, and in words."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,11 +125,23 @@ def test_a_family_is_a_choice_with_its_hyper_parameters() -> None:
         (replace(FAMILY, config_type=Thawed), "must be a frozen dataclass"),
         (odd(Odd), "activation: .* is no type of TOML keys"),
         (odd(Taken), "flavor cannot be hyper-parameters"),
-        (replace(FAMILY, flavors={}), "flavors is empty"),
+        (replace(FAMILY, flavors={}), "flavors must be a mapping, not empty"),
         (replace(FAMILY, flavors={"tiny": 3}), "flavor 'tiny' is no Llama3Config"),
         (replace(FAMILY, build=lambda config: torch.nn.Linear(config.dim, 1)), "build must return a titanlite"),
         (replace(FAMILY, structure=structure_without(1)), "layers.0.attention_norm.weight is in 0"),
         (replace(FAMILY, init=lambda _, name: Init("ones") if "norm" in name else None), "init has no"),
+        (replace(FAMILY, init=lambda *_: Init("unifrom", 0.1)), r"Init\(kind='unifrom', value=0.1\): the kinds are"),
+        (replace(FAMILY, init=lambda *_: Init("normal", math.nan)), "and the value is a finite number"),
+        (replace(FAMILY, init=lambda _, name: {}[name]), "init of tok_embeddings.weight raises KeyError"),
+        (replace(FAMILY, build=lambda: 0), r"build raises TypeError: .*positional argument"),
+        (replace(FAMILY, check=lambda *_: None), "check must return a list of Problem"),
+        (replace(FAMILY, boundary=lambda _: "64"), "boundary must return a positive integer, not '64'"),
+        (replace(FAMILY, flavors=[TINY]), "flavors must be a mapping"),
+        (
+            replace(FAMILY, needs={"rope_lo": LLAMA3.needs["rope_low_freq_factor"]}),
+            "needs has rope_lo, which the hyper-",
+        ),
+        (styled(layers_0_atention="gather"), "tensor_styles has layers.0.atention, which the model does not have"),
         (styled(norm="nrom"), 'norm: "nrom" is no tensor style; they are gather, vocabulary, norm'),
         (styled(output="column", norm="row"), 'norm: tensor style "row" is for Linear, not RMSNorm'),
         (
@@ -249,11 +262,45 @@ def test_an_optimizer_that_would_fail_later_is_refused(kind: Any, reason: str) -
         (lambda progress: 1 / progress if progress else math.inf, r"shape\(0.0\) is inf, and must be a number"),
         (lambda _: "0.5", r"shape\(0.0\) is '0.5'"),
         (lambda _: float("nan"), "is nan"),
+        (lambda progress: 1 - progress, r"shape\(0.0\) is 1.0, and must be 0"),
+        (lambda: 0.5, r"shape\(0.0\) raises TypeError"),
     ],
 )
 def test_a_schedule_that_would_fail_later_is_refused(shape: Any, reason: str) -> None:
     with pytest.raises(RegistrationError, match=reason):
         titanlite.register_schedule("mine", shape)
+
+
+@contextmanager
+def of_the_output(parameters: Any) -> Iterator[None]:
+    """A pipeline stage may not have it."""
+    titanlite.watch("output", parameters["output.weight"])
+    yield
+
+
+@contextmanager
+def badly_named(parameters: Any) -> Iterator[None]:
+    for name, parameter in parameters.items():
+        titanlite.watch(f"norm of {name}", parameter)
+    yield
+
+
+@pytest.mark.parametrize(
+    ("statistic", "reason"),
+    [
+        (of_the_output, "raises KeyError: 'output.weight'"),
+        (badly_named, "a name has letters, digits"),
+        (lambda _: iter(()), "must return a context manager"),
+    ],
+)
+def test_a_statistic_that_would_fail_later_is_refused(statistic: Any, reason: str) -> None:
+    with pytest.raises(RegistrationError, match=rf"register_statistic\('mine'\): .*{reason}"):
+        titanlite.register_statistic("mine", statistic)
+
+
+def test_a_term_is_of_the_logits_or_their_logsumexp() -> None:
+    with pytest.raises(RegistrationError, match='of must be "logits" or "logsumexp", not \'logit\''):
+        titanlite.register_term("mine", lambda logits, _: logits.square(), of="logit")  # type: ignore[arg-type]
 
 
 def test_a_logger_is_a_choice(caplog: pytest.LogCaptureFixture) -> None:

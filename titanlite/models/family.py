@@ -1,5 +1,6 @@
 """The interface of a model family, and the [model] section."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -90,6 +91,13 @@ class Init:
 
     kind: Literal["normal", "uniform", "constant", "ones"]
     value: float = 1.0
+
+    def __post_init__(self) -> None:
+        kinds, least = ("normal", "uniform", "constant", "ones"), -math.inf if self.kind == "constant" else 0
+        is_number = isinstance(self.value, int | float) and math.isfinite(self.value) and self.value >= least
+        if self.kind not in kinds or not is_number:
+            rule = "at least 0 unless constant"
+            raise UserError(f"{self}: the kinds are {', '.join(kinds)}, and the value is a finite number, {rule}")
 
 
 class LanguageModel(nn.Module, ABC):

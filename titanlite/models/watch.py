@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.runtime.dtensors import local_part
+from titanlite.runtime.dtensors import is_dtensor, local_part
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.torch_internals import is_in_backward
 
@@ -48,6 +48,8 @@ def watch(
         raise UserError(f'watch("{name}"): takes a tensor of values, not {type(values).__name__}')
     if values.is_complex() or (index is not None and index < 0):
         raise UserError(f'watch("{name}"): takes real values, and an index of at least 0')
+    if is_dtensor(values) and any(placement.is_partial() for placement in values.placements):
+        raise UserError(f'watch("{name}"): takes values of elements, not their sum or norm: a rank has a part of them')
     key = -1 if index is None else index
     _note(name, key, local_part(values), labels, None if per is None else local_part(per), root, _ORDER)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from titanlite.models.attention import Kernel, additive_mask, attend, attention_mask
 from titanlite.models.decoder import Decoder
 from titanlite.models.experts import Experts, feed_forward, mixtures_of
-from titanlite.models.family import DecoderConfig, Family, LanguageModel, Structure, has_own
+from titanlite.models.family import FAMILIES, DecoderConfig, Family, LanguageModel, Structure, has_own
 from titanlite.models.head import OutputLayer, output_layers_of
 from titanlite.models.layers import Attention
 from titanlite.models.shrink import shrink_model
@@ -20,6 +20,7 @@ from titanlite.parallel.mesh import ContextParallel, ParallelismConfig
 from titanlite.parallel.pipeline import split_stages
 from titanlite.parallel.tensor import style_problems, tensor_style
 from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.runtime.plugins import is_registered
 
 TITANLITE = ("titanlite", "torch")
 """Packages whose modules are tested on all layouts."""
@@ -32,18 +33,20 @@ def require_layout(family: Family, config: Any, model: LanguageModel, section: P
     """
     found: dict[str, str | None] = {}
     structure, form = family.structure(config), section.context_parallel
+    is_own = is_registered(FAMILIES, family.name) or has_own_code(model)
     if section.tp > 1:
         found["tp"] = (
             next(iter(style_problems(model, structure)), None)
             or transform_problem(model)
-            or position_problem(family, config, model, of_attend=False)
+            or (position_problem(family, config, of_attend=False) if is_own else None)
         )
     if section.ep > 1:
         found["ep"] = experts_problem(model)
     if section.cp > 1:
-        of_kernels = context_problem(model, structure, form)
-        found["cp"] = of_kernels or position_problem(family, config, model, of_attend=True)
-    if section.pp > 1 and family.boundary is None:
+        found["cp"] = context_problem(model, structure, form)
+        if is_own and found["cp"] is None:
+            found["cp"] = uncalled_attention(model) or position_problem(family, config, of_attend=True)
+    if section.pp > 1 and family.boundary is None and is_own:
         found["pp"] = boundary_problem(model, structure, section)
     name = family.name
     remedy = "fix the family, or use another axis, such as dp_shard"
@@ -71,13 +74,13 @@ def transform_problem(model: nn.Module) -> str | None:
     return None
 
 
-def position_problem(family: Family, config: Any, model: LanguageModel, *, of_attend: bool) -> str | None:
+def position_problem(family: Family, config: Any, *, of_attend: bool) -> str | None:
     """Where positions interact that a rank does not have together; None: nowhere. Tested with a tiny model of the
     family, by gradients: of the output of a position with respect to the embeddings of the others.
 
     of_attend: whether they may interact in `attend` only (cp), or anywhere in modules with the style "gather" (tp).
     """
-    if not isinstance(config, DecoderConfig) or not has_own_code(model):
+    if not isinstance(config, DecoderConfig):
         return None
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -156,7 +159,7 @@ def context_problem(model: LanguageModel, structure: Structure, form: ContextPar
             fault = kernel_problem(module.attend, module.head_dim, form)
             if fault is not None:
                 return f"{name}.attend {fault}"
-    return uncalled_attention(model) if has_own_code(model) else None
+    return None
 
 
 def kernel_problem(kernel: Kernel, head_dim: int, form: ContextParallel) -> str | None:
@@ -222,8 +225,6 @@ def boundary_problem(model: LanguageModel, structure: Structure, section: Parall
     A stage gets the first argument of its first unit. What else it uses of earlier units is found by its gradient: in a
     forward pass in which these arguments are cut off, a stage must not depend on parameters of other stages.
     """
-    if not has_own_code(model):
-        return None
     stages = split_stages(model, structure, section)
     names = [structure.units[stage[0]][0] for stage in stages]
     ends: list[Tensor] = []

@@ -42,10 +42,11 @@ def apply_tensor_parallel(model: LanguageModel, structure: Structure, mesh: Devi
 
 def tensor_style(structure: Structure, name: str) -> TensorStyle | None:
     """Style of the submodule `name` in the structure; None if it has no style."""
-    for pattern, style in structure.tensor_styles.items():
-        if fnmatchcase(name, pattern) and name.count(".") == pattern.count("."):
-            return style
-    return None
+    return next((style for pattern, style in structure.tensor_styles.items() if _matches(name, pattern)), None)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")
 
 
 def tensor_dimension(structure: Structure, module: str, parameter: str) -> int | None:
@@ -62,9 +63,11 @@ def style_problems(model: nn.Module, structure: Structure) -> list[str]:
     unknown = [f'{pattern}: "{style}"' for pattern, style in structure.tensor_styles.items() if style not in styles]
     if unknown:
         return [f"{each} is no tensor style; they are {', '.join(styles)}" for each in unknown]
-    problems = []
+    modules = dict(model.named_modules())
+    patterns = (each for each in structure.tensor_styles if not any(_matches(name, each) for name in modules))
+    problems = [f"tensor_styles has {pattern}, which the model does not have" for pattern in patterns]
     kind: type[nn.Module]
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         style, own = tensor_style(structure, name), [key for key, _ in module.named_parameters(recurse=False)]
         if isinstance(module, Experts):
             kind, parameters, replaces = Experts, own, True
