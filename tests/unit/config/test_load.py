@@ -22,7 +22,7 @@ from titanlite.data.config import DataConfig
 from titanlite.data.sources.config import SourceConfig
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
-from titanlite.optim.schedule import Length
+from titanlite.optim.lengths import Length
 
 
 def config_of(tmp_path: Path, toml: str, *argv: str) -> JobConfig:
