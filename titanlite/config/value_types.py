@@ -218,6 +218,8 @@ def explain(name: str, value: Any, key: Key, fault: str) -> Problem:
     rule, example = describe_type(key.type), f"for example {literal(key.default)}"
     if fault == "value_error" and key.setting.is_path and str(value).removeprefix("hf:").startswith("~"):
         return Problem(name, value, "a path; ~ is a home folder, and this one is unknown", "write the path without ~")
+    if fault == "value_error" and key.setting.is_path and "$" in str(value):
+        return Problem(name, value, "a path; environment variables in it are not replaced", "write their values")
     if fault == "value_error":
         return Problem(name, value, "valid Unicode text without NUL characters", "remove these characters")
     if words:

@@ -57,12 +57,17 @@ def test_every_key_that_is_a_path(key: str, home: Path) -> None:
     assert parse([], {key: [Path("~/it.py")] if several else Path("~/it.py")}).config == parsed.config
     (problem,) = parse([f"--{key}=" + ('["~nobodyhere/it.py"]' if several else "~nobodyhere/it.py")]).problems
     assert (problem.key.startswith(key), problem.remedy) == (True, "write the path without ~")
+    for path in ("$HOME/it.py", "/it/${USER}"):
+        (problem,) = parse([f"--{key}=" + (f'["{path}"]' if several else path)]).problems
+        assert (problem.key.startswith(key), problem.remedy) == (True, "write their values")
 
 
 def test_every_other_text_is_kept() -> None:
     """A new key of text is a path, or is listed here."""
     assert {key for key in TEXT_KEYS if not TEXT_KEYS[key].setting.is_path} == NO_PATHS
-    assert value_at(parse(["--metrics.group=~/it"]).config, "metrics.group") == "~/it"
+    kept = [("metrics.group", text) for text in ("~/it", "$HOME")]
+    kept += [("job.dump_folder", path) for path in ("$/it", "/it/$1.50 a", "/a$HOME/it", "./~/it")]
+    assert [value_at(parse([f"--{key}={text}"]).config, key) for key, text in kept] == [text for _, text in kept]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -74,10 +79,11 @@ def test_every_option_that_is_a_path(command: str, home: Path) -> None:
         values, _ = option_values(options, split(argv, options), "titanlite")
         value = values[name][0] if options[name].is_several else values[name]
         assert str(value) == f"{home}/it", name
-        argv = [each.replace("~", "~nobodyhere") for each in argv]
-        values, problems = option_values(options, split(argv, options), "titanlite")
-        assert name not in values
-        assert "write the path without ~" in [problem.remedy for problem in problems]
+        for wrong, remedy in (("~nobodyhere", "write the path without ~"), ("$HOME", "write their values")):
+            wrong_argv = [each.replace("~", wrong) for each in argv]
+            values, problems = option_values(options, split(wrong_argv, options), "titanlite")
+            assert name not in values
+            assert remedy in [problem.remedy for problem in problems]
 
 
 def test_files_that_extend_and_hf_folders(home: Path) -> None:
