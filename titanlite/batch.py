@@ -61,6 +61,7 @@ class StepStats:
 
     mean_loss: this rank's share of the step's mean loss; the sum over all ranks is the mean. 0 on ranks whose loss
         another rank counts, and on ranks that compute no loss.
+    loss_sum: this rank's share of the step's summed loss, float64; 0 where mean_loss is.
     grad_norm: global norm before clipping, the same on all ranks.
     num_valid: valid tokens of the global batch, the same on all ranks, int64.
     skipped: 1 if the update was skipped, else 0 (integer or bool); the same on all ranks.
@@ -73,6 +74,7 @@ class StepStats:
     """
 
     mean_loss: Tensor
+    loss_sum: Tensor
     grad_norm: Tensor
     num_valid: Tensor
     skipped: Tensor

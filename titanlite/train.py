@@ -30,6 +30,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.forward import on_device
 from titanlite.metrics.meter import is_log_step
 from titanlite.metrics.records import Record
+from titanlite.parallel.digest import weights_digest
 from titanlite.planning.memory_check import explained_out_of_memory
 from titanlite.profiling.regions import region
 from titanlite.ranks.agreement import RanksError, require_equal, start_rank, watch_ranks
@@ -258,7 +259,9 @@ def log_step(config: JobConfig, run: Run, step: int) -> Record:
     epochs = loader.epochs()
     own_epochs = epochs if counts_rows else [0.0] * len(epochs)
     of_experts, loads = run.expert_loads.flush(step)
-    record = run.meter.flush(own_epochs, loader.too_long_by_name(counts=counts_rows), of_experts, run.goodput.columns)
+    digest = None if run.trainer.exact is None else weights_digest(run.trainer.exact)
+    too_long = loader.too_long_by_name(counts=counts_rows)
+    record = run.meter.flush(own_epochs, too_long, of_experts, run.goodput.columns, digest)
     run.loggers.write(record)
     if loads is not None:
         run.loggers.write(loads)

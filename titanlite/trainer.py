@@ -16,6 +16,7 @@ from titanlite.models.watch import Statistic, Watched
 from titanlite.optim.optimizer import NO_AVERAGE, GatedOptimizer, WeightAverage
 from titanlite.parallel.clip import SpikeGate, clip_grad_norm_
 from titanlite.parallel.data import set_gradient_sync
+from titanlite.parallel.exact import SHARE_GRID, ExactGradients, on_grid
 from titanlite.parallel.mesh import GradientSync
 from titanlite.profiling.regions import region
 
@@ -28,6 +29,7 @@ class Trainer(ModelOnMesh):
     number of data sources; if there are several, steps also compute the totals by source. average: of the weights.
     spikes: None: no step is a spike. statistics: around the update of steps for which is_logged. compute_time: of this
     rank, started by the caller. before_update: called in each step before state that checkpoints have is changed.
+    exact: with training.bit_equal. loss_grid: see on_grid; 0 without bit_equal.
     """
 
     optimizer: GatedOptimizer
@@ -42,6 +44,8 @@ class Trainer(ModelOnMesh):
     is_logged: Callable[[int], bool] = field(default=lambda _: False)
     compute_time: ComputeTime = field(default_factory=ComputeTime)
     before_update: Callable[[], None] = field(default=lambda: None)
+    exact: ExactGradients | None = None
+    loss_grid: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,24 +68,31 @@ class Trainer(ModelOnMesh):
         self.step += 1
         self.optimizer.zero_grad()
         self.compute_time.before_collectives()
-        with region("reduce"):
-            num_valid = self.count_valid_tokens(batches)
-            if self.mixtures:
-                self.count_rows_and_tokens(batches)
-            self.count_terms(batches)
-        mean_loss = torch.zeros((), dtype=self.accum_dtype, device=self.device)
+        if self.exact is not None and not self.exact.is_known:
+            self.measure_gradients(batches, self.exact)
+        num_valid = self.count(batches)
+        dtype = self.accum_dtype if self.exact is None else torch.float64
+        mean_loss = torch.zeros((), dtype=dtype, device=self.device)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         row_losses = []
         by_source = torch.zeros(NUM_TOTALS, self.num_sources, dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
-            set_gradient_sync(self.model_parts, self.sync, is_last=index == len(batches) - 1)
+            self.set_sync(is_last=index == len(batches) - 1)
             with self.watched.noting():
                 shares = self.forward_backward(batch, num_valid)
-            mean_loss += shares.sum()
+            mean_loss += (shares if self.exact is None else on_grid(shares, SHARE_GRID)).sum()
             row_losses.append(shares)
+            losses = shares * num_valid
+            if self.exact is not None:
+                losses = on_grid(losses, self.loss_grid)
+                loss_sum += losses.sum()
             if self.num_sources > 1:
-                by_source += totals_by_source(shares * num_valid, batch.labels, batch.sources, self.num_sources)
+                by_source += totals_by_source(losses, batch.labels, batch.sources, self.num_sources)
         with region("clip"):
-            grad_norm, shard_norms = clip_grad_norm_(self.model_parts, self.max_norm, self.pp_group)
+            squares = None if self.exact is None else self.exact.squares
+            grad_norm, shard_norms = clip_grad_norm_(self.model_parts, self.max_norm, self.pp_group, squares)
+            if self.exact is not None:
+                self.exact.end_step()
         self.before_update()
         self.optimizer.set_lr(self.schedule(self.step), self.factors(self.step))
         ok = (num_valid > 0) & grad_norm.isfinite()
@@ -102,6 +113,7 @@ class Trainer(ModelOnMesh):
         self.watched.end_step(ok)
         return StepStats(
             mean_loss * self.counts_loss,
+            (mean_loss * num_valid.to(torch.float64) if self.exact is None else loss_sum) * self.counts_loss,
             grad_norm,
             num_valid,
             skipped=~ok,
@@ -111,6 +123,30 @@ class Trainer(ModelOnMesh):
             spike_ratio=spike_ratio,
             terms=self.term_shares(),
         )
+
+    def measure_gradients(self, batches: Sequence[Batch], exact: ExactGradients) -> None:
+        """Compute the gradients of a run's first step once more than needed, to know how large they are."""
+        num_valid = self.count(batches)
+        for index, batch in enumerate(batches):
+            self.set_sync(is_last=index == len(batches) - 1)
+            self.forward_backward(batch, num_valid)
+        exact.end_step()
+        self.optimizer.zero_grad()
+
+    def set_sync(self, *, is_last: bool) -> None:
+        """Set whether the next batch reduces gradients. is_last: whether it is the last one of the step."""
+        set_gradient_sync(self.model_parts, self.sync, is_last=is_last)
+        if self.pipeline is not None and self.exact is not None:
+            self.pipeline.reduces = is_last
+
+    def count(self, batches: Sequence[Batch]) -> Tensor:
+        """Number of valid labels of the global batch, see count_valid_tokens; sets the other denominators."""
+        with region("reduce"):
+            num_valid = self.count_valid_tokens(batches)
+            if self.mixtures:
+                self.count_rows_and_tokens(batches)
+            self.count_terms(batches)
+        return num_valid
 
     def count_valid_tokens(self, batches: Sequence[Batch]) -> Tensor:
         """Number of valid labels of the global batch: int64 scalar on the device; one all-reduce over the data axes."""

@@ -85,8 +85,8 @@ def local_batches(config: JobConfig, mesh: Mesh, batch: Batch, accumulation: int
         return rank_batches(batch, mesh.data_rank, mesh.data_degree, accumulation)
     step = job_of(config, mesh.world.size).step
     rows = step.rows_per_batch * step.batches
-    streams = config.data.num_streams
-    return rank_batches(batch, mesh.data_rank, mesh.data_degree, step.batches, num_streams=streams, rows=rows)
+    dealt = {"num_streams": config.data.num_streams, "together": step.size if config.training.bit_equal else 1}
+    return rank_batches(batch, mesh.data_rank, mesh.data_degree, step.batches, rows=rows, **dealt)
 
 
 def step_errors(

@@ -72,11 +72,11 @@ def global_batch(masks: str, seed: int = 0, rows: int = GLOBAL_BATCH) -> Batch:
 
 
 def rank_batches(
-    batch: Batch, rank: int, degree: int, accumulation: int, *, num_streams: int = 0, rows: int = 0
+    batch: Batch, rank: int, degree: int, accumulation: int, *, num_streams: int = 0, rows: int = 0, together: int = 1
 ) -> list[Batch]:
-    """The microbatches of one data rank, `rows` rows in total: those of the streams s with s mod degree == rank, in
-    order, and filler after them. By default, there is a stream for each row of the batch, and no filler."""
-    is_own = batch.sequences % (num_streams or len(batch.tokens)) % degree == rank
+    """The microbatches of one data rank, `rows` rows in total: those of the streams s with s // together mod degree ==
+    rank, in order, and filler after them. By default, there is a stream for each row of the batch, and no filler."""
+    is_own = batch.sequences % (num_streams or len(batch.tokens)) // together % degree == rank
     own = rows_of(batch, is_own.nonzero().flatten())
     if len(own.tokens) < rows:
         lengths = torch.full_like(own.sequences, SEQ_LEN) if own.lengths is None else own.lengths

@@ -114,7 +114,7 @@ def counts_of_a_run(folder: str) -> tuple[list[float], list[str]]:
     with replaced(build_module, "device_peak_flops", peak):
         run = build(folder, *settings)
     zero = torch.zeros(())
-    stats = StepStats(zero, zero, torch.tensor(5), torch.tensor(False), torch.zeros(3, 1), zero, zero, zero)
+    stats = StepStats(zero, zero, zero, torch.tensor(5), torch.tensor(False), torch.zeros(3, 1), zero, zero, zero)
     run.meter.update(1, stats, lr=0.1, data_wait_s=0, bad_rows=0)
     record = run.meter.flush()
     run.loader.close()

@@ -61,7 +61,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
         run.trainer.step += 1
 
     run.trainer.step = 0
-    run.trainer.counts_rows = True
+    run.trainer.counts_rows, run.trainer.exact = True, None
     run.trainer.schedule = float
     run.trainer.train_step.side_effect = count
     run.loader.next_step.return_value = []

@@ -58,6 +58,7 @@ def loader_of(job: Job, section: DataConfig, mesh: Mesh, tokenizer: Tokenizer | 
         local_batch_size=job.step.rows_per_batch,
         data_rank=mesh.data_rank,
         data_degree=mesh.data_degree,
+        together=job.step.size if training.bit_equal else 1,
         logs=mesh.is_data_leader,
     )
 
@@ -97,18 +98,18 @@ def build_evaluator(
     compiled again, for training, too.
     """
     config, in_nats = job.config, job.config.loss.is_cross_entropy
-    section = config.parallelism
+    section, bit_equal = config.parallelism, config.training.bit_equal
     is_fixed = section.pp > 1 or section.cp > 1 or config.compile.enable
     shape = RowShape(job.step.rows_per_batch, config.training.seq_len, is_fixed)
     if not config.validation.sources:
-        return Evaluator(model, group, stop, shape, in_nats=in_nats)
+        return Evaluator(model, group, stop, shape, in_nats=in_nats, bit_equal=bit_equal)
     sizes, why = None, "the loss is not the cross-entropy"
     if in_nats:
         sizes = tokenizer.token_bytes() if tokenizer else None
         why = "the tokenizer is not byte-level" if tokenizer else "there is no tokenizer"
     if sizes is None:
         log.info("Validation: no bits per byte, since %s", why)
-        return Evaluator(model, group, stop, shape, None, why, in_nats)
+        return Evaluator(model, group, stop, shape, None, why, in_nats, bit_equal)
     token_bytes = torch.zeros(job.hyper_parameters.vocab_size, dtype=torch.int64)
     token_bytes[: len(sizes)] = torch.tensor(sizes)
-    return Evaluator(model, group, stop, shape, token_bytes.to(model.device))
+    return Evaluator(model, group, stop, shape, token_bytes.to(model.device), bit_equal=bit_equal)

@@ -34,5 +34,6 @@ def job_of(config: JobConfig, world_size: int) -> Job:
         global_batch_size=training.global_batch_size,
         local_batch_size=training.local_batch_size,
         num_streams=config.data.num_streams,
+        bit_equal=training.bit_equal,
     )
     return Job(config, step)

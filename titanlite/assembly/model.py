@@ -25,6 +25,7 @@ from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_factors, build_schedule
 from titanlite.parallel.clip import SpikeGate
 from titanlite.parallel.data import resolve_gradient_sync, running_dtypes
+from titanlite.parallel.exact import ExactGradients, loss_grid
 from titanlite.parallel.mesh import Mesh, ShardGroups
 from titanlite.parallel.own_code import require_layout
 from titanlite.parallel.parallelize import parallelize
@@ -75,6 +76,7 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
             loss=config.loss,
             recompute=config.activation_checkpoint,
             compilation=config.compile,
+            bit_equal=training.bit_equal,
         )
         for description in applied if not parts else ():
             log.info("Applied %s to the model", description)
@@ -142,15 +144,19 @@ def build_forward(job: Job, model_parts: list[LanguageModel], mesh: Mesh, device
 def build_trainer(job: Job, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> Trainer:
     """Build the trainer of this rank's model parts."""
     config = job.config
-    faults = config.faults
+    faults, training = config.faults, config.training
     named = {name: parameter for part in model_parts for name, parameter in part.named_parameters()}
+    summands = training.global_batch_size // job.step.size
+    of_interval = config.metrics.log_freq * training.global_batch_size * training.seq_len
     return Trainer(
         **forward_parts(job, model_parts, mesh, device),
         optimizer=build_optimizers(config, named, mesh, device),
         schedule=build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps),
         factors=build_factors(config.optimizer, config.training.steps),
-        sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh.degrees),
-        max_norm=config.training.max_norm,
+        sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh.degrees, bit_equal=training.bit_equal),
+        max_norm=training.max_norm,
+        exact=ExactGradients(model_parts, mesh, summands) if training.bit_equal else None,
+        loss_grid=loss_grid(of_interval),
         statistics=[STATISTICS[name] for name in config.metrics.statistics],
         is_logged=partial(is_log_step, log_freq=config.metrics.log_freq, total_steps=config.training.steps),
         num_sources=len(config.data.sources),
@@ -165,7 +171,9 @@ def build_optimizers(
     """Build the optimizers of this rank's parameters, by name. A collective: it may create a process group."""
     section, (full, structure) = config.optimizer, full_parameters(config.model)
     shard_groups = mesh.shard_groups() if has_owners(section, full, structure) else ShardGroups()
-    return build_optimizer(section, named, structure, device, shard_groups, config.debug.seed)
+    return build_optimizer(
+        *(section, named, structure, device, shard_groups, config.debug.seed), bit_equal=config.training.bit_equal
+    )
 
 
 def forward_parts(job: Job, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> dict[str, Any]:

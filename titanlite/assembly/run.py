@@ -63,6 +63,7 @@ from titanlite.models.randomness import DRAW_VERSION
 from titanlite.models.registry import full_parameters
 from titanlite.optim.groups import kinds_of_state
 from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.microbatches import rows_together
 from titanlite.parallel.pipeline import local_stages
 from titanlite.planning.memory_check import check_memory, explained_out_of_memory, plan_memory
 from titanlite.planning.rank_memory import Memory
@@ -116,6 +117,8 @@ def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[st
     began = time.monotonic()
     config = job.config
     apply_determinism(config.debug)
+    if config.training.bit_equal and world.device_type == "cpu" and "OMP_NUM_THREADS" not in environment:
+        torch.set_num_threads(1)  # the order of sums depends on their number
     pin_kernels(world.device)
     require_no_checkpoints(config)
     imported = fetch_imported(config, world, store)
@@ -241,7 +244,7 @@ def build_checkpoints(
     """Build the checkpoint manager. A collective: creates process groups."""
     mesh = trainer.mesh
     norms = trainer.spikes.norms if trainer.spikes else None
-    state = RunState(trainer.model_parts, trainer.optimizer, data.loader, mesh, norms, trainer.average)
+    state = RunState(trainer.model_parts, trainer.optimizer, data.loader, mesh, norms, trainer.average, trainer.exact)
     control_group = mesh.new_group(config.comm.init_timeout_s)
     saving_group = mesh.new_group(config.comm.save_timeout_s, keeps_timeout=True)
     finder = StartFinder(
@@ -446,6 +449,9 @@ def checkpoint_facts(config: JobConfig, tokenizer: Tokenizer | None, sources: Se
         "streams_version": config.data.stream_version,
         "init_version": INIT_VERSION,
     }
+    if config.training.bit_equal:
+        rows = rows_together(config.parallelism, config.training.local_batch_size)
+        facts["bit_equal"] = {"rows": rows, "threads": torch.get_num_threads()}
     versions = {"titanlite": titanlite.__version__, "torch": torch.__version__, "draws": DRAW_VERSION}
     facts, values, versions = (json.loads(json.dumps(part)) for part in (facts, asdict(config), versions))
     return RunFacts(facts, values, versions, keys_that_affect("numbers", "reports"))

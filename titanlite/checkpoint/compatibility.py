@@ -20,6 +20,10 @@ _REMEDIES = {
         "their state anew: --checkpoint.accept_changes '[\"optimizer\"]'"
     ),
     "num_streams": "resume with the checkpoint's data.num_streams: leave the key out",
+    "bit_equal": (
+        "resume with the checkpoint's training.bit_equal, rows of a microbatch (training.local_batch_size; with a "
+        "pipeline parallelism.pp_microbatch_size) and threads of a rank (OMP_NUM_THREADS)"
+    ),
     "streams_version": "resume with the checkpoint's data.stream_version: leave the key out",
     "imported_from": "an import holds weights only: start a new run from them, see the last line",
 }

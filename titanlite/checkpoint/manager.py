@@ -144,6 +144,7 @@ class Checkpoints:
             versions=about.versions,
             created=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
             files={},
+            digest=self._state.digest(),
         )
 
     def close(self) -> None:

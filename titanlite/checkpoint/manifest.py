@@ -106,7 +106,7 @@ class Manifest:
     step: optimizer steps done. content: "full", or "model" for parameters only. lineage: branches of the run, latest
     last. counts: running totals of the meter, by name. facts: values compared at a resume (see compatibility.py).
     config: the resolved configuration. versions: of the software. created: UTC time. files: all files of the folder
-    except MANIFEST.json.
+    except MANIFEST.json. digest: of the weights, with training.bit_equal.
     """
 
     step: int
@@ -119,11 +119,13 @@ class Manifest:
     created: str
     files: Mapping[str, FileRecord]
     format: int = FORMAT_VERSION
+    digest: str = ""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write MANIFEST.json and sync it to disk. Raises OSError."""
-    text = json.dumps(asdict(manifest) | {"hash": {HASH: _NO_HASH}}, indent=1) + "\n"
+    content = {key: value for key, value in asdict(manifest).items() if key != "digest" or value}
+    text = json.dumps(content | {"hash": {HASH: _NO_HASH}}, indent=1) + "\n"
     text = _replace_last(text, _NO_HASH, _digest(text))
     write_file(folder / MANIFEST_FILE, text.encode())
 

@@ -27,7 +27,7 @@ from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.folder import latest_manifest, published_steps, step_folder, supersede_after
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, Manifest
 from titanlite.checkpoint.saver import probe
-from titanlite.checkpoint.state import MODEL, STREAMS, RunState, first_not_finite
+from titanlite.checkpoint.state import LARGEST, MODEL, STREAMS, RunState, first_not_finite
 from titanlite.checkpoint.storage import first_failure, load_tensors, read_shapes
 from titanlite.checkpoint.verification import Found, latest_valid, prepare_folder, verify_checkpoint
 from titanlite.hf.folder import ModelFolder
@@ -270,6 +270,8 @@ class StartFinder:
         tensors |= {STREAMS: self.state.empty_streams(width)}
         tensors |= {name: tensor for name, tensor in self.state.recent().items() if name in saved}
         load(found, tensors, self.group)
+        if any(name.startswith(LARGEST) for name in saved):
+            self.state.resume_exact()
         try:
             position = self.state.load_streams(tensors[STREAMS])
         except UserError as error:

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint, under names that do not depend on the mesh."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -10,19 +10,22 @@ from torch import Tensor, nn
 
 from titanlite.models.family import saved_tensors
 from titanlite.optim.optimizer import NO_AVERAGE, GatedOptimizer, WeightAverage
+from titanlite.parallel.digest import weights_digest
+from titanlite.parallel.exact import ExactGradients
 from titanlite.parallel.mesh import AXES, Mesh
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.torch_internals import pin_in_place
 
 MODEL, AVERAGE, OPTIMIZER, STREAMS = "model/", "ema/", "optimizer/", "data/streams"
 GRAD_NORMS = "faults/grad_norms"
+LARGEST = "exact/"
 
 
 class StreamsState(Protocol):
     """The part of titanlite.data.loader.Loader that is saved; not imported, since its import chain is long."""
 
     num_streams: int
-    stream_ids: range
+    stream_ids: Sequence[int]
 
     def state(self) -> Tensor: ...
 
@@ -36,8 +39,9 @@ class RunState:
 
     Named tensors, DTensors or plain: model/<parameter or persistent buffer>; ema/<parameter>, if the weights are
     averaged; optimizer/<parameter>/<state>; data/streams, int64 (num_streams, fields of SourceState of each source),
-    replicated; faults/grad_norms, replicated, if spikes are detected, see SpikeGate. A tied parameter is saved once,
-    under its first name. Learning rate and random numbers follow from step and seed, so they have no state.
+    replicated; faults/grad_norms, replicated, if spikes are detected, see SpikeGate; exact/<parameter>, replicated,
+    with training.bit_equal, see ExactGradients. A tied parameter is saved once, under its first name. Learning rate and
+    random numbers follow from step and seed, so they have no state.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class RunState:
         mesh: Mesh,
         grad_norms: Tensor | None = None,
         average: WeightAverage = NO_AVERAGE,
+        exact: ExactGradients | None = None,
     ) -> None:
         model_parts = list(model_parts)
         self._model = {MODEL + name: tensor for part in model_parts for name, tensor in saved_tensors(part).items()}
@@ -58,6 +63,7 @@ class RunState:
         self._loader = loader
         self._grad_norms = grad_norms
         self._average = average
+        self._exact = exact
         self._is_data_leader = mesh.is_data_leader
         self._is_stage_leader = mesh.is_first(axis for axis in AXES if axis != "pp")
 
@@ -79,7 +85,18 @@ class RunState:
 
     def recent(self) -> dict[str, Tensor]:
         """The run's own tensors that an earlier checkpoint may lack."""
-        return self.average() | ({} if self._grad_norms is None else {GRAD_NORMS: self._grad_norms})
+        norms = {} if self._grad_norms is None else {GRAD_NORMS: self._grad_norms}
+        largest = {} if self._exact is None else self._exact.largest
+        return self.average() | norms | {LARGEST + name: tensor for name, tensor in largest.items()}
+
+    def resume_exact(self) -> None:
+        """Round the gradients by the magnitudes that were loaded."""
+        if self._exact is not None:
+            self._exact.resume()
+
+    def digest(self) -> str:
+        """The digest of the weights, with training.bit_equal; else "". A collective."""
+        return "" if self._exact is None else weights_digest(self._exact)
 
     def streams(self, group: dist.ProcessGroup) -> Tensor:
         """The state of all streams after the steps returned so far. A collective over all ranks, on gloo."""

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from titanlite.checkpoint.config import check_checkpoint
 from titanlite.checkpoint.preflight import check_start, imported_from
 from titanlite.config.fields import SECTIONS, TABLES
@@ -32,11 +34,14 @@ from titanlite.metrics.config import (
 )
 from titanlite.models.head import check_terms
 from titanlite.models.registry import check_model, full_parameters
+from titanlite.optim.optimizer import OWN, optimizers_of
 from titanlite.optim.registry import check_optimizer, check_parameters
 from titanlite.optim.schedule import check_schedules
 from titanlite.parallel.compile import check_compile, compiles_blocks
 from titanlite.parallel.context import check_context
+from titanlite.parallel.exact import MAX_SUMMANDS
 from titanlite.parallel.mesh import ParallelismConfig, check_experts, check_parallelism, data_degree, resolve_degrees
+from titanlite.parallel.microbatches import rows_together
 from titanlite.parallel.pipeline import check_pipeline, splits_backward
 from titanlite.parallel.recompute import check_activation_checkpoint
 from titanlite.precision import DTYPES, check_precision
@@ -75,6 +80,7 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, checks
         *_check_optimizer(config),
         *check_schedules(facts.lr_schedule, facts.optimizer),
         *_check_precision(facts),
+        *_check_bit_equal(facts, degree),
         *check_checkpoint(config.checkpoint, device_type, taken=OWN_FILES),
         *check_metrics(config.metrics),
         *check_profiling(config.profiling, world_size=world_size, device_type=device_type, steps=facts.training.steps),
@@ -152,6 +158,45 @@ def _check_precision(facts: JobConfig) -> list[Problem]:
     ]
 
 
+def _check_bit_equal(facts: JobConfig, degree: int) -> list[Problem]:
+    """Problems of keys that bit_equal needs. facts: the configuration, resolved. degree: of data ranks or 0."""
+    training, layout = facts.training, facts.parallelism
+    if not training.bit_equal:
+        return []
+    rules, data = Rules("training", training), Rules("data", facts.data)
+    why = "with training.bit_equal"
+    rows = rows_together(layout, training.local_batch_size)
+    key = "training.local_batch_size" if layout.pp == 1 else "parallelism.pp_microbatch_size"
+    has_name = hasattr(torch.Tensor, "grad_dtype")
+    rules.require("bit_equal", has_name, f"false with torch {torch.__version__}", "install a newer torch")
+    for name in ("dtype", "mixed_precision_param"):
+        narrow = getattr(training, name) != "float64"
+        rules.require(name, narrow, f"float32 or bfloat16 {why}, which adds in float64", "leave it out")
+    wide = training.mixed_precision_reduce == "float64"
+    rules.require("mixed_precision_reduce", wide, f"float64 {why}", "leave it out")
+    rule = f"a number of sequences {why}, which computes with exactly this number of them at once"
+    rules.require("local_batch_size", training.local_batch_size != -1, rule, "set it, for example to 1")
+    of_layout = Rules("parallelism", layout)
+    rule = f"given by the degrees {why}: a search would choose the sequences of a microbatch, which affect the bits"
+    of_layout.require("layout", layout.layout != "auto", rule, "set the degrees, see titanlite plan")
+    rules.problems += of_layout.problems
+    plugins = sorted(optimizers_of(facts.optimizer) - OWN)
+    of_optimizer = Rules("optimizer", facts.optimizer)
+    rule = f"one of {', '.join(sorted(OWN))} {why}: an update must not depend on where a shard ends"
+    of_optimizer.require("name", not plugins, rule, "choose one of them")
+    rules.problems += of_optimizer.problems
+    if rows < 1 or not degree or rules.problems:
+        return rules.problems
+    if rules.divides("global_batch_size", key, rows):
+        most = MAX_SUMMANDS * rows
+        rule = f"at most {most:,} {why} and {key} = {rows}: a sum of {MAX_SUMMANDS:,} gradients is exact"
+        rules.require("global_batch_size", training.global_batch_size <= most, rule, f"raise {key}")
+    if data.divides("num_streams", key, rows):
+        rule = f"at least {rows} x {degree} data ranks = {rows * degree} {why}: {key} sequences stay together"
+        data.require("num_streams", facts.data.num_streams >= rows * degree, rule, f"lower {key}, or use fewer ranks")
+    return rules.problems + data.problems
+
+
 def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
     """Problems between model, batch and parallelisms, which a search of layouts checks for each."""
     section, training = config.parallelism, config.training
@@ -221,7 +266,8 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
     if training.mixed_precision_param == "auto":
         training = replace(training, mixed_precision_param="bfloat16" if mixed else training.dtype)
     if training.mixed_precision_reduce == "auto":
-        training = replace(training, mixed_precision_reduce="float32" if mixed else training.dtype)
+        reduce = "float64" if training.bit_equal else "float32" if mixed else training.dtype
+        training = replace(training, mixed_precision_reduce=reduce)
     if data.num_streams == -1:
         data = replace(data, num_streams=training.global_batch_size)
     data = replace(data, document_mask=data.masks_documents)

@@ -66,6 +66,10 @@ class TrainingConfig:
     -1: local_batch_size x data degree, resolved at the first start and kept by its checkpoints."""
     max_norm: float = 1.0
     """Gradients are clipped to this global norm; 0 or less: no clipping."""
+    bit_equal: bool = setting(False, affects="facts")
+    """Weights, optimizer state, logged losses and gradient norms are equal bit for bit on any number of data ranks and
+    pipeline stages. local_batch_size, with a pipeline parallelism.pp_microbatch_size, is then the exact number of
+    sequences of a microbatch, which affects the numbers."""
     dtype: DtypeName = setting("float32", affects="facts")
     """Dtype of the parameters, and so of gradients and optimizer state."""
     mixed_precision_param: Literal["auto", "float32", "float64", "bfloat16"] = "auto"

@@ -41,13 +41,14 @@ class Loader:
         local_batch_size: int,
         data_rank: int,
         data_degree: int,
+        together: int = 1,
     ) -> None:
         self.sources = [open_source(source) for source in assignment.section.sources]
         self.num_streams = num_streams = assignment.section.num_streams
         self._global_batch_size = assignment.global_batch_size
-        most = most_sequences(self._global_batch_size, num_streams, data_degree)
+        most = most_sequences(self._global_batch_size, num_streams, data_degree, together)
         self._rows_per_step = -(-most // local_batch_size) * local_batch_size
-        self.stream_ids = streams_of(data_rank, num_streams, data_degree)
+        self.stream_ids = streams_of(data_rank, num_streams, data_degree, together)
         """The streams of this rank: the rows of state(), and the rows of all ranks' state that load_state() uses."""
         prepare = WorkerPool if assignment.section.num_workers > 0 else Preparation
         self._preparation = prepare(assignment, self.sources, tokenizer, self.stream_ids)
@@ -274,15 +275,21 @@ def build_loader(
     local_batch_size: int,
     data_rank: int,
     data_degree: int,
+    together: int = 1,
     logs: bool = True,
 ) -> Loader:
     """Build the loader of one rank. `section` is resolved (no -1). Builds the indexes of sources that have none.
 
-    vocab_size: the model's. logs: whether skipped rows are logged as warnings; true for one of the ranks that read the
-    same data. Raises UserError if a source is empty.
+    vocab_size: the model's. together: sequences that stay together, see data/deal.py. logs: whether skipped rows are
+    logged as warnings; true for one of the ranks that read the same data. Raises UserError if a source is empty.
     """
     arguments = tokenizer.arguments if tokenizer else None
     assignment = Assignment(section, arguments, seq_len, vocab_size, global_batch_size, logs)
     return Loader(
-        assignment, tokenizer, local_batch_size=local_batch_size, data_rank=data_rank, data_degree=data_degree
+        assignment,
+        tokenizer,
+        local_batch_size=local_batch_size,
+        data_rank=data_rank,
+        data_degree=data_degree,
+        together=together,
     )

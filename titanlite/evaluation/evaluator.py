@@ -12,6 +12,7 @@ from titanlite.data.loader import Loader
 from titanlite.data.tasks import EncodedTask, Scored
 from titanlite.forward import ModelOnMesh, cross_entropy_in, forward_only, on_device
 from titanlite.metrics.scores import SetTotals, TaskScores, score_choices, score_cloze
+from titanlite.parallel.exact import loss_grid, on_grid
 from titanlite.parallel.mesh import Mesh
 from titanlite.ranks.agreement import RanksError
 from titanlite.ranks.signals import StoppedError, StopRequest
@@ -21,6 +22,8 @@ from titanlite.runtime.text import counted
 
 LEAST_LENGTH = 32
 """Shortest length to which rows are padded."""
+MOST_TOKENS = 2**30
+"""Of a data set whose loss has the same bits on all meshes."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Evaluator:
     group: gloo group of all ranks, to agree before each step. stop: this rank's stop request; if a rank has one, the
     methods raise StoppedError on all ranks. shape: of the rows of tasks. token_bytes: int64 (vocab_size,), number of
     text bytes of each token, on the device; None if unknown, why_no_bytes says why. in_nats: whether the model's loss
-    is the cross-entropy in nats.
+    is the cross-entropy in nats. bit_equal: whether the losses must not depend on the order of the rows.
     """
 
     model: ModelOnMesh
@@ -93,6 +96,7 @@ class Evaluator:
     token_bytes: Tensor | None = None
     why_no_bytes: str = ""
     in_nats: bool = True
+    bit_equal: bool = False
 
     def totals(
         self, loader: Loader, *, steps: int, after_batch: Callable[[int], None] = lambda _: None
@@ -229,7 +233,8 @@ class Evaluator:
         num_bytes = torch.zeros((), device=valid.device)
         if self.token_bytes is not None:
             num_bytes = torch.where(valid, self.token_bytes[batch.labels.clamp(min=0)], 0).sum()
-        loss_sum = self.model.row_losses(batch).to(torch.float64).sum()
+        losses = self.model.row_losses(batch).to(torch.float64)
+        loss_sum = (on_grid(losses, loss_grid(MOST_TOKENS)) if self.bit_equal else losses).sum()
         return torch.stack([value.to(torch.float64) for value in (loss_sum, valid.sum(), num_bytes)])
 
 

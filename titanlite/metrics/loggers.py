@@ -144,7 +144,7 @@ class ConsoleLogger:
 
 def table_lines(record: Record, total_steps: int, keys: Sequence[str] = ()) -> tuple[str, str]:
     """(header, row) of a training record, with columns of further `keys` of its row. Counts of skipped steps, bad rows
-    and conversations that are too long follow the columns unless they are 0."""
+    and conversations that are too long follow the columns unless they are 0, and the digest if there is one."""
     step, row = f"{record.step}/{total_steps}", scalars(record)
     columns = [
         ("step", 2 * len(str(total_steps)) + 1, step),
@@ -164,7 +164,8 @@ def table_lines(record: Record, total_steps: int, keys: Sequence[str] = ()) -> t
     rare = [("skipped steps", record.skipped_steps), ("bad rows", record.bad_rows), ("too long", too_long)]
     header = " ".join(f"{name:>{width}}" for name, width, _ in columns)
     values = " ".join(f"{text:>{width}}" for _, width, text in columns)
-    return header, "".join([values, *(f" | {name} {count}" for name, count in rare if count)])
+    digest = [f" | digest {record.digest}"] if record.digest else []
+    return header, "".join([values, *(f" | {name} {count}" for name, count in rare if count), *digest])
 
 
 def _loss(loss: float) -> str:

@@ -215,7 +215,7 @@ class Meter:
         # The loss of a skipped step may not be finite; its sequences count, since they are consumed.
         skipped, num_valid = stats.skipped.bool(), stats.num_valid.to(torch.float64)
         counted = num_valid * (self._group.rank() == 0)  # the same number on all ranks, so only rank 0 counts it
-        self._interval += torch.where(skipped, 0.0, torch.stack([stats.mean_loss * num_valid, counted]))
+        self._interval += torch.where(skipped, 0.0, torch.stack([stats.loss_sum, counted]))
         if self._sources:
             self._by_source[:2] += torch.where(skipped, 0.0, stats.by_source[:2])
             self._by_source[2] += stats.by_source[2]
@@ -229,13 +229,14 @@ class Meter:
         too_long: Mapping[str, int] | None = None,
         experts: Mapping[str, float] | None = None,
         goodput: Callable[[], Mapping[str, float]] = dict,
+        digest: str | None = None,
     ) -> Record:
         """End the interval; return the record of the last noted step, the same on all ranks except for times.
 
         epochs, too_long: this data rank's, by source; they are summed over ranks, so ranks other than the data leader
         pass 0. The keys of too_long are those of its columns, the same on all ranks. experts: of the interval. goodput:
-        Goodput.columns, called when the steps have ended. A collective over the group. The host waits for the device
-        here only (and before it for experts), so the measured time is that of the steps.
+        Goodput.columns, called when the steps have ended. digest: see Record. A collective over the group. The host
+        waits for the device here only (and before it for experts), so the measured time is that of the steps.
         """
         assert self._last is not None, "flush without a step"
         assert self._num_steps > 0, "flush without a step since the last one"
@@ -269,6 +270,7 @@ class Meter:
             bad_rows=int(sum(bad_rows)),
             interval_loss=loss_sum / num_counted if num_counted else None,
             mfu=None if self._mesh_peak_flops is None else flops / self._mesh_peak_flops,
+            digest=digest,
             slowest_rank=slowest.rank if slowest else None,
             slowest_host=slowest.host if slowest else None,
             slowest_ratio=slowest.ratio if slowest else None,

@@ -68,6 +68,8 @@ class Record:
     """Mean loss per valid token since the last row, without skipped steps; None if all were skipped."""
     mfu: float | None = None
     """Model FLOP/s as a fraction of the devices' peak; None if the peak is unknown."""
+    digest: str | None = None
+    """With training.bit_equal: the digest of the weights after this step, the same on all meshes."""
     slowest_rank: int | None = None
     """The rank with the highest slowest_ratio; None, like the next two, if no rank has peers in its pipeline stage."""
     slowest_host: str | None = None

@@ -14,19 +14,22 @@ EagerAdamW = without_compiler(torch.optim.AdamW)
 EagerSGD = without_compiler(torch.optim.SGD)
 
 
-class AdamWInBfloat16(SkippingOptimizer):
-    """AdamW (Loshchilov, Hutter, "Decoupled Weight Decay Regularization", 2019) whose moments are bfloat16.
+class ElementwiseAdamW(SkippingOptimizer):
+    """AdamW (Loshchilov, Hutter, "Decoupled Weight Decay Regularization", 2019) whose moments may be bfloat16.
 
-    It computes in promote_types(dtype of the weights, float32).
+    It computes in promote_types(dtype of the weights, float32). The update of an element does not depend on where a
+    shard ends; torch's fused kernel rounds the last elements of a shard in another way.
 
     State: exp_avg and exp_avg_sq, of the parameter's shape and placement, and step, a float32 scalar. Stochastic
-    rounding draws a word for each (seed, step, name of the parameter, index in the full parameter), so that all meshes
-    round alike.
+    rounding to bfloat16 draws a word for each (seed, step, name of the parameter, index in the full parameter), so that
+    all meshes round alike.
     """
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__(arguments.groups, {"lr": arguments.section.lr, "eps": arguments.section.eps})
-        self._seed = arguments.seed if arguments.section.state_rounding == "stochastic" else None
+        self._dtype = torch.bfloat16 if arguments.section.state_dtype == "bfloat16" else None
+        rounds = self._dtype is not None and arguments.section.state_rounding == "stochastic"
+        self._seed = arguments.seed if rounds else None
         self._names = {
             parameter: name
             for group in self.param_groups
@@ -34,7 +37,7 @@ class AdamWInBfloat16(SkippingOptimizer):
         }
 
     def zero_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        first, second = (torch.zeros_like(parameter, dtype=torch.bfloat16, requires_grad=False) for _ in range(2))
+        first, second = (torch.zeros_like(parameter, dtype=self._dtype, requires_grad=False) for _ in range(2))
         step = torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)
         return {"step": step, "exp_avg": first, "exp_avg_sq": second}
 
@@ -52,7 +55,10 @@ class AdamWInBfloat16(SkippingOptimizer):
             gradient = local_part(parameter.grad).to(wide)
             step = state["step"].add_(ok).to(torch.float64)
             first, second = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
-            means = first.to(wide).lerp_(gradient, 1 - beta1), second.to(wide).lerp_(gradient.square(), 1 - beta2)
+            means = (
+                first.to(wide, copy=True).lerp_(gradient, 1 - beta1),
+                second.to(wide, copy=True).lerp_(gradient.square(), 1 - beta2),
+            )
             denominator = (means[1] / (1 - beta2**step)).sqrt_().add_(group["eps"])
             update = (means[0] / (1 - beta1**step)).div_(denominator)
             update_weights_(weights, update, group, ok)
@@ -61,14 +67,14 @@ class AdamWInBfloat16(SkippingOptimizer):
 
     def _rounded(self, means: Sequence[Tensor], parameter: Tensor, step: Tensor) -> list[Tensor]:
         if self._seed is None:
-            return [mean.to(torch.bfloat16) for mean in means]
+            return [mean.to(self._dtype) for mean in means]
         _, shape, offset = local_region(parameter)
         return round_to_bfloat16(means, self._seed, step, self._names[parameter], shape, offset)
 
 
 def build_adamw(arguments: Arguments) -> torch.optim.Optimizer:
-    if arguments.section.state_dtype == "bfloat16":
-        return AdamWInBfloat16(arguments)
+    if arguments.bit_equal or arguments.section.state_dtype == "bfloat16":
+        return ElementwiseAdamW(arguments)
     return EagerAdamW(arguments.groups, lr=arguments.section.lr, eps=arguments.section.eps, fused=True)
 
 

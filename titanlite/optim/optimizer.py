@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from titanlite.optim.lengths import Length
 from titanlite.parallel.mesh import ShardGroups
 from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.settings import Needs, setting
@@ -83,7 +82,7 @@ class OptimizerConfig:
         -1.0, "0.85 is usual for Muon", least=0, below=1, unset=-1, needs=_uses("Muon", "SGD")
     )
     """Momentum before the first step, from which it comes to `momentum`; -1: it does not change."""
-    momentum_steps: Length = setting(300, "300 is usual for Muon", least=1, needs=_WARMS_UP)
+    momentum_steps: int | str = setting(300, "300 is usual for Muon", least=1, needs=_WARMS_UP)
     """Length of the way to `momentum`: a number of steps, or a text as in [lr_schedule]."""
     momentum_shape: str = setting("linear", needs=_WARMS_UP)
     """Shape of this way, as lr_schedule.decay."""
@@ -131,6 +130,7 @@ def without_compiler(kind: type[AnyOptimizer]) -> type[AnyOptimizer]:
 class Arguments:
     """What an optimizer is built from.
 
+    bit_equal: whether the update of an element must not depend on where this rank's shard ends.
     groups: torch's parameter groups: pairs of name and parameter, lr_factor, weight_decay, betas, momentum, decays.
     shard_groups: the ranks that hold parts of the parameters. seed: of random numbers.
     """
@@ -140,6 +140,7 @@ class Arguments:
     device: torch.device
     shard_groups: ShardGroups
     seed: int
+    bit_equal: bool = False
 
 
 @dataclass(frozen=True)

@@ -73,22 +73,32 @@ def build_optimizer(
     device: torch.device,
     shard_groups: ShardGroups,
     seed: int,
+    *,
+    bit_equal: bool = False,
 ) -> GatedOptimizer:
     """Build the optimizers of these parameters, by name.
 
     structure: of the full model. shard_groups: the ranks that hold parts of the parameters. seed: of random numbers.
+    bit_equal: see Arguments.
     """
-    return GatedOptimizer(_optimizers(section, divide(section, named, structure), device, shard_groups, seed))
+    groups = divide(section, named, structure)
+    return GatedOptimizer(_optimizers(section, groups, device, shard_groups, seed, bit_equal=bit_equal))
 
 
 def _optimizers(
-    section: OptimizerConfig, groups: Sequence[Group], device: torch.device, shard_groups: ShardGroups, seed: int
+    section: OptimizerConfig,
+    groups: Sequence[Group],
+    device: torch.device,
+    shard_groups: ShardGroups,
+    seed: int,
+    *,
+    bit_equal: bool = False,
 ) -> list[torch.optim.Optimizer]:
     by_name: dict[str, list[dict[str, Any]]] = {}
     for group in groups:
         by_name.setdefault(group.optimizer, []).append({"params": list(group.parameters.items()), **group.options})
     return [
-        OPTIMIZERS[name].build(Arguments(torchs, section, device, shard_groups, seed))
+        OPTIMIZERS[name].build(Arguments(torchs, section, device, shard_groups, seed, bit_equal))
         for name, torchs in by_name.items()
     ]
 

@@ -1,6 +1,6 @@
 """Global gradient norm, gradient clipping, and spikes of the norm, without a host read."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,10 @@ MIN_NORMS = 32
 """Known norms without which no step is a spike."""
 
 
+Squares = Callable[[Sequence[Tensor | None]], tuple[Tensor, Tensor]]
+"""See ExactGradients.squares."""
+
+
 class GradNorm(NamedTuple):
     """Norms of the gradients before clipping, on the device.
 
@@ -28,13 +32,18 @@ class GradNorm(NamedTuple):
 
 
 @torch.no_grad()
-def clip_grad_norm_(model_parts: Iterable[nn.Module], max_norm: float, pp_group: dist.ProcessGroup | None) -> GradNorm:
+def clip_grad_norm_(
+    model_parts: Iterable[nn.Module],
+    max_norm: float,
+    pp_group: dist.ProcessGroup | None,
+    squares: Squares | None = None,
+) -> GradNorm:
     """Clip the gradients in place to a global 2-norm of at most `max_norm`; return the norms before clipping.
 
     model_parts: this rank's parts of the model; the ranks of `pp_group` have the other stages (None: no pipeline).
     The total is the same on all ranks. If `max_norm` <= 0, gradients are not clipped. One all-reduce per mesh axis
     reduces all parameters that are sharded over the same axes, and one over pp reduces the total; replicated parameters
-    count once.
+    count once. squares: adds them up alike on all meshes; None: in an order that depends on the mesh.
     """
     # Group by parameters, not by gradients, so that all ranks issue the same collectives.
     parameters = [p for part in model_parts for p in part.parameters() if p.requires_grad]
@@ -49,6 +58,10 @@ def clip_grad_norm_(model_parts: Iterable[nn.Module], max_norm: float, pp_group:
             gradients[index] = local
             indices.append(index)
     zero = torch.zeros((), dtype=torch.float64, device=device)
+    if squares is not None:
+        total, of_shards = squares([gradients.get(index) for index in range(len(parameters))])
+        _scale(list(gradients.values()), norm := total.sqrt().to(dtype), max_norm)
+        return GradNorm(norm, of_shards.sqrt())
     norms = dict(zip(gradients, _norms(list(gradients.values()), dtype), strict=True))
     parts = []
     for groups, indices in sharded.items():
@@ -61,12 +74,14 @@ def clip_grad_norm_(model_parts: Iterable[nn.Module], max_norm: float, pp_group:
     if pp_group is not None and pp_group.size() > 1:
         dist.all_reduce(total, group=pp_group)
     norm = total.sqrt().to(dtype)
-    if max_norm > 0:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for indices in sharded.values():
-            if indices:
-                scale_all_([gradients[index] for index in indices], scale)
+    _scale(list(gradients.values()), norm, max_norm)
     return GradNorm(norm, torch.stack([norms.get(index, zero) for index in range(len(parameters))]))
+
+
+def _scale(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients of this norm to one of at most `max_norm`."""
+    if max_norm > 0 and gradients:
+        scale_all_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
 def _norms(gradients: list[Tensor], dtype: torch.dtype) -> Iterable[Tensor]:

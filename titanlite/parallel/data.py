@@ -29,6 +29,8 @@ def apply_data_parallel(
     expert_mesh: DeviceMesh | None,
     dtypes: ModelDtypes,
     reshard_after_forward: ReshardAfterForward,
+    *,
+    keeps_sums: bool = False,
 ) -> list[str]:
     """Wrap the structure's FSDP units and then the root, in place; return descriptions for the start log.
 
@@ -37,7 +39,8 @@ def apply_data_parallel(
     expert_shard of `expert_mesh`. If dp_replicate, dp_shard and tp are 1, there is nothing to reduce, and `replicate`
     would copy each gradient several times (docs/LOG.md): the model is not wrapped, and its parameters are cast if
     necessary. Exceptions are reductions in another dtype than the parameters', in which gradients accumulate, and a
-    pipeline with casts: each microbatch in flight would keep its own cast parameters.
+    pipeline with casts: each microbatch in flight would keep its own cast parameters. keeps_sums: what is reduced over
+    dp_shard can be added in the dtype of reductions until it is reduced over dp_replicate, also if this has one rank.
     """
     replicas, shards = mesh["dp_replicate"].size(), mesh["dp_shard"].size()
     if not is_wrapped(replicas * shards * mesh["tp"].size(), mesh["pp"].size(), dtypes):
@@ -62,7 +65,7 @@ def apply_data_parallel(
         replicate(model, mesh=mesh["dp_replicate"], mp_policy=policy)
         applied = "replicate"
     else:
-        replicated = ("dp_replicate",) if replicas > 1 else ()
+        replicated = ("dp_replicate",) if replicas > 1 or keeps_sums else ()
         data_mesh = mesh[(*replicated, "dp_shard")]
         for index, unit in enumerate(units):
             is_last = index == len(units) - 1
@@ -134,13 +137,18 @@ def _casting(kind: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype) 
     return type(kind.__name__, (CastModule, kind), {"compute_dtype": dtype, **{name: cast(name) for name in names}})
 
 
-def resolve_gradient_sync(policy: GradientSync, sizes: Mapping[str, int]) -> GradientSync | None:
+def resolve_gradient_sync(
+    policy: GradientSync, sizes: Mapping[str, int], *, bit_equal: bool = False
+) -> GradientSync | None:
     """The policy for a mesh of these sizes: hybrid becomes last if dp_shard x cp is 1, and every if dp_replicate is 1.
 
-    None with a pipeline: its stages reduce their gradients once per schedule step.
+    None with a pipeline: its stages reduce their gradients once per schedule step. bit_equal: every becomes hybrid,
+    since a reduction over dp_replicate ends with a cast to the parameters' dtype, of which a step may have one only.
     """
     if sizes["pp"] > 1:
         return None
+    if bit_equal and policy != "last":
+        return "hybrid" if sizes["dp_shard"] * sizes["cp"] > 1 else "last"
     if policy != "hybrid":
         return policy
     if sizes["dp_shard"] * sizes["cp"] == 1:

@@ -22,17 +22,20 @@ def parallelize(
     loss: LossConfig,
     recompute: ActivationCheckpointConfig,
     compilation: CompileConfig,
+    bit_equal: bool = False,
 ) -> list[str]:
     """Apply context, expert, tensor and data parallelism, recomputation and compilation, in place, on the meta device.
 
-    model: the full model, or a pipeline stage with the structure of its units. mesh: connected.
+    model: the full model, or a pipeline stage with the structure of its units. mesh: connected. bit_equal: the same
+    computation on any number of data ranks and stages, see parallel/exact.py.
     Returns descriptions of what was applied, in order, for the start log.
     """
     computation = LossComputation(
         loss.chosen,
         loss.chunk_tokens,
         # A pipeline has several microbatches in flight: the gradients of each would take too much memory.
-        recomputes=mesh.degrees["pp"] > 1,
+        # With bit_equal, all layouts compute alike.
+        recomputes=bit_equal or mesh.degrees["pp"] > 1,
         gathers_logits=not shard_logits(mesh.section, needs_logits=loss.chosen.needs_logits),
     )
     for head in output_layers_of([model]):
@@ -50,6 +53,12 @@ def parallelize(
         *apply_compile(model, structure, compilation),
         *(apply_recompute(model, structure, recompute) if not recompute_first else []),
         *apply_data_parallel(
-            model, structure, mesh.device_mesh, mesh.expert_mesh, dtypes, resolve_reshard_after_forward(mesh.section)
+            model,
+            structure,
+            mesh.device_mesh,
+            mesh.expert_mesh,
+            dtypes,
+            resolve_reshard_after_forward(mesh.section),
+            keeps_sums=bit_equal,
         ),
     ]

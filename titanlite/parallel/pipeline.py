@@ -287,6 +287,9 @@ class Pipeline:
         for stage in stages:
             for method, name in STAGE_REGIONS.items():
                 setattr(stage, method, in_region(name, getattr(stage, method)))
+            setattr(stage, "perform_reduce_grad", self._if_reducing(stage.perform_reduce_grad))  # noqa: B010
+        self.reduces = True
+        """Whether the next batch ends with a reduction; otherwise its gradients are added to those of the next one."""
         self._device = device
         self._parts = dict(zip(indexes, model_parts, strict=True))
         self._owners = stage_owners(section)
@@ -369,6 +372,9 @@ class Pipeline:
                 inputs[stage + 1, index] = received
         for work in dist.batch_isend_irecv(messages) if messages else ():
             work.wait()
+
+    def _if_reducing(self, reduce: Callable[[int], None]) -> Callable[[int], None]:
+        return lambda factor: reduce(factor) if self.reduces else None
 
     def _keep_shares(self, shares: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG002
         """Return the microbatch's share of the loss, a scalar, and keep the shares of its rows. The schedule calls this

@@ -124,6 +124,7 @@ def plan_step(config: JobConfig, sizes: Mapping[str, int]) -> Microbatches:
         global_batch_size=config.training.global_batch_size,
         local_batch_size=config.training.local_batch_size,
         num_streams=config.data.num_streams,
+        bit_equal=config.training.bit_equal,
     )
 
 

@@ -67,6 +67,7 @@ LOOK_ALIKES = [
     )
 ]
 LONG = 300 * "d"
+EQUAL = "--training.bit_equal true --training.local_batch_size"
 GROUP = '[[optimizer.groups]]\nparameters = ["output.weight"]\n'
 VALID = "--validation.enable true --validation.sources.0."
 
@@ -158,6 +159,27 @@ BAD = [
     Bad("training.local_batch_size", "-1 or at least 1", "-1: as many as fit", argv="--training.local_batch_size -2"),
     Bad("training.global_batch_size", "must not depend on a device", "set training.global_batch_size",
         argv="--training.local_batch_size -1"),
+    # Bit-equal training.
+    Bad("training.dtype", "float32 or bfloat16 with training.bit_equal", "leave it out",
+        argv=f"{EQUAL} 1 --training.dtype float64 --training.mixed_precision_param float32"),
+    Bad("training.mixed_precision_param", "float32 or bfloat16", "leave it out",
+        argv=f"{EQUAL} 1 --training.mixed_precision_param float64"),
+    Bad("training.mixed_precision_reduce", "float64 with training.bit_equal", "leave it out",
+        argv=f"{EQUAL} 1 --training.mixed_precision_reduce float32"),
+    Bad("training.local_batch_size", "computes with exactly this number", "set it",
+        argv=f"{EQUAL}=-1 --training.global_batch_size 8"),
+    Bad("parallelism.layout", "given by the degrees", "see titanlite plan",
+        argv=f"{EQUAL} 1 --training.global_batch_size 8 --parallelism.layout auto"),
+    Bad("training.global_batch_size", "divisible by training.local_batch_size = 3", "= 6 or 9",
+        argv=f"{EQUAL} 3 --training.global_batch_size 8 --data.num_streams 6"),
+    Bad("training.global_batch_size", "divisible by parallelism.pp_microbatch_size = 3", "= 6 or 9", world_size=2,
+        argv=f"{EQUAL} 1 --training.global_batch_size 8 --data.num_streams 6 {MICRO} 3"),
+    Bad("training.global_batch_size", "at most 4,096 with", "raise training.local_batch_size",
+        argv=f"{EQUAL} 1 --training.global_batch_size 4097"),
+    Bad("data.num_streams", "divisible by training.local_batch_size = 2", "= 6 or 8",
+        argv=f"{EQUAL} 2 --training.global_batch_size 8 --data.num_streams 7"),
+    Bad("data.num_streams", "at least 2 x 4 data ranks = 8", "or use fewer ranks", world_size=4,
+        argv=f"{EQUAL} 2 --training.global_batch_size 8 --data.num_streams 6"),
     Bad("training.local_batch_size", "parallelism.pp_microbatch_size", "set training.local_batch_size",
         argv="--training.local_batch_size -1 --training.global_batch_size 8 --parallelism.pp 2", world_size=2),
     Bad("memory.check", 'one of "refuse", "warn", "off"', "did you mean", argv="--memory.check refused"),

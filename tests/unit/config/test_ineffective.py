@@ -40,7 +40,7 @@ ALWAYS = {
     "validation.sources.weight",
     *("training.steps", "training.tokens", "training.seq_len", "training.global_batch_size", "training.max_norm"),
     # also of the norm that is logged
-    *("training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce"),
+    *("training.bit_equal", "training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce"),
     *(f"parallelism.{key}" for key in ("layout", "dp_replicate", "dp_shard", "cp", "ep", "tp", "pp")),
     *("activation_checkpoint.mode", "compile.enable", "loss.name", "loss.terms", "loss.chunk_tokens"),
     *("optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.ema_decay"),

@@ -33,7 +33,7 @@ def stats_of(
     norms[list(bad_parameters)], rows[list(bad_rows)] = torch.inf, torch.nan
     one = torch.ones(())
     spike = torch.tensor(ratio, dtype=torch.float64)
-    return StepStats(one, one, torch.tensor(5), torch.tensor(skipped), torch.zeros(3, 1), rows, norms, spike)
+    return StepStats(one, one, one, torch.tensor(5), torch.tensor(skipped), torch.zeros(3, 1), rows, norms, spike)
 
 
 def test_a_row_of_skipped_steps_is_counted_across_log_lines(

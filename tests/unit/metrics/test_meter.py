@@ -77,6 +77,7 @@ def stats_of(
 ) -> StepStats:
     return StepStats(
         torch.tensor(loss, dtype=torch.float64),
+        torch.tensor(loss * num_valid, dtype=torch.float64),
         torch.tensor(grad_norm),
         torch.tensor(num_valid),
         torch.tensor(skipped),
@@ -143,7 +144,7 @@ def test_the_keys_of_a_row(group: dist.ProcessGroup) -> None:
     meter = meter_of(group, clock, peak_flops=1e12)
     note(meter, clock, 1, stats_of(1.0))
     row = meter.flush().row()
-    left_out = ("epochs", "too_long", "by_source", "terms", "watched", "experts", "goodput", *SLOWEST)
+    left_out = ("epochs", "too_long", "by_source", "terms", "watched", "experts", "goodput", "digest", *SLOWEST)
     assert list(row) == [field.name for field in fields(Record) if field.name not in left_out] == KEYS
     assert row["mfu"] == pytest.approx(512 * 1e6 / 1e12)
 

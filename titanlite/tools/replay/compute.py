@@ -203,7 +203,7 @@ def replay(config: JobConfig, start: SavedRun | None, step: int, world: World) -
             job_of(config, mesh.world.size), build_model(config, mesh, world.device), mesh, world.device
         )
         norms = trainer.spikes.norms if trainer.spikes else None
-        state = RunState(trainer.model_parts, trainer.optimizer, loader, mesh, norms, trainer.average)
+        state = RunState(trainer.model_parts, trainer.optimizer, loader, mesh, norms, trainer.average, trainer.exact)
         about = checkpoint_facts(config, tokenizer, loader.sources)
         meter = build_meter(config, world, trainer, group)
         folder = Path(config.job.dump_folder, config.checkpoint.folder)
