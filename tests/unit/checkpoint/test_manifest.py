@@ -171,11 +171,6 @@ def test_a_newer_format_with_other_keys_is_recognized(tmp_path: Path) -> None:
         read_manifest(tmp_path)
 
 
-def test_a_changed_format_number_is_detected(tmp_path: Path) -> None:
-    write_manifest(tmp_path, small())
-    assert_corrupted(tmp_path, raw(tmp_path).replace(b'"format": %d' % FORMAT_VERSION, b'"format": 9'))
-
-
 def test_a_manifest_without_the_metadata_file_is_invalid(tmp_path: Path) -> None:
     write_manifest(tmp_path, a_manifest(3, {"__0_0.distcp": b"tensors"}))
     with pytest.raises(InvalidCheckpointError, match=r"does not list \.metadata"):

@@ -1,6 +1,5 @@
 """Finding a checkpoint to resume from, on one rank: quarantined and skipped checkpoints, and messages."""
 
-import logging
 import os
 from pathlib import Path
 
@@ -16,13 +15,8 @@ from titanlite.checkpoint.storage import save_tensors
 from titanlite.checkpoint.verification import Found, latest_valid, prepare_folder, verify_checkpoint
 from titanlite.ranks.agreement import RanksError
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.logging import log
 
-
-@pytest.fixture(autouse=True)
-def _log_reaches_caplog(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(log, "propagate", True)
-    caplog.set_level(logging.INFO, logger="titanlite")
+pytestmark = pytest.mark.usefixtures("propagating_log")
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "file"])
@@ -123,24 +117,6 @@ def test_unusable_checkpoints_are_skipped_and_not_renamed(tmp_path: Path, group:
     found = latest_valid(tmp_path, [5, 10], group, full_one)
     assert found.manifest.step == 5
     assert content_of(tmp_path) == before
-
-
-def test_all_are_quarantined_if_no_checkpoint_is_valid(tmp_path: Path, group: dist.ProcessGroup) -> None:
-    for step in (5, 10):
-        make(tmp_path, step)
-    for step in (5, 10):
-        damage(tmp_path, step, "no manifest")
-    (tmp_path / "notes").mkdir()
-    with pytest.raises(UserError) as caught:
-        latest_valid(tmp_path, [5, 10], group, any_one)
-    (tmp_path / "notes").rmdir()
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert [name.split(".")[0] for name in names] == ["step-10", "step-5"]
-    assert all(".invalid-" in name for name in names)
-    assert prepare_folder(tmp_path, group) == ([], True)
-    error = str(caught.value)
-    assert f"cannot resume from any checkpoint in {tmp_path}: {names[0]}, {names[1]}. To start a new run" in error
-    assert "--job.dump_folder" in error
 
 
 @pytest.mark.parametrize(("version", "remedy"), [(99, "a newer titanlite"), (2, "the titanlite that wrote it;")])

@@ -1,11 +1,14 @@
-"""Test how the command line is split into keys and texts."""
+"""How the command line is split into keys and texts; its help, and what is missing."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from titanlite.config.arguments import split_arguments
+from titanlite.config.load import read_command_line
 from titanlite.config.files import SHIPPED, config_path, shipped_names
+from titanlite.runtime.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -94,3 +97,22 @@ def test_repeated_key_is_one_problem_and_has_no_text() -> None:
     assert arguments.texts == {}
     (problem,) = split_arguments(["--dry-run", "--dry-run"]).problems
     assert (problem.key, problem.value, problem.remedy) == ("--dry-run", None, "keep one: --dry-run")
+
+
+@pytest.mark.parametrize(("rank", "printed"), [("0", True), ("1", False)])
+def test_help_comes_from_the_first_rank_only(
+    rank: str, printed: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(sys, "argv", ["titanlite"])
+    monkeypatch.delitem(sys.modules, "titanlite.config.help", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        read_command_line(["quickstart", "--help"])
+    assert not caught.value.code
+    shown = capsys.readouterr()
+    assert ("usage: titanlite train" in shown.out, shown.err) == (printed, "")
+
+
+def test_a_command_line_without_a_configuration_is_refused() -> None:
+    with pytest.raises(UsageError, match="a configuration is missing"):
+        read_command_line(["--training.steps", "5"])

@@ -20,12 +20,7 @@ PLUGINS = Path(__file__).parents[3] / "examples" / "plugins.toml"
 ALWAYS = {
     *("job.dump_folder", "job.description", "job.plugins", "job.take_over"),
     *(
-        "model.family",
-        "model.flavor",
-        "model.dim",
-        "model.n_layers",
-        "model.n_heads",
-        "model.n_kv_heads",
+        *("model.family", "model.flavor", "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads"),
         "model.ffn_dim",
     ),
     *("model.vocab_size", "model.head_dim", "model.norm_eps", "model.rope_theta", "model.rope_scaling_factor"),

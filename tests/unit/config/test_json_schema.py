@@ -42,17 +42,10 @@ def test_it_accepts_a_written_configuration() -> None:
 
 
 GOOD = [
-    'extends = "base.toml"',
-    'extends = ["base.toml", "quickstart"]\n[model]\nrope_beta_fast = 31.0',
-    "training.tokens = -1",
-    "lr_schedule.warmup_steps = 0",
-    "lr_schedule.warmup_steps = '2_000_000 tokens'",
-    "lr_schedule.decay_steps = '2.5 %'",
-    'loss.chunk_tokens = "auto"',
-    "loss.chunk_tokens = 5",
-    "optimizer.lr = 1",
-    "faults.spike_factor = 0.0",
-    "[[optimizer.groups]]\nparameters = ['a']\nbeta2 = -1",
+    *('extends = "base.toml"', 'extends = ["base.toml", "quickstart"]\n[model]\nrope_beta_fast = 31.0'),
+    *("training.tokens = -1", "lr_schedule.warmup_steps = 0", "lr_schedule.warmup_steps = '2_000_000 tokens'"),
+    *("lr_schedule.decay_steps = '2.5 %'", 'loss.chunk_tokens = "auto"', "loss.chunk_tokens = 5", "optimizer.lr = 1"),
+    *("faults.spike_factor = 0.0", "[[optimizer.groups]]\nparameters = ['a']\nbeta2 = -1"),
 ]
 BAD = [
     ("training.stepz = 5", "training"),

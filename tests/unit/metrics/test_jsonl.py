@@ -1,26 +1,18 @@
 """Rows of earlier starts in metrics.jsonl: which are kept or removed, and that a kill at any moment loses no row."""
 
 import json
-import logging
 import os
-import random
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.seeds import seeds
 from titanlite.metrics import jsonl
 from titanlite.metrics.jsonl import has_validation, keep_rows, read_series
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.logging import log
 
-
-@pytest.fixture(autouse=True)
-def _log_reaches_caplog(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(log, "propagate", True)
-    caplog.set_level(logging.INFO, logger="titanlite")
+pytestmark = pytest.mark.usefixtures("propagating_log")
 
 
 def row(step: int, run: str = "a") -> bytes:
@@ -98,32 +90,6 @@ def test_a_file_without_rows_to_remove_is_not_rewritten(
     assert not caplog.records
 
 
-@seeds(8, 200)
-def test_kills_and_resumes_leave_one_row_per_step(seeds: range, tmp_path: Path) -> None:
-    """Starts that resume after a random earlier step, end at a random later step, and leave truncated rows."""
-    path = tmp_path / "metrics.jsonl"
-    for seed in seeds:
-        rng = random.Random(seed)
-        path.unlink(missing_ok=True)
-        expected: dict[int, str] = {}
-        end = 0
-        for start in range(8):
-            after = rng.randint(1, end) if end else 0
-            if after:
-                keep_rows(path, after)
-            expected = {step: run for step, run in expected.items() if step <= after}
-            end = after + rng.randint(1, 30)
-            with path.open("ab") as file:
-                for step in range(after + 1, end + 1):
-                    file.write(row(step, str(start)))
-                    expected[step] = str(start)
-                file.write(row(end + 1)[: rng.randint(0, 20)])
-        keep_rows(path, end)
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        assert {found["step"]: found["run"] for found in rows} == expected
-        assert [found["step"] for found in rows] == list(range(1, end + 1))
-
-
 @pytest.mark.parametrize(("owner", "name"), [(os, "fsync"), (Path, "replace")])
 def test_an_interrupted_rewrite_leaves_the_old_file(
     tmp_path: Path, owner: object, name: str, monkeypatch: pytest.MonkeyPatch
@@ -143,26 +109,6 @@ def test_an_interrupted_rewrite_leaves_the_old_file(
     keep_rows(path, 20)
     assert path.read_bytes() == row(1) + row(10)
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_new_file_is_synced_before_it_replaces_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(row(30))
-    calls: list[str] = []
-    sync, replace = os.fsync, Path.replace
-
-    def recorded_sync(number: int) -> None:
-        calls.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{number}")))
-        sync(number)
-
-    def recorded_replace(self: Path, target: Path) -> Path:
-        calls.append("replace")
-        return replace(self, target)
-
-    monkeypatch.setattr(os, "fsync", recorded_sync)
-    monkeypatch.setattr(Path, "replace", recorded_replace)
-    keep_rows(path, 20)
-    assert calls == ["sync metrics.jsonl.incomplete", "replace", f"sync {tmp_path.name}"]
 
 
 @pytest.mark.timeout(30)

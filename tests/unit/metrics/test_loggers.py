@@ -7,7 +7,7 @@ import os
 import re
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,9 @@ from titanlite.metrics.loggers import build_loggers as build
 from titanlite.metrics.records import ExpertsRecord, LogRecord, Record, SamplesRecord
 from titanlite.metrics.tensorboard import TOKENS_FOLDER, TensorBoardLogger
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.logging import log, setup_logging
+from titanlite.runtime.logging import setup_logging
+
+pytestmark = pytest.mark.usefixtures("own_log")
 
 RECORD = Record(
     step=30,
@@ -53,14 +55,6 @@ def build_loggers(section: MetricsConfig, folder: Path, *, rank: int, total_step
         build, section, folder, rank, total_steps, "peak RSS", about=ABOUT, has_samples=True, has_experts=True
     )
     return loggers(resume_step=resume_step, resume_tokens=2048 * resume_step)
-
-
-@pytest.fixture(autouse=True)
-def _own_log() -> Iterator[None]:
-    """Restore the logger after the test."""
-    before = (log.handlers[:], log.level, log.propagate)
-    yield
-    log.handlers[:], log.level, log.propagate = before[0], before[1], before[2]
 
 
 def refuse_constant(name: str) -> None:
@@ -344,22 +338,6 @@ def test_a_resumed_run_replaces_later_steps_of_earlier_starts(
     assert [(row["step"], row["loss"]) for row in rows] == points
     points = starts_of(tmp_path / "other", starts[:-1], damage, caplog=caplog)
     assert points == [(1, 0.0), (10, 0.0), (20, 0.0), (30, 1.0), (40, 2.0), (50, 4.0), (60, 4.0)]
-
-
-def test_a_resume_without_the_old_files_creates_new_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert starts_of(tmp_path, [(20, [30])], caplog=caplog) == [(30, 0.0)]
-    assert [json.loads(line)["step"] for line in (tmp_path / METRICS_FILE).read_text().splitlines()] == [30]
-
-
-def test_tensorboard_is_flushed_with_each_record(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    logger = TensorBoardLogger(tmp_path, 0, 0, ABOUT)
-    by_step, _ = logger._writers
-    with mock.patch.object(by_step, "flush", wraps=by_step.flush) as flush:
-        for count in (1, 2):
-            logger.write(RECORD)
-            assert flush.call_count == count
-    logger.close()
 
 
 def test_a_full_disk_ends_only_tensorboard_with_one_warning(
