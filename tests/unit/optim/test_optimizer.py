@@ -1,11 +1,8 @@
 """Formulas of the optimizers, and updates that are skipped on the device."""
 
 import math
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -216,22 +213,6 @@ def test_an_optimizer_without_the_compiler_is_torchs(kind: type[torch.optim.Opti
         assert all(parameter.grad is None for parameter in model.parameters())
         weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
     assert torch.equal(*weights)
-
-
-@pytest.mark.slow
-def test_an_update_does_not_import_the_compiler() -> None:
-    """In a process of its own. Importing it takes 0.6 seconds of CPU time."""
-    program = """
-import sys, torch
-from tests.unit.optim.test_optimizer import KINDS, build, set_gradients
-for kind in KINDS:
-    model, optimizer = build(kind)
-    set_gradients(model, 0.5)
-    optimizer.step_if(torch.tensor(True))
-    optimizer.zero_grad()
-    assert "torch._dynamo" not in sys.modules, kind
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[3])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,10 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.unit.optim.building import optimizer_of
 from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig
@@ -76,51 +73,3 @@ def test_existing_state_is_not_replaced() -> None:
     for name, value in optimizer.named_state():
         assert value is before[name][0]
         assert torch.equal(value, before[name][1])
-
-
-def test_the_next_update_uses_state_written_in_place() -> None:
-    """As loading a checkpoint does: training continues bit for bit."""
-    model, optimizer = build(torch.float32)
-    train(model, optimizer, [1, 2])
-    other, other_optimizer = build(torch.float32)
-    other_optimizer.init_state()
-    source = all_tensors(model, optimizer)
-    for name, tensor in all_tensors(other, other_optimizer).items():
-        tensor.copy_(source[name])
-    for one, one_optimizer in ((model, optimizer), (other, other_optimizer)):
-        train(one, one_optimizer, [3])
-    after = all_tensors(other, other_optimizer)
-    for name, tensor in all_tensors(model, optimizer).items():
-        assert torch.equal(tensor, after[name]), name
-
-
-def test_sgd_has_no_state() -> None:
-    model, optimizer = build(torch.float32, name="SGD")
-    optimizer.init_state()
-    assert dict(optimizer.named_state()) == {}
-    train(model, optimizer, [1, 2])
-    assert dict(optimizer.named_state()) == {}
-
-
-def test_moments_are_sharded_like_their_parameters() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        found = []
-        for ahead in (True, False):
-            model = nn.Linear(4, 3, bias=False)
-            model.weight = nn.Parameter(distribute_tensor(torch.ones(3, 4), mesh, [Shard(0)]))
-            optimizer = optimizer_of(model, OptimizerConfig())
-            if ahead:
-                optimizer.init_state()
-            else:
-                model.weight.grad = torch.ones_like(model.weight)
-                optimizer.step_if(torch.tensor(True))
-            placements = {
-                name: value.placements for name, value in optimizer.named_state() if isinstance(value, DTensor)
-            }
-            found.append((described(optimizer), placements))
-        assert found[0] == found[1]
-        assert list(found[0][1]) == ["weight/exp_avg", "weight/exp_avg_sq"]
-    finally:
-        dist.destroy_process_group()

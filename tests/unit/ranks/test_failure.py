@@ -6,7 +6,6 @@ import re
 import resource
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -27,7 +26,6 @@ from titanlite.ranks.distributed import ConnectError
 from titanlite.ranks.failure import FailureReport
 from titanlite.ranks.launch import fork_context
 from titanlite.ranks.positions import Positions
-from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.errors import ConfigError, LateRanksError, Problem, UserError
 from titanlite.runtime.logging import append_errors_to
 
@@ -445,20 +443,6 @@ def is_one_of_two_ranks(port: int, prefix: str, settle_s: float, work: str) -> N
             report.finish(6)
         else:
             raise ERRORS[work]
-
-
-def shows_its_threads(port: int) -> None:
-    with FailureReport() as report:
-        report.connected(Positions(connect(port), 0, 2, range(2), None, 100.0, report.end_from_thread))
-        report.record_stops(StopRequest())
-        print(sorted(thread.name for thread in threading.enumerate()))
-
-
-def test_a_rank_has_two_threads_for_failures(start: Start) -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    program = start(shows_its_threads, server.port)
-    assert program.exit_code == 0
-    assert program.text == f"running\n{['MainThread', 'titanlite-store', 'titanlite-watch']}\n"
 
 
 @pytest.mark.parametrize(

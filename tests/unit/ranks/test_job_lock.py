@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -19,20 +18,19 @@ import pytest
 from titanlite.ranks import job_lock as job_lock_module
 from titanlite.ranks.job_lock import JOB_LOCK_FILE, job_lock, require_own
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.logging import log
+
+pytestmark = pytest.mark.usefixtures("propagating_log")
 
 JOB = """
 import os, sys, time
 from titanlite.runtime.errors import UserError
 from titanlite.ranks.job_lock import job_lock
-folder, go, wait_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
+folder, wait_s = sys.argv[1], float(sys.argv[2])
 
 def say(text):
     os.write(1, f"{text}\\n".encode())  # one write per line
 
 say("ready")
-while go and not os.path.exists(go):
-    time.sleep(0.0005)
 try:
     with job_lock(folder, 0, take_over=False, environment=os.environ, wait_s=wait_s):
         say("inside")
@@ -40,16 +38,6 @@ try:
 except UserError as error:
     say(f"refused: {error}")
 """
-JOBS = JOB.replace('say("ready")', 'all(os.fork() for _ in range(7))\nsay("ready")').replace(
-    'say("inside")', 'say(f"inside {os.getpid()}")'
-)
-"""Eight jobs, forked after all imports."""
-
-
-@pytest.fixture(autouse=True)
-def _log_reaches_caplog(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(log, "propagate", True)
-    caplog.set_level(logging.INFO, logger="titanlite")
 
 
 def enter(folder: Path, *, take_over: bool = False, wait_s: float = 0.0, **environment: str) -> Any:
@@ -73,9 +61,10 @@ def leave(folder: Path, **changes: Any) -> None:
 
 
 @contextmanager
-def job(folder: Path, *, go: str = "", wait_s: float = 0.0) -> Iterator[subprocess.Popen[str]]:
-    """A process that takes the folder and keeps it until its stdin is closed."""
-    command = [sys.executable, "-c", JOB, str(folder), go, str(wait_s)]
+def job(folder: Path, *, wait_s: float = 0.0, instead: str = "") -> Iterator[subprocess.Popen[str]]:
+    """A process that takes the folder and keeps it until its stdin is closed. instead: of reading its stdin."""
+    program = JOB.replace("sys.stdin.read()", instead or "sys.stdin.read()")
+    command = [sys.executable, "-c", program, str(folder), str(wait_s)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert says(process) == "ready"
@@ -101,6 +90,9 @@ def test_the_file_names_the_owner_while_the_job_runs(tmp_path: Path, caplog: pyt
         owner = owner_in(folder)
         assert (owner["pid"], owner["host"]) == (os.getpid(), os.uname().nodename)
         assert (owner["torchrun_id"], owner["slurm_job_id"], owner["slurm_restarts"]) == ("launch", "17", 2)
+        # else an upgrade of titanlite would take a running job's file for a damaged one
+        names = ["token", "host", "boot", "pid_namespace", "pid", "process_start", "started"]
+        assert list(owner) == [*names, "torchrun_id", "slurm_job_id", "slurm_restarts"]
         assert [path.name for path in folder.iterdir()] == [JOB_LOCK_FILE]
     assert list(folder.iterdir()) == []
     assert not caplog.records
@@ -303,10 +295,8 @@ def test_release_removes_only_its_own_file(tmp_path: Path, meanwhile: str, caplo
 
 
 def test_a_forked_child_that_exits_does_not_free_the_folder(tmp_path: Path) -> None:
-    program = JOB.replace("sys.stdin.read()", "os.fork() or sys.exit()\n        os.wait(); sys.stdin.read()")
-    command = [sys.executable, "-c", program, str(tmp_path), "", "0"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert [says(process), says(process)] == ["ready", "inside"]
+    with job(tmp_path, instead="os.fork() or sys.exit()\n        os.wait(); sys.stdin.read()") as process:
+        assert says(process) == "inside"
         time.sleep(0.3)
         assert owner_in(tmp_path)["pid"] == process.pid
         finish(process)
@@ -314,12 +304,9 @@ def test_a_forked_child_that_exits_does_not_free_the_folder(tmp_path: Path) -> N
 
 
 def test_a_forked_child_that_outlives_a_killed_owner_does_not_keep_the_folder(tmp_path: Path) -> None:
-    program = JOB.replace(
-        "sys.stdin.read()", "child = os.fork()\n        say(child) if child else None\n        sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path), "", "0"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
-        assert [says(owner), says(owner)] == ["ready", "inside"]
+    forks = "child = os.fork()\n        say(child) if child else None\n        sys.stdin.read()"
+    with job(tmp_path, instead=forks) as owner:
+        assert says(owner) == "inside"
         child = int(says(owner))
         owner.kill()
         owner.wait()
@@ -333,10 +320,8 @@ def test_a_forked_child_that_outlives_a_killed_owner_does_not_keep_the_folder(tm
 def test_an_owner_with_a_thread_left_counts_as_running(tmp_path: Path) -> None:
     """Such as after a SIGKILL while a writer thread is blocked in the kernel: the main thread is a zombie by then."""
     thread = "import ctypes, threading; threading.Thread(target=sys.stdin.read).start()"
-    program = JOB.replace("sys.stdin.read()", f"{thread}; ctypes.CDLL(None).pthread_exit(None)")
-    command = [sys.executable, "-c", program, str(tmp_path), "", "0"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
-        assert [says(owner), says(owner)] == ["ready", "inside"]
+    with job(tmp_path, instead=f"{thread}; ctypes.CDLL(None).pthread_exit(None)") as owner:
+        assert says(owner) == "inside"
         stat = Path(f"/proc/{owner.pid}/stat")
         while stat.read_text().rpartition(")")[2].split()[0] != "Z":
             time.sleep(0.01)
@@ -347,38 +332,6 @@ def test_an_owner_with_a_thread_left_counts_as_running(tmp_path: Path) -> None:
         owner.wait()
         with enter(tmp_path):
             pass
-
-
-def test_the_file_format_is_stable(tmp_path: Path) -> None:
-    """Otherwise an upgrade of titanlite would take a running job's file for a damaged one."""
-    names = ["token", "host", "boot", "pid_namespace", "pid", "process_start", "started"]
-    with enter(tmp_path):
-        assert list(owner_in(tmp_path)) == [*names, "torchrun_id", "slurm_job_id", "slurm_restarts"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("before", ["nothing", "killed", "empty"])
-def test_one_of_many_jobs_that_start_at_once_gets_the_folder(tmp_path: Path, before: str) -> None:
-    for attempt in range(3):
-        folder, go = tmp_path / f"folder{attempt}", tmp_path / f"go{attempt}"
-        if before == "killed":
-            leave(folder, process_start="1")
-        elif before == "empty":
-            folder.mkdir()
-            (folder / JOB_LOCK_FILE).touch()
-        command = [sys.executable, "-c", JOBS, str(folder), str(go), "0"]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as jobs:
-            try:
-                assert [says(jobs) for _ in range(8)] == ["ready"] * 8
-                go.touch()
-                *refused, winner = sorted((says(jobs) for _ in range(8)), key=lambda line: line.startswith("inside "))
-                pid = int(winner.removeprefix("inside "))
-                assert all(answer.startswith("refused: ") and f"process {pid} on" in answer for answer in refused)
-                assert owner_in(folder)["pid"] == pid
-            finally:
-                go.touch()
-                jobs.communicate()  # waits for all of them
-        assert list(folder.iterdir()) == []
 
 
 USERS = """

@@ -1,6 +1,7 @@
-"""Which rank a message names: one without heartbeats, else the one with the oldest position."""
+"""Which rank a message names: one without heartbeats, else that with the oldest position; the flight recorder."""
 
 import json
+import os
 import re
 import socket
 import threading
@@ -9,15 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from tests.pool import run_ranks
 from titanlite.ranks import positions, signals
-from titanlite.ranks.positions import Positions, Seen, describe
+from titanlite.ranks.distributed import enable_flight_recorder
+from titanlite.ranks.positions import Positions, Seen, describe, last_numbers, ranks_behind
 from titanlite.runtime.errors import LateRanksError
+from titanlite.runtime.torch_internals import recorded_collectives
 
 
 def fail() -> None:
     raise AssertionError("no rank is silent")
+
+
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((positions, "INTERVAL_S"), (positions, "TICK_S"), (signals, "TICK_S")):
+        monkeypatch.setattr(module, name, 0.02)
 
 
 def connected(server: dist.TCPStore) -> dist.Store:
@@ -116,9 +126,7 @@ def test_rank_0_logs_for_which_rank_the_others_wait(
 @pytest.mark.slow
 def test_a_silent_rank_is_noticed_once_in_any_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 has no thread of its own: the test gives its heartbeats, and then stops."""
-    monkeypatch.setattr(positions, "INTERVAL_S", 0.02)
-    monkeypatch.setattr(positions, "TICK_S", 0.02)
-    monkeypatch.setattr(signals, "TICK_S", 0.02)
+    quick(monkeypatch)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     calls = []
     called = threading.Event()
@@ -140,9 +148,7 @@ def test_a_silent_rank_is_noticed_once_in_any_phase(monkeypatch: pytest.MonkeyPa
 
 def test_silence_does_not_count_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """An index may be built for hours, by code that holds the interpreter's lock."""
-    monkeypatch.setattr(positions, "INTERVAL_S", 0.02)
-    monkeypatch.setattr(positions, "TICK_S", 0.02)
-    monkeypatch.setattr(signals, "TICK_S", 0.02)
+    quick(monkeypatch)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set("position/1", json.dumps([1, 0, "start-up", "node1"]))
     store.set("alive/1", "1")
@@ -173,9 +179,7 @@ class StoppedStore:
 
 def test_a_store_that_does_not_answer_is_noticed_and_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Even before the first step."""
-    monkeypatch.setattr(positions, "INTERVAL_S", 0.02)
-    monkeypatch.setattr(positions, "TICK_S", 0.02)
-    monkeypatch.setattr(signals, "TICK_S", 0.02)
+    quick(monkeypatch)
     monkeypatch.setattr(positions, "ANSWER_S", 0.1)
     store, called = StoppedStore(), threading.Event()
     rank = Positions(store, 1, 2, range(2), str(tmp_path), 0.2, called.set)  # type: ignore[arg-type]
@@ -213,3 +217,53 @@ def test_ranks_in_the_same_phase_are_told_apart_by_their_collectives() -> None:
     assert text.startswith(
         "rank 1 on node5 hangs or lags: in step 7 (saving) for 100 s; the other ranks wait for it in a"
     )
+
+
+def _collectives_of_a_rank() -> tuple[dict[str, int], list[str]]:
+    pairs = [dist.new_group([0, 1]), dist.new_group([0])]
+    for _ in range(3):
+        dist.all_reduce(torch.ones(4), group=pairs[0])
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(4), group=pairs[1])
+    recorded = recorded_collectives()
+    operations = [entry["profiling_name"] for entry in json.loads(recorded["gloo"])["entries"]]
+    return last_numbers(recorded), operations
+
+
+@pytest.mark.skipif(not recorded_collectives(), reason="this torch has no JSON dump")
+def test_collectives_are_recorded_on_gloo() -> None:
+    (first, operations), (second, _) = run_ranks(_collectives_of_a_rank, 2)
+    assert "gloo:all_reduce" in operations
+    assert set(second) < set(first)  # groups have the same name on all of their ranks
+    assert ranks_behind({0: first, 1: second}) == []
+
+
+def test_the_environment_decides_on_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    enable_flight_recorder()
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "512"
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+    enable_flight_recorder()
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "0"
+
+
+def test_without_a_recorder_there_are_no_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on older versions of torch."""
+    monkeypatch.setattr(torch._C, "_distributed_c10d", object())
+    assert recorded_collectives() == {}
+    assert last_numbers({"gloo": '{"pg_config": {}}'}) == {}
+
+
+@pytest.mark.parametrize(
+    ("last", "behind"),
+    [
+        ([{"world": 7}, {"world": 7}], []),
+        ([{"world": 7}, {"world": 6}], [1]),
+        # Rank 3 has stopped. Rank 2 waits for it in their tp group, ranks 0 and 1 wait for both in their dp groups.
+        ([{"tp0": 5, "dp0": 9}, {"tp0": 5, "dp1": 9}, {"tp1": 5, "dp0": 8}, {"tp1": 4, "dp1": 8}], [3]),
+        ([{"world": 7, "only 0": 3}, {"world": 7}], []),
+        ([{"world": 8}, {"world": 7}, {"world": 7}], [1, 2]),
+    ],
+)
+def test_the_rank_that_waits_for_no_other_is_behind(last: list[dict[str, int]], behind: list[int]) -> None:
+    assert ranks_behind(dict(enumerate(last))) == behind
