@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.arguments import split_arguments
-from titanlite.config.load import read_command_line
 from titanlite.config.files import SHIPPED, config_path, shipped_names
+from titanlite.config.load import read_command_line
 from titanlite.runtime.errors import UsageError
 
 

@@ -133,15 +133,8 @@ def until_error(run: Ranks) -> tuple[int, str]:
 
 
 QUICK = (
-    "text: non-UTF-8",
-    "jsonl: corrupt line",
-    "hf jsonl: corrupt line",
-    "csv: corrupt line",
-    "arrow: null",
-    "parquet: null",
-    "hf parquet as Arrow: null",
-    "jsonl.gz: truncated",
-    "hf jsonl.zst: truncated",
+    *("text: non-UTF-8", "jsonl: corrupt line", "hf jsonl: corrupt line", "csv: corrupt line", "arrow: null"),
+    *("parquet: null", "hf parquet as Arrow: null", "jsonl.gz: truncated", "hf jsonl.zst: truncated"),
 )
 """One fault of each reader, and both ways of damaged compressed data."""
 PARAMETERS = [

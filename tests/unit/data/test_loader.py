@@ -133,15 +133,6 @@ def test_filler_rows_repeat_sequences_and_hold_no_token(make: Any) -> None:
     assert rows_and_tokens([empty]) == (0, 0)
 
 
-def test_shapes_of_batches(make: Any) -> None:
-    batches = make(1, 2, global_batch_size=16, local_batch_size=4).next_step()
-    assert len(batches) == 2
-    for batch in batches:
-        assert batch.tokens.shape == batch.labels.shape == (4, SEQ_LEN)
-        assert batch.tokens.dtype == batch.labels.dtype == batch.sequences.dtype == torch.int64
-    assert [batch.sequences.tolist() for batch in batches] == [[1, 3, 5, 7], [9, 11, 13, 15]]
-
-
 @pytest.mark.parametrize("epochs", [pytest.param(-1, marks=pytest.mark.slow), 1])
 def test_resume_on_another_mesh_is_exact(make: Any, epochs: int) -> None:
     reference = steps_of([make(epochs=epochs)], 20)
@@ -220,12 +211,6 @@ def test_a_thread_prepares_at_most_two_steps_ahead_and_waiting_is_measured(make:
 def write_words(write_jsonl: Callable[..., Path], rows: int) -> SourceConfig:
     texts = [" ".join(WORDS[n % 6 :] + WORDS[: n % 6]) + f" {n}" for n in range(rows)]
     return SourceConfig(kind="jsonl", path=str(write_jsonl(texts)))
-
-
-def test_sources_of_the_same_name_are_numbered(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
-    source = replace(write_words(write_jsonl, 3), name="words", weight=1.0)
-    loader = build(DataConfig(num_streams=4, max_piece_bytes=1000, sources=(source, source)), tokenizer)
-    assert loader.source_names == ("words", "words 2")
 
 
 def test_documents_end_with_eos_and_labels_cross_it(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:

@@ -1,11 +1,14 @@
-"""The order of pieces and the choice of sources: recorded values, and their properties."""
+"""The order of pieces and the choice of sources: recorded values, and their properties; deals and packing."""
 
 from itertools import groupby
 
 import numpy as np
 import pytest
 
+from titanlite.data.deal import most_sequences, streams_of
 from titanlite.data.order import STREAM_VERSION, Mixture, Permutation, mix, shuffled
+from titanlite.data.streams import TooLong, fitted_length, num_packed, num_sequences
+from titanlite.data.sources.pieces import AT_BEGIN, TokenPiece
 
 SHUFFLED = [5, 7, 8, 2, 9, 0, 3, 1, 6, 4]
 CHOICES = [0, 1, 0, 2, 0, 0, 1, 0, 2, 0, 0, 1]
@@ -97,3 +100,77 @@ def test_shares_do_not_depend_on_the_scale_of_the_weights() -> None:
     one, other = Mixture([1, 3], seed=0), Mixture([0.25, 0.75], seed=0)
     assert one.shares == other.shares == (0.25, 0.75)
     assert all(one.source(0, n) == other.source(0, n) for n in range(1000))
+
+
+@pytest.mark.parametrize("num_streams", [8, 12, 13])
+@pytest.mark.parametrize("global_batch_size", [4, 8, 16, 18, 25])
+def test_the_most_sequences_of_a_rank_in_any_step(global_batch_size: int, num_streams: int) -> None:
+    for degree in range(1, num_streams + 1):
+        owner = {stream: rank for rank in range(degree) for stream in streams_of(rank, num_streams, degree)}
+        assert sorted(owner) == list(range(num_streams))
+        counts = []
+        for step in range(num_streams):  # after so many steps, the streams begin again
+            owners = [owner[n % num_streams] for n in range(step * global_batch_size, (step + 1) * global_batch_size)]
+            counts += [owners.count(rank) for rank in range(degree)]
+        assert most_sequences(global_batch_size, num_streams, degree) == max(counts)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 4])
+def test_sequences_stay_together(degree: int) -> None:
+    """With R = 3, sequences 3 n to 3 n + 2 are on one rank, in every step; no rank has more than most_sequences."""
+    owner = {stream: rank for rank in range(degree) for stream in streams_of(rank, 12, degree, 3)}
+    assert sorted(owner) == list(range(12))
+    for step in range(4):
+        owners = [owner[n % 12] for n in range(step * 15, (step + 1) * 15)]
+        assert all(len({*owners[begin : begin + 3]}) == 1 for begin in range(0, 15, 3))
+        assert max(owners.count(rank) for rank in range(degree)) <= most_sequences(15, 12, degree, 3)
+
+
+def test_more_ranks_than_streams_are_refused() -> None:
+    with pytest.raises(ValueError, match="8 streams cannot be dealt to 9 data ranks"):
+        most_sequences(16, 8, 9)
+
+
+def piece(length: int, *trained: int) -> TokenPiece:
+    """trained: places of the tokens that are trained on; none are given: all."""
+    places = np.arange(length)
+    return TokenPiece(places, AT_BEGIN, np.isin(places, trained) if trained else None)
+
+
+@pytest.mark.parametrize(
+    ("conversation", "truncated", "skipped"),
+    [
+        (piece(0), 0, 0),
+        (piece(1), 0, 0),  # the first token is no target
+        (piece(2), 2, 2),
+        (piece(5, 0), 0, 0),
+        (piece(5, 0, 1), 5, 5),
+        (piece(8, 7), 8, 8),
+        (piece(9, 8), 9, 9),
+        (piece(10), 9, 0),
+        (piece(10, 8), 9, 0),
+        (piece(10, 9), 0, 0),  # the only target is cut
+    ],
+)
+def test_a_conversation_has_a_target_in_a_sequence_of_9_tokens(
+    conversation: TokenPiece, truncated: int, skipped: int
+) -> None:
+    ways: tuple[TooLong, TooLong] = ("truncate", "skip")
+    assert [fitted_length(conversation, 8, way) for way in ways] == [truncated, skipped]
+
+
+def test_conversations_fill_sequences_in_order() -> None:
+    assert num_packed([3, 3, 0, 4, 9, 1], 8, "concatenate") == 4  # 3 + 3, 4, 9, 1 of at most 9
+    assert num_packed([3, 3, 0, 4, 9, 1], 8, "none") == 5
+    assert num_packed([5, 4, 9], 8, "concatenate") == 2
+    assert num_packed([0, 0], 8, "concatenate") == 0
+    pieces = [piece(5), piece(12), piece(4)]
+    assert num_sequences(pieces, 8, "concatenate", "truncate") == 3
+    assert num_sequences(pieces, 8, "concatenate", "skip") == 1
+
+
+def test_documents_fill_a_fraction_of_a_sequence_or_one_each() -> None:
+    pieces = [piece(0), piece(1), piece(9), piece(10)]
+    assert num_sequences(pieces, 8, "concatenate", None) == 20 / 8
+    assert num_sequences(pieces, 8, "none", None) == 0 + 0 + 1 + 2
+    assert num_sequences(pieces, 1, "none", None) == 0 + 0 + 8 + 9

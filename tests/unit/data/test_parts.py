@@ -23,23 +23,8 @@ from titanlite.data.sources.pieces import CONTEXT, BadRowError, TokenPiece, cut
 from titanlite.data.tokenizer import EDGE, Tokenizer
 
 WORDS = [
-    *(
-        "def",
-        "return",
-        "the",
-        "model",
-        "reads",
-        "a",
-        "few",
-        "words",
-        "système",
-        "naïve",
-        "言語",
-        "モデル",
-        "😀",
-        "12345",
-    ),
-    *("12345", "3.14", "don't", "__init__", "x=1;", "foo(bar)"),
+    *("def", "return", "the", "model", "reads", "a", "few", "words", "système", "naïve", "言語", "モデル", "😀"),
+    *("12345", "12345", "3.14", "don't", "__init__", "x=1;", "foo(bar)"),
 ]
 GPT_4 = Regex(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"

@@ -529,17 +529,3 @@ def test_nothing_is_overwritten_and_leftovers_are_named(
         main(["import", str(tmp_path / "nowhere"), "--out", str(tmp_path / "x")])
     with pytest.raises(UserError, match=r"rule: +a path"):  # not the current folder
         main(["import", "", "--out", str(tmp_path / "x")])
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), OSError(28, "No space left on device")])
-def test_an_interrupted_export_leaves_nothing(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    def fail(*_: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(command, "verify", fail)
-    with pytest.raises((KeyboardInterrupt, SystemExit, UserError)) as raised:
-        export(run, tmp_path / "out")
-    assert isinstance(error, OSError) == ("out: No space left" in str(raised.value))
-    assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,5 @@
 """The command's arguments, without a run; its output, without a model."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,14 +77,6 @@ def test_a_problem_and_its_remedy(arguments: str, key: str, text: str) -> None:
     (problem,) = problems_of(*arguments.split())
     assert problem.key == key
     assert text in str(problem)
-
-
-@pytest.mark.timeout(30)
-@pytest.mark.usefixtures("never_opened")
-def test_a_prompt_from_a_pipe_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (problem,) = problems_of("--prompt-file", str(tmp_path / "pipe"))
-    assert "not a regular file" in problem.rule
 
 
 def test_documents_that_start_with_bos(tokenizer_folder: Path) -> None:

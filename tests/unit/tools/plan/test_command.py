@@ -146,15 +146,8 @@ def test_what_published_runs_do_not_tell_is_said(capsys: pytest.CaptureFixture[s
     assert "Uncertain: few runs with experts" in capsys.readouterr().out
     main(
         [
-            "qwen3_0_6b",
-            "--world-size",
-            "8",
-            "--training.seq_len",
-            "1024",
-            "--training.global_batch_size",
-            "8",
-            "--hardware",
-            "h100",
+            *("qwen3_0_6b", "--world-size", "8", "--training.seq_len", "1024", "--training.global_batch_size", "8"),
+            *("--hardware", "h100"),
         ]
     )
     assert "Uncertain: below 4,096 tokens per rank and step" in capsys.readouterr().out

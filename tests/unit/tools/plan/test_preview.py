@@ -1,15 +1,12 @@
 """titanlite train with --print-config, --check and --dry-run: what is printed, and for how many processes."""
 
 import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 from torch.distributed.run import parse_args
 
-from tests.distributed.program import REPOSITORY, clean_environment
 from titanlite.config.load import load_config, parse
 from titanlite.runtime.errors import ConfigError, UsageError
 from titanlite.tools.plan.preview import preview
@@ -150,16 +147,3 @@ def test_the_launcher_answers_for_all_its_ranks(capsys: pytest.CaptureFixture[st
     assert found == ["my.toml is valid for 2 processes", "my.toml is valid for 4 processes"]
     with pytest.raises(ConfigError, match=r"parallelism\.tp = 3"):
         torchrun.check(parse_args(["--nnodes=2", *ranks, "--parallelism.tp=3"]))
-
-
-@pytest.mark.soak  # default suite: tests/unit/test_commands.py, tests/unit/test_scripts.py
-def test_run_train_answers_for_several_processes(folder: Path) -> None:
-    environment = {**clean_environment(), "NGPU": "2", "PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY)}
-    command = [REPOSITORY / "run_train.sh", "my.toml", "--check"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stdout.partition(":")[0]) == (0, "my.toml is valid for 2 processes")
-    command = [REPOSITORY / "run_train.sh", "my.toml", "--print-config", "--strict"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "parallelism.pp_schedule = 'GPipe'\n    rule:" in done.stderr
-    assert os.listdir(folder) == ["my.toml"]
