@@ -1,6 +1,7 @@
 """Settings for all tests."""
 
 import gc
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -44,3 +45,20 @@ def pools() -> Iterator[None]:
     fork_context()  # sets the modules that the fork server imports, before anything starts it
     yield
     close_pools()
+
+
+@pytest.fixture
+def own_log() -> Iterator[None]:
+    """Restores titanlite's logger after the test."""
+    log = logging.getLogger("titanlite")
+    before = log.handlers[:], log.level, log.propagate
+    yield
+    log.handlers[:], log.propagate = before[0], before[2]
+    log.setLevel(before[1])
+
+
+@pytest.fixture
+def propagating_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """caplog receives titanlite's lines."""
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="titanlite")

@@ -10,9 +10,11 @@ from unittest.mock import MagicMock, Mock, call
 import pytest
 
 from titanlite import train as train_module
+from titanlite.config.check import check_training
 from titanlite.config.schema import JobConfig, TrainingConfig
 from titanlite.data.config import DataConfig
 from titanlite.metrics.config import MetricsConfig
+from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.ranks.distributed import CommConfig
 from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.errors import DataError, UsageError, UserError
@@ -28,20 +30,11 @@ def test_a_configuration_is_required(argv: list[str], monkeypatch: pytest.Monkey
 
 
 STEP = [
-    "trainer.compute_time.start",
-    "loader.next_step",
-    "trainer.train_step",
-    "trainer.compute_time.stop",
-    "checks.skipped.note",
-    "meter.update",
-    "data_end.after_step",
+    *("trainer.compute_time.start", "loader.next_step", "trainer.train_step", "trainer.compute_time.stop"),
+    *("checks.skipped.note", "meter.update", "data_end.after_step"),
 ]
 LOG = [
-    "loader.epochs",
-    "expert_loads.flush",
-    "loader.too_long_by_name",
-    "meter.flush",
-    "loggers.write",
+    *("loader.epochs", "expert_loads.flush", "loader.too_long_by_name", "meter.flush", "loggers.write"),
     "checks.skipped.check",
 ]
 SAVE = ["ledger.write", "checks.replicas.after_step", "checkpoints.after_step"]
@@ -225,3 +218,14 @@ def test_a_rank_that_stopped_by_agreement_waits_for_its_launcher() -> None:
         assert not waiting.done()
         request.number = signal.SIGTERM
         waiting.result(timeout=10)
+
+
+def test_defaults_are_valid() -> None:
+    assert check_training(TrainingConfig(), ParallelismConfig()) == []
+
+
+def test_tp_ranks_share_each_sequence_evenly() -> None:
+    assert check_training(TrainingConfig(seq_len=16), ParallelismConfig(tp=4)) == []
+    (problem,) = check_training(TrainingConfig(seq_len=18), ParallelismConfig(tp=4))
+    assert problem.key == "training.seq_len"
+    assert problem.remedy == "set training.seq_len = 16 or 20, or change parallelism.tp"

@@ -42,8 +42,7 @@ def test_a_run_that_is_certainly_too_large_is_refused_with_items_and_remedies() 
             "  largest items of the plan, per rank: optimizer 8.0 GiB, activations 6.0 GiB, parameters 4.0 GiB",
             "  remedy: a larger parallelism.dp_shard, tp or pp (more ranks share the model)",
             '  remedy: training.dtype = "bfloat16" (less precise updates)',
-            "  remedy: a smaller model (model.flavor)",
-            '  or start anyway, with memory.check = "warn"',
+            *("  remedy: a smaller model (model.flavor)", '  or start anyway, with memory.check = "warn"'),
         ]
     )
     refused, text = verdict(config_with("warn"), [need(0, 12, 11)])

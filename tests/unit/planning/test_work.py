@@ -1,4 +1,4 @@
-"""The listed work of blocks and of the loss against operations that real passes dispatch on a CPU."""
+"""The listed work of blocks and of the loss against operations that real passes dispatch on a CPU; the FLOPs."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from tests.distributed.reference import small_config
 from titanlite.models.family import LanguageModel, resolve_model
 from titanlite.planning.activations import MicrobatchShape
+from titanlite.planning.estimate import estimate
 from titanlite.planning.work import Elementwise, Work, block_work, embedding_work, head_work
 
 ROWS, SEQ_LEN, CHUNK = 2, 128, 64
@@ -104,3 +105,16 @@ def test_the_embedding_and_the_loss() -> None:
     assert head.forward.flops == 3 * 2 * ROWS * SEQ_LEN * dim * vocab_size  # forward, and both gradients at once
     split = head_work(hyper_parameters, shape_of(recomputes_logits=True), OPS)
     assert split.forward.flops == split.again.flops == split.input_gradient.flops == head.forward.flops // 3
+
+
+@pytest.mark.parametrize("settings", [["model.tie_embeddings=true"], ["parallelism.pp=2", "parallelism.tp=2"]])
+def test_ranks_add_up_to_the_model(settings: list[str]) -> None:
+    config = small_config(4, *settings, "activation_checkpoint.mode=full")
+    family, model = resolve_model(config.model)
+    plan = estimate(config, 4, device_type="cpu")
+    tokens = config.training.global_batch_size * config.training.seq_len
+    copies = 4 // len(plan.ranks)
+    assert copies * sum(rank.flops for rank in plan.ranks) == tokens * family.flops_per_token(model, 16)
+    blocks = family.flops_per_token(model, 16) - 6 * model.vocab_size * model.dim
+    logits = 6 * model.vocab_size * model.dim if config.parallelism.pp > 1 else 0
+    assert copies * sum(rank.recomputed_flops for rank in plan.ranks) == tokens * (blocks + logits) // 3

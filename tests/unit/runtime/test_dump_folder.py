@@ -1,21 +1,15 @@
 """The dump folder: an earlier run's files are always kept."""
 
-import logging
 from pathlib import Path
 
 import pytest
 
 from titanlite.runtime.dump_folder import prepare_dump_folder
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.logging import log
+
+pytestmark = pytest.mark.usefixtures("propagating_log")
 
 OUTPUTS = ("metrics.jsonl", "config.toml", "tb")
-
-
-@pytest.fixture(autouse=True)
-def _log_reaches_caplog(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(log, "propagate", True)
-    caplog.set_level(logging.INFO, logger="titanlite")
 
 
 def write(folder: Path, text: str, *names: str) -> None:

@@ -1,10 +1,14 @@
-"""The report of environment variables: relevant ones, changes by titanlite, no secrets; the limit of open files."""
+"""Environment variables in the report: relevant ones, no secrets; the limit of open files; garbage collection."""
 
+import gc
 import resource
+import weakref
+from collections.abc import Iterator
 
 import pytest
 
 from titanlite.runtime.environment import OPEN_FILES, environment_lines, overridden, raise_open_file_limit
+from titanlite.runtime.process_state import PacedGarbageCollection
 
 
 def test_the_soft_limit_of_open_files_is_raised_to_the_hard_limit() -> None:
@@ -73,3 +77,52 @@ def test_only_changes_of_the_users_values_are_overridden() -> None:
     before = {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO", "TORCH_X": "1", "HOME": "/"}
     now = {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "WARN", "TORCH_FR_BUFFER_SIZE": "512"}
     assert overridden(before, now) == ["NCCL_DEBUG=WARN (overridden by titanlite; was INFO)", "TORCH_X removed (was 1)"]
+
+
+class Node:
+    """A reference cycle, freed only by garbage collection."""
+
+    def __init__(self) -> None:
+        self.self = self
+
+
+@pytest.fixture(autouse=True)
+def _own_gc() -> Iterator[None]:
+    """Re-enable automatic collection after each test."""
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+def test_cycles_live_until_the_chosen_step() -> None:
+    with PacedGarbageCollection(3) as collection:
+        alive = []
+        for step in range(1, 7):
+            cycle = weakref.ref(Node())
+            collection.after_step(step)
+            alive.append(cycle() is not None)
+        assert not gc.isenabled()
+    assert alive == [True, True, False, True, True, False]
+
+
+def test_many_objects_do_not_trigger_a_collection() -> None:
+    with PacedGarbageCollection(1000):
+        cycle = weakref.ref(Node())
+        _ = [[] for _ in range(200_000)]
+        assert cycle() is not None
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_leaving_restores_the_previous_state(enabled: bool) -> None:
+    if not enabled:
+        gc.disable()
+    frozen = 0
+    try:
+        with PacedGarbageCollection(1):
+            frozen = gc.get_freeze_count()
+            raise ValueError
+    except ValueError:
+        pass
+    assert frozen > 0
+    assert gc.isenabled() is enabled
+    assert gc.get_freeze_count() == 0

@@ -1,15 +1,20 @@
-"""Logging: levels and streams per rank, without repeated lines."""
+"""Logging: levels and streams per rank, without repeated lines; waits with their reason; numbers and nouns."""
 
 import io
 import logging
+import math
 import re
 import resource
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from titanlite.config.schema import TrainingConfig
+from titanlite.runtime import waiting
+from titanlite.runtime.errors import Rules
 from titanlite.runtime.logging import (
     Progress,
     append_errors_to,
@@ -19,14 +24,10 @@ from titanlite.runtime.logging import (
     open_log_file,
     setup_logging,
 )
+from titanlite.runtime.settings import Range
+from titanlite.runtime.text import counted
 
-
-@pytest.fixture(autouse=True)
-def _own_log() -> Iterator[None]:
-    """Restore the logger after each test."""
-    before = (log.handlers[:], log.level, log.propagate)
-    yield
-    log.handlers[:], log.level, log.propagate = before[0], before[1], before[2]
+pytestmark = pytest.mark.usefixtures("own_log")
 
 
 def log_one_line_per_level() -> None:
@@ -214,3 +215,66 @@ def test_a_stream_of_a_program_gets_escapes_for_what_it_does_not_take() -> None:
     setup_logging(0, stream)
     log.info("Versuch \u201eä\u4f60\u201c")
     assert stream.buffer.getvalue().endswith(rb"Versuch \u201e\xe4\u4f60\u201c" + b"\n")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("variables", "logs"),
+    [({}, True), ({"RANK": "3", "LOCAL_RANK": "3"}, True), ({"TORCHELASTIC_RUN_ID": "a", "LOCAL_RANK": "3"}, False)],
+    ids=["one process", "without torchrun", "not the first rank of its node"],
+)
+def test_a_wait_is_logged_again_and_again_until_it_ends(
+    variables: dict[str, str], logs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(waiting, "FIRST_S", 0.01)
+    monkeypatch.setattr(waiting, "AGAIN_S", 0.02)
+    end = time.monotonic() + (20 if logs else 0.2)
+    with waiting.waiting(lambda: "a door: open it"):
+        while len(caplog.messages) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+    count = len(caplog.messages)
+    assert count >= 2 if logs else count == 0
+    assert all(re.fullmatch("waiting for 0 s for a door: open it", message) for message in caplog.messages)
+    time.sleep(0.1)
+    assert len(caplog.messages) <= count + 1  # one may be under way
+
+
+def test_a_short_wait_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    with waiting.waiting(lambda: "a door"):
+        pass
+    assert caplog.messages == []
+
+
+def test_a_number_and_its_noun() -> None:
+    assert [counted(n, "file") for n in (0, 1, 2, 2000)] == ["0 files", "1 file", "2 files", "2,000 files"]
+    assert [counted(n, "microbatch") for n in (1, 2)] == ["1 microbatch", "2 microbatches"]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "text"),
+    [
+        ({"above": 0, "below": math.inf}, "a finite number above 0"),
+        ({"least": 0, "below": math.inf}, "a finite number, 0 or more"),
+        ({"above": 1, "below": math.inf, "unset": 0}, "0 or a finite number above 1"),
+        ({"least": 0, "below": 1}, "at least 0 and below 1"),
+        ({"least": 0}, "0 or more"),
+    ],
+)
+def test_a_range(bounds: dict[str, float], text: str) -> None:
+    assert str(Range("", **bounds)) == text
+
+
+def test_rules_name_the_key_and_take_its_value() -> None:
+    rules = Rules("training", TrainingConfig(seq_len=10))
+    assert rules.divides("seq_len", "parallelism.tp", 5)
+    assert not rules.divides("seq_len", "parallelism.tp", 4)
+    assert not rules.needs("steps", False, "a wish")
+    first, second = rules.problems
+    assert (first.key, first.value, first.rule) == ("training.seq_len", 10, "divisible by parallelism.tp = 4")
+    assert first.remedy == "set training.seq_len = 8 or 12, or change parallelism.tp"
+    assert (second.key, second.rule, second.remedy) == ("training.steps", "only with a wish", "leave it out")
+    options = Rules("--", TrainingConfig())
+    options.require("seq_len", False, "", "")
+    assert options.problems[0].key == "--seq-len"
