@@ -7,8 +7,8 @@ import pytest
 
 from titanlite.data.deal import most_sequences, streams_of
 from titanlite.data.order import STREAM_VERSION, Mixture, Permutation, mix, shuffled
-from titanlite.data.streams import TooLong, fitted_length, num_packed, num_sequences
 from titanlite.data.sources.pieces import AT_BEGIN, TokenPiece
+from titanlite.data.streams import TooLong, fitted_length, num_packed, num_sequences
 
 SHUFFLED = [5, 7, 8, 2, 9, 0, 3, 1, 6, 4]
 CHOICES = [0, 1, 0, 2, 0, 0, 1, 0, 2, 0, 0, 1]

@@ -37,7 +37,7 @@ def test_which_steps_have_a_validation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "expected", "message"),
     [
-        (row(1) + row(10) + row(20) + row(30), row(1) + row(10) + row(20), "1 of steps after 20"),
+        (row(1) + row(10) + row(20) + row(21), row(1) + row(10) + row(20), "1 of steps after 20"),
         (row(1) + row(10) + row(10, "b"), row(1) + row(10, "b"), "1 replaced by a later row of the same step"),
         (row(1) + row(20) + row(10, "b"), row(1) + row(10, "b") + row(20), ""),
         (row(1) + row(10)[:-7], row(1), "1 unfinished or unreadable"),

@@ -24,11 +24,12 @@ from titanlite.tools.report.charts import (
     Curve,
     Drawing,
     charts_of,
+    number_text,
     running_mean,
     thinned,
 )
 from titanlite.tools.report.page import MAX_EVENTS
-from titanlite.tools.report.runs import distinct_names, read_runs
+from titanlite.tools.report.runs import differing_keys, distinct_names, read_runs
 
 BEGIN = datetime(2026, 5, 1, 12, 0, 0).astimezone()
 NASTY = """a<b>&"c'$x$"""
@@ -299,3 +300,16 @@ def test_runs_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is given twice"):
         distinct_names([tmp_path / "a", tmp_path / "b" / ".." / "a"])
     assert distinct_names([tmp_path / "a\x1b[31m"]) == ["a\ufffd[31m"]
+
+
+def test_differing_keys() -> None:
+    configs = [{"a.b": 1, "a.c": [1], "job.dump_folder": "x"}, {"a.b": 1, "a.c": [2], "job.dump_folder": "y", "d": 1}]
+    assert differing_keys(configs) == ["a.c", "d"]
+    assert differing_keys([configs[0]] * 2) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0.0015, "0.0015"), (3e-5, "3e-05"), (1250.0, "1,250"), (122_880, "122.9k"), (2.5e12, "2.5T")]
+)
+def test_short_numbers(number: float, text: str) -> None:
+    assert number_text(number) == text
