@@ -87,11 +87,6 @@ class Hosts:
         self.launchers.append(Launcher(process, self.folder / f"{name}.log", time.monotonic()))
         return self.launchers[-1]
 
-    def wait_for_store(self, host: int, within_s: float) -> None:
-        """Wait until a launcher of this host has the store of the nodes."""
-        command = ["ip", "netns", "exec", self._spaces[host], "ss", "-ltnH", f"sport = :{PORT}"]
-        wait_for(lambda: subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout != b"", within_s)
-
     def close(self) -> None:
         spaces = [os.stat(f"/run/netns/{space}").st_ino for space in self._spaces]
         for pid in processes():

@@ -410,12 +410,16 @@ def prepare_process() -> None:
 
 
 def end_on_interrupt() -> None:
-    """Make Ctrl-C end the process at once, with exit code 130 and one line from rank 0. For the main thread only."""
+    """Make Ctrl-C end the process at once, with exit code 130 and one line from rank 0. For the main thread only.
+
+    SIGTERM, too, in process 1 of a container, for which the kernel drops signals without a handler.
+    """
     if signal.getsignal(signal.SIGINT) is _block_main_thread:
         return
     prepare_streams()  # first: the pipe below could take the descriptors of closed ones
     receive_signals(_end_if_interrupted)
-    signal.signal(signal.SIGINT, _block_main_thread)
+    for number in (signal.SIGINT, signal.SIGTERM) if os.getpid() == 1 else (signal.SIGINT,):
+        signal.signal(number, _block_main_thread)
 
 
 def prepare_streams() -> None:
@@ -437,11 +441,13 @@ def raise_on_interrupt() -> None:
     if signal.getsignal(signal.SIGINT) is _block_main_thread:
         # This order loses no signal: until the descriptor is removed, the thread ends the process.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.getsignal(signal.SIGTERM) is _block_main_thread:
+            signal.signal(signal.SIGTERM, lambda number, _: end_process(128 + number))
         signal.set_wakeup_fd(-1)
 
 
 def _end_if_interrupted(number: int) -> None:
-    if number == signal.SIGINT:
+    if number in (signal.SIGINT, signal.SIGTERM):
         if os.environ.get("RANK", "0") == "0":
             os.write(2, b"\ntitanlite: interrupted\n")
         time.sleep(INTERRUPTED_WAIT_S)
@@ -449,7 +455,7 @@ def _end_if_interrupted(number: int) -> None:
 
 
 def _block_main_thread(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    """Python's handler of SIGINT: wait until the signal thread ends the process."""
+    """Python's handler: wait until the signal thread ends the process."""
     time.sleep(LAST_RESORT_S)
 
 

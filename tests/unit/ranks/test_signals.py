@@ -68,6 +68,18 @@ def read_line(process: Popen[str]) -> str:
     return process.stdout.readline()
 
 
+@pytest.mark.parametrize(
+    ("then", "line"),
+    [("", "\ntitanlite: interrupted\n"), ("from titanlite.ranks import failure; failure.raise_on_interrupt()", "")],
+)
+def test_sigterm_ends_process_1_of_a_container_while_it_starts(start: Start, then: str, line: str) -> None:
+    """Without a handler, the kernel would drop the signal."""
+    handler = "assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL"
+    process = start(f"import os; os.getpid = lambda: 1\n{BEGIN}{then}\n{handler}\n{WAIT}")
+    process.send_signal(signal.SIGTERM)
+    assert (process.wait(10), process.communicate()[1]) == (143, line)
+
+
 @pytest.mark.slow
 def test_the_first_signal_is_recorded_while_the_main_thread_is_in_a_library(start: Start) -> None:
     processes = {signal.Signals[name]: start(ACTIVE) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")}
