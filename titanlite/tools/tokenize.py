@@ -232,10 +232,6 @@ def write_shards(
         writer.discard()
 
 
-if __name__ == "__main__":
-    run_command(main)
-
-
 def write_unfinished(folder: Path, facts: Mapping[str, Any]) -> None:
     """Record the shards that are complete so far. facts: as in a manifest."""
     replace_file(folder / UNFINISHED, (json.dumps(facts, indent=1) + "\n").encode())
@@ -308,3 +304,7 @@ def _npy_header(count: int, dtype: np.dtype[Any]) -> bytes:
     np.lib.format.write_array_header_1_0(header, description)
     assert len(header.getvalue()) == HEADER_BYTES
     return header.getvalue()
+
+
+if __name__ == "__main__":
+    run_command(main)
