@@ -160,6 +160,9 @@ class Letters:
     def encode_parts(self, parts: list[tuple[str, str, str]]) -> list[list[int]]:
         return [[ord(letter) for letter in text] for _, text, _ in parts]
 
+    def has_text(self, ids: list[int]) -> bool:
+        return bool(ids)
+
 
 def open_stream(division: Division, stream: int = 0, max_piece_bytes: int = 100) -> BlockPieces:
     encoder = Encoder(cast(Tokenizer, Letters()), add_bos=False, add_eos=False)
