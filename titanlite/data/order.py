@@ -141,9 +141,7 @@ class IndexedPieces:
         return self._looked_up[1]
 
     def fetch(self, place: Place, num_tokens: int) -> TokenPiece | Exception:
-        if self.windows:
-            return self._corpus.fetch([self.number(place)])[0]
-        if place not in self._fetched:  # read the piece and the next few, and tokenize them in one batch
+        if place not in self._fetched:  # of text, read the piece and the next few, and tokenize them in one batch
             places = [place]
             pieces = self._corpus.ahead(self._numbers(places), num_tokens)
             self._fetched = dict(zip(places, self._corpus.fetch(pieces), strict=True))
