@@ -173,10 +173,11 @@ def shifted() -> Any:
 
 def counted_twice() -> Any:
     """Rows of the first data rank are also counted by the others."""
+    task_batches = evaluation.task_batches
 
     def all_rows(rows: list[Scored], shape: RowShape, mesh: Mesh) -> Any:
         rank, mesh.data_rank = mesh.data_rank, 0
-        yield from list(evaluation.task_batches(rows, shape, mesh))
+        yield from list(task_batches(rows, shape, mesh))
         mesh.data_rank = rank
 
     return replaced(evaluation, "task_batches", all_rows)
