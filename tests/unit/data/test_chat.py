@@ -214,14 +214,15 @@ def test_separators_have_no_effect_on_conversations(folder: Path) -> None:
 def test_a_bad_row_is_named_by_file_line_and_turn(folder: Path) -> None:
     file = folder / "chat.jsonl"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": 3}]
-    rows = [b"\xff", b"{", json.dumps({"messages": turns}).encode(), b'{"messages": []}']
+    nul = [{"role": "user", "content": "a\0"}, {"role": "assistant", "content": "b"}]
+    rows = [b"\xff", b"{", *(json.dumps({"messages": each}).encode() for each in (turns, [], nul))]
     file.write_bytes(b"\n".join([file.read_bytes().rstrip(), *rows]))
     source = open_source(SourceConfig("chat", str(file)))
     assert isinstance(source, TextSource)
     texts = TextCorpus([source], 16)
-    assert texts.counts == (7,)  # never cut, though max_piece_bytes is 16
+    assert texts.counts == (8,)  # never cut, though max_piece_bytes is 16
     encoder = ConversationEncoder(Tokenizer(folder / "tokenizer/tokenizer.json"), "assistant")
-    found = encoder.encode([PieceText(0, texts.read(n), lambda: iter(())) for n in range(7)], texts.locate)
+    found = encoder.encode([PieceText(0, texts.read(n), lambda: iter(())) for n in range(8)], texts.locate)
     assert all(not isinstance(piece, Exception) for piece in found[:3])
     errors = [str(piece) for piece in found[3:]]
     assert errors[0].startswith(f"{file}, line 4: invalid UTF-8 at byte 0")
@@ -230,6 +231,8 @@ def test_a_bad_row_is_named_by_file_line_and_turn(folder: Path) -> None:
     assert errors[3] == f"{file}, line 7: 'messages' is empty"
     assert texts.plain_text(0) == "question 0\nword "
     assert str(texts.plain_text(5)) == errors[2]
+    assert errors[4] == f"{file}, line 8: turn 1: it has a NUL character, which text does not have"
+    assert str(texts.plain_text(7)) == f"{file}, line 8: a NUL character at byte 1, which text does not have"
 
 
 def test_the_template_and_the_keys_are_facts_of_the_source(folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import IO, Any
 from titanlite.data.chat.messages import ASSISTANT, Message, parse_conversation, require_answer
 from titanlite.data.sources.config import CHAT, CONVERSATION_FIELDS
 from titanlite.data.sources.jsonl import Jsonl, json_value, rows_fault
-from titanlite.data.sources.pieces import BadRowError, ConversationError, KindError, Piece
+from titanlite.data.sources.pieces import BadRowError, ConversationError, KindError, Piece, utf8_text
 
 
 class Chat(Jsonl):
@@ -26,7 +26,8 @@ class Chat(Jsonl):
     def plain_text(self, text: str) -> str:
         """The contents of the messages, in lines."""
         contents = (message.get("content") for message in conversation(text.encode()))
-        return "\n".join(content for content in contents if isinstance(content, str))
+        text = "\n".join(content for content in contents if isinstance(content, str))
+        return text and utf8_text(text.encode("utf-8", "surrogatepass"))
 
     def _text_of(self, line: bytes) -> bytes:
         return line
