@@ -85,7 +85,6 @@ def test_a_disk_that_another_program_fills_ends_the_run_at_the_next_save(
     assert len(re.findall(rf"^titanlite: cannot save step \d+: .*{FULL}", program.output, re.MULTILINE)) == 1
     assert len(re.findall(rf"^titanlite: {STARTS['almost full']}", program.output, re.MULTILINE)) == 1, program.output
     (disk / "of another program").unlink()
-    again = start(tmp_path, *keys, ranks=2, launcher=LAUNCHER, name="again")
-    assert again.wait() == 0, again.output
+    again = start(tmp_path, *keys, ranks=2, launcher=LAUNCHER, name="again").succeed()
     assert re.search(r"Start: step \d+0, ", again.output)
     assert [row["step"] for row in rows(disk / "out")] == [*range(1, 201)]

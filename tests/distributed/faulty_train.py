@@ -1,7 +1,6 @@
 """Training program with a fault on rank FAULTY_RANK ("all": on each rank). FAULT is one of:
 
 step: a programming error in the third step.
-stage: a programming error in the third step's forward pass.
 data: data preparation never ends (as in a long index build), while the other ranks wait in a collective.
 late: a data error is raised 2 s after those of other ranks.
 kill: the rank is killed in the third step.
@@ -141,12 +140,6 @@ def step_with_wrong_gradient(self: Trainer, batches: Sequence[Batch]) -> StepSta
     return train_step(self, batches)
 
 
-def step_with_faulty_forward(self: Trainer, batches: Sequence[Batch]) -> StepStats:
-    if self.step == 2:
-        self.model_parts[0].register_forward_pre_hook(fail)
-    return train_step(self, batches)
-
-
 def obedient_train_step(self: Trainer, batches: Sequence[Batch]) -> StepStats:
     time.sleep(0.3)
     order = ""
@@ -197,7 +190,6 @@ def train_and_report(config: JobConfig, run: Run, failure: FailureReport) -> Rec
 
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "step": (Trainer, "train_step", before_step(3, fail)),
-    "stage": (Trainer, "train_step", step_with_faulty_forward),
     "data": (build_module, "build_data", endless_build),
     "late": (Loader, "next_step", late_next_step),
     "kill": (Trainer, "train_step", before_step(3, partial(kill, 1))),  # the positions of this step are known then

@@ -117,14 +117,9 @@ FOUR_KV_HEADS = ("model.n_kv_heads=4",)
 
 
 ALL_OPTIMIZERS = (
-    "optimizer.name=Muon",
-    'optimizer.groups.0.parameters=["output.weight"]',
-    "optimizer.groups.0.optimizer=Lion",
-    "optimizer.groups.0.lr_factor=0.1",
-    'optimizer.groups.1.parameters=["*.router.weight"]',
-    "optimizer.groups.1.optimizer=SGD",
-    "optimizer.momentum=0.9",
-    "optimizer.state_dtype=bfloat16",
+    *("optimizer.name=Muon", 'optimizer.groups.0.parameters=["output.weight"]', "optimizer.groups.0.optimizer=Lion"),
+    *("optimizer.groups.0.lr_factor=0.1", 'optimizer.groups.1.parameters=["*.router.weight"]'),
+    *("optimizer.groups.1.optimizer=SGD", "optimizer.momentum=0.9", "optimizer.state_dtype=bfloat16"),
 )
 """Muon for most matrices, and each other optimizer for some parameters."""
 

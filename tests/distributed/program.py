@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from uuid import uuid4
 
 import torch
@@ -97,6 +97,11 @@ class Program:
     def wait(self) -> int:
         """Wait for the program and return its exit code."""
         return self.process.wait(PATIENCE_S)
+
+    def succeed(self) -> Self:
+        """Wait for the program, whose exit code must be 0."""
+        assert self.wait() == 0, self.output
+        return self
 
     def close(self) -> None:
         """Stop the program and its ranks if they are still running."""

@@ -57,26 +57,11 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def take_shard_of_step_2(path: Path) -> None:
-    """Of the same size."""
-    shutil.copy(path.parent.with_name("step-2") / path.name, path)
-
-
-def swap(path: Path) -> None:
-    """Exchange the shard of rank 1 and that of rank 0."""
-    other, third = path.with_name(SHARDS[0]), path.with_name("third")
-    path.rename(third)
-    other.rename(path)
-    third.rename(other)
-
-
 CHANGED = r"\(written by rank {}\) has changed since it was written"
 DAMAGES: tuple[tuple[Callable[[Path], None], str, str], ...] = (
     (flip, SHARDS[0], CHANGED.format(0)),
     (flip, SHARDS[1], CHANGED.format(1)),
     (flip, METADATA_FILE, CHANGED.format(0)),
-    (take_shard_of_step_2, SHARDS[1], CHANGED.format(1)),
-    (swap, SHARDS[1], r"\(written by rank [01]\) has [0-9,]+ bytes instead of [0-9,]+"),
     (Path.unlink, SHARDS[1], r"\(written by rank 1\) is missing"),
     (Path.unlink, MANIFEST_FILE, "is missing"),
 )
@@ -92,9 +77,8 @@ def test_each_damage_is_reported_once_and_all_ranks_load_the_previous_checkpoint
         assert [(answer.get("step"), answer.get("branch")) for answer in ranks] == [(2, "a")] * 2, (case, ranks)
         lines = [[line for line in answer["lines"] if "corrupted" in line] for answer in ranks]
         assert [len(found) for found in lines] == [1, 0], case  # only rank 0 logs it
-        named = r"__[01]_0\.distcp" if damage is swap else re.escape(name)
         quarantined = r"Quarantined as (step-3\.invalid-\d{8}T\d{6}Z)"
-        expected = rf"Checkpoint step-3 is corrupted: {named} {reason}[^\n]*\. {quarantined}"
+        expected = rf"Checkpoint step-3 is corrupted: {re.escape(name)} {reason}[^\n]*\. {quarantined}"
         match = re.fullmatch(expected, lines[0][0])
         assert match is not None, (case, lines)
         assert sorted(os.listdir(folder)) == ["step-1", "step-2", match[1]], case

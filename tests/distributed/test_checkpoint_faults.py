@@ -430,7 +430,7 @@ def probes(folder: Path) -> list[str]:
 
 
 def test_unusable_folder_is_rejected_at_the_start_on_all_ranks(tmp_path: Path) -> None:
-    """tests/unit/checkpoint/test_probe.py has more kinds, for one rank."""
+    """tests/unit/checkpoint/test_saver.py has more kinds, for one rank."""
     (tmp_path / "shared").mkdir()
     by_rank = on_ranks(probes, WORLD, tmp_path)
     for apart, no_space in by_rank:

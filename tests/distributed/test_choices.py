@@ -1,10 +1,9 @@
-"""Settings that must not change numbers: reshard policy, tied weights, seed, clipping."""
+"""Settings that must not change numbers: reshard policy, tied weights, seed."""
 
 import pytest
-import torch.distributed as dist
 
-from tests.distributed.gradients import build_on_mesh, difference, full_tensor, step_errors
-from tests.distributed.reference import global_batch, rank_batches, reference_step, small_config
+from tests.distributed.gradients import build_on_mesh, step_errors
+from tests.distributed.reference import global_batch, rank_batches, small_config
 from tests.distributed.test_step import OperationCount
 from tests.pool import run_ranks
 
@@ -69,31 +68,3 @@ def test_units_are_gathered_according_to_the_reshard_policy() -> None:
         ]
         * 2
     )
-
-
-def weights_after_a_clipped_step(replicate: int) -> float:
-    """Relative error of a parameter's change in one SGD step whose gradients are clipped."""
-    size = dist.get_world_size()
-    settings = ("training.max_norm=0.01", "optimizer.lr=0.5", "optimizer.weight_decay=0.0")
-    config = small_config(size, f"parallelism.dp_replicate={replicate}", "training.local_batch_size=2", *settings)
-    batch = global_batch("uneven")
-    reference = reference_step(config, batch)
-    assert reference.grad_norm > 0.1  # clipping is active
-    trainer, mesh = build_on_mesh(config)
-    trainer.train_step(rank_batches(batch, mesh.data_rank, mesh.data_degree, 8 // size))
-    scale = 0.5 * 0.01 / (reference.grad_norm + 1e-6)
-    return max(
-        difference(full_tensor(parameter.detach()) - reference.weights[name], -scale * reference.gradients[name])
-        for name, parameter in trainer.model_parts[0].named_parameters()
-    )
-
-
-def clipped_steps(replicas: list[int]) -> list[float]:
-    return [weights_after_a_clipped_step(replicate) for replicate in replicas]
-
-
-@pytest.mark.slow
-def test_clipped_update_matches_one_process() -> None:
-    for world_size, replicas in ((1, [1]), (2, [1, 2])):
-        for errors in run_ranks(clipped_steps, world_size, replicas):
-            assert max(errors) <= 1e-9

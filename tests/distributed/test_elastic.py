@@ -36,15 +36,8 @@ class Nodes:
     def __init__(self, start: Starter, workplace: Path, *arguments: str, fewest: int, most: int, restarts: int) -> None:
         self._start, self._workplace, self._arguments = start, workplace, arguments
         self._port = free_port()
-        rendezvous = (
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-endpoint",
-            f"127.0.0.1:{self._port}",
-            "--rdzv-id",
-            "elastic",
-            *QUICK,
-        )
+        endpoint = f"127.0.0.1:{self._port}"
+        rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "elastic", *QUICK)
         nodes = ("--nnodes", f"{fewest}:{most}", "--max-restarts", str(restarts))
         self._launcher = ("-m", "titanlite.torchrun", *nodes, *rendezvous)
         self.started: list[Program] = []

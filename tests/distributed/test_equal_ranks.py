@@ -42,8 +42,7 @@ def test_another_configuration_on_one_rank_is_refused(tmp_path: Path, start: Sta
 def test_another_initial_checkpoint_on_one_rank_is_refused_and_a_copy_is_verified(
     tmp_path: Path, start: Starter
 ) -> None:
-    saved = start(tmp_path, "--checkpoint.enable", "true", "--checkpoint.interval", "3", name="saved")
-    assert saved.wait() == 0, saved.output
+    start(tmp_path, "--checkpoint.enable", "true", "--checkpoint.interval", "3", name="saved").succeed()
     (tmp_path / "out").rename(tmp_path / "first")
     first, last = (tmp_path / "first/checkpoint" / f"step-{step}" for step in (3, 6))
     copy = tmp_path / "copy"
@@ -63,8 +62,7 @@ def test_another_initial_checkpoint_on_one_rank_is_refused_and_a_copy_is_verifie
     assert f"\n  rank 1: {last} on {socket.gethostname()}, MANIFEST.json " in program.output
     assert f"\n  rank 0: {first} on {socket.gethostname()}, MANIFEST.json " in program.output
 
-    program = start_unequal(start, tmp_path, f"{key} {copy}", *layout, name="same")
-    assert program.wait() == 0, program.output
+    start_unequal(start, tmp_path, f"{key} {copy}", *layout, name="same").succeed()
     shutil.rmtree(tmp_path / "out")
     data = bytearray(largest.read_bytes())
     data[-1] ^= 1
@@ -82,8 +80,7 @@ def test_another_data_file_on_one_rank_is_refused_and_a_copy_is_not(tmp_path: Pa
     tokens = np.load(TOKENS)
     np.save(other, np.concatenate([tokens[:-1], tokens[:1] ^ 1]))
     assert copy.stat().st_size == other.stat().st_size
-    same = start_unequal(start, tmp_path, f"--data.sources.0.path {copy}", "--training.steps", "1", name="same")
-    assert same.wait() == 0, same.output
+    start_unequal(start, tmp_path, f"--data.sources.0.path {copy}", "--training.steps", "1", name="same").succeed()
     assert len(rows(tmp_path / "out")) == 1
     program = start_unequal(start, tmp_path, f"--data.sources.0.path {other}")
     assert program.wait() == 1

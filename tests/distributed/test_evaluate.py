@@ -42,7 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     questions = [{"context": TEXT[:n], "choices": [" it", "né", " it is given"], "answer": n % 3} for n in range(7)]
     (folder / "which.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions))
     (folder / "next.jsonl").write_text("".join(f'{{"context": "{TEXT[:n]}", "answer": " it"}}\n' for n in (5, 40, 9)))
-    program = start_program(
+    start_program(
         folder,
         *("--data.sources.0.kind", "text", "--data.sources.0.path", str(folder / "text.txt")),
         *("--tokenizer.path", str(folder), "--model.vocab_size", "300", "--model.flavor", "debug"),
@@ -52,8 +52,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--validation.sources.1.kind", "jsonl", "--validation.sources.1.path", str(folder / "uneven.jsonl")),
         *("--validation.sources.1.name", "uneven"),
         *("--validation.tasks", json.dumps([str(folder / "which.jsonl"), str(folder / "next.jsonl")])),
-    )
-    assert program.wait() == 0, program.output
+    ).succeed()
     return folder
 
 
@@ -81,8 +80,7 @@ def test_numbers_are_those_of_the_validation_in_the_run(trained: Path, ranks: in
     (row,) = (row for row in rows(trained / "out") if "validation/loss" in row)
     with job_lock(str(trained / "out"), 0, take_over=False, environment=os.environ):
         before = state_of(trained / "out")
-        program = start_evaluation(trained, *settings, ranks=ranks)
-        assert program.wait() == 0, program.output
+        program = start_evaluation(trained, *settings, ranks=ranks).succeed()
         assert state_of(trained / "out") == before
     found = result(trained)
     assert (found["step"], found["num_streams"], found["document_mask"]) == (4, 16, True)
@@ -121,12 +119,11 @@ def test_ranks_with_other_files_are_refused(trained: Path, tmp_path: Path, key: 
 
 
 def test_other_data_match_plain_torch_and_the_bytes_of_the_text(trained: Path) -> None:
-    program = start_evaluation(
+    start_evaluation(
         trained,
         *("--data", str(trained / "held_out.txt"), "--data.num_streams", "1", "--data.document_mask", "false"),
         *("--training.global_batch_size", "2", "--training.local_batch_size", "2"),
-    )
-    assert program.wait() == 0, program.output
+    ).succeed()
     found = result(trained)["all"]
     saved = open_run(trained / "out")
     tokenizer = saved.tokenizer()

@@ -21,7 +21,6 @@ from titanlite.hf import safetensors
 from titanlite.hf.folder import ModelFolder, open_folder
 from titanlite.hf.safetensors import StoredTensor, write_tensors
 from titanlite.models.family import resolve_model
-from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.tools.convert.__main__ import main as convert
 from titanlite.trainer import Trainer
 
@@ -172,48 +171,6 @@ def test_run_starts_from_imported_weights_and_resumes_from_its_checkpoints(tmp_p
     for name in ("one", "tp", "pp", "killed", "stepped"):
         assert (tmp_path / name / "checkpoint/step-8/generation_config.json").read_bytes() == defaults
     assert single.logged("21 tensors, converted from float64 to float32")
-
-
-@pytest.mark.soak  # default suite: exports of one process, and checkpoints on every mesh
-def test_export_from_four_ranks_equals_that_from_one_process(tmp_path: Path) -> None:
-    """The same state is saved by one process and by tp 2 x pp 2."""
-    four = ("parallelism.tp=2", "parallelism.pp=2", "training.global_batch_size=16")
-    first, moved = start_runs(
-        tmp_path,
-        [
-            Start(("training.steps=2",), run="one"),
-            Start(
-                (*four, "training.steps=2", f"checkpoint.initial_load_path={tmp_path / 'one' / 'checkpoint'}"),
-                4,
-                run="four",
-                around=no_update,
-            ),
-        ],
-    )
-    assert (first.error, moved.error) == ("", "")
-    for name in ("one", "four"):
-        convert(
-            [
-                "export",
-                str(tmp_path / name),
-                "--out",
-                str(tmp_path / f"{name}-out"),
-                "--shard-size",
-                "30KB",
-                "--no-verify",
-            ]
-        )
-    one, other = ({p.name: p.read_bytes() for p in (tmp_path / f"{n}-out").iterdir()} for n in ("one", "four"))
-    assert one == other
-    assert len(one) > 5
-    assert len(list((tmp_path / "four" / "checkpoint" / "step-2").glob("*.distcp"))) == 4
-
-
-@contextmanager
-def no_update() -> Iterator[None]:
-    """Steps do not update the weights."""
-    with replaced(GatedOptimizer, "step_if", lambda *_: None):
-        yield
 
 
 def test_two_ranks_start_from_the_hub_and_resume_without_it(tmp_path: Path, start: Starter) -> None:

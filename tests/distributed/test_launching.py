@@ -1,14 +1,26 @@
-"""run_train.sh and titanlite.torchrun as a user starts them: what they import, and errors before any rank starts."""
+"""Programs as a user starts them: what run_train.sh imports, errors before a rank starts, a sweep, too large models."""
 
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.program import CONFIG, REPOSITORY, clean_environment
+from tests.distributed.program import (
+    CONFIG,
+    REPOSITORY,
+    clean_environment,
+    own_tracebacks,
+    start_command,
+    start_program,
+)
+from titanlite.tools.sweep.combinations import combinations
+from titanlite.tools.sweep.training import state_of
 
 
 def run(*command: str | Path, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -70,3 +82,59 @@ def test_one_process_imports_only_what_it_uses(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Done: 1 steps" in done.stdout
     assert done.stdout.splitlines()[-1] == "imported: [] True ERROR"
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_the_sweep_and_its_run_which_saves(tmp_path: Path) -> None:
+    config, out = tmp_path / "config.toml", tmp_path / "out"
+    config.write_text(CONFIG)
+    overrides = ["--optimizer.lr=1e-3,1e-2", "--training.steps=100000", f"--job.dump_folder={out}"]
+    overrides += ["--checkpoint.enable=true"]
+    arguments = [str(config), *overrides, "--nproc", "1"]
+    program = start_command(tmp_path, *arguments, program=("-m", "titanlite.tools.sweep"))
+    program.wait_for(r" 3/100000 ")
+    trained = json.loads((out / "lr-0.001" / "job.lock").read_text())["pid"]
+    start = time.monotonic()
+    program.process.send_signal(signal.SIGINT)
+    assert program.wait() == 130, program.output
+    assert time.monotonic() - start < 20
+    assert "titanlite: interrupted" in program.output
+    with pytest.raises(ProcessLookupError):
+        os.kill(trained, 0)
+    runs = combinations(str(config), overrides, world_size=1, device_type="cpu")
+    assert [state_of(run) for run in runs] == ["interrupted", "new"]
+    (saved,) = (out / "lr-0.001" / "checkpoint").glob("step-*")
+    assert int(saved.name.removeprefix("step-")) >= 3
+
+
+TOO_LARGE = ("--model.dim", str(2**20), "--model.ffn_dim", str(2**30))
+"""4 PiB for each matrix: above the address space, so that the allocation fails on any machine."""
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_run_on_two_ranks(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("refused", "failed", "fitted")]
+    for folder in folders:
+        folder.mkdir()
+    fits = ("--training.local_batch_size", "-1", "--training.global_batch_size", "8", "--training.steps", "2")
+    refused, failed, fitted = (
+        start_program(folders[0], *TOO_LARGE, ranks=2),
+        start_program(folders[1], *TOO_LARGE, "--memory.check", "off", ranks=2),
+        start_program(folders[2], *fits, ranks=2),
+    )
+    for program, text in (
+        (refused, "titanlite: the model does not fit: ranks 0 to 1 on "),
+        (failed, " is out of memory "),
+    ):
+        assert program.wait() != 0
+        assert program.output.count(text) == program.output.count("titanlite: ") == 1, program.output
+        assert "largest items of the plan" in program.output
+        assert program.output.count("  remedy: ") == 3
+        assert own_tracebacks(program.output) == 0
+    assert "; nothing was allocated" in refused.output
+    assert "before the first step: planned " in failed.output
+    assert "can't allocate memory" in failed.output
+    assert fitted.wait() == 0, fitted.output
+    assert "training.local_batch_size = -1: 4 sequences per microbatch, accumulation 1; planned peak" in fitted.output
+    assert "Batch: local 4, global 8, accumulation 1" in fitted.output
+    assert "local_batch_size = 4" in (folders[2] / "out" / "config.toml").read_text()

@@ -73,14 +73,13 @@ def test_tasks_have_the_numbers_of_lm_eval(tmp_path: Path, has_bos: bool) -> Non
         library = Library.from_file(str(tmp_path / "tokenizer.json"))
         library.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
         library.save(str(tmp_path / "tokenizer.json"))
-    program = start_program(
+    start_program(
         tmp_path,
         *("--data.sources.0.kind", "text", "--data.sources.0.path", str(tmp_path / "text.txt")),
         *("--tokenizer.path", str(tmp_path), "--model.vocab_size", "320", "--model.flavor", "debug"),
         *("--model.max_seq_len", "64", "--training.seq_len", "64", "--training.steps", "60", "--optimizer.lr", "0.003"),
         *("--checkpoint.enable", "true"),
-    )
-    assert program.wait() == 0, program.output
+    ).succeed()
     titanlite.export_run(tmp_path / "out", tmp_path / "exported", verify=False)
     own = start_command(
         tmp_path,
@@ -88,8 +87,7 @@ def test_tasks_have_the_numbers_of_lm_eval(tmp_path: Path, has_bos: bool) -> Non
         *("--tasks", str(tmp_path / "choice.jsonl"), "--tasks", str(tmp_path / "cloze.jsonl")),
         ranks=0,
         program=("-m", "titanlite.tools.evaluate"),
-    )
-    assert own.wait() == 0, own.output
+    ).succeed()
     command = [
         *(sys.executable, "-m", "lm_eval", "--model", "hf", "--device", "cpu", "--batch_size", "4", "--log_samples"),
         # With its cache, lm_eval 0.4.13 takes the logits of other positions if two rows have the same tokens, divided

@@ -291,7 +291,7 @@ def planted_on_ranks(config: Any, layouts: Sequence[Layout], steps: int, folder:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["clip", *(pytest.param(name, marks=pytest.mark.soak) for name in ("dtype", "init", "step 2", "update"))]
+    "name", ["clip", *(pytest.param(name, marks=pytest.mark.soak) for name in PLANTED if name != "clip")]
 )
 def test_a_planted_mistake_is_the_first_difference(
     config_file: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -300,11 +300,16 @@ def test_a_planted_mistake_is_the_first_difference(
     settings = ["--optimizer.name", "AdamW", "--training.max_norm", "1.0", "--shrink", "--layouts", "1x1x2x1"]
     # In float64, all dtypes are equal.
     dtypes = ["--training.dtype", "float32", "--training.mixed_precision_param", "bfloat16"] if name == "dtype" else []
-    with pytest.raises(SystemExit):
-        command.main([str(config_file), *settings, *dtypes])
+    with pytest.raises(SystemExit) as ended:
+        command.main([str(config_file), *settings, *dtypes, "--json", "out.json"])
+    assert ended.value.code == 1
     printed = capsys.readouterr().out
     dtype = "float32/bfloat16/float32" if dtypes else "float64"
+    assert f"    first difference: {PLANTED[name][1]}" in printed
     assert f"1 of 2 layouts differ; the first: 1x1x2x1, {dtype}: {PLANTED[name][1]}" in printed
+    content = json.loads(Path("out.json").read_text())
+    assert content["agree"] is False
+    assert name != "average" or content["layouts"][1]["grad_norm_ratio"] == pytest.approx(0.5)
 
 
 def another_choice_on_rank_1() -> AbstractContextManager[Any]:
@@ -329,18 +334,6 @@ OF_EXPERTS = (
 )
 
 
-@pytest.mark.soak  # default suite: the next one
-def test_choices_of_experts_are_compared(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command.main([str(config_file), *OF_EXPERTS])
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[-1] == "all 2 layouts agree with the reference"
-    exact = "choices of experts, float64: at most 0.00% of a step's positions differ from the reference"
-    assert printed[-3] == exact
-    assert printed[-2].endswith(
-        "% of a step's positions differ from the reference; the experts of the reference computed"
-    )
-
-
 @pytest.mark.slow
 def test_another_choice_of_an_expert_is_a_difference_and_below_float64_replayed(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -359,22 +352,6 @@ def test_a_large_learning_rate_is_no_difference(config_file: Path, capsys: pytes
     settings = ["--optimizer.lr", "1.0", "--steps", "3", "--training.dtype", "float32", "--layouts", "1x1x2x1"]
     command.main([str(config_file), *settings])
     assert "all 2 layouts agree" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_differences_exit_with_1(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(compare, "measure_layouts", partial(planted_on_ranks, name="average"))
-    with pytest.raises(SystemExit) as ended:
-        command.main([str(config_file), "--layouts", "1x1x2x1", "--json", "out.json"])
-    assert ended.value.code == 1
-    printed = capsys.readouterr().out
-    assert "    first difference: step 1, gradient of " in printed
-    assert "1 of 2 layouts differ; the first: 1x1x2x1, float64: step 1, gradient of" in printed
-    content = json.loads(Path("out.json").read_text())
-    assert content["agree"] is False
-    assert content["layouts"][1]["grad_norm_ratio"] == pytest.approx(0.5)
 
 
 def test_masks_depend_on_the_sequence_alone() -> None:

@@ -4,7 +4,6 @@ import copy
 import re
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from tests.configuration import EACH_SCHEDULE
 from tests.distributed.gradients import build_on_mesh, difference, local_batches
 from tests.distributed.layouts import Layout, is_supported, schedule
-from tests.distributed.program import FAULTY, Starter, own_tracebacks, rows
 from tests.distributed.reference import global_batch, reference_step
 from tests.distributed.test_step import OperationCount
 from tests.pool import run_ranks
@@ -28,7 +26,6 @@ from titanlite.ranks.distributed import CommConfig, World
 from titanlite.ranks.launch import RankError
 from titanlite.trainer import Trainer
 
-SOON_S = 15.0
 NAMES = [name for name in PipelineSchedule.__args__ if is_supported(Layout((2, 1, 1, 1), schedule(name)))]
 
 
@@ -239,18 +236,3 @@ def test_failing_stage_stops_all_ranks_with_its_error(name: str) -> None:
     assert str(raised.value).startswith("rank 1 failed:")
     assert str(raised.value).count("ValueError: planted in a stage") == 1
     assert "RuntimeError" not in str(raised.value).split("rank 0 failed")[0], "torch's own error instead of the stage's"
-
-
-@pytest.mark.slow
-def test_failing_stage_is_reported_once_by_the_training_command(tmp_path: Path, start: Starter) -> None:
-    faults = {"FAULT": "stage", "FAULTY_RANK": "1"}
-    program = start(tmp_path, "--parallelism.pp", "2", ranks=2, program=FAULTY, environment=faults)
-    program.wait_for("^titanlite: ")
-    begin = time.monotonic()
-    assert program.wait() == 1
-    assert time.monotonic() - begin < SOON_S
-    assert re.findall("^titanlite: .*$", program.output, re.MULTILINE) == [
-        "titanlite: rank 1 failed: ValueError: planted"
-    ]
-    assert own_tracebacks(program.output) == 1
-    assert len(rows(tmp_path / "out")) == 2

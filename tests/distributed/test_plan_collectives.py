@@ -64,12 +64,7 @@ LAYOUTS: dict[int, list[list[str]]] = {
         *[
             ["parallelism.pp=2", "parallelism.pp_schedule=" + schedule, *DEEP, "model.n_layers=9"]
             for schedule in (
-                "GPipe",
-                "1F1B",
-                "LoopedBFS",
-                "Interleaved1F1B",
-                "InterleavedZeroBubble",
-                "ZBVZeroBubble",
+                *("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"),
                 "DualPipeV",
             )
         ],

@@ -9,9 +9,6 @@ import pytest
 
 from tests.distributed.program import REPOSITORY, start_command
 from titanlite.data.bpe import train_bpe
-from titanlite.runtime import plugins
-from titanlite.tools.parity.__main__ import main as parity
-from titanlite.tools.plan.__main__ import main as plan
 
 FAMILY = REPOSITORY / "examples" / "family.py"
 CONFIG = """
@@ -121,19 +118,3 @@ def test_ranks_with_different_code_are_refused(workplace: Path) -> None:
         assert re.search(r"rank 1 on .*\n +plugin family.py: sha256 \w+; on rank 0 .*\n$", started.output)
     finally:
         started.close()
-
-
-@pytest.mark.soak  # default suite: test_a_run_with_plugins_resumes_on_another_mesh_and_opens_only_with_permission
-def test_parity_and_plan_know_a_registered_family(
-    workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In this process, whose registries are restored: parity starts ranks, which a forked process may not."""
-    monkeypatch.setattr(plugins, "_state", plugins._State())
-    monkeypatch.chdir(workplace)
-    try:
-        parity(["configs/my.toml", "--layouts", "1x1x1x2", "--steps", "1"])
-        assert "all 2 layouts agree with the reference" in capsys.readouterr().out
-        plan(["configs/my.toml", "--world-size", "4"])
-        assert "Model: primer debug" in capsys.readouterr().out
-    finally:
-        plugins._undo(0)

@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests import pool
 from tests.distributed.layouts import BOUNDS, Layout, measure
@@ -88,22 +86,6 @@ def test_each_case_starts_with_the_initial_process_state(tmp_path: Path) -> None
     for rank in (*before, *new):
         del rank["python draws"]  # seeded again in each forked process
     assert before == new
-
-
-def sum_of_a_sharded_tensor(earlier_groups: int) -> float:
-    """Sum by DTensor, whose operation caches refer to the mesh of the first case that used them."""
-    for _ in range(earlier_groups):
-        dist.new_group()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
-    tensor = distribute_tensor(torch.ones(6), mesh, [Shard(0)])
-    return float(tensor.detach().full_tensor().sum())
-
-
-@pytest.mark.slow
-def test_meshes_of_earlier_cases_are_not_cached() -> None:
-    """Each case creates process groups with different names."""
-    for earlier_groups in (3, 0, 5):
-        assert run_ranks(sum_of_a_sharded_tensor, 4, earlier_groups) == [6.0] * 4
 
 
 def gradient_error(plant: str) -> float:

@@ -37,8 +37,7 @@ def test_a_trace_of_each_rank_does_not_change_the_run(tmp_path: Path, start: Sta
     for name, arguments in {"traced": (*TRACE, "--profiling.ranks", "[0, 1]"), "plain": ()}.items():
         (tmp_path / name).mkdir()
         batch = ("--parallelism.dp_shard", "2", "--training.local_batch_size", "4")
-        program = start(tmp_path / name, *batch, *arguments, ranks=2)
-        assert program.wait() == 0, program.output
+        start(tmp_path / name, *batch, *arguments, ranks=2).succeed()
         found[name] = [(row["loss"], row["grad_norm"]) for row in rows(tmp_path / name / "out")]
     assert found["traced"] == found["plain"]
     traces = sorted((tmp_path / "traced" / "out" / "traces").rglob("*.*"))
@@ -89,8 +88,7 @@ def test_the_command(ranks: int, tmp_path: Path) -> None:
     (tmp_path / "run" / "config.toml").write_text("# of the run")
     arguments = ["config.toml", "--steps", "2", "--operations", "20", "--profiling.active", "1"]
     arguments += ["--out", str(tmp_path / "profile")] if ranks else []
-    program = start_command(tmp_path, *arguments, ranks=ranks, program=("-m", "titanlite.tools.profile"))
-    assert program.wait() == 0, program.output
+    program = start_command(tmp_path, *arguments, ranks=ranks, program=("-m", "titanlite.tools.profile")).succeed()
     report = program.output
     assert re.search(TIMES, report, re.MULTILINE)
     shares = {name: float(share) for name, share in re.findall(r"^(\S.*?) +[\d,.]+ +([\d.]+)%", report, re.MULTILINE)}

@@ -119,50 +119,12 @@ def test_closed_program_leaves_no_process(script: tuple[str], tmp_path: Path) ->
         time.sleep(0.01)
 
 
-COMMANDS = (
-    *("train", "tools.parity", "tools.plan", "tools.generate", "tools.evaluate", "tools.convert"),
-    *("tools.inspect", "tools.tokenize", "tools.train_tokenizer", "tools.ledger"),
-)
-
-
-FORKED_WITH_TORCH = """
-import importlib, os, runpy, sys
-from titanlite.ranks.launch import PRELOAD
-for name in (*PRELOAD, "torch.distributed.checkpoint"):
-    importlib.import_module(name)
-for name in sys.argv[1:]:
-    if not os.fork():
-        for number, suffix in ((1, "out"), (2, "err")):
-            os.dup2(os.open(f"{name}.{suffix}", os.O_WRONLY | os.O_CREAT), number)
-        sys.argv[1:] = ["--help"]
-        runpy.run_module(f"titanlite.{name}", run_name="__main__")
-        os._exit(0)
-    if code := os.waitstatus_to_exitcode(os.wait()[1]):
-        print(name, "ended with", code)
-"""
-
-
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    environment = clean_environment() | {"PYTHONPATH": str(REPOSITORY)}
-    command = (sys.executable, *command)
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
-
-
-@pytest.mark.soak
-def test_each_command_imports_all_modules_it_needs(tmp_path: Path) -> None:
-    """Only torch is imported beforehand; in other tests, forked programs inherit imported modules."""
-    done = run(tmp_path, "-c", FORKED_WITH_TORCH, *COMMANDS)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    for name in COMMANDS:
-        assert (tmp_path / f"{name}.err").read_text() == "", name
-        assert "usage" in (tmp_path / f"{name}.out").read_text().lower(), name
-
-
 @pytest.mark.slow
 def test_commands_report_errors_on_stderr(tmp_path: Path) -> None:
     """Forked programs write stdout and stderr to one file, so this test starts a subprocess."""
-    refused = run(
-        tmp_path, "-m", "titanlite.tools.plan", str(REPOSITORY / "configs" / "quickstart.toml"), "--world-size", "0"
-    )
+    config = str(REPOSITORY / "configs" / "quickstart.toml")
+    command = (sys.executable, "-m", "titanlite.tools.plan", config, "--world-size", "0")
+    environment = clean_environment() | {"PYTHONPATH": str(REPOSITORY)}
+    refused = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "--world-size" in refused.stderr

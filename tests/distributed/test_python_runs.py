@@ -23,10 +23,8 @@ def test_runs_of_one_program_have_the_numbers_of_commands(ranks: int, tmp_path: 
     names = MESHES if ranks else {"fsdp": MESHES["fsdp"]}
     for name, settings in names.items():
         arguments = [f"--{key}={text_of(value)}" for key, value in settings.items()]
-        program = start(tmp_path, *arguments, "--job.dump_folder", str(tmp_path / f"new-{name}"), ranks=ranks)
-        assert program.wait() == 0, program.output
-    program = start_command(tmp_path, str(ranks), ranks=ranks, program=PROGRAM)
-    assert program.wait() == 0, program.output
+        start(tmp_path, *arguments, "--job.dump_folder", str(tmp_path / f"new-{name}"), ranks=ranks).succeed()
+    program = start_command(tmp_path, str(ranks), ranks=ranks, program=PROGRAM).succeed()
     for name in names:
         assert numbers(tmp_path / name) == numbers(tmp_path / f"new-{name}"), name
     assert numbers(tmp_path / "again") == numbers(tmp_path / "new-fsdp")

@@ -23,8 +23,7 @@ def run_with_wrong_gradient(workplace: Path, *layout: str) -> None:
     """Train six steps; in step 4 a gradient of rank 1 is wrong."""
     settings = ("--training.dtype", "float32", "--checkpoint.enable", "true", "--checkpoint.interval", "2", *layout)
     environment = {"FAULT": "gradient", "FAULTY_RANK": "1"}
-    run = start_program(workplace, *settings, ranks=2, program=FAULTY, environment=environment)
-    assert run.wait() == 0, run.output
+    start_program(workplace, *settings, ranks=2, program=FAULTY, environment=environment).succeed()
 
 
 NOT_REPRODUCED = rf"NOT reproduced: step 4 \({WRONG_GRADIENT} differs most, by (1.0e-03|[45]\.\de-04);"
@@ -61,8 +60,7 @@ def test_a_wrong_gradient_of_one_rank_is_found_in_its_step(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_without_checkpoints_the_replay_starts_from_the_initial_weights(tmp_path: Path) -> None:
     layout = ("--parallelism.dp_replicate=2", "--parallelism.cp=2")
-    run = start_program(tmp_path, "--training.local_batch_size", "4", *layout, ranks=4)
-    assert run.wait() == 0, run.output
+    start_program(tmp_path, "--training.local_batch_size", "4", *layout, ranks=4).succeed()
     code, output = replayed(tmp_path, "--step", "6")
     assert code == 0, output
     assert "from the initial weights: after 5 steps from there" in output
@@ -76,12 +74,10 @@ def test_without_checkpoints_the_replay_starts_from_the_initial_weights(tmp_path
 @pytest.mark.soak  # default suite: test_without_checkpoints_the_replay_starts_from_the_initial_weights
 def test_a_run_that_continues_another_is_replayed_from_the_step_at_which_it_began(tmp_path: Path) -> None:
     saving = ("--training.steps", "2", "--checkpoint.enable", "true", "--job.dump_folder", str(tmp_path / "first"))
-    run = start_program(tmp_path, *saving, ranks=1)
-    assert run.wait() == 0, run.output
+    start_program(tmp_path, *saving, ranks=1).succeed()
     first = tmp_path / "first" / "checkpoint" / "step-2"
     begin = ("--checkpoint.initial_load_path", str(first), "--checkpoint.initial_load_model_only", "false")
-    run = start_program(tmp_path, "--training.steps", "4", *begin, ranks=1)
-    assert run.wait() == 0, run.output
+    start_program(tmp_path, "--training.steps", "4", *begin, ranks=1).succeed()
 
     code, output = replayed(tmp_path, "--step", "2")
     assert code == 1

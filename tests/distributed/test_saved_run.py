@@ -40,8 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--model.max_seq_len", "40"),  # less than the default number of new tokens
         *("--training.steps", str(STEPS), "--checkpoint.enable", "true", "--checkpoint.interval", "1"),
         *("--checkpoint.folder", "saved/here", "--checkpoint.keep_latest_k", "0"),
-    )
-    assert program.wait() == 0, program.output
+    ).succeed()
     assert f"--job.dump_folder {folder}/out-2" in program.output
     return folder
 

@@ -162,23 +162,6 @@ def test_no_checkpoint_is_saved_after_a_step_that_stops_the_run(tmp_path: Path) 
         assert steps == []
 
 
-@pytest.mark.soak  # tests/unit/faults has the limits on one process
-def test_a_run_stops_at_its_limits(tmp_path: Path) -> None:
-    cases: list[Case] = [
-        ("nan", 3, 8, (SHARDED, "faults.max_skipped_steps=2")),
-        ("nan", 3, 8, (SHARDED, "faults.max_skipped_steps=6")),
-        ("nan", 2, 2, (SHARDED, "faults.max_skipped_steps=0")),
-    ]
-    for results in run_ranks(trained_in_turn, 2, str(tmp_path), cases):
-        (_, too_many, _, last), (_, no_error, _, end), (_, stopped, _, early) = results
-        assert "faults.max_skipped_steps = 2: 6 steps in a row were skipped" in too_many
-        assert (last, no_error, end) == (8, "", 8)
-        assert stopped.startswith("step 2 was skipped: its loss")
-        assert "faults.max_skipped_steps = 0: " in stopped
-        assert early == 4
-        assert [changes for *_, changes, _ in results] == [0.0] * 3
-
-
 def norms_after(folder: str, steps: int, *settings: str) -> list[float]:
     """Train up to a step; the known gradient norms then."""
     one_batch = ("training.local_batch_size=8", SHARDED)

@@ -96,8 +96,7 @@ def test_signal_saves_once_and_the_next_start_resumes_bit_for_bit(
         assert not (tmp_path / "out" / JOB_LOCK_FILE).exists()
         assert program.processes() == []
         last = step
-    program = start_saving(start, tmp_path, "--training.steps", str(STEPS), name="output")
-    assert program.wait() == 0, program.output
+    program = start_saving(start, tmp_path, "--training.steps", str(STEPS), name="output").succeed()
     assert starts(program.output) == [last]
     assert_matches_undisturbed(tmp_path / "out", STEPS, undisturbed(STEPS))
     report.main([str(tmp_path / "out"), "--out", str(tmp_path / "report.html")])

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,11 @@ import pytest
 from tests.distributed.program import rows, start_command
 from tests.distributed.reference import SEQ_LEN
 from titanlite.data.bpe import train_bpe
-from titanlite.runtime.logging import log
 from titanlite.tools import tokenize
 from titanlite.tools.generate import __main__ as generate
 from titanlite.tools.saved_run import open_run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_log")]
 
 TEXT = "the model reads what it is given, and says it again\n"
 LAYOUT = f"""
@@ -36,14 +34,6 @@ enable = true
 kind = "text"
 path = "text.txt"
 """
-
-
-@pytest.fixture(autouse=True)
-def restore_logging() -> Iterator[None]:
-    before = log.handlers[:], log.level, log.propagate
-    yield
-    log.handlers[:], log.propagate = before[0], before[2]
-    log.setLevel(before[1])
 
 
 @pytest.fixture
@@ -67,8 +57,7 @@ def test_train_generate_and_evaluate(tokens_toml: str, tmp_path: Path, capsys: p
     head, model, rest = tokens_toml.partition("[model]\n")
     vocab_size, _, rest = rest.partition("\n")
     Path("my.toml").write_text(f"{head}{model}{vocab_size}{LAYOUT}{rest}")
-    program = start_command(tmp_path, "my.toml", ranks=2)
-    assert program.wait() == 0, program.output
+    program = start_command(tmp_path, "my.toml", ranks=2).succeed()
     assert "Tokenizer: " in program.output
     (validated,) = (row for row in rows(tmp_path / "outputs") if "validation/bits_per_byte" in row)
     (sample,) = map(json.loads, Path("outputs/samples.jsonl").read_text().splitlines()[:1])
@@ -82,6 +71,5 @@ def test_train_generate_and_evaluate(tokens_toml: str, tmp_path: Path, capsys: p
     capsys.readouterr()
     generate.main(["outputs", "--prompt", "the model", "--temperature", "0", "--max-new-tokens", "5"])
     assert capsys.readouterr().out == f"{sample['prompt']}{sample['text']}\n"
-    program = start_command(tmp_path, "outputs", program=("-m", "titanlite.tools.evaluate"))
-    assert program.wait() == 0, program.output
+    program = start_command(tmp_path, "outputs", program=("-m", "titanlite.tools.evaluate")).succeed()
     assert f"{validated['validation/bits_per_byte']:.6g}" in program.output

@@ -274,7 +274,7 @@ def test_a_rank_that_is_killed_or_hangs_is_named(fault: str, tmp_path: Path, sta
     assert fault.startswith("hang") == (" in hang\n" in files.get("rank-1.txt", ""))
 
 
-@pytest.mark.soak  # default suite: tests/unit/metrics/test_slow_ranks.py
+@pytest.mark.soak  # default suite: tests/unit/metrics/test_goodput.py
 def test_a_slow_rank_is_named_once_and_equal_ranks_are_not(tmp_path: Path, start: Starter) -> None:
     """Two runs at the same time, on a machine that has too few cores for both."""
     arguments = ["--training.steps", "30", "--metrics.log_freq", "5", "--training.local_batch_size", "8"]

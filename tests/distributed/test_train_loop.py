@@ -1,4 +1,4 @@
-"""The training loop on two ranks: log rows, device reads, order of calls, limit of bad rows."""
+"""The training loop on two ranks: log rows, device reads, order of calls."""
 
 import gc
 import math
@@ -25,7 +25,6 @@ from titanlite.metrics.timing import Goodput
 from titanlite.ranks.agreement import DataEnd
 from titanlite.ranks.failure import FailureReport
 from titanlite.ranks.signals import StopRequest
-from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_state import PacedGarbageCollection
 
 
@@ -89,9 +88,9 @@ def run_of(config: JobConfig, *loggers: RecordLogger) -> Run:
     )
 
 
-def trained(max_bad_rows: int = 1000) -> tuple[list[Record], list[str]]:
+def trained() -> tuple[list[Record], list[str]]:
     """(records, calls in order) of a run of 6 steps with a log line every 4 steps"""
-    config = config_of_two(*("training.steps=6", "metrics.log_freq=4", f"data.max_bad_rows={max_bad_rows}"))
+    config = config_of_two("training.steps=6", "metrics.log_freq=4")
     logger, calls = RecordLogger(), []
     run = run_of(config, logger)
     trainer, meter = run.trainer, run.meter
@@ -116,8 +115,6 @@ def trained(max_bad_rows: int = 1000) -> tuple[list[Record], list[str]]:
     try:
         with patch.object(train, "PacedGarbageCollection", lambda: PacedGarbageCollection(interval=3)):
             train.train(config, run, FailureReport())
-    except UserError as error:
-        calls.append(str(error))
     finally:
         gc.collect = collect
     return logger.records, calls
@@ -168,13 +165,3 @@ def collectives_of_runs(lengths: list[int]) -> list[dict[str, int]]:
 def test_between_log_lines_nothing_is_read_or_gathered() -> None:
     expected = [{"allgather": 2, "norms and counts": 2 * steps} for steps in (2, 7)]
     assert run_ranks(collectives_of_runs, 2, [2, 7]) == [expected] * 2
-
-
-def stopped() -> str:
-    return trained(max_bad_rows=11)[1][-1]
-
-
-@pytest.mark.slow
-def test_too_many_bad_rows_stop_all_ranks_at_the_next_log_line() -> None:
-    for message in run_ranks(stopped, 2):
-        assert message.startswith("data.max_bad_rows = 11: 12 rows were skipped as bad by step 4;")

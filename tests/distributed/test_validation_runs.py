@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.program import Starter
 from tests.distributed.reference import TOKENS
-from tests.distributed.resuming import Outcome, Start, numbers, start_runs, write_text
+from tests.distributed.resuming import Outcome, Start, numbers, start_runs
 from tests.pool import run_ranks
 from titanlite.assembly.run import Run
 from titanlite.ranks.agreement import all_ranks_arrive
@@ -142,19 +141,3 @@ def test_an_error_of_one_rank_does_not_wait_for_the_others() -> None:
 
 def has_stopped(outcome: Outcome, step: int) -> bool:
     return outcome.logged(f"Stopped by SIGTERM after step {step}, which is saved")
-
-
-def test_a_bad_row_ends_all_ranks_with_its_message_before_the_first_step(start: Starter, tmp_path: Path) -> None:
-    (tmp_path / "bad.jsonl").write_text('{"text": "def f(x):"}\n' * 20 + '{"text": 5}\n')
-    sources = ("--validation.sources.0.kind", "jsonl", "--validation.sources.0.path", str(tmp_path / "bad.jsonl"))
-    text = (part for setting in write_text(tmp_path / "text") for part in f"--{setting}".split("=", 1))
-    program = start(
-        tmp_path,
-        *(*text, "--training.steps", "2", "--checkpoint.enable", "true"),
-        *("--validation.enable", "true", "--validation.interval", "100", "--validation.steps", "-1", *sources),
-        ranks=2,
-    )
-    assert program.wait() == 1
-    assert program.output.count("bad.jsonl, line 21") == 1, program.output
-    assert 'data.on_bad_row = "skip"' in program.output
-    assert not (tmp_path / "out" / "checkpoint" / "step-2").exists()

@@ -33,8 +33,7 @@ def workplace(tmp_path: Path) -> Path:
 def test_it_resumes_with_the_recorded_losses(ranks: int, workplace: Path) -> None:
     """On one process, and sharded over two."""
     before = rows(workplace / "run")
-    program = start_command(workplace, "--job.config_file", "config.toml", "--job.dump_folder", "run", ranks=ranks)
-    assert program.wait() == 0, program.output
+    start_command(workplace, "--job.config_file", "config.toml", "--job.dump_folder", "run", ranks=ranks).succeed()
     found = rows(workplace / "run")
     assert found[:4] == before
     steps = [{key: row[key] for key in ("step", "loss", "grad_norm")} for row in found[4:]]
