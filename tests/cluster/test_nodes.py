@@ -46,7 +46,8 @@ CASES = {
     "no store": [(1, c10d(), f"no program listens on port 29500 of {ADDRESSES[0]}", 1)],
     "unknown name": [(1, c10d("nowhere:29500"), "cannot resolve nowhere", 1)],
     "one node": [(0, c10d(), NOT_ALL, 1)],
-    "another id": [(0, c10d(), NOT_ALL + " a: equal", 1), (1, c10d(run="b"), NOT_ALL + " b: equal", 1)],
+    "a third node": [(host, c10d(nodes="3"), r"[12] of 3 nodes have come \(w\d", 1) for host in (0, 1)],
+    "another id": [(0, c10d(), NOT_ALL + " a: equal", 1), (1, c10d(run="b"), "is that of --rdzv-id a, here b", 2)],
     "another number": [(0, c10d(), NOT_ALL, 1), (1, c10d(nodes="3"), DIFFERS, 2)],
     "localhost": [(host, c10d("localhost:29500"), "localhost is another host on each node", 1) for host in (0, 1)],
     "static, wrong address": [(1, static(1, "10.9.0.77"), SILENT.replace(ADDRESSES[0], "10.9.0.77"), 1)],
@@ -79,6 +80,21 @@ def test_nodes_that_do_not_meet(case: str, hosts: Hosts) -> None:
         assert code == 2 or re.search(rf"^waiting for \d+ s for .*{cause}", launcher.log, re.MULTILINE), launcher.log
         assert "frame #" not in launcher.log
         assert last.startswith("titanlite: the nodes cannot connect at ") == (code == 1)
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_a_link_that_is_cut_while_nodes_are_awaited(hosts: Hosts, *, is_static: bool) -> None:
+    """torch waits for the store without a limit."""
+    patience = "timeout=600" if is_static else "join_timeout=600"
+    rendezvous = [static(host, nodes="3") if is_static else c10d(nodes="3") for host in (0, 1)]
+    _, second = [hosts.launch(host, *options[:-1], patience) for host, options in enumerate(rendezvous)]
+    second.wait_for(lambda: "2 of 3 nodes have come (w0, w1)" in second.log, 2 * START_S)
+    hosts.set_link("down")
+    assert second.wait(RESTART_S + 20) == 1
+    cause = (
+        "launcher that has the store has ended, or its node is lost" if is_static else "node 0 or the network is lost"
+    )
+    assert re.search(rf"^titanlite: the .* {cause}", second.log, re.MULTILINE), second.log
 
 
 def train(hosts: Hosts, *options: str, keys: tuple[str, ...] = ()) -> list[Launcher]:

@@ -77,6 +77,7 @@ class Meeting:
         if not is_static and "is_host" not in settings:
             arguments.rdzv_conf = f"{arguments.rdzv_conf},is_host={self._server is not None}".lstrip(",")
         self._store = self._reach(port, end)
+        self._require_one_run()
         nodes = dist.PrefixStore(f"titanlite/{self._id}", self._store)
         self._require_equal(nodes, facts)
         if is_static:
@@ -121,6 +122,21 @@ class Meeting:
                 )
             except (NoAnswerError, dist.DistNetworkError):
                 raise self.failed(cause, STORE_S) from None
+
+    def _require_one_run(self) -> None:
+        """Raise UsageError if the store is that of another run, with which it would end."""
+        key, store = "titanlite/run", self._store
+
+        def read() -> bytes:
+            if self._server is not None:
+                return store.compare_set(key, "", self._id)
+            return store.get(key) if store.check([key]) else b""  # a store without a launcher
+
+        with self._connected(lambda: "this node was about to join"):
+            run = call_within(STORE_S, read).decode() or self._id
+        if run != self._id:
+            remedy = "give all nodes of a run one name, and another run another port"
+            raise UsageError(f"the store at {self.endpoint} is that of --rdzv-id {run}, here {self._id}: {remedy}")
 
     def _require_equal(self, store: dist.Store, facts: Mapping[str, str]) -> None:
         with self._connected(lambda: "this node was about to join"):

@@ -127,7 +127,8 @@ def test_a_node_that_differs_does_not_join(port: int) -> None:
     first = meet(*c10d(port), **{"--nnodes": "2", "lr": "1.0"})
     with pytest.raises(UsageError, match=r"does not join.*\n    --nnodes: 3; on the first node: 2\n    lr: 2.0; on"):
         meet(*c10d(port), **{"--nnodes": "3", "lr": "2.0"})
-    meet(*c10d(port)[:-2], "--rdzv-id=b", c10d(port)[-1], lr="2.0")
+    with pytest.raises(UsageError, match=rf"^the store at 127.0.0.1:{port} is that of --rdzv-id a, here b: give all"):
+        meet(*c10d(port)[:-2], "--rdzv-id=b", c10d(port)[-1])
     del first
 
 
