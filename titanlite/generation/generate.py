@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer import Tokenizer, is_visible
 from titanlite.generation.kv_cache import Reading, Rereading, remembering
 from titanlite.models.family import LanguageModel
 from titanlite.models.randomness import row_keys, uniform
@@ -132,7 +132,9 @@ def encode_prompts(
     ]
     problems: list[Problem] = []
     for prompt in found:
-        if not prompt.ids:
+        if is_visible(prompt.text) and not tokenizer.has_text(prompt.ids[len(head) :]):
+            problems.append(prompt.problem("text that the tokenizer does not remove", "write another text"))
+        elif not prompt.ids:
             rule = "at least one token: this run's documents start without BOS"
             problems.append(prompt.problem(rule, "write the beginning of a text"))
         if len(prompt.ids) >= max_seq_len:

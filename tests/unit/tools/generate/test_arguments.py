@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 
 from titanlite.data.tokenizer import Tokenizer
@@ -79,7 +80,7 @@ def test_a_problem_and_its_remedy(arguments: str, key: str, text: str) -> None:
     assert text in str(problem)
 
 
-def test_documents_that_start_with_bos(tokenizer_folder: Path) -> None:
+def test_documents_that_start_with_bos(tokenizer_folder: Path, tmp_path: Path) -> None:
     with_bos = Tokenizer(tokenizer_folder / "tokenizer.json", bos="<|endoftext|>")
     limits = {"max_new_tokens": 5, "max_seq_len": 20}
     prompts = [Prompt("--prompt", "the"), Prompt("--prompt", "")]
@@ -89,6 +90,13 @@ def test_documents_that_start_with_bos(tokenizer_folder: Path) -> None:
     without = Tokenizer(tokenizer_folder / "tokenizer.json")
     with pytest.raises(ConfigError, match="the run was trained on documents that start with one"):
         encode_prompts(prompts, without, starts_with_bos=True, **limits)
+    library = tokenizers.Tokenizer.from_str(with_bos.content.decode())
+    library.normalizer = tokenizers.normalizers.Replace("the", "")
+    library.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="text that the tokenizer does not remove"):
+        encode_prompts(
+            prompts, Tokenizer(tmp_path / "tokenizer.json", bos="<|endoftext|>"), starts_with_bos=True, **limits
+        )
 
 
 def run_on(folder: Path, fingerprint: str | None, vocab_size: int = 310, found: Tokenizer | None = None) -> SavedRun:
