@@ -84,7 +84,7 @@ class Hosts:
                 stdout=log,
                 stderr=log,
             )
-        self.launchers.append(Launcher(process, self.folder / f"{name}.log", time.monotonic()))
+        self.launchers.append(Launcher(process, self.folder / f"{name}.log"))
         return self.launchers[-1]
 
     def close(self) -> None:
@@ -104,11 +104,10 @@ class Hosts:
 
 @dataclass
 class Launcher:
-    """A launcher that was started. started: in terms of time.monotonic()."""
+    """A launcher that was started."""
 
     process: subprocess.Popen[bytes]
     file: Path
-    started: float
 
     @property
     def log(self) -> str:
@@ -118,8 +117,11 @@ class Launcher:
         wait_for(condition, within_s, lambda: self.log)
 
     def wait(self, within_s: float) -> int:
-        """Wait for the launcher and return its exit code."""
+        """Wait for the launcher and return its exit code; print how long (pytest -s), for docs/reliability.md."""
+        begin = time.monotonic()
         try:
-            return self.process.wait(within_s)
+            code = self.process.wait(within_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still runs after {within_s:.0f} s:\n{self.log}") from None
+        print(f"{self.file.name}: exit code {code} after {time.monotonic() - begin:.1f} s")
+        return code

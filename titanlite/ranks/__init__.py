@@ -3,13 +3,15 @@ docs/reliability.md, "Who ends a job".
 
 | module | content |
 |---|---|
-| `distributed` | the world from the launcher's environment, the rendezvous of an attempt, the process group |
+| `distributed` | the world from the launcher's environment, the process group and its timeouts |
+| `network` | the connection of the ranks of an attempt; addresses, and why a host cannot be reached |
 | `agreement` | facts that must be equal, work that raises on all ranks, flags exchanged at each step |
 | `positions` | step, phase, heartbeat and last collectives of each rank in the store; which rank a message names |
 | `failure` | which rank prints the error of the job, its message, the exit code |
 | `signals` | the thread that never blocks; signals as requests to stop; a rank ends with its launcher |
 | `job_lock` | one job at a time in a dump folder |
 | `launch` | ranks forked by one process, for tests and benchmarks |
+| `slurm.sh` | the launchers of a Slurm job, and its requeue; the launchers themselves: `titanlite.torchrun` |
 
 Beside the main thread, a connected rank has two threads for failures:
 
