@@ -67,6 +67,8 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exceptions
             raise UserError(f"{file} is not a readable tokenizer.json: {error}") from None
         self._tokenizer.encode_special_tokens = True
+        # It adds special tokens, and those that trim offsets may move one behind that of the next token.
+        self._post_processor, self._tokenizer.post_processor = self._tokenizer.post_processor, None
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = {token_id for token_id, token in added.items() if token.special}
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -154,9 +156,9 @@ class Tokenizer:
 
         transformers adds them where this class does not, and documents of a run have none of them.
         """
-        for text in ("a", *self._tokenizer.get_vocab()):
+        for text in ("a", *self._tokenizer.get_vocab()) if self._post_processor else ():
             with suppress(Exception):  # of the library, if it has no tokens for this text
-                encoded = self._tokenizer.encode(text, add_special_tokens=True)
+                encoded = self._post_processor.process(self._tokenizer.encode(text))
                 if 0 in (is_special := encoded.special_tokens_mask):
                     return tuple(encoded.ids[: is_special.index(0)])
         return ()

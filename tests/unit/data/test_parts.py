@@ -230,6 +230,22 @@ def test_a_cut_after_a_long_run_of_spaces(tmp_path: Path) -> None:
         assert [one for part in parts for one in part] == tokenizer.encode("".join(texts))
 
 
+def test_a_cut_behind_an_added_token_before_a_line_end(tmp_path: Path) -> None:
+    """If offsets are trimmed, the space that is added behind the token begins after the line end."""
+    ids = {text: number for number, text in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĊ"])}
+    library = tokenizers.Tokenizer(models.BPE(ids, [("Ġ", "Ċ")]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    library.post_processor = processors.ByteLevel(trim_offsets=True)
+    library.add_tokens(["<tool>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    for size in range(1, 20):
+        before, after = "a" * size + "<tool>", "x" * 2 * EDGE
+        parts = [("", before, f"\n{after}"), (before, "\n", after), (f"{before}\n", after, "")]
+        at_once = tokenizer.encode(f"{before}\n{after}")
+        assert [one for part in tokenizer.encode_parts(parts) for one in part] == at_once
+
+
 REMOVING = {
     "Replace": (normalizers.Replace(Regex("[^a-z ]"), ""), None),
     "Prepend": (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(Regex("[^a-z▁]"), "")]), None),
