@@ -16,6 +16,8 @@ from titanlite.runtime.environment import read_system
 from titanlite.runtime.errors import UsageError
 from titanlite.runtime.waiting import ANSWER_S, NoAnswerError, call_within, waiting
 
+LOOPBACK = "772"
+"""Linux's type of a loopback interface."""
 JOIN_POLL_S = 0.02
 REACH_POLL_S = 0.2
 
@@ -54,6 +56,10 @@ def is_loopback(address: str) -> bool:
     with suppress(ValueError):
         return ip_address(address).is_loopback
     return address == "localhost"
+
+
+def is_loopback_interface(name: str) -> bool:
+    return read_system(f"/sys/class/net/{name}/type") == LOOPBACK
 
 
 def network_name() -> str:
@@ -104,19 +110,33 @@ def connect(world: World, section: CommConfig) -> dist.Store:
 def require_gloo_address(world: World, store: dist.Store) -> None:
     """Raise UsageError if gloo would give ranks of other hosts an address of this one that means their own host.
 
-    Many systems give the host's own name the address 127.0.1.1. gloo's error would blame the network.
+    Many systems give the host's own name the address 127.0.1.1. gloo's error would blame the network. Also if this host
+    has no interface of a name in GLOO_SOCKET_IFNAME.
     """
     store.set(f"network/{world.rank}", network_name())
-    if world.size == world.local_size or "GLOO_SOCKET_IFNAME" in os.environ or not is_loopback(gloo_address()):
+    place, up = f"rank {world.rank} on {socket.gethostname()}", interfaces()
+    chosen = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    known = [name for _, name in socket.if_nameindex()]
+    if absent := [name for name in chosen if name not in known]:
+        has = ", ".join(up)
+        raise UsageError(
+            f"{place}: this host has no interface GLOO_SOCKET_IFNAME={absent[0]}; those that are up: {has}"
+        )
+    if world.size == world.local_size:
+        return
+    if chosen:
+        address, is_own = f"GLOO_SOCKET_IFNAME={chosen[0]}", all(map(is_loopback_interface, chosen))
+    else:
+        address, is_own = f"{gloo_address()}, the address of this host's name", is_loopback(gloo_address())
+    if not is_own:
         return
     names = store.multi_get([f"network/{rank}" for rank in range(world.size)])
     if {name.decode() for name in names} != {network_name()}:
-        up = interfaces()
         name = up[0] if len(up) == 1 else f"NAME, the one of {', '.join(up) or 'ip address'} that the others reach"
         raise UsageError(
-            f"rank {world.rank} on {socket.gethostname()}: ranks of other hosts cannot reach {gloo_address()}, the "
-            f"address of this host's name. On each such host, export GLOO_SOCKET_IFNAME={name} (for GPUs also "
-            "NCCL_SOCKET_IFNAME), or give the host's name another address in /etc/hosts"
+            f"{place}: ranks of other hosts cannot reach {address}. On each such host, export "
+            f"GLOO_SOCKET_IFNAME={name} (for GPUs also NCCL_SOCKET_IFNAME), or give the host's name another address in "
+            "/etc/hosts"
         )
 
 

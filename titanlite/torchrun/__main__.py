@@ -115,7 +115,7 @@ class Agent(LocalElasticAgent):
         except RendezvousTimeoutError:
             raise meeting.failed(describe(), limit_s) from None
         except RendezvousClosedError:
-            raise meeting.closed() from None
+            raise meeting.closed(has_met=Agent.has_met) from None
         except RendezvousConnectionError:
             if Agent.has_met:
                 raise
@@ -283,7 +283,7 @@ def launch(arguments: Namespace, facts: Mapping[str, str]) -> None:
         if Agent.has_met:
             raise UserError(
                 f"the launcher of node 0, which hosts the store of the nodes at {endpoint}, has ended, or its node is "
-                f"lost: the cause is in its log ({cause or type(error).__name__})"
+                "lost: the cause is in its log"
             ) from None
         raise UserError(f"the nodes cannot connect at {endpoint}: {cause or type(error).__name__}") from None
     except ValueError as error:

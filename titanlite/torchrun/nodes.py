@@ -91,8 +91,10 @@ class Meeting:
         ended = "the launcher that has the store has ended, or its node is lost: see its log"
         return UserError(f"the nodes cannot connect at {self.endpoint}: {ended}; before that, {cause}")
 
-    def closed(self) -> UserError:
-        """The error if another launcher has closed the rendezvous."""
+    def closed(self, *, has_met: bool) -> UserError:
+        """The error if another launcher has closed the rendezvous. has_met: after the nodes were connected."""
+        if has_met:
+            return UserError("the launcher of another node has ended, so the ranks are not restarted: see its log")
         ended = "another launcher has stopped waiting, or has ended: see its log;"
         again = f"or the run of --rdzv-id {self._id} has ended before: choose another name for a new run"
         return UserError(f"the nodes cannot connect at {self.endpoint}: {ended} {again}")

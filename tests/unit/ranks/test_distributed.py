@@ -131,34 +131,41 @@ def test_rank_0_waits_for_the_ranks_of_its_attempt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("networks", "address", "variables", "is_refused"),
+    ("networks", "address", "interface", "cause"),
     [
-        (("a", "b"), "127.0.1.1", {}, True),
-        (("a", "b"), "127.0.1.1", {"GLOO_SOCKET_IFNAME": "eth0"}, False),
-        (("a", "b"), "10.9.0.1", {}, False),
-        (("a", "a"), "127.0.1.1", {}, False),  # two launchers of one host
+        ("ab", "127.0.1.1", "", r"reach 127\.0\.1\.1, the address of this host's name\. On"),
+        ("ab", "127.0.1.1", "eth0", ""),
+        ("ab", "10.9.0.1", "", ""),
+        (
+            "ab",
+            "10.9.0.1",
+            "lo",
+            r"reach GLOO_SOCKET_IFNAME=lo\. On each such host, export GLOO_SOCKET_IFNAME=eth0 \(for",
+        ),
+        (
+            "ab",
+            "10.9.0.1",
+            "eth0,eth7",
+            r"this host has no interface GLOO_SOCKET_IFNAME=eth7; those that are up: eth0$",
+        ),
+        ("aa", "127.0.1.1", "", ""),  # two launchers of one host
     ],
 )
-def test_a_host_name_that_ranks_of_other_hosts_cannot_reach(
-    *,
-    networks: tuple[str, str],
-    address: str,
-    variables: dict[str, str],
-    is_refused: bool,
-    monkeypatch: pytest.MonkeyPatch,
+def test_an_address_that_ranks_of_other_hosts_cannot_reach(
+    networks: str, address: str, interface: str, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
     store = dist.HashStore()
     store.set("network/1", networks[1])
     monkeypatch.setattr(network, "network_name", lambda: networks[0])
     monkeypatch.setattr(network, "gloo_address", lambda: address)
+    monkeypatch.setattr(network, "is_loopback_interface", lambda name: name == "lo")
     monkeypatch.setattr(network, "interfaces", lambda: ["eth0"])
-    message = r"^rank 0 on .* cannot reach 127.0.1.1, the address .*, export GLOO_SOCKET_IFNAME=eth0 \(for GPUs"
-    with pytest.raises(UsageError, match=message) if is_refused else nullcontext():
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    with pytest.raises(UsageError, match=rf"^rank 0 on .* {cause}") if cause else nullcontext():
         network.require_gloo_address(World(0, 0, 2, "cpu", 1), store)
-    network.require_gloo_address(World(0, 0, 2, "cpu", 2), store)  # one launcher
+    if "eth7" not in interface:
+        network.require_gloo_address(World(0, 0, 2, "cpu", 2), store)  # one launcher
 
 
 def test_the_world_of_the_first_ranks() -> None:

@@ -144,7 +144,7 @@ def test_unreachable_nodes(error: Exception, cause: str, monkeypatch: pytest.Mon
 def test_connected_nodes_that_lose_the_store_name_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The network is not to blame: the store ends with the launcher of node 0, which has printed the cause."""
     monkeypatch.setattr(torchrun.Agent, "has_met", True)
-    lost = r"the launcher of node 0, which hosts the store of the nodes at node0:29500, has ended, .* \(Broken pipe\)"
+    lost = r"the launcher of node 0, which hosts the store of the nodes at node0:29500, has ended, .* in its log"
     with pytest.raises(UserError, match=f"^{lost}$"):
         launch(RendezvousConnectionError("Broken pipe"), monkeypatch)
 
@@ -203,6 +203,12 @@ def dynamic_rendezvous(max_nodes: int) -> DynamicRendezvousHandler:
     store = dist.HashStore()
     backend = C10dRendezvousBackend(store, "a")
     return DynamicRendezvousHandler.from_backend("a", store, backend, max_nodes, max_nodes, local_addr="w0")
+
+
+def test_a_launcher_that_ends_after_the_nodes_have_met_is_named() -> None:
+    """They were connected: the network is not to blame."""
+    error = Meeting.__new__(Meeting).closed(has_met=True)
+    assert str(error) == "the launcher of another node has ended, so the ranks are not restarted: see its log"
 
 
 def test_options_that_torchrun_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
