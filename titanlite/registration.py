@@ -33,6 +33,7 @@ from titanlite.optim.optimizer import Arguments, GatedOptimizer, OptimizerConfig
 from titanlite.optim.registry import OPTIMIZERS
 from titanlite.optim.schedule import DECAY_SHAPES
 from titanlite.parallel.mesh import ShardGroups
+from titanlite.parallel.own_code import transform_problem
 from titanlite.parallel.tensor import style_problems
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.plugins import RegistrationError, add_entry
@@ -243,6 +244,8 @@ def _check_model(check: _Check, family: Family, config: Any) -> None:
     for head in output_layers_of([model]):
         own = [name for name, _ in head.named_parameters() if name != "weight"]
         check.require(not own, f"the loss gives no gradient to {', '.join(own)} of the OutputLayer: scale its input")
+    fault = check.call("transform", transform_problem, model, 0)
+    check.require(fault is None, f"{fault}")
     if structure.tensor_styles and (problems := style_problems(model, structure)):
         check.require(False, f"{problems[0]}; fix tensor_styles, or leave it empty: then tensor parallelism is refused")
     for name, parameter in model.named_parameters():

@@ -23,6 +23,7 @@ from titanlite.metrics.config import PLUGIN_LOGGERS, MetricsConfig
 from titanlite.metrics.loggers import build_loggers
 from titanlite.metrics.slow_loggers import SlowLogger
 from titanlite.models.family import Family, Init, Structure
+from titanlite.models.head import OutputLayer
 from titanlite.models.llama3 import LLAMA3, Llama3Config
 from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import Arguments, OptimizerKind
@@ -101,6 +102,15 @@ def temper(model: Any) -> None:
     model.output.temperature = torch.nn.Parameter(torch.empty(1))
 
 
+class Centred(OutputLayer):
+    def transform(self, logits: Tensor) -> Tensor:
+        return logits - logits.mean(0)
+
+
+def centre(model: Any) -> None:
+    model.output = Centred(TINY.dim, TINY.vocab_size)
+
+
 def add_norm(model: Any) -> None:
     model.norm.other = torch.nn.RMSNorm(8)
 
@@ -148,6 +158,7 @@ def test_a_family_is_a_choice_with_its_hyper_parameters() -> None:
             changed(add_norm),
             "the structure has no tensor style for norm.other.weight; fix tensor_styles, or leave it empty",
         ),
+        (changed(centre), "Centred.transform is not elementwise, and each chunk of the loss has a part of the tokens"),
         (changed(temper), "the loss gives no gradient to temperature of the OutputLayer: scale its input"),
         (changed(scale_output), "layers.0.feed_forward.w2: tensor parallelism would replace the forward of Scaled"),
         (

@@ -49,7 +49,7 @@ def watch(
     if values.is_complex() or (index is not None and index < 0):
         raise UserError(f'watch("{name}"): takes real values, and an index of at least 0')
     if is_dtensor(values) and any(placement.is_partial() for placement in values.placements):
-        raise UserError(f'watch("{name}"): takes values of elements, not their sum or norm: a rank has a part of them')
+        raise UserError(f'watch("{name}"): takes values of elements, not the sum or norm of shards')
     key = -1 if index is None else index
     _note(name, key, local_part(values), labels, None if per is None else local_part(per), root, _ORDER)
 
@@ -106,7 +106,7 @@ class Watched:
         per = torch.ones_like(values) if per is None else per
         counted = self._labels_of(name, values, labels)
         both = torch.stack((values, per)).to(torch.float64)
-        sums = (both if counted is None else both.where(counted >= 0, 0.0)).flatten(1).sum(1)
+        sums = (both if counted is None else both.where(counted >= 0, 0.0)).reshape(2, -1).sum(1)
         self._of_step[name] = self._of_step[name] + sums if name in self._of_step else sums
         if root:
             self._roots.add(name)

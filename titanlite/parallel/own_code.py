@@ -4,7 +4,7 @@ refused, since the run would silently train another model than one process."""
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ def require_layout(family: Family, config: Any, model: LanguageModel, section: P
     if section.tp > 1:
         found["tp"] = (
             next(iter(style_problems(model, structure)), None)
-            or transform_problem(model)
+            or transform_problem(model, 1)
             or (position_problem(family, config, of_attend=False) if is_own else None)
         )
     if section.ep > 1:
@@ -64,13 +64,14 @@ def has_own_code(model: nn.Module) -> bool:
     return any(type(module).__module__.partition(".")[0] not in TITANLITE for module in model.modules())
 
 
-def transform_problem(model: nn.Module) -> str | None:
-    """Why the transform of the logits does not fit a part of the vocabulary; None if it does."""
-    logits = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+def transform_problem(model: nn.Module, dim: Literal[0, 1]) -> str | None:
+    """Why the transform of the logits does not fit a part of the tokens (0) or vocabulary (1); None if it does."""
+    logits = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for head in output_layers_of([model]):
-        parts = torch.cat([head.transform(part) for part in logits.chunk(2, dim=1)], dim=1)
+        parts = torch.cat([head.transform(part) for part in logits.chunk(2, dim=dim)], dim=dim)
         if not torch.allclose(head.transform(logits), parts):
-            return f"{type(head).__name__}.transform is not elementwise, and each rank has a part of the vocabulary"
+            where = ("chunk of the loss has a part of the tokens", "rank has a part of the vocabulary")[dim]
+            return f"{type(head).__name__}.transform is not elementwise, and each {where}"
     return None
 
 

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from titanlite.models.watch import Watched, watch
 from titanlite.runtime.errors import UserError
@@ -45,6 +48,22 @@ def test_values_are_real_and_indexes_not_negative() -> None:
     for values, index in ((torch.ones(2, 6), -1), (torch.ones(2, 6, dtype=torch.complex64), None)):
         with pytest.raises(UserError, match="real values, and an index of at least 0"):
             watch("x", values, index=index)
+
+
+def test_of_a_tensor_in_shards_a_number_counts_if_it_is_of_all_shards(group: dist.ProcessGroup) -> None:
+    """Its norm is the part of a rank: the mean over the ranks would be another number on each mesh."""
+    watched = Watched([], None, (0, 1))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    with watched.noting():
+        for name, placement in (("all", Replicate()), ("part", Partial())):
+            number = DTensor.from_local(torch.tensor(3.0), mesh, [placement])
+            if name == "all":
+                watch(name, number)
+                continue
+            with pytest.raises(UserError, match=r'watch\("part"\): takes values of elements, not the sum or norm'):
+                watch(name, number)
+    watched.end_step(torch.tensor(True))
+    assert watched.take() == {"all": (3.0, 1.0, False)}
 
 
 def test_a_skipped_step_counts_nothing_and_other_code_notes_nothing() -> None:
