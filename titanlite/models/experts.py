@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from titanlite.models.family import DecoderConfig
+from titanlite.models.watch import watch
 
 
 class Router(nn.Linear):
@@ -168,6 +169,7 @@ class MixtureOfExperts(nn.Module):
     """
 
     bias: Tensor | None
+    watch = staticmethod(watch)
 
     def __init__(self, config: DecoderConfig, *, normalize: bool = True) -> None:
         super().__init__()

@@ -85,7 +85,8 @@ def position_problem(family: Family, config: Any, *, of_attend: bool) -> str | N
         return None
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
-            embedded, out = _cut(family, replace(shrink_model(config, 1), vocab_size=8), of_attend=of_attend)
+            tiny = replace(shrink_model(config, 1), vocab_size=8, n_layers=config.n_layers)  # a layer may be special
+            embedded, out = _cut(family, tiny, of_attend=of_attend)
             for position in range(out.shape[1]):
                 (gradient,) = torch.autograd.grad(out[0, position].sum(), embedded, retain_graph=True)
                 gradient[0, position] = 0
@@ -115,7 +116,7 @@ def _cut(family: Family, config: Any, *, of_attend: bool) -> tuple[Tensor, Tenso
     for parameter in model.parameters():
         nn.init.uniform_(parameter, -0.5, 1.0)
     for mixture in mixtures_of([model]):
-        mixture.balance_loss = 0.0  # its sums over the positions of a row are added over the ranks
+        mixture.balance_loss = mixture.z_loss = 0.0  # of all positions, and ranks add up their parts
     structure = family.structure(config)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
