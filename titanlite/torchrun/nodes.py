@@ -104,6 +104,11 @@ class Meeting:
         if names := sorted(lost):
             return f"{', '.join(names)} has not come back to restart the ranks: see the log of its launcher"
         names = sorted(come)
+        if len(names) > int(self._nodes.rpartition(":")[2]):
+            return (
+                f"the run of --rdzv-id {self._id} has all of its nodes; this one waits until one is lost: for another "
+                "run, choose another port and another name"
+            )
         text = f"{len(names)} of {self._nodes} nodes have come ({', '.join(names)}); "
         if is_loopback(self._host):
             text += f"{self._host} is another host on each node, so name node 0; "

@@ -205,6 +205,13 @@ def dynamic_rendezvous(max_nodes: int) -> DynamicRendezvousHandler:
     return DynamicRendezvousHandler.from_backend("a", store, backend, max_nodes, max_nodes, local_addr="w0")
 
 
+def test_a_node_for_which_a_run_has_no_place() -> None:
+    meeting = Meeting.__new__(Meeting)
+    meeting._nodes, meeting._id = "1:2", "a"
+    full = "the run of --rdzv-id a has all of its nodes; this one waits until one is lost: for another run, choose "
+    assert meeting.describe(["w0", "w1", "w2"]).startswith(full)
+
+
 def test_a_launcher_that_ends_after_the_nodes_have_met_is_named() -> None:
     """They were connected: the network is not to blame."""
     error = Meeting.__new__(Meeting).closed(has_met=True)
