@@ -1,6 +1,7 @@
 """Check and resolve a configuration. Each part checks its own section; this module passes it facts of the others."""
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,13 @@ def check_path_lengths(config: JobConfig) -> list[Problem]:
     for section, sources in (("data", config.data.sources), ("validation", config.validation.sources)):
         paths |= {f"{section}.sources.{n}.path": source.path for n, source in enumerate(sources)}
     paths |= {f"validation.tasks.{n}": path for n, path in enumerate(config.validation.tasks)}
+    encoding = sys.getfilesystemencoding()
+    for key, path in paths.items():
+        try:
+            path.encode(encoding, "surrogateescape")
+        except UnicodeEncodeError:
+            rule = f"characters that names of files can have in this locale ({encoding})"
+            return [Problem(key, path, rule, "set LC_ALL=C.UTF-8, or choose another path")]
     rule = f"names of at most {MAX_NAME_BYTES} bytes, and an absolute path of at most {MAX_PATH_BYTES:,}"
     return [
         Problem(key, path, rule, "choose a shorter path")

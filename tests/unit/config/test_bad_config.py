@@ -445,6 +445,12 @@ def test_dump_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.
     assert str(locked) in problem.rule
 
 
+def test_a_path_that_the_locale_cannot_encode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.getfilesystemencoding", lambda: "ascii")
+    with pytest.raises(ConfigError, match=r"(?s)tokenizer\.path = .*in this locale \(ascii\).*LC_ALL=C\.UTF-8"):
+        load_config(["quickstart", "--tokenizer.path", "nö"], world_size=1, device_type="cpu")
+
+
 def test_dump_folder_behind_a_broken_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     (problem,) = problems_of(["--job.dump_folder", str(tmp_path / "link")])
