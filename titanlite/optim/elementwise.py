@@ -4,32 +4,32 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from titanlite.models.init import local_region
 from titanlite.optim.optimizer import Arguments, OptimizerKind, SkippingOptimizer, update_weights_, without_compiler
 from titanlite.optim.rounding import round_to_bfloat16
 from titanlite.runtime.dtensors import local_part
+from titanlite.runtime.torch_internals import fused_adamw_
 
+ALIGNMENT = 64
 EagerAdamW = without_compiler(torch.optim.AdamW)
 EagerSGD = without_compiler(torch.optim.SGD)
 
 
-class ElementwiseAdamW(SkippingOptimizer):
-    """AdamW (Loshchilov, Hutter, "Decoupled Weight Decay Regularization", 2019) whose moments may be bfloat16.
+class AdamWInBfloat16(SkippingOptimizer):
+    """AdamW (Loshchilov, Hutter, "Decoupled Weight Decay Regularization", 2019) whose moments are bfloat16.
 
-    It computes in promote_types(dtype of the weights, float32). The update of an element does not depend on where a
-    shard ends; torch's fused kernel rounds the last elements of a shard in another way.
+    It computes in promote_types(dtype of the weights, float32).
 
     State: exp_avg and exp_avg_sq, of the parameter's shape and placement, and step, a float32 scalar. Stochastic
-    rounding to bfloat16 draws a word for each (seed, step, name of the parameter, index in the full parameter), so that
-    all meshes round alike.
+    rounding draws a word for each (seed, step, name of the parameter, index in the full parameter), so that all meshes
+    round alike.
     """
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__(arguments.groups, {"lr": arguments.section.lr, "eps": arguments.section.eps})
-        self._dtype = torch.bfloat16 if arguments.section.state_dtype == "bfloat16" else None
-        rounds = self._dtype is not None and arguments.section.state_rounding == "stochastic"
-        self._seed = arguments.seed if rounds else None
+        self._seed = arguments.seed if arguments.section.state_rounding == "stochastic" else None
         self._names = {
             parameter: name
             for group in self.param_groups
@@ -37,7 +37,7 @@ class ElementwiseAdamW(SkippingOptimizer):
         }
 
     def zero_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        first, second = (torch.zeros_like(parameter, dtype=self._dtype, requires_grad=False) for _ in range(2))
+        first, second = (torch.zeros_like(parameter, dtype=torch.bfloat16, requires_grad=False) for _ in range(2))
         step = torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)
         return {"step": step, "exp_avg": first, "exp_avg_sq": second}
 
@@ -55,10 +55,7 @@ class ElementwiseAdamW(SkippingOptimizer):
             gradient = local_part(parameter.grad).to(wide)
             step = state["step"].add_(ok).to(torch.float64)
             first, second = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
-            means = (
-                first.to(wide, copy=True).lerp_(gradient, 1 - beta1),
-                second.to(wide, copy=True).lerp_(gradient.square(), 1 - beta2),
-            )
+            means = first.to(wide).lerp_(gradient, 1 - beta1), second.to(wide).lerp_(gradient.square(), 1 - beta2)
             denominator = (means[1] / (1 - beta2**step)).sqrt_().add_(group["eps"])
             update = (means[0] / (1 - beta1**step)).div_(denominator)
             update_weights_(weights, update, group, ok)
@@ -67,14 +64,54 @@ class ElementwiseAdamW(SkippingOptimizer):
 
     def _rounded(self, means: Sequence[Tensor], parameter: Tensor, step: Tensor) -> list[Tensor]:
         if self._seed is None:
-            return [mean.to(self._dtype) for mean in means]
+            return [mean.to(torch.bfloat16) for mean in means]
         _, shape, offset = local_region(parameter)
         return round_to_bfloat16(means, self._seed, step, self._names[parameter], shape, offset)
 
 
+class AlignedAdamW(SkippingOptimizer):
+    """AdamW by torch's fused kernel, whose update of an element does not depend on where this rank's shard ends.
+
+    The kernel for CPUs rounds the last elements of a tensor in another way, if they do not fill a vector register. So
+    it gets the elements up to the last multiple of 64, and a padded copy of the rest.
+
+    State: as of torch.optim.AdamW.
+    """
+
+    def __init__(self, arguments: Arguments) -> None:
+        super().__init__(arguments.groups, {"lr": arguments.section.lr, "eps": arguments.section.eps})
+
+    def zero_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        first, second = (torch.zeros_like(parameter, requires_grad=False) for _ in range(2))
+        step = torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)
+        return {"step": step, "exp_avg": first, "exp_avg_sq": second}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Update all parameters with a gradient, unless found_inf."""
+        self.init_state()
+        for group in self.param_groups:
+            states = [(each, self.state[each]) for each in group["params"] if each.grad is not None]
+            every = [
+                [local_part(tensor).view(-1) for tensor in (each, each.grad, state["exp_avg"], state["exp_avg_sq"])]
+                for each, state in states
+            ]
+            steps = [state["step"].add_(1 - self.found_inf) for _, state in states]
+            ends = [len(tensors[0]) // ALIGNMENT * ALIGNMENT for tensors in every]
+            tails = [[each[end:] for each in tensors] for tensors, end in zip(every, ends, strict=True)]
+            padded = [[functional.pad(each, (0, ALIGNMENT - len(each))) for each in tensors] for tensors in tails]
+            heads = [[each[:end] for each in tensors] for tensors, end in zip(every, ends, strict=True)]
+            fused_adamw_([*heads, *padded], [*steps, *steps], group, self.found_inf)
+            for tensors, updated in zip(tails, padded, strict=True):
+                for tail, values in zip(tensors, updated, strict=True):
+                    tail.copy_(values[: len(tail)])
+
+
 def build_adamw(arguments: Arguments) -> torch.optim.Optimizer:
-    if arguments.bit_equal or arguments.section.state_dtype == "bfloat16":
-        return ElementwiseAdamW(arguments)
+    if arguments.section.state_dtype == "bfloat16":
+        return AdamWInBfloat16(arguments)
+    if arguments.bit_equal:
+        return AlignedAdamW(arguments)
     return EagerAdamW(arguments.groups, lr=arguments.section.lr, eps=arguments.section.eps, fused=True)
 
 

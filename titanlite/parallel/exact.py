@@ -89,12 +89,13 @@ class ExactGradients:
         def round_(gradient: Tensor) -> None:
             local = gradient.to_local() if is_dtensor(gradient) else gradient
             assert local.dtype == torch.float64, "the gradient is no cast of another one, so it may not be changed"
-            magnitudes = local.abs() if local.dim() == 1 else torch.linalg.vector_norm(local, torch.inf, dim=-1)
+            rows = local.unsqueeze(-1) if local.dim() == 1 else local
+            # The 20th part of the time of an infinity norm on a CPU.
+            magnitudes = torch.maximum(rows.amax(-1), -rows.amin(-1))
             # A row that is not finite counts as 0: a maximum with NaN depends on the order of the ranks.
             torch.maximum(seen, magnitudes.nan_to_num(nan=0.0, posinf=0.0), out=seen)
-            shift = torch.where(magnitudes <= bounds, shifts, torch.nan)
-            shift = shift if local.dim() == 1 else shift.unsqueeze(-1)
-            local.add_(shift).sub_(shift)
+            shift = torch.where(magnitudes <= bounds, shifts, torch.nan).unsqueeze(-1)
+            rows.add_(shift).sub_(shift)
 
         return round_
 

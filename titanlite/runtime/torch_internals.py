@@ -7,7 +7,7 @@ be slower.
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +145,18 @@ def is_in_backward() -> bool:
 def scale_all_(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply each tensor in place, in one kernel on GPUs."""
     torch._foreach_mul_(tensors, factor)
+
+
+def fused_adamw_(
+    tensors: Sequence[Sequence[Tensor]], steps: Sequence[Tensor], group: Mapping[str, Any], found_inf: Tensor
+) -> None:
+    """The update of torch.optim.AdamW(fused=True). tensors: weights, gradient and the two moments of each parameter."""
+    weights, gradients, first, second = (list(each) for each in zip(*tensors, strict=True))
+    names = ("lr", "weight_decay", "eps")
+    values = {name: group[name] for name in names} | dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+    torch._fused_adamw_(
+        *(weights, gradients, first, second, [], [*steps]), **values, amsgrad=False, maximize=False, found_inf=found_inf
+    )
 
 
 def norm_of_each(tensors: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:

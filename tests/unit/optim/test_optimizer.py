@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.optim.building import STRUCTURE, optimizer_of
 from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig, without_compiler
-from titanlite.optim.registry import check_optimizer, check_parameters, memory_bytes
+from titanlite.optim.registry import build_optimizer, check_optimizer, check_parameters, memory_bytes
+from titanlite.parallel.mesh import ShardGroups
 
 KINDS = {
     "AdamW": OptimizerConfig(lr=0.1),
@@ -258,3 +259,38 @@ def test_combinations_that_do_not_work_are_refused(
     problems = [*check_optimizer(section), *check_parameters(section, named, STRUCTURE, dtype)]
     assert [problem.key for problem in problems] == ([f"optimizer.{key}"] if key else [])
     assert all(words in f"{problem.rule} {problem.remedy}" for problem in problems)
+
+
+def test_bit_equal_adamw_does_not_depend_on_where_a_shard_ends() -> None:
+    """torch's fused kernel does. Full vector registers have its bits, and an update can be skipped."""
+
+    def updated(part: slice, *, bit_equal: bool, skipped: int = -1) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        weights, *gradients = (torch.randn(1304, generator=generator)[part] for _ in range(11))
+        model = nn.ParameterDict({"wq": nn.Parameter(weights.clone())})
+        optimizer = build_optimizer(
+            *(
+                OptimizerConfig(lr=0.1),
+                dict(model.named_parameters()),
+                STRUCTURE,
+                torch.device("cpu"),
+                ShardGroups(),
+                0,
+            ),
+            bit_equal=bit_equal,
+        )
+        optimizer.init_state()
+        optimizer.set_lr(0.1)
+        for number, gradient in enumerate(gradients):
+            model["wq"].grad = gradient.clone()
+            optimizer.step_if(torch.tensor(number != skipped))
+        return model["wq"].detach()
+
+    full, aligned = slice(None), slice(0, 1280)
+    for bit_equal in (True, False):
+        parts = [updated(slice(begin, begin + 13), bit_equal=bit_equal) for begin in range(0, 1304, 13)]
+        assert torch.equal(torch.cat(parts), updated(full, bit_equal=bit_equal)) == bit_equal
+    for skipped in (-1, 4):
+        expected = updated(aligned, bit_equal=False, skipped=skipped)
+        assert torch.equal(updated(full, bit_equal=True, skipped=skipped)[aligned], expected)
+    assert not torch.equal(expected, updated(aligned, bit_equal=False))

@@ -122,6 +122,14 @@ def test_foreach() -> None:
     assert [norm.item() for norm in internals.norm_of_each(tensors, torch.float64)] == [4.5**0.5, 3**0.5]
 
 
+def test_fused_adamw() -> None:
+    tensors = [[torch.ones(64), torch.ones(64), torch.zeros(64), torch.zeros(64)]]
+    group = {"lr": 0.5, "betas": (0.9, 0.95), "eps": 0.0, "weight_decay": 0.0}
+    for skips, weight in ((1.0, 1.0), (0.0, 0.5)):
+        internals.fused_adamw_(tensors, [torch.ones(())], group, torch.tensor(skips))
+        assert tensors[0][0].tolist() == [weight] * 64
+
+
 def test_settings_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("activation_memory_budget", "donated_buffer"):
         monkeypatch.setattr(torch._functorch.config, name, getattr(torch._functorch.config, name))
