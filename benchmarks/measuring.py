@@ -26,7 +26,8 @@ from titanlite.forward import on_device
 from titanlite.models.attention import pin_kernels
 from titanlite.models.family import resolve_model
 from titanlite.parallel.mesh import Mesh
-from titanlite.ranks.distributed import CommConfig, World, init_process_group
+from titanlite.ranks.distributed import CommConfig, World
+from titanlite.ranks.network import init_process_group
 from titanlite.runtime.errors import UsageError
 from titanlite.runtime.memory import peak_memory_bytes
 from titanlite.trainer import Trainer

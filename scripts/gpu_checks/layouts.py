@@ -35,7 +35,8 @@ from titanlite.models.attention import pin_kernels
 from titanlite.models.family import resolve_model
 from titanlite.parallel.mesh import Mesh
 from titanlite.planning.estimate import estimate
-from titanlite.ranks.distributed import World, init_process_group
+from titanlite.ranks.distributed import World
+from titanlite.ranks.network import init_process_group
 from titanlite.runtime.memory import GIB
 from titanlite.tools.parity.measure import named_parameters
 from titanlite.trainer import Trainer

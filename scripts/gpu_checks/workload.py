@@ -24,8 +24,8 @@ from titanlite.models.init import local_region
 from titanlite.models.losses import LOSSES
 from titanlite.parallel.mesh import Mesh
 from titanlite.planning.hardware.calibration import Clock
-from titanlite.ranks.distributed import World, init_process_group
-from titanlite.ranks.network import connect
+from titanlite.ranks.distributed import World
+from titanlite.ranks.network import connect, init_process_group
 from titanlite.tools.parity.measure import full_tensor, named_parameters
 from titanlite.tools.parity.reference import forward_backward, objective_of, plain_model
 from titanlite.trainer import Trainer

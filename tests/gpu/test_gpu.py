@@ -25,8 +25,8 @@ from titanlite.batch import Batch
 from titanlite.forward import on_device
 from titanlite.models.attention import attend, attention_mask, document_arguments
 from titanlite.models.randomness import row_keys, seed_microbatch, uniform
-from titanlite.ranks.distributed import CommConfig, World, init_process_group, world_from_environment
-from titanlite.ranks.network import connect
+from titanlite.ranks.distributed import CommConfig, World, world_from_environment
+from titanlite.ranks.network import connect, init_process_group
 from titanlite.trainer import Trainer
 
 GPUS = torch.cuda.device_count()

@@ -70,8 +70,9 @@ from titanlite.planning.rank_memory import Memory
 from titanlite.precision import DTYPES
 from titanlite.profiling.trace import Profiling
 from titanlite.ranks.agreement import DataEnd, require_equal, run_on_all_ranks, run_on_rank_0
-from titanlite.ranks.distributed import World, init_process_group
+from titanlite.ranks.distributed import World
 from titanlite.ranks.job_lock import require_own
+from titanlite.ranks.network import init_process_group
 from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.dump_folder import prepare_dump_folder

@@ -3,8 +3,8 @@ docs/reliability.md, "Who ends a job".
 
 | module | content |
 |---|---|
-| `distributed` | the world from the launcher's environment, the process group and its timeouts |
-| `network` | the connection of the ranks of an attempt; addresses, and why a host cannot be reached |
+| `distributed` | the world from the launcher's environment, timeouts of process groups, idle ranks |
+| `network` | the connection of the ranks of an attempt, their process group; why a host cannot be reached |
 | `agreement` | facts that must be equal, work that raises on all ranks, flags exchanged at each step |
 | `positions` | step, phase, heartbeat and last collectives of each rank in the store; which rank a message names |
 | `failure` | which rank prints the error of the job, its message, the exit code |

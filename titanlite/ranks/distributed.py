@@ -1,4 +1,4 @@
-"""Rank, device and backend of this process; process group and timeouts."""
+"""Rank, device and backend of this process; timeouts of process groups."""
 
 import os
 from collections.abc import Iterable
@@ -20,6 +20,7 @@ _FINISHED = "finished"
 _IDLE_POLL_S = 60
 RECORDED_COLLECTIVES = 512
 """Collectives that torch's flight recorder keeps: several steps of a sharded model, about 0.25 MB as JSON."""
+UNREACHED = "a firewall or an interface that the others cannot reach (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
 MAX_TIMEOUT_S = 604_800
 """A week."""
 
@@ -127,22 +128,6 @@ def note_finished(store: dist.Store) -> None:
 def enable_flight_recorder() -> None:
     """Keep the last collectives in memory, as many as the environment says. Call before the first collective."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_COLLECTIVES))
-
-
-def init_process_group(world: World, store: dist.Store, section: CommConfig) -> dist.ProcessGroup:
-    """Initialize torch's default group with all ranks and the start-up timeout."""
-    enable_flight_recorder()
-    if world.device_type == "cuda":
-        torch.cuda.set_device(world.device)
-    dist.init_process_group(
-        world.backend,
-        store=dist.PrefixStore("default", store),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=section.init_timeout_s),
-    )
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def set_timeout(groups: Iterable[dist.ProcessGroup], seconds: int) -> None:

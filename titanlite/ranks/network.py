@@ -1,4 +1,4 @@
-"""The connection of the ranks before their process group, and the addresses of hosts: why one cannot be reached."""
+"""The connection of the ranks and their process group, and the addresses of hosts: why one cannot be reached."""
 
 import os
 import socket
@@ -9,9 +9,10 @@ from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from titanlite.ranks.distributed import CommConfig, ConnectError, World
+from titanlite.ranks.distributed import UNREACHED, CommConfig, ConnectError, World, enable_flight_recorder
 from titanlite.runtime.environment import read_system
 from titanlite.runtime.errors import UsageError
 from titanlite.runtime.waiting import ANSWER_S, NoAnswerError, call_within, waiting
@@ -138,6 +139,23 @@ def require_gloo_address(world: World, store: dist.Store) -> None:
             f"GLOO_SOCKET_IFNAME={name} (for GPUs also NCCL_SOCKET_IFNAME), or give the host's name another address in "
             "/etc/hosts"
         )
+
+
+def init_process_group(world: World, store: dist.Store, section: CommConfig) -> dist.ProcessGroup:
+    """Initialize torch's default group with all ranks and the start-up timeout."""
+    enable_flight_recorder()
+    if world.device_type == "cuda":
+        torch.cuda.set_device(world.device)
+    with waiting(lambda: f"the connections between {world.size} ranks: one that still starts, or {UNREACHED}"):
+        dist.init_process_group(
+            world.backend,
+            store=dist.PrefixStore("default", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=section.init_timeout_s),
+        )
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: int) -> str:

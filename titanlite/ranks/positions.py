@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from titanlite.ranks.distributed import UNREACHED
 from titanlite.ranks.signals import TICK_S, in_thread, watch
 from titanlite.runtime.errors import LateRanksError
 from titanlite.runtime.logging import log
@@ -297,7 +298,8 @@ def describe(
         first = seen[behind[0]]
         return f"{_names(behind)} on {first.host} hangs or lags: {where}; the other ranks wait for it in a collective"
     if len(last) == len(seen):
-        return f"all ranks are {where}: one of them hangs, or the network is lost"
+        unmet = f", or they meet {UNREACHED}" if one.step == 0 else ""
+        return f"all ranks are {where}: one of them hangs, or the network is lost{unmet}"
     return f"{_names(last)} on {one.host} hangs or lags: {where}; the other ranks wait for it"
 
 

@@ -39,8 +39,8 @@ from titanlite.models.attention import pin_kernels
 from titanlite.models.family import saved_tensors
 from titanlite.parallel.mesh import LAYOUT, Mesh, ParallelismConfig
 from titanlite.ranks.agreement import require_equal, share_from_rank_0, start_rank, watch_ranks
-from titanlite.ranks.distributed import CommConfig, World, init_process_group, set_timeout
-from titanlite.ranks.network import connect
+from titanlite.ranks.distributed import CommConfig, World, set_timeout
+from titanlite.ranks.network import connect, init_process_group
 from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.errors import ConfigError, Problem, Rules, raise_problems

@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,10 @@ def seen(count: int, phase: str = "saving", alive_s_ago: float = 0.2) -> Seen:
         ([seen(9, alive_s_ago=9), seen(4)], "rank 1 on node4 hangs or lags: in step 7 (saving) for 100 s; the other"),
         ([seen(9), seen(4), seen(4)], "ranks 1, 2 on node4 hangs or lags"),
         ([seen(5), seen(5)], "all ranks are in step 7 (saving) for 100 s: one of them hangs, or the network is lost"),
+        (
+            [replace(seen(5), step=0)] * 2,
+            "all ranks are in step 0 (saving) for 100 s: one of them hangs, or the network is lost, or they meet",
+        ),
     ],
 )
 def test_the_rank_that_others_wait_for_is_named(ranks: list[Seen], text: str) -> None:

@@ -27,7 +27,8 @@ from titanlite.models.llama3 import LLAMA3
 from titanlite.planning.hardware.machine import Collective, Grid, Link, Profile
 from titanlite.precision import DTYPES
 from titanlite.ranks.agreement import share_from_rank_0
-from titanlite.ranks.distributed import CommConfig, World, init_process_group
+from titanlite.ranks.distributed import CommConfig, World
+from titanlite.ranks.network import init_process_group
 from titanlite.runtime.logging import log
 from titanlite.runtime.memory import GIB, device_memory_bytes
 from titanlite.runtime.peak_flops import device_peak_flops

@@ -29,8 +29,8 @@ from titanlite.metrics.jsonl import last_row
 from titanlite.models.attention import pin_kernels
 from titanlite.models.family import saved_tensors
 from titanlite.parallel.mesh import Mesh
-from titanlite.ranks.distributed import World, init_process_group
-from titanlite.ranks.network import connect
+from titanlite.ranks.distributed import World
+from titanlite.ranks.network import connect, init_process_group
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UsageError, UserError, raise_problems
