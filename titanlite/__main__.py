@@ -25,6 +25,7 @@ COMMANDS = {
     "tokenize": ("titanlite.tools.tokenize", "tokenize a configuration's data into token files"),
     "replay": ("titanlite.tools.replay", "recompute a step and compare it with what the run recorded"),
     "ledger": ("titanlite.tools.ledger", "print what each step of a run was trained on"),
+    "digest": ("titanlite.tools.digest", "print and compare digests of the weights of runs and model folders"),
     "report": ("titanlite.tools.report", "write a report of runs: one HTML file with charts"),
     "train-tokenizer": ("titanlite.tools.train_tokenizer", "train a tokenizer on a configuration's data"),
 }

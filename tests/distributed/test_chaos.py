@@ -8,8 +8,10 @@ import pytest
 
 from tests.distributed.chaos import FAULTS, REPLICA, Chaos, Mesh, assert_resumed_each_time, survive
 from tests.distributed.program import Starter
-from tests.distributed.recovered import Undisturbed, assert_matches_undisturbed
+from tests.distributed.recovered import Undisturbed, assert_matches_undisturbed, start_saving
 from tests.distributed.resuming import numbers
+from titanlite.checkpoint.folder import step_folder
+from titanlite.checkpoint.manifest import read_manifest
 
 TWO_RANKS = (Mesh(2, ()),)
 MESHES = (
@@ -19,6 +21,22 @@ MESHES = (
     Mesh(2, ("--parallelism.dp_replicate", "2")),
     Mesh(2, ("--parallelism.pp", "2")),
     Mesh(2, ("--parallelism.cp", "2")),
+)
+BITS = (
+    *("--training.bit_equal", "true", "--training.dtype", "float32", "--training.local_batch_size", "2"),
+    *("--parallelism.pp_microbatch_size", "2"),
+)
+ON_ANY_MESH = tuple(
+    Mesh(ranks, (*BITS, *(f"--parallelism.{setting}" for setting in settings.split())))
+    for ranks, settings in (
+        (2, "dp_shard=2"),
+        (1, "dp_shard=1"),
+        (2, "pp=2 dp_shard=1 pp_schedule=ZBVZeroBubble"),
+        (3, "dp_shard=3 gradient_sync=every"),
+        (4, "dp_replicate=2 dp_shard=2"),
+        (4, "pp=2 dp_replicate=2 dp_shard=1"),
+        (3, "dp_replicate=3 dp_shard=1 gradient_sync=last"),
+    )
 )
 SHORT = ["a killed rank", "SIGUSR1 to a rank", "a full disk", "a flipped bit"]
 KILLS = ["a killed rank"] * 20 + ["a killed torchrun"] * 10
@@ -60,3 +78,22 @@ def test_run_with_faults_on_changing_meshes_has_the_same_losses(
     assert [row["lr"] for row in found] == [row["lr"] for row in expected]
     for row, expected_row in zip(found, expected, strict=True):
         assert row["loss"] == pytest.approx(expected_row["loss"], rel=1e-12, abs=0), row["step"]
+
+
+@pytest.mark.timeout(1800)
+def test_bit_equal_runs_keep_their_bits_through_kills_and_changes_of_the_mesh(tmp_path: Path, start: Starter) -> None:
+    steps, folder = 60, tmp_path / "alone"
+    folder.mkdir()
+    alone = start_saving(start, folder, *BITS, "--training.steps", str(steps), ranks=1)
+    chaos = Chaos(start, tmp_path, steps, Random(6), ON_ANY_MESH)
+    survive(chaos, ["a killed torchrun", "a killed rank", "a killed torchrun"] * 3 + ["a killed torchrun"])
+    assert_resumed_each_time(chaos)
+    assert alone.wait() == 0, alone.output
+    found, expected = (
+        [{key: value for key, value in row.items() if not key.startswith("epoch/")} for row in numbers(each / "out")]
+        for each in (tmp_path, folder)
+    )
+    assert found == expected
+    assert len({row["digest"] for row in found}) == len(found) == steps
+    saved = (read_manifest(step_folder(each / "out" / "checkpoint", steps)) for each in (tmp_path, folder))
+    assert {manifest.digest for manifest in saved} == {found[-1]["digest"]}

@@ -9,7 +9,7 @@ import tyro
 
 from titanlite.config.help import options_type
 from titanlite.config.schema import JobConfig
-from titanlite.tools import calibrate, evaluate, inspect, ledger, profile, schema, tokenize, train_tokenizer
+from titanlite.tools import calibrate, digest, evaluate, inspect, ledger, profile, schema, tokenize, train_tokenizer
 from titanlite.tools.command import run_command
 from titanlite.tools.convert.__main__ import Options as ConvertOptions
 from titanlite.tools.generate.__main__ import Options as GenerateOptions
@@ -34,6 +34,7 @@ OPTIONS: Mapping[str, Any] = {
     "tokenize": tokenize.Options,
     "replay": ReplayOptions,
     "ledger": ledger.Options,
+    "digest": digest.Options,
     "report": ReportOptions,
     "train-tokenizer": train_tokenizer.Options,
 }

@@ -24,6 +24,7 @@ from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import setup_logging
 from titanlite.runtime.plugins import add_entry
+from titanlite.tools import digest
 from titanlite.tools.convert import __main__ as command
 from titanlite.tools.convert import export_run, verify
 from titanlite.tools.convert.__main__ import main, size_in_bytes
@@ -529,3 +530,28 @@ def test_nothing_is_overwritten_and_leftovers_are_named(
         main(["import", str(tmp_path / "nowhere"), "--out", str(tmp_path / "x")])
     with pytest.raises(UserError, match=r"rule: +a path"):  # not the current folder
         main(["import", "", "--out", str(tmp_path / "x")])
+
+
+def test_digests_of_a_run_its_export_and_another_run(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The export of another run's weights differs; names are those of the model."""
+    export(run, tmp_path / "same")
+    changed = tmp_path / "changed"
+    shutil.copytree(tmp_path / "same", changed)
+    file = changed / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"].view(torch.int32)[3] ^= 1
+    save_file(tensors, file, {"format": "pt"})
+    for other, code in ((tmp_path / "same", 0), (changed, 1)):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exited:
+            digest.main([str(run), str(other)])
+        first, second, result = capsys.readouterr().out.splitlines()
+        assert exited.value.code == code
+        assert (first.split()[1].strip(",") == second.split()[1]) == (code == 0)
+        assert result == (
+            f"weights: 1 of {len(tensors)} tensors of {changed} differ: norm.weight"
+            if code
+            else "equal: all tensors that they have in common, bit for bit"
+        )

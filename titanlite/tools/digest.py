@@ -1,0 +1,125 @@
+"""Command: digests of the weights of runs and model folders, and the names of the tensors that differ."""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed.checkpoint as dcp
+import tyro
+from torch import Tensor
+
+from titanlite.checkpoint.state import AVERAGE, MODEL, OPTIMIZER
+from titanlite.checkpoint.storage import first_failure, load_tensors, read_shapes
+from titanlite.hf.folder import CONFIG_FILE, open_folder
+from titanlite.parallel.digest import combine, sum_of_bits
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import expand_home
+from titanlite.tools.command import AllowImport, read_options, run_command
+from titanlite.tools.saved_run import open_run
+
+PARTS = {"weights": MODEL, "average": AVERAGE, "optimizer": OPTIMIZER}
+"""Part of a checkpoint -> prefix of its tensors."""
+MOST_NAMES = 10
+
+
+@dataclass(frozen=True)
+class Options:
+    """Print the digest of the weights of runs or exported model folders, and of the average and the state of optimizers
+    of runs, and compare them: exit code 1 if any differ. A digest does not depend on the mesh."""
+
+    runs: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)")
+    ]
+    """dump folders, of which the latest valid checkpoint counts, folders step-N, or folders in Hugging Face's format"""
+    allow_import: AllowImport = False
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The sums of bits of a run or folder, by part and name of the tensor; see sum_of_bits."""
+
+    where: str
+    parts: Mapping[str, Mapping[str, int]]
+
+    def __str__(self) -> str:
+        found = (f"{part} {combine(sums, sums.values())}" for part, sums in self.parts.items() if sums)
+        return f"{', '.join(found)}  {self.where}"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print and compare the digests. Raises UserError."""
+    options = read_options(Options, argv, "digest")
+    if not options.runs:
+        raise UserError("no run: write titanlite digest RUN [RUN ...]")
+    found = []
+    for path in options.runs:
+        found.append(sums_of(path, allow_import=options.allow_import))
+        print(found[-1], flush=True)
+    differing = [line for other in found[1:] for line in differences(found[0], other)]
+    if len(found) > 1:
+        print("\n".join(differing) or "equal: all tensors that they have in common, bit for bit")
+    sys.exit(bool(differing))
+
+
+def sums_of(path: Path, *, allow_import: bool) -> Sums:
+    """Read the tensors of a run or folder, one after the other. Raises UserError."""
+    path = Path(expand_home(path))
+    if (path / CONFIG_FILE).is_file():
+        folder = open_folder(str(path), path)
+
+        def fill(name: str) -> Tensor:
+            tensor = torch.empty(folder.tensors[name].shape, dtype=folder.tensors[name].dtype)
+            folder.fill_({name: tensor})
+            return tensor
+
+        return Sums(str(path), {"weights": _sums({name: partial(fill, name) for name in folder.tensors})})
+    run = open_run(path, allow_import=allow_import)
+    with torch.device("meta"):
+        model = run.family.build(run.hyper_parameters)
+    model.tie_weights()
+    parameters = {name for name, _ in model.named_parameters()}
+
+    def load(name: str, shape: Sequence[int], dtype: str) -> Tensor:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+        try:
+            load_tensors(run.path, {name: tensor}, None)
+        except dcp.CheckpointException as error:
+            raise UserError(f"{run.path} cannot be loaded: {first_failure(error)}") from None
+        return tensor
+
+    stored = read_shapes(run.path)
+    parts = {}
+    for part, prefix in PARTS.items():
+        names = (name for name in stored if name.startswith(prefix))
+        own = [name for name in names if part != "weights" or name.removeprefix(prefix) in parameters]
+        parts[part] = _sums({name.removeprefix(prefix): partial(load, name, *stored[name]) for name in own})
+    return Sums(str(run.path), parts)
+
+
+def _sums(tensors: Mapping[str, Callable[[], Tensor]]) -> dict[str, int]:
+    found = {}
+    for name, read in tensors.items():
+        tensor = read()
+        found[name] = int(sum_of_bits(tensor, tensor.shape, (0,) * tensor.dim()))
+    return found
+
+
+def differences(first: Sums, other: Sums) -> Iterable[str]:
+    """A line for each part that both have, if any of its tensors differ."""
+    for part, sums in first.parts.items():
+        others = other.parts.get(part)
+        if not sums or not others:
+            continue
+        names = [name for name in sorted({*sums, *others}) if sums.get(name) != others.get(name)]
+        if names:
+            more = [f"and {len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
+            shown = ", ".join([*names[:MOST_NAMES], *more])
+            yield f"{part}: {len(names)} of {len({*sums, *others})} tensors of {other.where} differ: {shown}"
+
+
+if __name__ == "__main__":
+    run_command(main)
