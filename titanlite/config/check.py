@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from titanlite.checkpoint.config import check_checkpoint
 from titanlite.checkpoint.preflight import check_start, imported_from
 from titanlite.config.fields import SECTIONS, TABLES
@@ -168,8 +166,6 @@ def _check_bit_equal(facts: JobConfig, degree: int) -> list[Problem]:
     why = "with training.bit_equal"
     rows = rows_together(layout, training.local_batch_size)
     key = "training.local_batch_size" if layout.pp == 1 else "parallelism.pp_microbatch_size"
-    has_name = hasattr(torch.Tensor, "grad_dtype")
-    rules.require("bit_equal", has_name, f"false with torch {torch.__version__}", "install a newer torch")
     for name in ("dtype", "mixed_precision_param"):
         narrow = getattr(training, name) != "float64"
         rules.require(name, narrow, f"float32 or bfloat16 {why}, which adds in float64", "leave it out")
