@@ -153,7 +153,7 @@ def raises_on_the_last_rank(config: Any, layouts: Sequence[Layout], steps: int, 
 
 
 FAILURES = {
-    "raise": "it failed: 1x1x1x2, float64: ValueError: the cause in two lines (titanlite/tools/parity/measure.py:",
+    "raise": "it failed: 1x1x1x2, float64: ValueError: the cause in two lines (tests/distributed/test_parity.py:",
     "kill": "it failed: 1x1x1x2, float64: rank 1 ended with exit code -9",
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.configuration import HAS_EACH_SCHEDULE
 from tests.distributed.gradients import CPU, build_on_mesh, local_batches
-from tests.distributed.layouts import BY_LAYER, BY_OP, COMPILE, EVERY, FULL, GATHER, PAIRS, Layout, schedule
+from tests.distributed.layouts import BY_LAYER, BY_OP, COMPILE, EVERY, FULL, GATHER, PAIRS, Layout, depth, schedule
 from tests.distributed.reference import global_batch, plain_model, reference_step
 from tests.pool import run_ranks
 from titanlite.config.schema import JobConfig
@@ -24,7 +24,10 @@ SETTINGS = (
     *(f'job.plugins=["{PLUGIN}"]', "model.family=watching", 'loss.terms=["noting"]'),
     *('metrics.statistics=["updates"]', f"optimizer.lr={RATE}", "optimizer.weight_decay=0.0"),
 )
-ONE = (Layout((1, 1, 1, 1), BY_LAYER, accumulation=4), Layout((1, 1, 1, 1), (*COMPILE, *BY_OP)))
+ONE = (
+    Layout((1, 1, 1, 1), BY_LAYER, accumulation=4),
+    Layout((1, 1, 1, 1), (*COMPILE, *BY_OP, *depth(10))),  # more layers than the compiler compiles a block anew
+)
 TWO = (
     Layout((1, 2, 1, 1), EVERY, accumulation=4),
     Layout((1, 1, 2, 1), (*COMPILE, *FULL), rows=15, streams=3),  # one rank has filler

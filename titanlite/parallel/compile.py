@@ -11,6 +11,7 @@ from titanlite.models.family import Structure
 from titanlite.models.head import exponentials_, output_layers_of
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Affects, Needs, setting
+from titanlite.runtime.torch_internals import set_compiler
 
 _COMPILES = Needs("compile.enable = true", lambda section: section.enable)
 
@@ -55,6 +56,7 @@ def apply_compile(model: nn.Module, structure: Structure, section: CompileConfig
         applied.append(f"compile ({section.backend}) to the loss")
     blocks = [model.get_submodule(name) for name in structure.blocks]
     dense = [block for block in blocks if not any(isinstance(each, MixtureOfExperts) for each in block.modules())]
+    set_compiler(allow_unspec_int_on_nn_module=True)
     for block in dense:
         block.forward = torch.compile(block.forward, backend=section.backend, fullgraph=True)
     where = (

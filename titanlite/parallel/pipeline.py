@@ -15,7 +15,7 @@ from titanlite.models.family import LanguageModel, Structure
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule, ReshardAfterForward
 from titanlite.profiling.regions import Region, in_region
 from titanlite.runtime.errors import Problem, Rules
-from titanlite.runtime.torch_internals import set_donated_buffer
+from titanlite.runtime.torch_internals import set_compiler
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class Pipeline:
         self._row_shares: list[Tensor] = []
         if splits_backward(section):
             # Compiled backward passes would free buffers that the second half of a split backward still needs.
-            set_donated_buffer(False)
+            set_compiler(donated_buffer=False)
         self._schedule = schedule_class(section.pp_schedule)(
             stages if len(stages) > 1 else stages[0],
             n_microbatches=microbatches,

@@ -50,7 +50,7 @@ def restored_process(device: torch.device) -> Iterator[None]:
 @contextmanager
 def _torch_restored(device: torch.device) -> Iterator[None]:
     has_gpu = device.type == "cuda"
-    donates = torch_internals.donated_buffer()
+    settings = torch_internals.compiler_settings()
     dtype, cudnn = torch.get_default_dtype(), torch.backends.cudnn
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -69,8 +69,7 @@ def _torch_restored(device: torch.device) -> Iterator[None]:
             torch.set_default_dtype(dtype)
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
             cudnn.benchmark, cudnn.deterministic = benchmark, cudnn_deterministic
-            if donates != torch_internals.donated_buffer():
-                torch_internals.set_donated_buffer(donates)
+            torch_internals.set_compiler(**settings)
             # They refer to process groups and modules of the run; a block is compiled for a limited number of models
             torch_internals.clear_sharding_cache()
             torch_internals.reset_compiler()

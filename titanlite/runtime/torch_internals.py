@@ -5,6 +5,7 @@ Each function says what it is for and, where a public name exists or comes, whic
 be slower.
 """
 
+import importlib
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -174,16 +175,27 @@ def set_activation_memory_budget(budget: float) -> None:
     functorch.activation_memory_budget = budget
 
 
-def donated_buffer() -> bool:
-    """Whether compiled backward passes free buffers for reuse: so that a part of a process can restore it."""
-    return getattr(sys.modules.get("torch._functorch.config"), "donated_buffer", True)
+COMPILER_SETTINGS = {
+    "donated_buffer": ("torch._functorch.config", True),
+    "allow_unspec_int_on_nn_module": ("torch._dynamo.config", False),
+}
+"""Settings that a run may change, with their module and default. donated_buffer: compiled backward passes free buffers
+for reuse; one that is split in two needs them in its second half. allow_unspec_int_on_nn_module: blocks that differ in
+an integer, such as the index of a layer, share their compiled code."""
 
 
-def set_donated_buffer(value: bool) -> None:
-    """A backward pass that is split in two still needs the buffers in its second half."""
-    import torch._functorch.config as functorch
+def compiler_settings() -> dict[str, bool]:
+    """COMPILER_SETTINGS, without importing the compiler: so that a part of a process can restore them."""
+    modules = {name: (sys.modules.get(module), default) for name, (module, default) in COMPILER_SETTINGS.items()}
+    return {name: getattr(module, name, default) for name, (module, default) in modules.items()}
 
-    functorch.donated_buffer = value
+
+def set_compiler(**settings: bool) -> None:
+    """Change some of COMPILER_SETTINGS. Imports their modules if a value is not the current one."""
+    now = compiler_settings()
+    for name, value in settings.items():
+        if value != now[name]:
+            setattr(importlib.import_module(COMPILER_SETTINGS[name][0]), name, value)
 
 
 def reset_compiler() -> None:

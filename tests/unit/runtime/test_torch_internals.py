@@ -131,13 +131,17 @@ def test_fused_adamw() -> None:
 
 
 def test_settings_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("activation_memory_budget", "donated_buffer"):
-        monkeypatch.setattr(torch._functorch.config, name, getattr(torch._functorch.config, name))
+    monkeypatch.setattr(torch._functorch.config, "activation_memory_budget", 1.0)
     internals.set_activation_memory_budget(0.25)
     assert torch._functorch.config.activation_memory_budget == 0.25
-    for value in (False, True):
-        internals.set_donated_buffer(value)
-        assert internals.donated_buffer() is value
+    before = internals.compiler_settings()
+    assert before == {"donated_buffer": True, "allow_unspec_int_on_nn_module": False}
+    changed = {name: not value for name, value in before.items()}
+    for settings in (changed, before):
+        internals.set_compiler(**settings)
+        assert internals.compiler_settings() == settings
+        assert torch._functorch.config.donated_buffer is settings["donated_buffer"]
+        assert torch._dynamo.config.allow_unspec_int_on_nn_module is settings["allow_unspec_int_on_nn_module"]
 
 
 @pytest.mark.usefixtures("group")

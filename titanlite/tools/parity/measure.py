@@ -266,14 +266,20 @@ def record_status(what: str, folder: str) -> Iterator[None]:
 
 
 def _one_line(error: Exception) -> str:
-    """The message; for errors other than UserError also the last line in titanlite's own code."""
+    """The message; for errors other than UserError also the last line in titanlite's own code or a plugin's."""
     text = " ".join(str(error).split())
     if isinstance(error, UserError):
         return text
-    package = Path(titanlite.__file__).parent
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(package))]
+    package, others = f"{Path(titanlite.__file__).parent}", ("<", f"{Path(traceback.__file__).parent}")
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename.startswith(package)
+        or not (frame.filename.startswith(others) or "site-packages" in frame.filename)
+    ]
     own = [frame for frame in own if frame.name != record_status.__name__]
-    where = f" ({Path(own[-1].filename).relative_to(package.parent)}:{own[-1].lineno})" if own else ""
+    root = f"{Path(package).parent}/"
+    where = f" ({own[-1].filename.removeprefix(root)}:{own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {text}{where}"
 
 
