@@ -24,16 +24,15 @@ SETTINGS = (
     *(f'job.plugins=["{PLUGIN}"]', "model.family=watching", 'loss.terms=["noting"]'),
     *('metrics.statistics=["updates"]', f"optimizer.lr={RATE}", "optimizer.weight_decay=0.0"),
 )
-ONE = (
-    Layout((1, 1, 1, 1), BY_LAYER, accumulation=4),
-    Layout((1, 1, 1, 1), (*COMPILE, *BY_OP, *depth(10))),  # more layers than the compiler compiles a block anew
-)
+DEEP = (*COMPILE, *depth(10))
+"""More layers than the compiler compiles a block for: they must share their compiled code."""
+ONE = (Layout((1, 1, 1, 1), BY_LAYER, accumulation=4), Layout((1, 1, 1, 1), (*DEEP, *BY_OP)))
 TWO = (
     Layout((1, 2, 1, 1), EVERY, accumulation=4),
     Layout((1, 1, 2, 1), (*COMPILE, *FULL), rows=15, streams=3),  # one rank has filler
-    Layout((1, 1, 1, 2), BY_OP),
+    Layout((1, 1, 1, 2), (*DEEP, *BY_OP)),
     Layout((1, 1, 1, 1), cp=2),
-    Layout((1, 1, 1, 1), (*GATHER, *COMPILE), cp=2),
+    Layout((1, 1, 1, 1), (*GATHER, *DEEP), cp=2),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *EVERY, *PAIRS, *FULL), accumulation=2),
     *[Layout((2, 1, 1, 1), schedule("InterleavedZeroBubble"))] * HAS_EACH_SCHEDULE,
 )

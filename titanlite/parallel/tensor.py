@@ -7,6 +7,7 @@ activations explicitly: each operation on DTensors would cost a tenth of a milli
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -95,11 +96,19 @@ def _apply(style: TensorStyle, module: nn.Module, axis: DeviceMesh) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         setattr(module, name, nn.Parameter(distribute_tensor(parameter, axis, [placements[name]])))
     if forward is not None:
-        module.forward = partial(forward, module, axis.get_group())
+        module.tp_group = axis.get_group()  # type: ignore[assignment]
+        # A method, since torch's compiler would compile each block anew for a partial function.
+        module.forward = MethodType(forward, module)
 
 
-def _look_up(embedding: nn.Embedding, group: dist.ProcessGroup, tokens: Tensor) -> Tensor:
-    weight = local_weight(embedding.weight)
+def _group(module: nn.Module) -> dist.ProcessGroup:
+    group: Any = module.tp_group
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _look_up(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
+    weight, group = local_weight(embedding.weight), _group(embedding)
     rows = -(-embedding.num_embeddings // group.size())
     ids = tokens - rows * group.rank()
     elsewhere = (ids < 0) | (ids >= len(weight))
@@ -107,33 +116,30 @@ def _look_up(embedding: nn.Embedding, group: dist.ProcessGroup, tokens: Tensor) 
     return summed_part(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
 
 
-def _normalize(norm: RMSNorm, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    del group
+def _normalize(norm: RMSNorm, x: Tensor) -> Tensor:
     return rms_norm(x, local_weight(norm.weight, Partial()), norm.eps)
 
 
-def _normalize_together(norm: WideNorm, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+def _normalize_together(norm: WideNorm, x: Tensor) -> Tensor:
+    group = _group(norm)
     total = partial(all_reduce, group=group)
     return rms_norm_of_part(x.flatten(2), local_weight(norm.weight), norm.eps, group.size(), total).view_as(x)
 
 
-def _project(linear: nn.Linear, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    del group
+def _project(linear: nn.Linear, x: Tensor) -> Tensor:
     return functional.linear(x, local_weight(linear.weight))
 
 
-def _project_and_sum(linear: nn.Linear, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    return summed_part(functional.linear(x, local_weight(linear.weight)), group)
+def _project_and_sum(linear: nn.Linear, x: Tensor) -> Tensor:
+    return summed_part(functional.linear(x, local_weight(linear.weight)), _group(linear))
 
 
-def _route(router: Router, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    del group
+def _route(router: Router, x: Tensor) -> Tensor:
     # Its gradient comes through this rank's part of the experts: a part of a sum.
     return router_scores(x, local_weight(router.weight, Partial()))
 
 
-def _read(scalar: Scalar, group: dist.ProcessGroup) -> Tensor:
-    del group
+def _read(scalar: Scalar) -> Tensor:
     return local_weight(scalar.weight, Partial())
 
 
