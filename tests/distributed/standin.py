@@ -91,6 +91,9 @@ class StandIn:
     def recent(self) -> dict[str, Tensor]:
         return {}
 
+    def digest(self) -> str:
+        return ""
+
     def empty_streams(self, width: int | None = None) -> Tensor:
         assert width in (None, self._streams.shape[1])
         return torch.zeros_like(self._streams)
