@@ -51,6 +51,10 @@ def run_command(main: Callable[[Sequence[str]], None]) -> None:
     except BrokenPipeError:  # the reader has closed the pipe, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 1
+    except UnicodeEncodeError as error:  # of a path: what is printed is escaped
+        where = f"the path {error.object!r} cannot be written in this locale ({error.encoding})"
+        print(f"titanlite: {where}: set LC_ALL=C.UTF-8, or choose another path", file=sys.stderr)
+        code = 1
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise

@@ -206,6 +206,12 @@ def test_ctrl_c_raises_once_a_command_has_started(capsys: pytest.CaptureFixture[
         (KeyboardInterrupt(), 130, "titanlite: interrupted\n"),
         (BrokenPipeError(), 1, ""),
         (OSError(errno.ENAMETOOLONG, "", "qq"), 1, "titanlite: the path qq is too long: choose a shorter one\n"),
+        (
+            UnicodeEncodeError("ascii", "\u65e5", 0, 1, ""),
+            1,
+            "titanlite: the path '\u65e5' cannot be written in this locale (ascii): set LC_ALL=C.UTF-8, or choose "
+            "another path\n",
+        ),
         (signal.SIGTERM, 143, ""),
         (signal.SIGHUP, 129, ""),
     ],
