@@ -43,13 +43,13 @@ def comparable_config(config: JobConfig, ranks: int) -> JobConfig:
 
 
 def gradient_config(config: JobConfig) -> JobConfig:
-    """The configuration of the steps whose gradients are compared: without clipping, and with plain SGD.
+    """The configuration of the steps whose gradients are compared: not rounded or clipped, and with plain SGD.
 
     Gradients are compared after backward, and their norm is that which clipping would use.
     """
     return replace(
         config,
-        training=replace(config.training, max_norm=0.0),
+        training=replace(config.training, bit_equal=False, max_norm=0.0),
         optimizer=OptimizerConfig(name="SGD", lr=config.optimizer.lr, weight_decay=0.0),
         lr_schedule=ScheduleConfig(warmup_steps=0, decay="none"),
     )
