@@ -376,8 +376,8 @@ def norm_of_one_stage() -> Iterator[None]:
     """The squared norm is not summed over pp."""
     clip = clip_module.clip_grad_norm_
 
-    def of_this_stage(parts: Sequence[nn.Module], max_norm: float, group: object) -> GradNorm:
-        del group
+    def of_this_stage(parts: Sequence[nn.Module], max_norm: float, group: object, squares: None) -> GradNorm:
+        del group, squares
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         return clip(parts, max_norm, alone)
 

@@ -135,7 +135,7 @@ def test_settings_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     internals.set_activation_memory_budget(0.25)
     assert torch._functorch.config.activation_memory_budget == 0.25
     before = internals.compiler_settings()
-    assert before == {"donated_buffer": True, "allow_unspec_int_on_nn_module": False}
+    assert before.keys() == {"donated_buffer", "allow_unspec_int_on_nn_module"}
     changed = {name: not value for name, value in before.items()}
     for settings in (changed, before):
         internals.set_compiler(**settings)
