@@ -91,7 +91,7 @@ def test_steps_do_not_depend_on_the_number_of_workers_which_log_and_end(
     assert same_steps(thread, workers, 5)
     processes = pids(workers)
     workers.close()
-    assert len(processes) == num_workers
+    assert len(processes) == min(num_workers, len(workers.stream_ids))
     for pid in processes:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
