@@ -82,11 +82,11 @@ class Trainer(ModelOnMesh):
                 shares = self.forward_backward(batch, num_valid)
             mean_loss += (shares if self.exact is None else on_grid(shares, SHARE_GRID)).sum()
             row_losses.append(shares)
-            losses = shares * num_valid
             if self.exact is not None:
-                losses = on_grid(losses, self.loss_grid)
-                loss_sum += losses.sum()
+                loss_sum += on_grid(shares * num_valid, self.loss_grid).sum()
             if self.num_sources > 1:
+                losses = shares * num_valid
+                losses = losses if self.exact is None else on_grid(losses, self.loss_grid)
                 by_source += totals_by_source(losses, batch.labels, batch.sources, self.num_sources)
         with region("clip"):
             squares = None if self.exact is None else self.exact.squares

@@ -195,6 +195,8 @@ def test_four_ranks_have_the_bits_of_one() -> None:
 
 @pytest.mark.soak
 def test_all_layouts_have_the_bits_of_one_process() -> None:
+    count = sum(len(cases) for table in (QUICK, FOUR, SOAK) for _, cases in table.values())
+    assert count == 61, "docs/numerics.md has this number"
     compare(SOAK)
     for alone, cases in NEEDS_MORE.values():
         compare({"": ((), cases)}, alone)

@@ -75,7 +75,7 @@ class AlignedAdamW(SkippingOptimizer):
     The kernel for CPUs rounds the last elements of a tensor in another way, if they do not fill a vector register. So
     it gets the elements up to the last multiple of 64, and a padded copy of the rest.
 
-    State: as of torch.optim.AdamW.
+    State: that of torch.optim.AdamW.
     """
 
     def __init__(self, arguments: Arguments) -> None:

@@ -27,7 +27,7 @@ HEAD_ROOM = 10
 """A row's gradient may be 2^HEAD_ROOM times as large as its largest one so far."""
 ROWS_DIFFER = 6
 """A row is taken to be at least 2^-ROWS_DIFFER times as large as the largest one of its tensor: the row of a rare token
-in the output layer grows a millionfold when the token is a label."""
+in the output layer may grow far more than 2^HEAD_ROOM when the token is a label."""
 MAX_SUMMANDS = 2**12
 """Microbatches of a step on all ranks: 53 bits are 12 for their sum, 10 of head room, and 31 of the row's largest."""
 DECAY = 0.99
@@ -57,8 +57,11 @@ class ExactGradients:
         self._largest, self._seen, self._bounds, self._shifts = (self._rows.new_vector() for _ in range(4))
         self.largest = self._rows.of_each(self._largest)
         self.is_known = False
-        self._shard_groups = [mesh.group(axis) for axis in ("tp", "dp_shard")]
-        self._replica_group, self._pp_group = mesh.group("dp_replicate"), mesh.group("pp")
+        axes = {axis: mesh.group(axis) for axis in ("tp", "dp_shard", "dp_replicate")}
+        groups = {axis: group for axis, group in axes.items() if group.size() > 1}
+        self._stage_groups = list(groups.values())
+        self._shard_groups = [group for axis, group in groups.items() if axis != "dp_replicate"]
+        self._pp_group = mesh.group("pp")
         self._owned = [_is_first_copy(parameter, mesh) for parameter in self.parameters.values()]
         of_stages: list[list[str]] = [[]] * self._pp_group.size()
         dist.all_gather_object(of_stages, list(self.parameters), group=self._pp_group)
@@ -101,7 +104,7 @@ class ExactGradients:
 
     def end_step(self) -> None:
         """Find what the next step rounds by. A collective over all ranks of the stage."""
-        for group in (*self._shard_groups, self._replica_group):
+        for group in self._stage_groups:
             dist.all_reduce(self._seen, op=dist.ReduceOp.MAX, group=group)
         updated = torch.maximum(self._seen, self._largest * DECAY)
         self._largest.copy_(torch.where(self._seen > 0, updated, self._largest))
@@ -148,7 +151,8 @@ class ExactGradients:
         """The scalars of the parameters of all stages, in the order of their names. A collective."""
         zero = torch.zeros_like(next(iter(own.values())))
         every = torch.stack([own.get(name, zero) for name in self.names])
-        dist.all_reduce(every, group=self._pp_group)
+        if self._pp_group.size() > 1:
+            dist.all_reduce(every, group=self._pp_group)
         return every
 
 
