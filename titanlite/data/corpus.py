@@ -37,12 +37,12 @@ from titanlite.data.sources.pieces import (
     PieceText,
     TokenPiece,
 )
-from titanlite.data.tokenizer import Tokenizer, is_visible
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.cache import built_once, cached_folder
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.json_files import read_json
 from titanlite.runtime.retry import retrying
-from titanlite.runtime.text import counted
+from titanlite.runtime.text import counted, is_visible
 
 FORMAT_VERSION = 3
 FLUSH_PIECES = 2**16

@@ -8,7 +8,6 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from unicodedata import category
 
 from titanlite.data.tokenizer_files import (
     ADDED_TOKENS,
@@ -23,7 +22,7 @@ from titanlite.data.tokenizer_files import (
     text_of,
 )
 from titanlite.runtime.errors import UserError, is_error
-from titanlite.runtime.text import counted
+from titanlite.runtime.text import counted, is_visible
 
 TOKENIZER_FOLDER = "tokenizer"
 """Folder of the copy of a run's tokenizer, inside job.dump_folder."""
@@ -283,11 +282,6 @@ class Tokenizer:
             return None, f"none{reason}"
         token_id = self._tokenizer.token_to_id(text)
         return token_id, f"{text!r} = {token_id} ({self._files.names[name][1]})"
-
-
-def is_visible(text: str) -> bool:
-    """Whether a text has a character that is no space ("▁" is one), accent or other mark, or control character."""
-    return any(category(each)[0] not in "ZM" and category(each) not in ("Cc", "Cf") and each != "▁" for each in text)
 
 
 def _tokens_until(encoded: Any, place: int) -> int:

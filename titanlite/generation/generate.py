@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from titanlite.data.tokenizer import Tokenizer, is_visible
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.generation.kv_cache import Reading, Rereading, remembering
 from titanlite.models.family import LanguageModel
 from titanlite.models.randomness import row_keys, uniform
 from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.text import is_visible
 
 
 @dataclass(frozen=True)

@@ -54,3 +54,9 @@ def aligned(rows: Sequence[Sequence[str]], *, left: int = 0) -> list[str]:
         )
         for row in rows
     ]
+
+
+def is_visible(text: str) -> bool:
+    """Whether a text has a character that is no space ("▁" is one), accent or other mark, or control character."""
+    kinds = ((each, unicodedata.category(each)) for each in text)
+    return any(kind[0] not in "ZM" and kind not in ("Cc", "Cf") and each != "▁" for each, kind in kinds)

@@ -16,6 +16,7 @@ from titanlite.data.chat.special_tokens import Encoded, SpecialTokens
 from titanlite.data.chat.template import ChatTemplate, unmarked
 from titanlite.data.sources.pieces import BadRowError
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.text import is_visible
 
 LossOn = Literal["assistant", "all"]
 
@@ -47,6 +48,10 @@ class ChatTokenizer(Protocol):
     chat_template: str | None
     eos_id: int | None
     description: str
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def has_text(self, ids: Sequence[int]) -> bool: ...
 
 
 class EncodedChat(NamedTuple):
@@ -112,6 +117,7 @@ class ChatEncoder:
                 f"the tokenizer has no chat template ({tokenizer.description}): write one with tokens of its "
                 'vocabulary, and set [tokenizer] chat_template = "FILE.jinja"'
             )
+        self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
         self._special_tokens = SpecialTokens(tokenizer.content)
         named = json.dumps([tokenizer.chat_template, tokenizer.special_tokens, *tokenizer.chat_tokens], sort_keys=True)
@@ -133,8 +139,10 @@ class ChatEncoder:
         encoded = self._encode(draft.text for draft in rendered)
         parts = self._encode(cut.text for draft in rendered for cut in _cuts(draft, encoded[draft.text]))
         return [
-            draft if isinstance(draft, BadRowError) else _result(draft, encoded[draft.text], parts, loss_on)
-            for draft in drafts
+            draft
+            if isinstance(draft, BadRowError)
+            else self._removed(messages, encoded[draft.text]) or _result(draft, encoded[draft.text], parts, loss_on)
+            for messages, draft in zip(conversations, drafts, strict=True)
         ]
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -143,6 +151,8 @@ class ChatEncoder:
         try:
             text = self._prompted(messages)
             (encoded,) = self._encode([text]).values()
+            if bad := self._removed(messages, encoded):
+                raise bad
             if isinstance(encoded, BadRowError):
                 raise encoded
         except BadRowError as bad:
@@ -176,8 +186,11 @@ class ChatEncoder:
         texts = [self._continued(messages, text) for messages, text in pairs]
         encoded = self._encode(part for both in texts if isinstance(both, tuple) for part in both)
         return [
-            both if isinstance(both, BadRowError) else _divided(encoded[both[0]], encoded[both[1]], text)
-            for both, (_, text) in zip(texts, pairs, strict=True)
+            both
+            if isinstance(both, BadRowError)
+            else self._removed([*messages, {"content": text}], encoded[both[1]])
+            or _divided(encoded[both[0]], encoded[both[1]], text)
+            for both, (messages, text) in zip(texts, pairs, strict=True)
         ]
 
     def _continued(self, messages: Sequence[Message], text: str) -> tuple[_Text, _Text] | BadRowError:
@@ -271,6 +284,17 @@ class ChatEncoder:
             if chosen:
                 found |= zip(chosen, self._special_tokens.encode([text.text for text in chosen], marked), strict=True)
         return found
+
+    def _removed(self, messages: Sequence[Message], encoded: Encoded | BadRowError) -> BadRowError | None:
+        """Why the conversation cannot be used: the tokenizer removes all text of a message, as its normalizer may."""
+        if isinstance(encoded, BadRowError) or not encoded.is_partial:
+            return None
+        for number, message in enumerate(messages, 1):
+            for name in ("reasoning_content", "content"):
+                text = message.get(name) or ""
+                if is_visible(text) and not self._tokenizer.has_text(self._tokenizer.encode(text)):
+                    return BadRowError(f"turn {number}: the tokenizer removes all text of its {name}")
+        return None
 
     def _require_prompt(self) -> None:
         """Raise UserError if an answer does not follow the prompt for the assistant's turn."""

@@ -14,14 +14,19 @@ from titanlite.data.chat.messages import Message
 from titanlite.data.chat.template import IN_CONTENT, MARKS, OF_TEMPLATE
 from titanlite.data.sources.pieces import BadRowError
 from titanlite.runtime.errors import UserError, is_error
+from titanlite.runtime.text import is_visible
 
 
 class Encoded(NamedTuple):
-    """ids: int64 (n,). offsets: int64 (n, 2), begin and end of each token in characters. is_special: bool (n,)."""
+    """ids: int64 (n,). offsets: int64 (n, 2), begin and end of each token in characters. is_special: bool (n,).
+
+    is_partial: whether a visible character of the text is in no token, since the tokenizer removes it.
+    """
 
     ids: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
     is_special: npt.NDArray[np.bool_]
+    is_partial: bool
 
 
 class SpecialTokens:
@@ -130,7 +135,8 @@ class SpecialTokens:
             is_special = np.isin(ids, self._id_array)
             hits = (self._of_template_marked if marked else self._text).finditer(text)
             if ids[is_special].tolist() == [self._ids[hit[0]] for hit in hits if hit[0] in self._ids]:
-                found.append(Encoded(ids, np.array(encoding.offsets, np.int64).reshape(-1, 2), is_special))
+                offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+                found.append(Encoded(ids, offsets, is_special, _is_partial(text, offsets)))
             else:
                 found.append(
                     BadRowError("the tokenizer finds special tokens in it that the chat template has not written")
@@ -158,6 +164,12 @@ class SpecialTokens:
         if any(tokenizer.token_to_id(OF_TEMPLATE + text) != token_id for text, token_id in self._ids.items()):
             raise UserError("the tokenizer's special tokens cannot be told from text that looks like them")
         return tokenizer
+
+
+def _is_partial(text: str, offsets: npt.NDArray[np.int64]) -> bool:
+    """Whether a visible character of the text is in no token."""
+    begins, ends = np.append(offsets[:, 0], len(text)), np.maximum.accumulate(np.append(0, offsets[:, 1]))
+    return any(is_visible(text[ends[gap] : begins[gap]]) for gap in np.flatnonzero(begins > ends))
 
 
 def _open(content: bytes) -> tokenizers.Tokenizer:

@@ -389,3 +389,30 @@ def test_a_mistyped_role_is_refused_in_prompts_and_tasks(tmp_path: Path) -> None
     assert begin == len(encoder.prompt(right))
     with pytest.raises(UserError, match="turn 3: the chat template writes nothing for the role 'usr'"):
         encoder.prompt(mistyped)
+
+
+@pytest.mark.parametrize("style", ["qwen", "llama"])
+def test_a_message_of_which_the_tokenizer_removes_all_text(style: str, tmp_path: Path) -> None:
+    """A message that keeps a character is used."""
+    file = Path(make_tokenizer(style, STYLES[style], tmp_path).arguments["file"])
+    content = json.loads(file.read_text())
+    assert content["normalizer"] is None
+    content["normalizer"] = {"type": "Replace", "pattern": {"Regex": "[日本]"}, "content": ""}
+    file.write_text(json.dumps(content))
+    encoder = ChatEncoder(Tokenizer(str(file)))
+    removed, kept = {"role": "user", "content": "日本 日"}, {"role": "user", "content": "日本 a"}
+    fault = "turn 1: the tokenizer removes all text of its content"
+    bad, good, special = encoder.encode(
+        [[removed, ANSWER], [kept, ANSWER], [kept | {"content": f"日{SPECIAL[style][-1]}"}, ANSWER]], "assistant"
+    )
+    assert str(bad) == fault
+    assert isinstance(good, EncodedChat)
+    assert isinstance(special, EncodedChat)
+    reasoning = ANSWER | {"reasoning_content": "日"}
+    assert str(*encoder.encode([[kept, reasoning]], "all")) == (
+        "turn 2: the tokenizer removes all text of its reasoning_content"
+    )
+    (choice,) = encoder.continuations([([kept], "日")])
+    assert str(choice) == "turn 2: the tokenizer removes all text of its content"
+    with pytest.raises(UserError, match=f"the conversation cannot be encoded: {fault}"):
+        encoder.prompt([removed])
