@@ -29,7 +29,8 @@ from titanlite.parallel.exact import ExactGradients, loss_grid
 from titanlite.parallel.mesh import Mesh, ShardGroups
 from titanlite.parallel.own_code import require_layout
 from titanlite.parallel.parallelize import parallelize
-from titanlite.parallel.pipeline import ModelPart, Pipeline, describe_stages, keep_units_, local_stages, split_stages
+from titanlite.parallel.pipeline import ModelPart, Pipeline, local_stages
+from titanlite.parallel.split import describe_stages, keep_units_, split_stages, unit_weights
 from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Rules
 from titanlite.runtime.logging import log
@@ -61,10 +62,12 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
             log.info("Model: %s %s, %s", family.name, config.model.flavor, size)
         require_output_layer(config, part)
         structure = family.structure(hyper_parameters)
+        flops = family.flops_per_token(hyper_parameters, training.seq_len)
+        layout = config.parallelism, config.activation_checkpoint
+        stages = split_stages(unit_weights(part, structure), structure, flops, *layout)
         if not parts:
-            require_layout(family, hyper_parameters, part, config.parallelism)
+            require_layout(family, hyper_parameters, part, config.parallelism, stages)
         if config.parallelism.pp > 1:
-            stages = split_stages(part, structure, config.parallelism)
             if not parts:
                 log.info("Pipeline: %s, stages %s", config.parallelism.pp_schedule, describe_stages(structure, stages))
             structure = keep_units_(part, structure, stages[stage])

@@ -9,7 +9,7 @@ from titanlite.assembly.facts import program_facts
 from titanlite.assembly.job import Job, job_of
 from titanlite.config.schema import JobConfig
 from titanlite.data.kinds import KINDS, open_source
-from titanlite.planning.automatic import agree_on_layout, agree_on_local_batch_size
+from titanlite.planning.automatic import agree_on_layout, agree_on_memory
 from titanlite.ranks.agreement import require_equal, share_from_rank_0
 from titanlite.ranks.distributed import World
 
@@ -26,7 +26,7 @@ def resolve_job(
     facts = program_facts(config, world, environment)
     require_equal("program", facts, world, store, config.comm.init_timeout_s)
     config = agree_on_layout(config, given, world, store)
-    config = agree_on_local_batch_size(config, world, store)
+    config = agree_on_memory(config, world, store)
     return job_of(pin_revisions(config, world, store), world.size)
 
 

@@ -77,7 +77,7 @@ class ParallelismConfig:
     """Sequences per pipeline microbatch, at most: all are equal, and as many as the schedule needs."""
     pp_split: tuple[str, ...] = setting((), needs=_PIPELINE)
     """First module of each stage except the first stage, e.g. ["layers.2", "norm"].
-    Empty: balances the parameters of the stages."""
+    Empty: balances the time of the stages, or their parameters if that needs too much memory."""
     gradient_sync: GradientSync = "hybrid"
     """When accumulated gradients are reduced: every microbatch (least memory), the last one only (least
     communication), or hybrid: reduce-scatter at every microbatch, all-reduce over replicas at the last.

@@ -1,7 +1,7 @@
 """Checks of the code that a family brings, before parallelism is applied: what parallelism would replace or drop is
 refused, since the run would silently train another model than one process."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -17,7 +17,6 @@ from titanlite.models.head import OutputLayer, output_layers_of
 from titanlite.models.layers import Attention
 from titanlite.models.shrink import shrink_model
 from titanlite.parallel.mesh import ContextParallel, ParallelismConfig
-from titanlite.parallel.pipeline import split_stages
 from titanlite.parallel.tensor import style_problems, tensor_style
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.runtime.plugins import is_registered
@@ -26,10 +25,13 @@ TITANLITE = ("titanlite", "torch")
 """Packages whose modules are tested on all layouts."""
 
 
-def require_layout(family: Family, config: Any, model: LanguageModel, section: ParallelismConfig) -> None:
+def require_layout(
+    family: Family, config: Any, model: LanguageModel, section: ParallelismConfig, stages: Sequence[range]
+) -> None:
     """Raise ConfigError if a layout would replace or drop code of the family, or compute another model with it.
 
-    config: the hyper-parameters. model: the full one as the family builds it, on the meta device.
+    config: the hyper-parameters. model: the full one as the family builds it, on the meta device. stages: the units of
+    each pipeline stage.
     """
     found: dict[str, str | None] = {}
     structure, form = family.structure(config), section.context_parallel
@@ -47,7 +49,7 @@ def require_layout(family: Family, config: Any, model: LanguageModel, section: P
         if is_own and found["cp"] is None:
             found["cp"] = uncalled_attention(model) or position_problem(family, config, of_attend=True)
     if section.pp > 1 and family.boundary is None and is_own:
-        found["pp"] = boundary_problem(model, structure, section)
+        found["pp"] = boundary_problem(model, structure, stages)
     name = family.name
     remedy = "fix the family, or use another axis, such as dp_shard"
     problems = [
@@ -221,13 +223,12 @@ def _noting(name: str, called: set[str]) -> Kernel:
     return note
 
 
-def boundary_problem(model: LanguageModel, structure: Structure, section: ParallelismConfig) -> str | None:
+def boundary_problem(model: LanguageModel, structure: Structure, stages: Sequence[range]) -> str | None:
     """Why a stage would lack a result of earlier stages; None if it gets all that it uses.
 
     A stage gets the first argument of its first unit. What else it uses of earlier units is found by its gradient: in a
     forward pass in which these arguments are cut off, a stage must not depend on parameters of other stages.
     """
-    stages = split_stages(model, structure, section)
     names = [structure.units[stage[0]][0] for stage in stages]
     ends: list[Tensor] = []
 

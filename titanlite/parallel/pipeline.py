@@ -1,9 +1,7 @@
-"""Pipeline parallelism: the split of a model into stages, and the schedule that runs them."""
+"""Pipeline parallelism: the stages of each rank, and the schedule that runs them."""
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -152,80 +150,6 @@ def check_pipeline(section: ParallelismConfig, structure: Structure) -> list[Pro
 
 def _shortened(names: Sequence[str]) -> str:
     return ", ".join(names if len(names) <= 6 else [*names[:3], "…", *names[-2:]])
-
-
-def assign_units(costs: Sequence[int], cuts: Sequence[int], stages: int) -> list[range]:
-    """The units of each stage, contiguous and at least one.
-
-    cuts: index of the first unit of each stage except the first stage. If empty, minimizes the maximum stage cost, and
-    among those splits the sum of squared stage costs.
-    """
-    starts = [0, *cuts]
-    if not cuts:
-        totals = [0, *accumulate(costs)]
-        most, _ = _best_split(totals, stages, max)
-        _, starts = _best_split(totals, stages, lambda so_far, cost: so_far + cost * cost if cost <= most else math.inf)
-    return [range(start, end) for start, end in pairwise([*starts, len(costs)])]
-
-
-def _best_split(totals: Sequence[int], stages: int, combine: Callable[[float, int], float]) -> tuple[float, list[int]]:
-    """(value, first unit of each stage) of the split with the smallest value.
-
-    combine(value of the previous stages, cost of a stage): value of the stages up to this one. totals: cost of all
-    units before each unit, and of all units.
-    """
-    best: list[tuple[float, list[int]]] = [(0, []), *[(math.inf, [])] * (len(totals) - 1)]
-    for _ in range(stages):
-        best = [
-            min(
-                (
-                    (combine(best[start][0], totals[end] - totals[start]), [*best[start][1], start])
-                    for start in range(end)
-                    if best[start][0] < math.inf
-                ),
-                default=(math.inf, []),
-            )
-            for end in range(len(totals))
-        ]
-    return best[-1]
-
-
-def unit_costs(model: nn.Module, structure: Structure) -> list[int]:
-    """Number of parameters of each unit, proportional to its memory and, except for the embedding, its compute."""
-    return [
-        sum(parameter.numel() for name in unit for parameter in model.get_submodule(name).parameters())
-        for unit in structure.units
-    ]
-
-
-def split_stages(model: nn.Module, structure: Structure, section: ParallelismConfig) -> list[range]:
-    """The units of each stage of the full model: by pp_split, or balanced by cost if it is empty."""
-    names = [unit[0] for unit in structure.units]
-    cuts = [names.index(name) for name in section.pp_split]
-    return assign_units(unit_costs(model, structure), cuts, num_stages(section))
-
-
-def describe_stages(structure: Structure, stages: Sequence[range]) -> str:
-    """First and last module of each stage, for the start log."""
-    ends = [(structure.units[units[0]][0], structure.units[units[-1]][-1]) for units in stages]
-    return " | ".join(first if first == last else f"{first} to {last}" for first, last in ends)
-
-
-def keep_units_(model: nn.Module, structure: Structure, stage: range) -> Structure:
-    """Remove all units but those of `stage` from the model, in place; return the structure of the stage."""
-    for index, unit in enumerate(structure.units):
-        for name in unit if index not in stage else ():
-            parent, _, leaf = name.rpartition(".")
-            owner = model.get_submodule(parent)
-            if isinstance(owner, nn.ModuleDict):
-                del owner[leaf]
-            else:
-                setattr(owner, leaf, None)
-    units = tuple(structure.units[index] for index in stage)
-    names = {name for unit in units for name in unit}
-    return replace(
-        structure, units=units, blocks={name: index for name, index in structure.blocks.items() if name in names}
-    )
 
 
 def schedule_class(name: PipelineSchedule) -> Any:

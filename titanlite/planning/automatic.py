@@ -1,7 +1,8 @@
-"""What the plan chooses at the start of a run, the same on all ranks: the layout and the size of a microbatch.
+"""What the plan chooses at the start of a run, the same on all ranks: the layout, the size of a microbatch, the
+stages of a pipeline.
 
 parallelism.layout = "auto": the fastest layout that fits the machine. training.local_batch_size = -1: as many sequences
-per microbatch as fit.
+per microbatch as fit. An empty parallelism.pp_split: stages of equal time, or of equal size if those do not fit.
 """
 
 import platform
@@ -16,11 +17,12 @@ import torch.distributed as dist
 
 from titanlite.config.schema import JobConfig
 from titanlite.parallel.mesh import resolve_degrees
-from titanlite.planning.estimate import estimate_memory, plan_step, require_estimate
+from titanlite.parallel.pipeline import local_stages
+from titanlite.planning.estimate import estimate_memory, has_estimate, plan_step, require_estimate
 from titanlite.planning.hardware.calibration import calibrate, device_name
 from titanlite.planning.hardware.machine import Profile, dump_profile, load_profile
 from titanlite.planning.search import Found, search, with_settings
-from titanlite.planning.stages import plan_stages
+from titanlite.planning.stages import plan_stages, split_by_parameters
 from titanlite.ranks.agreement import share_from_rank_0
 from titanlite.ranks.distributed import World
 from titanlite.runtime.cache import cache_folder, content_key
@@ -102,20 +104,54 @@ def _log_choice(found: Found, profile: Profile, seconds: float) -> None:
     )
 
 
-def agree_on_local_batch_size(config: JobConfig, world: World, store: dist.Store) -> JobConfig:
-    """Replace training.local_batch_size = -1 by what fits into the device of rank 0, the same on all ranks.
+def agree_on_memory(config: JobConfig, world: World, store: dist.Store) -> JobConfig:
+    """Set what depends on the memory of rank 0's device, the same on all ranks: see fit_memory. Raises ConfigError.
 
-    On the CPU, the ranks of a node share its memory. Raises ConfigError.
+    On the CPU, the ranks of a node share its memory.
     """
-    if config.training.local_batch_size != -1:
+    section = config.parallelism
+    if config.training.local_batch_size != -1 and (section.pp == 1 or section.pp_split):
         return config
 
-    def choose() -> int:
-        memory = memory_of_a_rank(world)
-        return fit_local_batch_size(config, world.size, device_type=world.device_type, memory_bytes=memory)
+    def choose() -> tuple[int, tuple[str, ...]]:
+        found = fit_memory(config, world.size, device_type=world.device_type, memory_bytes=memory_of_a_rank(world))
+        return found.training.local_batch_size, found.parallelism.pp_split
 
-    rows = share_from_rank_0("local_batch_size", choose, world, store, config.comm.init_timeout_s)
-    return replace(config, training=replace(config.training, local_batch_size=rows))
+    rows, split = share_from_rank_0("memory", choose, world, store, config.comm.init_timeout_s)
+    return with_settings(config, {ROWS_KEY: rows, "parallelism.pp_split": tuple(split)})
+
+
+def fit_memory(config: JobConfig, world_size: int, *, device_type: str, memory_bytes: int) -> JobConfig:
+    """Replace training.local_batch_size = -1 by what fits `memory_bytes`, and set parallelism.pp_split if stages of
+    equal time do not fit, and stages of equal size need less. Raises ConfigError.
+
+    config: checked. memory_bytes: of a rank.
+    """
+    section = config.parallelism
+    if config.training.local_batch_size == -1:
+        rows = fit_local_batch_size(config, world_size, device_type=device_type, memory_bytes=memory_bytes)
+        return with_settings(config, {ROWS_KEY: rows})
+    if section.pp == 1 or section.pp_split or not has_estimate(config):
+        return config
+
+    sizes = resolve_degrees(section, world_size)
+
+    def planned_peak(config: JobConfig) -> int:
+        stages = plan_stages(config, sizes)
+        own = [[stages[index] for index in local_stages(section, rank)] for rank in range(section.pp)]
+        needs = (estimate_memory(config, sizes, rank, each, device_type=device_type) for rank, each in enumerate(own))
+        return max(need.total for need in needs)
+
+    by_size = with_settings(config, {"parallelism.pp_split": split_by_parameters(config)})
+    by_time, smaller = planned_peak(config), planned_peak(by_size)
+    if by_time <= USABLE * memory_bytes or by_time <= smaller:
+        return config
+    log.info(
+        "Pipeline: stages of equal time need %.1f GiB of %.1f GiB, and stages of equal size %.1f GiB, so "
+        "parallelism.pp_split balances parameters",
+        *(by_time / GIB, memory_bytes / GIB, smaller / GIB),
+    )
+    return by_size
 
 
 def fit_local_batch_size(config: JobConfig, world_size: int, *, device_type: str, memory_bytes: int) -> int:

@@ -173,7 +173,7 @@ class _Visit:
         self.model = config.hyper_parameters
         resolved = resolve_config(one_rank(config), world_size=1, device_type=profile.device)
         self.config = replace(resolved, parallelism=config.parallelism)
-        self.divisions: dict[tuple[int, str], tuple[Sequence[int], int]] = {}
+        self.divisions: dict[tuple[Any, ...], tuple[Sequence[int], int]] = {}
         self.bounds: dict[tuple[tuple[str, Any], ...], Sequence[tuple[float, Settings]]] = {}
 
     def options(self, key: str, values: Sequence[Any]) -> Sequence[Any]:
@@ -301,7 +301,7 @@ class _Visit:
 
     def _division(self, config: JobConfig) -> tuple[Sequence[int], int]:
         """(blocks of each pipeline rank, the rank of the last stage)."""
-        key = config.parallelism.pp, config.parallelism.pp_schedule
+        key = config.parallelism.pp, config.parallelism.pp_schedule, config.activation_checkpoint
         if key not in self.divisions:
             owners, blocks = stage_owners(config.parallelism), [0] * config.parallelism.pp
             stages = plan_stages(config, self._sizes(config))

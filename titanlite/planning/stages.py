@@ -19,7 +19,10 @@ from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.registry import memory_bytes
 from titanlite.parallel.data import is_wrapped, sharded_dimension
 from titanlite.parallel.expert import FEATURES
-from titanlite.parallel.pipeline import assign_units, num_stages
+from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
+from titanlite.parallel.pipeline import num_stages
+from titanlite.parallel.recompute import ActivationCheckpointConfig
+from titanlite.parallel.split import assign_units, split_stages, unit_weights
 from titanlite.parallel.tensor import tensor_dimension
 
 
@@ -115,7 +118,8 @@ class _Shape:
 @dataclass(frozen=True, eq=False)  # one for each model, compared by identity
 class Blueprint:
     """The parameters of a full model by unit. names: first module of each unit. blocks: index of the transformer block
-    of each unit, or None. buffers, block_buffers: elements of the model's own buffers, and of each block's.
+    of each unit, or None. weights: of unit_weights. buffers, block_buffers: elements of the model's own buffers, and of
+    each block's.
     """
 
     names: tuple[str, ...]
@@ -124,6 +128,7 @@ class Blueprint:
     buffers: int
     block_buffers: int
     structure: Structure
+    weights: tuple[int, ...]
 
     @cached_property
     def costs(self) -> list[int]:
@@ -156,8 +161,9 @@ def _blueprint(family_name: str, hyper_parameters: Any) -> Blueprint:
     of_blocks = sum(buffer.numel() for name in structure.blocks for buffer in model.get_submodule(name).buffers())
     buffers = sum(buffer.numel() for buffer in model.buffers())
     names = tuple(unit[0] for unit in structure.units)
+    weights = tuple(unit_weights(model, structure))
     block_buffers = of_blocks // max(len(structure.blocks), 1)
-    return Blueprint(names, tuple(units), blocks, buffers - of_blocks, block_buffers, structure)
+    return Blueprint(names, tuple(units), blocks, buffers - of_blocks, block_buffers, structure, weights)
 
 
 def plan_stages(config: JobConfig, sizes: Mapping[str, int]) -> list[Stage]:
@@ -168,18 +174,33 @@ def plan_stages(config: JobConfig, sizes: Mapping[str, int]) -> list[Stage]:
     section, dtypes = config.parallelism, config.training.dtypes
     shards, tp = sizes["dp_shard"] * sizes["cp"], sizes["tp"]
     wrapped = is_wrapped(shards * sizes["dp_replicate"] * tp, section.pp, dtypes)
-    split = tuple(section.pp_split), num_stages(section)
-    return list(
-        _stages(
-            blueprint(config.model), config.optimizer, dtypes.parameters, split, shards, tp, section.ep, wrapped=wrapped
-        )
+    model = blueprint(config.model)
+    flops = config.family.flops_per_token(config.hyper_parameters, config.training.seq_len)
+    split = _split(
+        *(model, section.pp, section.pp_schedule, tuple(section.pp_split), flops, config.activation_checkpoint)
     )
+    return list(_stages(model, config.optimizer, dtypes.parameters, split, shards, tp, section.ep, wrapped=wrapped))
+
+
+def split_by_parameters(config: JobConfig) -> tuple[str, ...]:
+    """parallelism.pp_split with the fewest parameters on the largest stage."""
+    model, section = blueprint(config.model), config.parallelism
+    _, *stages = assign_units(model.costs, [], num_stages(section))
+    return tuple(model.names[stage.start] for stage in stages)
 
 
 @cache
-def _split(model: Blueprint, cuts: tuple[str, ...], stages: int) -> list[range]:
+def _split(
+    model: Blueprint,
+    pp: int,
+    schedule: PipelineSchedule,
+    cuts: tuple[str, ...],
+    flops: int,
+    recompute: ActivationCheckpointConfig,
+) -> tuple[range, ...]:
     """The units of each stage."""
-    return assign_units(model.costs, [model.names.index(name) for name in cuts], stages)
+    section = ParallelismConfig(pp=pp, pp_schedule=schedule, pp_split=cuts)
+    return tuple(split_stages(model.weights, model.structure, flops, section, recompute))
 
 
 @lru_cache(maxsize=1024)  # a search plans the same stages many times
@@ -187,15 +208,14 @@ def _stages(
     model: Blueprint,
     optimizer: OptimizerConfig,
     stored: torch.dtype,
-    stage_split: tuple[tuple[str, ...], int],
+    split: tuple[range, ...],
     shards: int,
     tp: int,
     ep: int,
     *,
     wrapped: bool,
 ) -> tuple[Stage, ...]:
-    """stage_split: parallelism.pp_split, and the number of stages. shards: ranks that share a parameter."""
-    split = _split(model, *stage_split)
+    """split: the units of each stage. shards: ranks that share a parameter."""
     wide = torch.promote_types(stored, torch.float32).itemsize  # the dtype that init_buffers uses
     stages = []
     for index, own in enumerate(split):

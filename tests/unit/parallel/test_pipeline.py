@@ -1,6 +1,7 @@
 """The units of pipeline stages, and configurations that are refused before the run."""
 
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,17 +11,15 @@ from titanlite.models.family import ModelConfig, Structure, resolve_model
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import (
     SCHEDULES,
-    assign_units,
     check_pipeline,
     forward_timetable,
-    keep_units_,
     local_stages,
     num_stages,
     resolve_reshard_after_forward,
-    split_stages,
     stage_owners,
-    unit_costs,
 )
+from titanlite.parallel.recompute import ActivationCheckpointConfig
+from titanlite.parallel.split import assign_units, keep_units_, split_stages, unit_costs, unit_weights
 
 STRUCTURE = Structure((("embedding",), *((f"layers.{index}",) for index in range(6)), ("norm", "output")), {}, {})
 
@@ -74,14 +73,34 @@ def test_stages_together_are_the_model(schedule: PipelineSchedule, split: tuple[
     names: list[str] = []
     for stage in owned:
         part, structure = model_of(5)
-        stage_plan = keep_units_(part, structure, split_stages(part, structure, section)[stage])
+        stages = split_stages(unit_weights(part, structure), structure, 10**9, section, ActivationCheckpointConfig())
+        stage_plan = keep_units_(part, structure, stages[stage])
         names += [name for name, _ in part.named_parameters()]
-        assert sum(unit_costs(part, stage_plan)) == sum(parameter.numel() for parameter in part.parameters())
         assert all(stage_plan.blocks[name] == int(name.split(".")[1]) for name in stage_plan.blocks)
     assert names == [name for name, _ in model.named_parameters()]
     if split:
         assert names[-2:] == ["norm.weight", "output.weight"]
         assert {name.split(".")[0] for name, _ in part.named_parameters()} == {"norm", "output"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "schedule", "block", "head"),
+    [("none", "1F1B", 3, 5), ("selective", "ZBVZeroBubble", 3, 6), ("full", "Interleaved1F1B", 4, 5)],
+)
+@pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
+def test_the_cost_of_units_is_their_flops(
+    family: str, mode: Any, schedule: PipelineSchedule, block: int, head: int
+) -> None:
+    """Those of the model's formula, in which tokens use some of the experts, by the passes of each unit."""
+    model, config = resolve_model(ModelConfig(family=family, overrides={"n_layers": 3}))
+    with torch.device("meta"):
+        weights = unit_weights(model.build(config), structure := model.structure(config))
+    section, recompute = ParallelismConfig(pp=2, pp_schedule=schedule), ActivationCheckpointConfig(mode=mode)
+    flops, output = model.flops_per_token(config, 4096), 6 * config.vocab_size * config.dim
+    embedding, *blocks, last = unit_costs(weights, structure, flops, section, recompute)
+    assert (embedding, last) == (0, head * output)
+    assert sum(blocks) == pytest.approx(block * (flops - output), rel=1e-6)
+    assert len(set(blocks)) == 1
 
 
 def test_stages_of_a_rank() -> None:

@@ -12,11 +12,13 @@ from titanlite.config.schema import JobConfig
 from titanlite.parallel.mesh import Mesh
 from titanlite.planning import automatic
 from titanlite.planning import estimate as estimate_module
-from titanlite.planning.automatic import agree_on_local_batch_size, fit_local_batch_size
+from titanlite.planning.automatic import agree_on_memory, fit_local_batch_size
 from titanlite.planning.estimate import estimate
 from titanlite.planning.memory_check import Need, explained_out_of_memory, plan_memory, verdict
 from titanlite.planning.pipeline_order import Action, schedule_order
 from titanlite.planning.rank_memory import Memory
+from titanlite.planning.search import with_settings
+from titanlite.planning.stages import split_by_parameters
 from titanlite.ranks.distributed import World
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.memory import GIB, USABLE
@@ -114,12 +116,32 @@ def test_all_ranks_take_the_local_batch_of_rank_0(
     store = dist.HashStore()
     monkeypatch.setattr(automatic, "device_memory_bytes", lambda _: shared)
     with caplog.at_level("INFO"):
-        first = agree_on_local_batch_size(config, World(0, 0, 2, "cpu", 2), store)
+        first = agree_on_memory(config, World(0, 0, 2, "cpu", 2), store)
     assert "local_batch_size = -1: 6 sequences per microbatch, accumulation 2; planned peak" in caplog.text
     monkeypatch.setattr(automatic, "device_memory_bytes", lambda _: 1)
-    assert agree_on_local_batch_size(config, World(1, 1, 2, "cpu", 2), store) == first
+    assert agree_on_memory(config, World(1, 1, 2, "cpu", 2), store) == first
     assert first.training.local_batch_size == 6
-    assert agree_on_local_batch_size(first, World(0, 0, 2, "cpu", 2), store) is first
+    assert agree_on_memory(first, World(0, 0, 2, "cpu", 2), store) is first
+
+
+def test_stages_of_equal_time_that_do_not_fit_give_way_to_stages_of_equal_size(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same on all ranks. A larger head is as large as the embedding, and takes longer."""
+    settings = ("model.n_layers=8", "model.vocab_size=4096", "parallelism.pp=2", "training.global_batch_size=8")
+    config = small_config(2, *settings, "training.local_batch_size=8")
+    by_size = with_settings(config, {"parallelism.pp_split": split_by_parameters(config)})
+    peaks = [estimate(each, 2, device_type="cpu").largest.memory.total for each in (config, by_size)]
+    assert peaks[0] > peaks[1]
+    for share, expected in ((1.01, config), (0.99, by_size)):
+        memory, store = round(2 * share * peaks[0] / USABLE), dist.HashStore()
+        monkeypatch.setattr(automatic, "device_memory_bytes", lambda _, memory=memory: memory)
+        with caplog.at_level("INFO"):
+            assert agree_on_memory(config, World(0, 0, 2, "cpu", 2), store) == expected
+        assert ("pp_split balances parameters" in caplog.text) == (expected is by_size)
+        monkeypatch.setattr(automatic, "device_memory_bytes", lambda _: 2**50)
+        assert agree_on_memory(config, World(1, 1, 2, "cpu", 2), store) == expected
+    assert agree_on_memory(by_size, World(0, 0, 2, "cpu", 2), store) is by_size
 
 
 def test_a_failed_allocation_shows_the_plan_beside_the_peak() -> None:

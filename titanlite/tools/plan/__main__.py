@@ -4,7 +4,7 @@ no tokenizer."""
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass
 from typing import Annotated, Literal
 
 import tyro
@@ -12,7 +12,7 @@ import tyro
 from titanlite.config.load import parse, resolve
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import COMMAND_LINE
-from titanlite.planning.automatic import fit_local_batch_size
+from titanlite.planning.automatic import fit_memory
 from titanlite.planning.estimate import estimate, require_estimate
 from titanlite.planning.hardware.machine import Profile, load_profile, profile_names
 from titanlite.planning.search import search
@@ -84,10 +84,7 @@ def main(argv: Sequence[str]) -> None:
         return
     if is_auto:
         raise UsageError('parallelism.layout = "auto" depends on the machine: add --hardware, the profile of one')
-    if config.training.local_batch_size == -1:
-        memory = round(memory_gib * GIB)
-        rows = fit_local_batch_size(config, options.world_size, device_type=device, memory_bytes=memory)
-        config = replace(config, training=replace(config.training, local_batch_size=rows))
+    config = fit_memory(config, options.world_size, device_type=device, memory_bytes=round(memory_gib * GIB))
     plan = estimate(config, options.world_size, device_type=device)
     text = report(config, plan, memory_gib)
     if profile is not None:

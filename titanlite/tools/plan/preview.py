@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.toml import print_config
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.parallel.mesh import resolve_degrees
-from titanlite.planning.automatic import fit_local_batch_size
+from titanlite.planning.automatic import fit_memory
 from titanlite.planning.estimate import estimate, has_estimate
 from titanlite.planning.hardware.machine import load_profile
 from titanlite.planning.search import SEARCHED, search, with_settings
@@ -94,10 +93,7 @@ def _dry_run(parsed: Parsed, config: JobConfig, world_size: int, local_size: int
         config = _with_fastest_layout(parsed.origins.keys(), config, world_size, memory_gib)
     lines = [f"The memory of the family {config.model.family} cannot be planned", ""]
     if has_estimate(config):
-        if config.training.local_batch_size == -1:
-            memory_bytes = round(memory_gib * GIB)
-            rows = fit_local_batch_size(config, world_size, device_type=device_type, memory_bytes=memory_bytes)
-            config = replace(config, training=replace(config.training, local_batch_size=rows))
+        config = fit_memory(config, world_size, device_type=device_type, memory_bytes=round(memory_gib * GIB))
         plan = estimate(config, world_size, device_type=device_type)
         lines = [report(config, plan, memory_gib)]
     vocab_size = config.hyper_parameters.vocab_size

@@ -1,0 +1,129 @@
+"""The split of a model into pipeline stages of equal time."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from torch import nn
+
+from titanlite.models.family import Structure
+from titanlite.parallel.mesh import ParallelismConfig
+from titanlite.parallel.pipeline import num_stages, splits_backward
+from titanlite.parallel.recompute import ActivationCheckpointConfig, inside_compilation, recomputes
+
+
+def assign_units(costs: Sequence[int], cuts: Sequence[int], stages: int) -> list[range]:
+    """The units of each stage, contiguous and at least one.
+
+    cuts: index of the first unit of each stage except the first stage. If empty, minimizes the maximum stage cost, and
+    among those splits the sum of squared stage costs.
+    """
+    starts = [0, *cuts]
+    if not cuts:
+        totals = [0, *accumulate(costs)]
+        most, _ = _best_split(totals, stages, max)
+        _, starts = _best_split(totals, stages, lambda so_far, cost: so_far + cost * cost if cost <= most else math.inf)
+    return [range(start, end) for start, end in pairwise([*starts, len(costs)])]
+
+
+def _best_split(totals: Sequence[int], stages: int, combine: Callable[[float, int], float]) -> tuple[float, list[int]]:
+    """(value, first unit of each stage) of the split with the smallest value.
+
+    combine(value of the previous stages, cost of a stage): value of the stages up to this one. totals: cost of all
+    units before each unit, and of all units.
+    """
+    best: list[tuple[float, list[int]]] = [(0, []), *[(math.inf, [])] * (len(totals) - 1)]
+    for _ in range(stages):
+        best = [
+            min(
+                (
+                    (combine(best[start][0], totals[end] - totals[start]), [*best[start][1], start])
+                    for start in range(end)
+                    if best[start][0] < math.inf
+                ),
+                default=(math.inf, []),
+            )
+            for end in range(len(totals))
+        ]
+    return best[-1]
+
+
+def unit_weights(model: nn.Module, structure: Structure) -> list[int]:
+    """Elements of the parameters of each unit that multiply tokens: all but embeddings and vectors, such as norms."""
+    return [
+        sum(
+            parameter.numel()
+            for name in unit
+            for module in model.get_submodule(name).modules()
+            if not isinstance(module, nn.Embedding)
+            for parameter in module.parameters(recurse=False)
+            if parameter.dim() > 1
+        )
+        for unit in structure.units
+    ]
+
+
+def unit_costs(
+    weights: Sequence[int],
+    structure: Structure,
+    flops_per_token: int,
+    section: ParallelismConfig,
+    recompute: ActivationCheckpointConfig,
+) -> list[int]:
+    """Time of each unit in a pipeline, as FLOPs for 3 tokens. An embedding takes no time.
+
+    weights: from unit_weights. flops_per_token: of the model, without recomputation. The blocks share what other units
+    leave of it by their weights: experts count as far as tokens use them, and attention by the length of the sequences.
+    A recomputed block has a second forward pass. So has the head in each backward pass, and its softmax in float32
+    takes about as long as another: 1.2 of it by the plan, on an H100 with a width of 4,096.
+    """
+    blocks = [structure.blocks.get(unit[0]) for unit in structure.units]
+    apart = sum(6 * weight for weight, block in zip(weights, blocks, strict=True) if block is None)
+    shared = max(sum(weights) - apart // 6, 1)
+    head_passes = 5 + splits_backward(section)  # of a third of the 6 FLOPs of a weight each
+    by_op = inside_compilation(recompute)  # which recomputes no matrix products
+    return [
+        head_passes * 6 * weight
+        if block is None
+        else (3 + (recomputes(recompute, block) and not by_op)) * (max(flops_per_token - apart, 0) * weight // shared)
+        for weight, block in zip(weights, blocks, strict=True)
+    ]
+
+
+def split_stages(
+    weights: Sequence[int],
+    structure: Structure,
+    flops_per_token: int,
+    section: ParallelismConfig,
+    recompute: ActivationCheckpointConfig,
+) -> list[range]:
+    """The units of each stage of the full model: by pp_split, or balanced by time if it is empty. Arguments: as those
+    of unit_costs."""
+    names = [unit[0] for unit in structure.units]
+    cuts = [names.index(name) for name in section.pp_split]
+    costs = unit_costs(weights, structure, flops_per_token, section, recompute)
+    return assign_units(costs, cuts, num_stages(section))
+
+
+def describe_stages(structure: Structure, stages: Sequence[range]) -> str:
+    """First and last module of each stage, for the start log."""
+    ends = [(structure.units[units[0]][0], structure.units[units[-1]][-1]) for units in stages]
+    return " | ".join(first if first == last else f"{first} to {last}" for first, last in ends)
+
+
+def keep_units_(model: nn.Module, structure: Structure, stage: range) -> Structure:
+    """Remove all units but those of `stage` from the model, in place; return the structure of the stage."""
+    for index, unit in enumerate(structure.units):
+        for name in unit if index not in stage else ():
+            parent, _, leaf = name.rpartition(".")
+            owner = model.get_submodule(parent)
+            if isinstance(owner, nn.ModuleDict):
+                del owner[leaf]
+            else:
+                setattr(owner, leaf, None)
+    units = tuple(structure.units[index] for index in stage)
+    names = {name for unit in units for name in unit}
+    return replace(
+        structure, units=units, blocks={name: index for name, index in structure.blocks.items() if name in names}
+    )
