@@ -261,7 +261,8 @@ def log_step(config: JobConfig, run: Run, step: int) -> Record:
     of_experts, loads = run.expert_loads.flush(step)
     digest = None if run.trainer.exact is None else weights_digest(run.trainer.exact)
     too_long = loader.too_long_by_name(counts=counts_rows)
-    record = run.meter.flush(own_epochs, too_long, of_experts, run.goodput.columns, digest)
+    bits = {"digest": digest, "computed_by": run.computed_by}
+    record = run.meter.flush(own_epochs, too_long, of_experts, run.goodput.columns, bits)
     run.loggers.write(record)
     if loads is not None:
         run.loggers.write(loads)

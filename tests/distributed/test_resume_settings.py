@@ -151,6 +151,38 @@ def test_other_changes_are_logged_accepted_or_ignored(tmp_path: Path) -> None:
     assert not any(name.endswith("exp_avg in the optimizer") and "wq" in name for name in muon.begin)
 
 
+def test_bit_equal_runs_refuse_or_mark_what_changes_the_bits(tmp_path: Path) -> None:
+    exact = ("training.bit_equal=true", "training.dtype=float32", "training.local_batch_size=1")
+    chunks = (*exact, *EIGHT, "loss.chunk_tokens=7")
+    base, *refused, marked, again = start_runs(
+        tmp_path,
+        [
+            Start((*FOUR, *exact)),
+            *(
+                Start((*EIGHT, *exact, *other))
+                for other in (("training.local_batch_size=2",), ("training.bit_equal=false",))
+            ),
+            Start((*chunks, "parallelism.dp_shard=2"), 2, kill=(7, 0)),
+            Start(chunks),
+        ],
+    )
+    for outcome, line in zip(refused, ("bit_equal.rows: 1 in the checkpoint, 2 now", "bit_equal: {"), strict=True):
+        assert line in outcome.error
+        assert "resume with the checkpoint's training.bit_equal, rows" in outcome.error
+    warning = "From step 5 on, the bits may not be those of an uninterrupted run, since these differ:"
+    changed = "  loss.chunk_tokens: 256 in the checkpoint, 7 now"
+    assert f"{warning}\n{changed}" in marked.lines
+    assert again.step == 6
+    assert not again.logged("the bits may not")
+    marks = [row["computed_by"] for row in numbers(tmp_path / "run")]
+    first = marks[0]
+    second = marks[-1].removeprefix(f"{first}, ")
+    assert marks == [first] * 4 + [f"{first}, {second}"] * 4
+    computations = read_manifest(tmp_path / "run" / "checkpoint" / "step-8").computations
+    assert [(each.step, each.id) for each in computations] == [(0, first), (4, second)]
+    assert base.logged(f"Bits: computed by {first}: torch ")
+
+
 def ledger(outcome: Outcome) -> dict[int, str]:
     """Hashes of all training rows by number; fails if a row occurs twice."""
     rows = [item for step in sorted(outcome.rows) for item in outcome.rows[step].items()]

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import platform
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +22,10 @@ from titanlite.data.sources.base import Source, sampled_digest
 from titanlite.data.tasks import EncodedTask
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.hf.folder import PREFIX
+from titanlite.planning.estimate import loss_chunk
 from titanlite.ranks.agreement import MODULE
 from titanlite.ranks.distributed import World
+from titanlite.runtime.environment import read_system
 from titanlite.runtime.plugins import MODULE_PREFIX, code_digest, plugin_digests
 
 PACKAGES = ("numpy", "tokenizers", "datasets", "pyarrow")
@@ -80,6 +83,29 @@ def code_facts(environment: Mapping[str, str]) -> dict[str, str]:
     root = Path(titanlite.__file__).parent
     files = {f"titanlite/{file.relative_to(root)}": file for file in root.rglob("*.py")} | _user_modules(root)
     return facts | {name: f"sha256 {code_digest([file.read_bytes()])}" for name, file in files.items()}
+
+
+def computation_facts(config: JobConfig, device: torch.device) -> dict[str, str]:
+    """What decides the bits of a step, with training.bit_equal, and may differ between starts. config: resolved."""
+    layout = config.parallelism
+    facts = {"torch": torch.__version__, "device": device_kind(device)}
+    facts |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    facts |= {name: str(getattr(layout, name)) for name in ("tp", "cp", "ep") if getattr(layout, name) > 1}
+    if layout.cp > 1:
+        facts["context_parallel"] = layout.context_parallel
+    if config.compile.enable:
+        facts["compile"] = config.compile.backend
+    chunk = loss_chunk(config, config.hyper_parameters.vocab_size, device.type)
+    return facts | {"loss.chunk_tokens": str(chunk)}
+
+
+def device_kind(device: torch.device) -> str:
+    """The name of a GPU; of a CPU, its model and the instructions that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    lines = read_system("/proc/cpuinfo").splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{model or platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def content_facts(

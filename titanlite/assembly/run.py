@@ -21,11 +21,12 @@ from titanlite.assembly.description import (
     describe_training,
     record_start,
 )
-from titanlite.assembly.facts import code_facts, content_facts
+from titanlite.assembly.facts import code_facts, computation_facts, content_facts, device_kind
 from titanlite.assembly.job import Job
 from titanlite.assembly.model import allocate_parts, build_parts, build_trainer
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
+from titanlite.checkpoint.manifest import Computation, computed_by
 from titanlite.checkpoint.preflight import imported_from
 from titanlite.checkpoint.start import RunFacts, Start, StartFinder
 from titanlite.checkpoint.state import RunState
@@ -77,6 +78,7 @@ from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.dump_folder import prepare_dump_folder
 from titanlite.runtime.durability import replace_file
+from titanlite.runtime.environment import chooses_threads
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import append_errors_to, log, open_log_file
 from titanlite.runtime.peak_flops import device_peak_flops
@@ -89,7 +91,8 @@ class Run:
 
     trainer: has the mesh, and the step from which the run starts. checkpoints: None if checkpoint.enable is false.
     stop: the stop request by signals, not yet active. validation: None if validation.enable is false. samples: None
-    without samples.prompts. memory: planned for this rank; None if the family cannot be planned.
+    without samples.prompts. memory: planned for this rank; None if the family cannot be planned. computed_by: see
+    Record.
     """
 
     trainer: Trainer
@@ -107,6 +110,7 @@ class Run:
     validation: Validation | None
     samples: Samples | None
     memory: Memory | None
+    computed_by: str | None
 
 
 def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[str, str], cleanup: ExitStack) -> Run:
@@ -118,7 +122,7 @@ def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[st
     began = time.monotonic()
     config = job.config
     apply_determinism(config.debug)
-    if config.training.bit_equal and world.device_type == "cpu" and "OMP_NUM_THREADS" not in environment:
+    if config.training.bit_equal and world.device_type == "cpu" and not chooses_threads(environment):
         torch.set_num_threads(1)  # the order of sums depends on their number
     pin_kernels(world.device)
     require_no_checkpoints(config)
@@ -130,6 +134,8 @@ def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[st
     weights = imported.files() if imported else []
     held_out = [source for loader in data.held_out.values() for source in loader.sources]
     content = content_facts(config, data.tokenizer, data.loader.sources, held_out, data.tasks, weights)
+    if config.training.bit_equal:
+        content["device"] = device_kind(world.device)
     require_equal("content", content, world, store, config.comm.init_timeout_s)
     group = init_process_group(world, store, config.comm)
     cleanup.callback(dist.destroy_process_group)
@@ -168,6 +174,7 @@ def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[st
         validation=build_validation(job, trainer, data, meter, loggers, stop, start),
         samples=build_samples(config, trainer, data.tokenizer, meter, loggers, start),
         memory=memory,
+        computed_by=describe_computations(config, start, world.device),
     )
 
 
@@ -253,7 +260,9 @@ def build_checkpoints(
         Path(config.job.dump_folder, config.checkpoint.folder),
         state,
         meter,
-        run_on_rank_0(lambda: checkpoint_facts(config, data.tokenizer, data.loader.sources), saving_group),
+        run_on_rank_0(
+            lambda: checkpoint_facts(config, data.tokenizer, data.loader.sources, mesh.world.device), saving_group
+        ),
         config.training.steps,
         saving_group,
         imported,
@@ -273,6 +282,15 @@ def load_start(config: JobConfig, trainer: Trainer, checkpoints: Checkpoints) ->
     if (jump := describe_jump(config, start)) and trainer.mesh.world.rank == 0:
         log.warning("%s", jump)
     return start
+
+
+def describe_computations(config: JobConfig, start: Start, device: torch.device) -> str | None:
+    """Log what computes the steps; return computed_by of the run's records, None without training.bit_equal."""
+    if not config.training.bit_equal:
+        return None
+    computations = start.computations or (Computation(0, computation_facts(config, device)),)
+    log.info("Bits: computed by %s: %s", computations[-1].id, computations[-1])
+    return computed_by(computations)
 
 
 def build_run_loggers(config: JobConfig, world: World, meter: Meter, resume_step: int, about: AboutRun) -> Loggers:
@@ -433,7 +451,9 @@ def build_samples(
     )
 
 
-def checkpoint_facts(config: JobConfig, tokenizer: Tokenizer | None, sources: Sequence[Source]) -> RunFacts:
+def checkpoint_facts(
+    config: JobConfig, tokenizer: Tokenizer | None, sources: Sequence[Source], device: torch.device
+) -> RunFacts:
     """Facts about the run that checkpoints store. Call on one process only: it reads samples of the data.
 
     sources: those of the loader.
@@ -455,7 +475,8 @@ def checkpoint_facts(config: JobConfig, tokenizer: Tokenizer | None, sources: Se
         facts["bit_equal"] = {"rows": rows, "threads": torch.get_num_threads()}
     versions = {"titanlite": titanlite.__version__, "torch": torch.__version__, "draws": DRAW_VERSION}
     facts, values, versions = (json.loads(json.dumps(part)) for part in (facts, asdict(config), versions))
-    return RunFacts(facts, values, versions, keys_that_affect("numbers", "reports"))
+    computation = computation_facts(config, device) if config.training.bit_equal else {}
+    return RunFacts(facts, values, versions, keys_that_affect("numbers", "reports"), computation)
 
 
 def without_options_of_start(config: JobConfig) -> JobConfig:

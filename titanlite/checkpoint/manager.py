@@ -145,6 +145,7 @@ class Checkpoints:
             created=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
             files={},
             digest=self._state.digest(),
+            computations=self._start.computations,
         )
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ Does not import DCP, which is slow.
 import errno
 import json
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, NotRequired
@@ -15,7 +15,7 @@ import xxhash
 from pydantic import ConfigDict, GetPydanticSchema, with_config
 from typing_extensions import TypedDict
 
-from titanlite.runtime.cache import hash_of
+from titanlite.runtime.cache import content_key, hash_of
 from titanlite.runtime.durability import write_file
 from titanlite.runtime.json_files import JsonError, of_type, parse_json, read_regular
 
@@ -65,6 +65,26 @@ class Branch:
     launch: str = ""
 
 
+@dataclass(frozen=True)
+class Computation:
+    """What computes the steps after `step`, with training.bit_equal: other facts give other bits. facts: by name."""
+
+    step: int
+    facts: Mapping[str, str]
+
+    @property
+    def id(self) -> str:
+        return content_key(self.facts)[:6]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.facts.items())
+
+
+def computed_by(computations: Iterable[Computation]) -> str:
+    """The ids of what has computed a run, in order."""
+    return ", ".join(each.id for each in computations)
+
+
 class _Counts(TypedDict):
     """The fields of MeterState."""
 
@@ -106,7 +126,7 @@ class Manifest:
     step: optimizer steps done. content: "full", or "model" for parameters only. lineage: branches of the run, latest
     last. counts: running totals of the meter, by name. facts: values compared at a resume (see compatibility.py).
     config: the resolved configuration. versions: of the software. created: UTC time. files: all files of the folder
-    except MANIFEST.json. digest: of the weights, with training.bit_equal.
+    except MANIFEST.json. With training.bit_equal, digest: of the weights; computations: of the run so far.
     """
 
     step: int
@@ -120,11 +140,12 @@ class Manifest:
     files: Mapping[str, FileRecord]
     format: int = FORMAT_VERSION
     digest: str = ""
+    computations: tuple[Computation, ...] = ()
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write MANIFEST.json and sync it to disk. Raises OSError."""
-    content = {key: value for key, value in asdict(manifest).items() if key != "digest" or value}
+    content = {key: value for key, value in asdict(manifest).items() if key not in ("digest", "computations") or value}
     text = json.dumps(content | {"hash": {HASH: _NO_HASH}}, indent=1) + "\n"
     text = _replace_last(text, _NO_HASH, _digest(text))
     write_file(folder / MANIFEST_FILE, text.encode())

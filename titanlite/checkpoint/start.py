@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from titanlite.checkpoint.compatibility import (
 )
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.folder import latest_manifest, published_steps, step_folder, supersede_after
-from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, Manifest
+from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, Computation, Manifest
 from titanlite.checkpoint.saver import probe
 from titanlite.checkpoint.state import LARGEST, MODEL, STREAMS, RunState, first_not_finite
 from titanlite.checkpoint.storage import first_failure, load_tensors, read_shapes
@@ -42,12 +42,14 @@ from titanlite.runtime.logging import log
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The run's fields of a manifest, as JSON values; see Manifest. logged: full keys whose change is logged."""
+    """The run's fields of a manifest, as JSON values; see Manifest. logged: full keys whose change is logged.
+    computation: facts of the Computation of this start; {} without training.bit_equal."""
 
     facts: Mapping[str, Any]
     config: Mapping[str, Any]
     versions: Mapping[str, Any]
     logged: Collection[str] = ()
+    computation: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Start:
 
     step: optimizer steps done; 0 for a new run. lineage: see Manifest. config: the checkpoint's, by section; {} without
     a checkpoint. resumes: whether the run resumes in its own folder. generation_config: that of the checkpoint or of
-    the imported model, if any, for the checkpoints of the run.
+    the imported model, if any, for the checkpoints of the run. computations: see Manifest, this start's included.
     """
 
     step: int
@@ -64,6 +66,7 @@ class Start:
     config: Mapping[str, Any]
     resumes: bool = False
     generation_config: bytes | None = None
+    computations: tuple[Computation, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,8 @@ class StartFinder:
         if superseded:
             log.info("Renamed as superseded: the checkpoints of steps %s", ", ".join(map(str, superseded)))
         defaults = self._generation_config(found)
-        return Start(step, lineage, found.manifest.config, resumes=True, generation_config=defaults)
+        earlier = found.manifest
+        return Start(step, lineage, earlier.config, True, defaults, self._computations(step, earlier.computations))
 
     def _has_gone_back(self) -> bool:
         """Whether this launch has gone back to load_step before a restart of its ranks."""
@@ -142,9 +146,21 @@ class StartFinder:
                 self._load_all(found)
                 step = found.manifest.step
                 lineage = (*found.manifest.lineage, _new_branch(step))
-                return Start(step, lineage, found.manifest.config, generation_config=defaults)
+                computations = self._computations(step, found.manifest.computations)
+                return Start(step, lineage, found.manifest.config, False, defaults, computations)
             self._load_weights(found)
-        return Start(0, (_new_branch(0),), {}, generation_config=defaults)
+        return Start(0, (_new_branch(0),), {}, False, defaults, self._computations(0))
+
+    def _computations(self, step: int, earlier: tuple[Computation, ...] = ()) -> tuple[Computation, ...]:
+        """Those of the run, this start's included; warns if it differs from the last one."""
+        now = self.about.computation
+        if not now or (earlier and earlier[-1].facts == now):
+            return earlier
+        if earlier:
+            lines = [f"  {line.removeprefix('.')}" for line in differences(earlier[-1].facts, now, "")]
+            head = f"From step {step + 1} on, the bits may not be those of an uninterrupted run, since these differ:"
+            warn_on_rank_0("\n".join([head, *lines]), self.group)
+        return (*earlier, Computation(step, now))
 
     def _generation_config(self, found: Found) -> bytes | None:
         """The generation_config.json of a checkpoint, if it has one."""

@@ -165,6 +165,7 @@ def table_lines(record: Record, total_steps: int, keys: Sequence[str] = ()) -> t
     header = " ".join(f"{name:>{width}}" for name, width, _ in columns)
     values = " ".join(f"{text:>{width}}" for _, width, text in columns)
     digest = [f" | digest {record.digest}"] if record.digest else []
+    digest += [f" by {record.computed_by}"] if "," in (record.computed_by or "") else []
     return header, "".join([values, *(f" | {name} {count}" for name, count in rare if count), *digest])
 
 

@@ -229,14 +229,14 @@ class Meter:
         too_long: Mapping[str, int] | None = None,
         experts: Mapping[str, float] | None = None,
         goodput: Callable[[], Mapping[str, float]] = dict,
-        digest: str | None = None,
+        bits: Mapping[str, str | None] | None = None,
     ) -> Record:
         """End the interval; return the record of the last noted step, the same on all ranks except for times.
 
         epochs, too_long: this data rank's, by source; they are summed over ranks, so ranks other than the data leader
         pass 0. The keys of too_long are those of its columns, the same on all ranks. experts: of the interval. goodput:
-        Goodput.columns, called when the steps have ended. digest: see Record. A collective over the group. The host
-        waits for the device here only (and before it for experts), so the measured time is that of the steps.
+        Goodput.columns, called when the steps have ended. bits: columns of Record. A collective over the group. The
+        host waits for the device here only (and before it for experts), so the measured time is that of the steps.
         """
         assert self._last is not None, "flush without a step"
         assert self._num_steps > 0, "flush without a step since the last one"
@@ -270,7 +270,6 @@ class Meter:
             bad_rows=int(sum(bad_rows)),
             interval_loss=loss_sum / num_counted if num_counted else None,
             mfu=None if self._mesh_peak_flops is None else flops / self._mesh_peak_flops,
-            digest=digest,
             slowest_rank=slowest.rank if slowest else None,
             slowest_host=slowest.host if slowest else None,
             slowest_ratio=slowest.ratio if slowest else None,
@@ -281,6 +280,7 @@ class Meter:
             watched=self._watched_means() if any(watched) else {},
             experts=experts or {},
             goodput=goodput(),
+            **(bits or {}),
         )
         self._interval.zero_()
         self._by_source[:2] = 0

@@ -70,6 +70,9 @@ class Record:
     """Model FLOP/s as a fraction of the devices' peak; None if the peak is unknown."""
     digest: str | None = None
     """With training.bit_equal: the digest of the weights after this step, the same on all meshes."""
+    computed_by: str | None = None
+    """With training.bit_equal: six digits of torch's version, the device and what else decides bits; at each resume
+    that changes them, those of the following steps are added."""
     slowest_rank: int | None = None
     """The rank with the highest slowest_ratio; None, like the next two, if no rank has peers in its pipeline stage."""
     slowest_host: str | None = None

@@ -9,6 +9,9 @@ from pathlib import Path
 
 OPEN_FILES = 65_536
 
+CHOSE_THREADS = "TITANLITE_CHOSE_THREADS"
+"""Set if the launcher of run_train.sh, not the user, has set OMP_NUM_THREADS."""
+
 _NAMES = {
     "CUBLAS_WORKSPACE_CONFIG",
     "DEVICE",
@@ -36,6 +39,11 @@ def raise_open_file_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < limit:
         with suppress(ValueError, OSError):  # macOS has another limit below the hard one
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def chooses_threads(environment: Mapping[str, str]) -> bool:
+    """Whether the user has given the number of threads of a process. environment: at program start."""
+    return "OMP_NUM_THREADS" in environment and CHOSE_THREADS not in environment
 
 
 def read_system(path: str) -> str:

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 import tyro
 from torch import Tensor
 
+from titanlite.checkpoint.manifest import Computation, computed_by
 from titanlite.checkpoint.state import AVERAGE, MODEL, OPTIMIZER
 from titanlite.checkpoint.storage import first_failure, load_tensors, read_shapes
 from titanlite.hf.folder import CONFIG_FILE, open_folder
@@ -40,13 +41,16 @@ class Options:
 
 @dataclass(frozen=True)
 class Sums:
-    """The sums of bits of a run or folder, by part and name of the tensor; see sum_of_bits."""
+    """The sums of bits of a run or folder, by part and name of the tensor; see sum_of_bits. computations: of the run,
+    with training.bit_equal."""
 
     where: str
     parts: Mapping[str, Mapping[str, int]]
+    computations: Sequence[Computation] = ()
 
     def __str__(self) -> str:
-        found = (f"{part} {combine(sums, sums.values())}" for part, sums in self.parts.items() if sums)
+        found = [f"{part} {combine(sums, sums.values())}" for part, sums in self.parts.items() if sums]
+        found += [f"computed by {computed_by(self.computations)}"] if self.computations else []
         return f"{', '.join(found)}  {self.where}"
 
 
@@ -60,6 +64,10 @@ def main(argv: Sequence[str]) -> None:
         found.append(sums_of(path, allow_import=options.allow_import))
         print(found[-1], flush=True)
     differing = [line for other in found[1:] for line in differences(found[0], other)]
+    computations = {each.id: each for sums in found for each in sums.computations}
+    if len(computations) > 1:
+        for each in computations.values():
+            print(f"{each.id}: {each}")
     if len(found) > 1:
         print("\n".join(differing) or "equal: all tensors that they have in common, bit for bit")
     sys.exit(bool(differing))
@@ -97,7 +105,7 @@ def sums_of(path: Path, *, allow_import: bool) -> Sums:
         names = (name for name in stored if name.startswith(prefix))
         own = [name for name in names if part != "weights" or name.removeprefix(prefix) in parameters]
         parts[part] = _sums({name.removeprefix(prefix): partial(load, name, *stored[name]) for name in own})
-    return Sums(str(run.path), parts)
+    return Sums(str(run.path), parts, run.manifest.computations)
 
 
 def _sums(tensors: Mapping[str, Callable[[], Tensor]]) -> dict[str, int]:

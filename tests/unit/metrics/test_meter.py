@@ -144,7 +144,18 @@ def test_the_keys_of_a_row(group: dist.ProcessGroup) -> None:
     meter = meter_of(group, clock, peak_flops=1e12)
     note(meter, clock, 1, stats_of(1.0))
     row = meter.flush().row()
-    left_out = ("epochs", "too_long", "by_source", "terms", "watched", "experts", "goodput", "digest", *SLOWEST)
+    left_out = (
+        "epochs",
+        "too_long",
+        "by_source",
+        "terms",
+        "watched",
+        "experts",
+        "goodput",
+        *SLOWEST,
+        "digest",
+        "computed_by",
+    )
     assert list(row) == [field.name for field in fields(Record) if field.name not in left_out] == KEYS
     assert row["mfu"] == pytest.approx(512 * 1e6 / 1e12)
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.run import parse_args
 
 from titanlite.ranks import failure
+from titanlite.runtime.environment import chooses_threads
 from titanlite.runtime.errors import UsageError, UserError
 from titanlite.runtime.waiting import NoAnswerError
 from titanlite.torchrun import launcher, nodes
@@ -279,6 +280,7 @@ def test_threads_of_each_process(
 ) -> None:
     started(monkeypatch, "--", **variables)
     assert os.environ["OMP_NUM_THREADS"] == threads
+    assert chooses_threads(os.environ) == (len(variables) > 1)
     said = (
         ""
         if len(variables) > 1

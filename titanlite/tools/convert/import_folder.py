@@ -68,9 +68,8 @@ def write_run(source: ModelFolder, folder: Path, out: Path, dtype: DtypeName) ->
     if source.generation_config is not None:
         records[GENERATION_FILE] = write_recorded(writing / GENERATION_FILE, source.generation_config)
     resolved = resolve_config(config, world_size=1, device_type="cpu")
-    about = checkpoint_facts(
-        replace(resolved, data=replace(resolved.data, sources=())), tokenizer, ()
-    )  # no data seen yet
+    unseen = replace(resolved, data=replace(resolved.data, sources=()))
+    about = checkpoint_facts(unseen, tokenizer, (), torch.device("cpu"))
     manifest = Manifest(
         step=0,
         content="model",
