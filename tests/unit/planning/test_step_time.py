@@ -172,23 +172,24 @@ def test_the_orthogonalization_has_the_rate_of_its_dtype() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "most"),
     [
-        "model.flavor=8B model.n_layers=16",
-        "model.flavor=1B model.tie_embeddings=false",
-        "model.flavor=8B activation_checkpoint.mode=full",
+        ("model.flavor=8B model.n_layers=16", 1.0),
+        ("model.flavor=1B model.n_layers=16 model.tie_embeddings=false", 1.03),
+        ("model.flavor=8B model.n_layers=32 activation_checkpoint.mode=full", 1.0),
     ],
 )
-def test_automatic_stages_are_as_fast_as_the_best(settings: str) -> None:
+def test_automatic_stages_are_as_fast_as_the_best(settings: str, most: float) -> None:
     """Of all splits in two, by a profile that the split does not know. Stages of equal size take 5 to 22 % longer."""
-    on, pipeline = load_profile("h100"), ("training.seq_len=8192", "parallelism.pp=2", "training.local_batch_size=16")
+    given = (*settings.split(), "model.vocab_size=128256", "training.seq_len=8192", "parallelism.pp=2")
 
     def seconds(*split: str) -> float:
-        return predicted(2, *settings.split(), *pipeline, *split, on=on).total
+        return predicted(2, *given, *split, on=load_profile("h100")).total
 
-    layers = config_of(2, (*settings.split(), *pipeline)).hyper_parameters.n_layers
+    layers = config_of(2, given).hyper_parameters.n_layers
+    half = seconds(f'parallelism.pp_split=["layers.{layers // 2}"]')
     best = min(seconds(f'parallelism.pp_split=["layers.{first}"]') for first in range(layers // 2, layers))
-    assert seconds() <= 1.01 * best
+    assert seconds() <= most * best < 0.97 * half
 
 
 def published_ratios(model: str) -> list[float]:
