@@ -34,6 +34,7 @@ DECAY = 0.99
 """Factor per step of a largest magnitude that the step did not reach."""
 SHARE_GRID = 2.0**-46
 """Grid of shares of a mean loss of up to 64."""
+BYTES_PER_ROW = 5 * 8
 _ALIGNMENT = 64
 """Rows of each tensor begin at multiples of this: on GPUs, the order of a sum depends on the alignment."""
 
@@ -160,8 +161,8 @@ class _Rows:
     """The rows of all parameters of a stage in one vector."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._shapes = {name: each.shape[: max(each.dim() - 1, 1)] for name, each in parameters.items()}
-        self._sizes = [-(-prod(shape) // _ALIGNMENT) * _ALIGNMENT for shape in self._shapes.values()]
+        self._shapes = {name: _of_rows(each.shape) for name, each in parameters.items()}
+        self._sizes = [padded_rows(each.shape) for each in parameters.values()]
         device = next(iter(parameters.values())).device
         self._tensors = torch.repeat_interleave(torch.tensor(self._sizes, device=device))
 
@@ -179,11 +180,19 @@ class _Rows:
         return largest[self._tensors]
 
 
+def padded_rows(shape: Sequence[int]) -> int:
+    """Rows of a parameter of this shape, up to the first one of the next parameter."""
+    return -(-prod(_of_rows(shape)) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _of_rows(shape: Sequence[int]) -> Sequence[int]:
+    return shape[: max(len(shape) - 1, 1)]
+
+
 def _row_box(parameter: Tensor) -> tuple[slice, ...]:
     """The rows of the global tensor that this rank's part has elements of."""
     shape, offset = shape_and_offset(parameter) if is_dtensor(parameter) else (parameter.shape, [0] * parameter.dim())
-    sizes = shape[: max(len(shape) - 1, 1)]
-    return tuple(slice(begin, begin + size) for begin, size in zip(offset, sizes, strict=False))
+    return tuple(slice(begin, begin + size) for begin, size in zip(offset, _of_rows(shape), strict=False))
 
 
 def _is_first_copy(parameter: Tensor, mesh: Mesh) -> bool:

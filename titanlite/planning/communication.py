@@ -113,9 +113,13 @@ def frees_after_forward(stage: Stage, section: ParallelismConfig, unit: int) -> 
 
 def reduced_sizes(stage: Stage, shape: StepShape) -> list[int]:
     """Elements of the gradients that are reduced in one call, for each call of a reduction of the stage."""
-    at_once = shape.sizes["dp_shard"] == 1 and replicates_at_once(shape.device_type, stage.parameter_bytes)
     sizes = [size for unit in stage.units for size in (unit.elements, unit.experts) if size]
-    return [sum(sizes)] if at_once else sizes
+    return [sum(sizes)] if reduces_at_once(stage, shape) else sizes
+
+
+def reduces_at_once(stage: Stage, shape: StepShape) -> bool:
+    """Whether all gradients of a wrapped stage are reduced in one call, when a backward pass has ended."""
+    return shape.sizes["dp_shard"] == 1 and replicates_at_once(shape.device_type, stage.parameter_bytes)
 
 
 def _data_parallel(stage: Stage, section: ParallelismConfig, shape: StepShape) -> list[Traffic]:

@@ -15,6 +15,7 @@ from titanlite.models.head import tokens_per_chunk
 from titanlite.models.losses import extra_logits
 from titanlite.optim.muon import muon_dtype
 from titanlite.parallel.data import resolve_gradient_sync
+from titanlite.parallel.exact import BYTES_PER_ROW
 from titanlite.parallel.mesh import DATA_AXES, resolve_degrees, shard_logits
 from titanlite.parallel.microbatches import Microbatches, divide_step
 from titanlite.parallel.pipeline import local_stages, num_stages, splits_backward
@@ -141,7 +142,7 @@ def step_shape(
     return StepShape(
         device_type=device_type,
         sizes={**sizes, "dp_shard": sizes["dp_shard"] * cp},
-        sync=resolve_gradient_sync(config.parallelism.gradient_sync, sizes),
+        sync=resolve_gradient_sync(config.parallelism.gradient_sync, sizes, bit_equal=training.bit_equal),
         actions=actions,
         schedule_steps=step.batches if config.parallelism.pp > 1 else 1,
         microbatches=step.microbatches,
@@ -171,14 +172,21 @@ def _shards_logits(config: JobConfig) -> bool:
     return shard_logits(config.parallelism, needs_logits=config.loss.chosen.needs_logits)
 
 
+def _recomputes_logits(config: JobConfig) -> bool:
+    return config.training.bit_equal or config.parallelism.pp > 1
+
+
 def _memory(
     config: JobConfig, stages: Sequence[Stage], shape: StepShape, owners: OwnerRounds, device_type: str
 ) -> Memory:
     family, model = config.family, config.hyper_parameters
     activations = activation_bytes(model, family.structure(model), microbatch_shape(config, shape, device_type))
-    return rank_memory(
+    memory = rank_memory(
         stages, config.parallelism, config.activation_checkpoint, shape, activations, owners.temporary_bytes
     )
+    if not config.training.bit_equal:
+        return memory
+    return replace(memory, buffers=memory.buffers + sum(stage.rows for stage in stages) * BYTES_PER_ROW)
 
 
 def _owners(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> OwnerRounds:
@@ -203,7 +211,7 @@ def microbatch_shape(config: JobConfig, shape: StepShape, device_type: str) -> M
         attention_bytes=attention_dtype(device_type, compute_dtype).itemsize,
         loss_chunk=shape.loss_chunk,
         shard_logits=_shards_logits(config),
-        recomputes_logits=section.pp > 1,
+        recomputes_logits=_recomputes_logits(config),
         mask=mask_form(device_type, compute_dtype, model.head_dim)
         if config.data.masks_documents or gathers_keys
         else None,
@@ -235,7 +243,7 @@ def _flops(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> tupl
     tokens = shape.microbatches * shape.positions
     output *= any(stage.is_last for stage in stages)
     # each half of a split backward pass computes the logits again
-    logits_again = 0 if config.parallelism.pp == 1 else 1 + splits_backward(config.parallelism)
+    logits_again = _recomputes_logits(config) + splits_backward(config.parallelism)
     # a forward pass is a third of a step
     recomputed = (again * block + logits_again * output) // 3
     flops = block * len(blocks) + output

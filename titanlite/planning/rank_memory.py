@@ -6,21 +6,27 @@ from dataclasses import dataclass
 from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
 from titanlite.planning.activations import ActivationBytes
-from titanlite.planning.communication import StepShape, frees_after_forward, reduced_sizes, remote_neighbors
+from titanlite.planning.communication import (
+    StepShape,
+    frees_after_forward,
+    reduced_sizes,
+    reduces_at_once,
+    remote_neighbors,
+)
 from titanlite.planning.pipeline_order import peak_in_flight
 from titanlite.planning.stages import FSDPUnit, Stage
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank. parameters, gradients, optimizer (its state and the average of the weights), buffers: exact,
-    summed over its stages.
+    """Bytes on one rank. parameters, gradients, optimizer (its state and the average of the weights), buffers (also the
+    numbers of each row with bit_equal): exact, summed over its stages.
 
     activations: saved between forward and backward for all microbatches in flight, plus the working memory of the
-    largest part of a backward pass. data_parallel: gathered parameters, and gradients before their reduction.
-    pipeline: buffers for received and sent tensors. update: temporary memory of the optimizers' update, which run one
-    after the other when the activations are freed. microbatch: the part of `activations` that one microbatch keeps on
-    one stage. in_flight: microbatches per stage at the peak of activations.
+    largest part of a backward pass. data_parallel: gathered parameters, and gradients before their reduction. pipeline:
+    buffers for received and sent tensors. update: temporary memory of the optimizers' update, which run one after the
+    other, or of a reduction of all gradients at once, when the activations are freed. microbatch: the part of
+    `activations` that one microbatch keeps on one stage. in_flight: microbatches per stage at the peak of activations.
     """
 
     parameters: int
@@ -83,7 +89,11 @@ def rank_memory(
         data_parallel=sum(data_parallel_bytes(stage, section, recompute, shape) for stage in stages),
         # torch's stages allocate an input and a gradient buffer per microbatch of a schedule step
         pipeline=received * per_step * activations.block_input,
-        update=max(sum(stage.update_bytes for stage in stages), owner_bytes),
+        update=max(
+            sum(stage.update_bytes for stage in stages),
+            owner_bytes,
+            sum(reduction_bytes(stage, shape) for stage in stages),
+        ),
         microbatch=max(kept.values()),
         in_flight=in_flight,
     )
@@ -124,23 +134,36 @@ def data_parallel_bytes(
 
     Gathered: all units kept gathered, the current unit, the prefetched unit (twice: it is copied out of the
     collective's buffer). Gradients: those of the stage if reduced once per step, otherwise those of one call; plus
-    those of one call in both dtypes as input of the reduction, while the previous reduction may still run.
+    those of one call in both dtypes as input of the reduction, while the previous reduction may still run; and what
+    hybrid adds up in the dtype of reductions. If one call reduces all, see reduction_bytes for its buffers.
     """
     sizes = [unit.size for unit in stage.units]
-    largest = max(reduced_sizes(stage, shape))
     if not stage.wrapped:
         return 0 if sum(sizes) * shape.param_bytes == stage.parameter_bytes else cast_bytes(stage, recompute, shape)
-    unit_gradients = largest * (shape.param_bytes + shape.reduce_bytes)
-    reduces_once = shape.sync in (None, "last") and shape.microbatches > 1
     # With a single reduction, the reduced gradients do not exist yet: count only the excess over them.
     all_waiting = max(sum(sizes) * shape.reduce_bytes - stage.parameter_bytes, 0)
+    if reduces_at_once(stage, shape):
+        waiting = sum(sizes) * shape.reduce_bytes if shape.sync == "every" else all_waiting
+        return (sum(sizes) + max(sizes)) * shape.param_bytes + waiting
+    largest = max(reduced_sizes(stage, shape))
+    unit_gradients = largest * (shape.param_bytes + shape.reduce_bytes)
+    reduces_once = shape.sync in (None, "last") and shape.microbatches > 1
     waiting = all_waiting if reduces_once else largest * shape.reduce_bytes
     if shape.sizes["dp_shard"] == 1:
         return sum(sizes) * shape.param_bytes + unit_gradients + waiting
+    if shape.sync == "hybrid" and shape.microbatches > 1:
+        waiting += max(sum(sizes) // shape.sizes["dp_shard"] * shape.reduce_bytes - stage.parameter_bytes, 0)
     freed = [size for index, size in enumerate(sizes) if frees_after_forward(stage, section, index)]
     stays = reduces_once or section.pp > 1  # a backward pass without reduction frees no parameters
     gathered = sum(sizes) if stays else sum(sizes) - sum(freed) + sum(sorted(freed)[-2:])
     return (gathered + largest) * shape.param_bytes + unit_gradients + waiting
+
+
+def reduction_bytes(stage: Stage, shape: StepShape) -> int:
+    """Gathered parameters, and input and output of a reduction of all gradients at once, after a backward pass."""
+    if not stage.wrapped or not reduces_at_once(stage, shape):
+        return 0
+    return sum(unit.size for unit in stage.units) * (shape.param_bytes + 2 * shape.reduce_bytes)
 
 
 def cast_bytes(stage: Stage, recompute: ActivationCheckpointConfig, shape: StepShape) -> int:

@@ -18,6 +18,7 @@ from titanlite.optim.muon import flops
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.registry import memory_bytes
 from titanlite.parallel.data import is_wrapped, sharded_dimension
+from titanlite.parallel.exact import padded_rows
 from titanlite.parallel.expert import FEATURES
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import num_stages
@@ -79,7 +80,7 @@ class Stage:
 
     num_parameters: of the full stage, tied parameters counted once. The fields ..._bytes count this rank's share.
     parameter_bytes: of the parameters; the reduced gradients take as many, since they have the same dtype and sharding.
-    update_bytes: temporary bytes of the update, without that of `matrices`, which Muon updates.
+    update_bytes: temporary bytes of the update, without that of `matrices`, which Muon updates. rows: see padded_rows.
     blocks: indexes of the stage's transformer blocks in the full model. wrapped: whether FSDP or replicate wraps it.
     """
 
@@ -92,6 +93,7 @@ class Stage:
     buffer_bytes: int
     units: tuple[FSDPUnit, ...]
     matrices: tuple[Matrices, ...]
+    rows: int
     blocks: tuple[int, ...]
     wrapped: bool
 
@@ -247,6 +249,7 @@ def _stages(
                     (shapes[name].shape, parts[name].shape, tp if shapes[name].tp is None else 1)
                     for name in names_of_muon(optimizer, parts, model.structure)
                 ),
+                sum(padded_rows(parameter.shape) for parameter in shapes.values()),
                 blocks,
                 wrapped,
             )
