@@ -3,6 +3,8 @@
 - layouts [RANKS]: the table of docs/layouts.md: for each layout of tests/distributed/layouts.py, of at most RANKS
   ranks, the largest relative error over all ranks of any parameter's gradient, of the loss over two steps, and of the
   gradient norm. tests/distributed/test_layouts.py bounds these errors.
+- bits [RANKS]: the second table of docs/layouts.md: the digest of the weights for each layout of
+  tests/distributed/test_bit_equal.py, of at most RANKS ranks. Fails if anything that the test compares differs.
 - plan: planned / measured - 1 of the plan's memory formulas, for a small model: the memory that one microbatch keeps
   between forward and backward; the peak of a step without parameters and optimizer state (with a pipeline, per
   pipeline rank).
@@ -10,9 +12,11 @@
 
 import sys
 from dataclasses import asdict
+from math import prod
 from typing import Any
 
-from tests.distributed.layouts import ALL, BOUNDS, Layout, measure_all
+from tests.distributed.layouts import ALL, BOUNDS, SHORT, Layout, measure_all
+from tests.distributed.test_bit_equal import ALONE, FOUR, QUICK, SOAK, STEPS, different, run
 from tests.distributed.test_plan_memory import DTYPE, KEPT_LAYOUTS, RECOMPUTE, STEP_LAYOUTS, kept_errors, peak_errors
 from titanlite.ranks.launch import run_ranks
 
@@ -36,6 +40,26 @@ def layout_table(most: int = 16) -> None:
             print(f"| {layout.name} | {size} | {layout.schedule} | {layout.other} | {' | '.join(worst)} |", flush=True)
 
 
+def bits_table(most: int = 8) -> None:
+    print("| what is computed | pp x dp_replicate x dp_shard | ranks | with | digest |\n|---|---|---|---|---|")
+    rows = {name: settings for table in (QUICK, FOUR, SOAK) for name, (settings, _) in table.items()}
+    for name, settings in rows.items():
+        cases = [case for table in (QUICK, FOUR, SOAK) for case in table.get(name, ((), ()))[1]]
+        expected: list[str] = []
+        for size in sorted({prod(axes) for axes, _ in [ALONE, *cases] if prod(axes) <= most}):
+            own = [case for case in [ALONE, *cases] if prod(case[0]) == size]
+            results = run_ranks(run, size, [(case, settings) for case in own], timeout_s=1800.0)[0]
+            for (axes, other), found in zip(own, results, strict=True):
+                expected = expected or found
+                assert not different(expected, found), (axes, other)
+                short = [SHORT.get(text, text.partition(".")[2]).removeprefix("pp_schedule=") for text in other]
+                short += ["1F1B"] if axes[0] > 1 and not any("pp_schedule" in text for text in other) else []
+                print(
+                    f"| {name} | {' x '.join(map(str, axes[:3]))} | {size} | {', '.join(short)} | {found[3 * STEPS]} |",
+                    flush=True,
+                )
+
+
 def plan_table() -> None:
     print(f"| kept by a microbatch | compute | {' | '.join(RECOMPUTE)} |\n|---|---|{'---|' * len(RECOMPUTE)}")
     for layout in KEPT_LAYOUTS:
@@ -51,4 +75,4 @@ def plan_table() -> None:
 
 
 if __name__ == "__main__":
-    {"layouts": layout_table, "plan": plan_table}[sys.argv[1]](*map(int, sys.argv[2:]))
+    {"layouts": layout_table, "bits": bits_table, "plan": plan_table}[sys.argv[1]](*map(int, sys.argv[2:]))
