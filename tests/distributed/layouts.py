@@ -94,15 +94,21 @@ EXPERTS = (
     *("model.balance_loss=0.5", "model.z_loss=0.1"),
 )
 OLMOE = ("model.family=olmoe", *EXPERTS[2:])
+QWEN2 = ("model.family=qwen2",)
+OLMO2 = ("model.family=olmo2",)
+SMOLLM3 = ("model.family=smollm3", "model.no_rope_interval=2")
 GATHER = ("parallelism.context_parallel=gather",)
 EP, EP3, EP4 = ("parallelism.ep=2",), ("parallelism.ep=3",), ("parallelism.ep=4",)
 EPS = (*EP, *EP3, *EP4)
 EIGHT = ("model.n_experts=8",)
-IMPLIED = (AOT, "activation_checkpoint.mode=selective", QWEN3[1], *EXPERTS[1:], *EIGHT, *EPS)
+IMPLIED = (AOT, "activation_checkpoint.mode=selective", QWEN3[1], *EXPERTS[1:], SMOLLM3[1], *EIGHT, *EPS)
 SHORT = {
     QWEN3[0]: "qwen3",
     EXPERTS[0]: "qwen3_moe",
     OLMOE[0]: "olmoe",
+    QWEN2[0]: "qwen2",
+    OLMO2[0]: "olmo2",
+    SMOLLM3[0]: "smollm3",
     "compile.enable=true": "compile",
     GATHER[0]: "gather",
     FULL[0]: "recompute full",
@@ -155,7 +161,7 @@ SLOW = (
     Layout((1, 1, 1, 1), (*COMPILE, *BY_OP, *TIED)),
     Layout((1, 1, 1, 1), (*COMPILE, *FULL)),
     Layout((1, 1, 2, 1), (*COMPILE, *BY_OP, *LAST), accumulation=3, rows=24),
-    Layout((1, 1, 1, 2), (*BY_OP, *CHUNKS), accumulation=3, rows=24),
+    Layout((1, 1, 1, 2), (*QWEN2, *BY_OP, *CHUNKS), accumulation=3, rows=24),
     Layout((1, 1, 1, 2), OLMOE),
     Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"))),
     Layout((2, 1, 1, 1), (*schedule("GPipe"), *split("layers.1"))),
@@ -164,14 +170,14 @@ SLOW = (
     Layout((2, 1, 1, 1), (*schedule("DualPipeV"), *FULL)),
     Layout((1, 2, 2, 1), accumulation=3, rows=24),
     Layout((1, 1, 2, 2), (*TIED, *LAST), accumulation=3, rows=24),
-    Layout((2, 1, 1, 2), (*schedule("InterleavedZeroBubble"), *FULL, *PAIRS), rows=8),
+    Layout((2, 1, 1, 2), (*OLMO2, *schedule("InterleavedZeroBubble"), *FULL, *PAIRS), rows=8),
     # context parallelism: each axis beside it, and ranks that share a head of keys
     Layout((1, 1, 1, 1), (*GATHER, *QWEN3), accumulation=3, rows=24, cp=2),
     Layout((1, 1, 1, 1), (*QWEN3, *FULL), accumulation=3, rows=24, cp=2),
     Layout((1, 1, 2, 1), LAST, accumulation=3, rows=24, cp=2),
     Layout((1, 2, 1, 1), TIED, cp=2),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *PAIRS), cp=2),
-    Layout((1, 1, 1, 2), cp=2),
+    Layout((1, 1, 1, 2), SMOLLM3, cp=2),
     # experts, with the rows of the balance loss on several ranks; on several stages in UNEVEN
     Layout((1, 1, 1, 1), (*EXPERTS, *FULL), accumulation=3, rows=24),
     Layout((1, 1, 1, 1), (*EXPERTS, *GATHER, *FULL), cp=2),
@@ -242,6 +248,20 @@ SOAK = (
     Layout((2, 1, 1, 2), (*OLMOE, *schedule("ZBVZeroBubble"), *depth(3), *PAIRS)),
     Layout((2, 1, 1, 1), (*EXPERTS, *schedule("ZBVZeroBubble"), *depth(3), *FULL)),
     Layout((2, 1, 2, 1), (*EXPERTS, *EP, *schedule("ZBVZeroBubble"), *depth(3), *FULL)),
+    # each dense family on each axis
+    *(
+        Layout(mesh, (*family, *settings), cp=cp)
+        for family in (QWEN2, OLMO2, SMOLLM3)
+        for mesh, cp, settings in (
+            ((1, 1, 2, 1), 1, FULL),
+            ((1, 1, 1, 2), 1, BY_OP),
+            ((1, 2, 1, 1), 1, COMPILE),
+            ((2, 1, 1, 1), 1, (*schedule("ZBVZeroBubble"), *depth(3))),
+            ((1, 1, 1, 1), 2, ()),
+            ((1, 1, 1, 1), 2, GATHER),
+            ((2, 1, 1, 2), 1, (*schedule("1F1B"), *PAIRS)),
+        )
+    ),
     # norms whose squares are summed over tp
     Layout((1, 1, 1, 2), (*OLMOE, *BY_OP), cp=2),
 )

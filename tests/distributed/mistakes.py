@@ -470,7 +470,11 @@ def of_the_first_row(ids: Tensor | None, dtype: torch.dtype, head_dim: int) -> A
 def last_part_ignores_documents(trainer: Trainer) -> None:
     """The last model part of each rank treats each row as one document."""
     forward = trainer.model_parts[-1].forward
-    trainer.model_parts[-1].forward = lambda tokens, **_keys: forward(tokens)  # type: ignore[method-assign]
+
+    def without_documents(tokens: Tensor, **arguments: Tensor) -> Tensor:
+        return forward(tokens, **{name: arguments[name] for name in arguments.keys() - {"positions", "document_ids"}})
+
+    trainer.model_parts[-1].forward = without_documents  # type: ignore[method-assign]
 
 
 def positions_do_not_restart(trainer: Trainer) -> None:

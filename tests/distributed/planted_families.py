@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 import titanlite
@@ -11,6 +11,7 @@ from titanlite.models import layers, qwen3
 from titanlite.models.attention import additive_mask
 from titanlite.models.decoder import Block
 from titanlite.models.experts import MixtureOfExperts
+from titanlite.models.family import Init
 from titanlite.models.llama3 import LLAMA3, Llama3
 from titanlite.models.qwen3 import Qwen3
 from titanlite.models.qwen3_moe import QWEN3_MOE
@@ -89,6 +90,19 @@ class Scaled(Llama3):
         return super().run_blocks(2 * x, *arguments)
 
 
+class Biased(Block):
+    """Biases of all products."""
+
+    def __init__(self, config: Any, attention: layers.Attention) -> None:
+        super().__init__(config, attention)
+        for module in (*attention.children(), *self.feed_forward.children()):
+            module.bias = nn.Parameter(torch.empty(module.out_features))
+
+
+def with_biases(config: Any, name: str) -> Init:
+    return Init("constant", 0.1) if name.endswith(".bias") else LLAMA3.init(config, name)
+
+
 class Mixture(MixtureOfExperts):
     """The losses of its routers are over rows, which context parallelism knows."""
 
@@ -101,7 +115,12 @@ def add_mixture() -> None:
 
 
 def add(
-    name: str, kind: type = layers.Attention, attend: Any = None, model: type = Llama3, block_kind: type = Block
+    name: str,
+    kind: type = layers.Attention,
+    attend: Any = None,
+    model: type = Llama3,
+    block_kind: type = Block,
+    **changes: Any,
 ) -> None:
     def build(config: Any) -> Llama3:
         def block(_index: int) -> Block:
@@ -112,7 +131,7 @@ def add(
 
         return model(config, block)
 
-    titanlite.register_family(LLAMA3.variant(name, build))
+    titanlite.register_family(LLAMA3.variant(name, build, **changes))
 
 
 add_mixture()
@@ -125,3 +144,4 @@ add("keeps_aside", Shared, model=KeepsAside)
 add("shifted", Shifted)
 add("smear", block_kind=Smear)
 add("scaled", model=Scaled)
+add("biased", block_kind=Biased, init=with_biases)

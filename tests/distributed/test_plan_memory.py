@@ -39,6 +39,7 @@ SHAPE += [f"model.max_seq_len={SEQ_LEN}", f"training.seq_len={SEQ_LEN}", f"train
 QWEN3 = ["model.family=qwen3", "model.head_dim=64"]  # heads twice as wide as the residual stream, normalized
 EXPERTS = ["model.family=qwen3_moe", "model.n_experts=8", "model.n_active_experts=2", "model.ffn_dim=192"]
 BIT_EQUAL = ["training.bit_equal=true"]
+OLMO2 = ["model.family=olmo2"]
 OLMOE = ["model.family=olmoe", *EXPERTS[1:]]
 DTYPE = {
     "float32": ["training.dtype=float32"],
@@ -54,6 +55,7 @@ KEPT_LAYOUTS = {
     "1 process": (1, []),
     "tp 2": (2, ["parallelism.tp=2"]),
     "1 process, qwen3": (1, QWEN3),
+    "1 process, olmo2": (1, OLMO2),
     "1 process, experts": (1, EXPERTS),
     "tp 2, experts": (2, [*EXPERTS, "parallelism.tp=2"]),
     "ep 2, experts": (2, [*EXPERTS, "parallelism.ep=2", "parallelism.fsdp_reshard_after_forward=never"]),

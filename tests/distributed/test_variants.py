@@ -95,6 +95,8 @@ def test_code_of_a_family_is_called_on_what_a_rank_has_or_refused() -> None:
     table = [
         *(("capped", layout, None) for layout in (HEADS, GATHERED, PIPELINE)),
         ("method", HEADS, None),
+        ("biased", Layout((1, 1, 1, 2)), None),
+        ("biased", Layout((1, 1, 2, 1), FULL), None),
         ("without_mask", HEADS, None),
         ("without_mask", GATHERED, f"layers.0.attention.attend {mask}"),
         ("across_heads", HEADS, "gives some of the heads another result"),

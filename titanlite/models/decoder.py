@@ -1,10 +1,10 @@
-"""Decoder in plain torch, shared by families with pre-norm blocks, rotary embeddings, grouped-query attention and
-SwiGLU. The file of a family adds its specifics."""
+"""Decoder in plain torch, shared by families with RMSNorm, rotary embeddings, grouped-query attention and SwiGLU. The
+file of a family adds its specifics."""
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -75,29 +75,52 @@ class ExpertHyperParameters(DecoderConfig):
     not from or to 0."""
 
 
+Norms = Literal["before", "after"]
+"""Where the norms of a block are: before attention and feed-forward, or after them, before the residual sum."""
+
+
 class Block(nn.Module):
-    """Pre-norm transformer block: x + attention(norm(x)), then x + feed_forward(norm(x)). feed_forward: by default
-    SwiGLU."""
+    """Transformer block: x + attention(norm(x)), then x + feed_forward(norm(x)); with norms "after": x +
+    norm(attention(x)), then x + norm(feed_forward(x)). feed_forward: by default SwiGLU."""
 
     watch = staticmethod(watch)
 
-    def __init__(self, config: DecoderConfig, attention: Attention, feed_forward: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        attention: Attention,
+        feed_forward: nn.Module | None = None,
+        *,
+        norms: Norms = "before",
+    ) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+
+        def norm(place: Norms) -> RMSNorm | None:
+            return RMSNorm(config.dim, config.norm_eps) if norms == place else None
+
+        self.attention_norm = norm("before")
         self.attention = attention
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention_post_norm = norm("after")
+        self.ffn_norm = norm("before")
         self.feed_forward = feed_forward or FeedForward(config.dim, config.ffn_dim)
+        self.ffn_post_norm = norm("after")
 
     def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None, *more: Tensor | None) -> Tensor:
         """x: (batch, seq_len, dim); mask: see Attention; more: further arguments of feed_forward. Returns the same
         shape."""
-        x = x + self.attention(self.attention_norm(x), rope, mask)
-        out: Tensor = x + self.feed_forward(self.ffn_norm(x), *more)
-        return out
+        attended = self.attention(_normalized(self.attention_norm, x), rope, mask)
+        x = x + _normalized(self.attention_post_norm, attended)
+        out = self.feed_forward(_normalized(self.ffn_norm, x), *more)
+        return x + _normalized(self.ffn_post_norm, out)
+
+
+def _normalized(norm: RMSNorm | None, x: Tensor) -> Tensor:
+    out: Tensor = x if norm is None else norm(x)
+    return out
 
 
 class Decoder(LanguageModel):
-    """Pre-norm decoder. Weights are uninitialized; buffers are undefined until `init_buffers`.
+    """Decoder. Weights are uninitialized; buffers are undefined until `init_buffers`.
 
     block: returns the block of a layer, by its index: a Block, or a module that is called like one. scaling: of the
     rotary wavelengths; None for no scaling.
@@ -181,12 +204,14 @@ class Decoder(LanguageModel):
 
 
 def init(config: DecoderConfig, name: str) -> Init:
-    """Distribution of the parameter `name`: norms 1, matrices normal with std 0.02.
+    """Distribution of the parameter `name`: norms 1, biases 0, matrices normal with std 0.02.
 
     The std of matrices that write into the residual stream (wo, w2) is multiplied by 1/sqrt(number of such matrices) =
     1/sqrt(2 * n_layers), so that the variance of the residual stream does not grow with depth (Radford et al., "GPT-2",
     2019, section 2.3).
     """
+    if name.endswith(".bias"):
+        return Init("constant", 0.0)
     module = name.removesuffix(".weight").rpartition(".")[2]
     if module == "norm" or module.endswith("_norm"):
         return Init("ones")
@@ -214,6 +239,16 @@ TENSOR_STYLES: dict[str, TensorStyle] = {
     "norm": "norm",
     "output": "logits",
 }
+HEAD_NORMS: dict[str, TensorStyle] = {
+    "layers.*.attention.q_norm": "head_norm",
+    "layers.*.attention.k_norm": "head_norm",
+}
+WIDE_NORMS: dict[str, TensorStyle] = dict.fromkeys(HEAD_NORMS, "wide_norm")
+POST_NORM_STYLES: dict[str, TensorStyle] = {
+    name.replace("_norm", "_post_norm") if name.startswith("layers.") else name: style
+    for name, style in TENSOR_STYLES.items()
+}
+"""Those of a decoder whose blocks have their norms after attention and feed-forward."""
 EXPERT_STYLES: dict[str, TensorStyle] = {
     **{name: style for name, style in TENSOR_STYLES.items() if ".feed_forward." not in name},
     "layers.*.feed_forward.router": "router",
@@ -275,6 +310,9 @@ RANGES = {
     **dict.fromkeys(("dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len"), _SIZE),
     **dict.fromkeys(("n_active_experts", "rope_original_seq_len"), _SIZE),
     "n_layers": replace(_SIZE, most=10_000),
+    "no_rope_interval": Range(
+        "a number above model.n_layers for rotary embeddings in all layers", least=2, most=2**31 - 1
+    ),
     "n_experts": Range("another family, such as qwen3, has one feed-forward layer per block", least=2, most=2**31 - 1),
     **dict.fromkeys(("norm_eps", "rope_low_freq_factor", "rope_high_freq_factor"), _FACTOR),
     **dict.fromkeys(("rope_beta_fast", "rope_beta_slow"), _FACTOR),

@@ -15,16 +15,16 @@ from titanlite.runtime.errors import Problem, UserError
 
 MODULE_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 BLOCK_NAMES = {
-    "attention_norm": "input_layernorm",
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
+PRE_NORM_NAMES = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+POST_NORM_NAMES = {"attention_post_norm": "post_attention_layernorm", "ffn_post_norm": "post_feedforward_layernorm"}
 HEAD_NORM_NAMES = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
 FIELDS = {
     "dim": "hidden_size",
@@ -51,7 +51,10 @@ SUPPORTED_VALUES = {
     "attention_dropout": 0.0,
     "quantization_config": None,
 }
-"""Fields with a single supported value, which is also their default."""
+"""Fields with a single supported value, which is also their default. None: the field must be absent."""
+
+NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+"""For families of which transformers would add special tokens of its own: it does not train a pad_token_id."""
 
 _TOO_LARGE = 2**40
 """Integers from here on are invalid in any model; computing with them might not terminate."""
@@ -133,18 +136,23 @@ class DecoderFormat:
     """The format of a decoder family.
 
     config_type: its hyper-parameters, a dataclass. check: of the family. fields: those that differ from FIELDS.
-    block_names: those beside BLOCK_NAMES. supported: fields with a single supported value, which are also written.
-    required: those of them that must be present, since their default in transformers is another value. scaling: the
-    supported one, if any. written: further fields to write.
+    norm_names: of the norms of the residual stream. block_names: those beside them and BLOCK_NAMES. biases: modules of
+    a block that have one. supported: fields with a single supported value, which are also written, in place of
+    SUPPORTED_VALUES where both have them. required: those of them that must be present, since their default in
+    transformers is another value. scaling: the supported one, if any. read, written: the hyper-parameters that are no
+    single field of config.json, from its fields, raising UserError; and the fields to write for them.
     """
 
     config_type: type[Any]
     check: Callable[[Any, int, int, int], list[Problem]]
     fields: dict[str, str] = field(default_factory=dict)
+    norm_names: dict[str, str] = field(default_factory=lambda: PRE_NORM_NAMES)
     block_names: dict[str, str] = field(default_factory=dict)
+    biases: tuple[str, ...] = ()
     supported: dict[str, Any] = field(default_factory=dict)
     required: tuple[str, ...] = ()
     scaling: Scaling | None = None
+    read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
     written: Callable[[Any], dict[str, Any]] = lambda _: {}
 
     def hugging_face(self, model_type: str, architecture: str) -> HuggingFace:
@@ -152,14 +160,15 @@ class DecoderFormat:
 
     def names(self, config: Any) -> dict[str, str | tuple[str, ...]]:
         """Names of all parameters in transformers, by their names in titanlite."""
-        names = BLOCK_NAMES | self.block_names
+        names = BLOCK_NAMES | self.norm_names | self.block_names
         if config.n_experts > 1:
             names = {ours: theirs for ours, theirs in names.items() if not ours.startswith("feed_forward")}
             names["feed_forward.router"] = "mlp.gate"
         found: dict[str, str | tuple[str, ...]] = {
-            f"layers.{index}.{ours}.weight": f"model.layers.{index}.{theirs}.weight"
+            f"layers.{index}.{ours}.{kind}": f"model.layers.{index}.{theirs}.{kind}"
             for index in range(config.n_layers)
             for ours, theirs in names.items()
+            for kind in (("weight", "bias") if ours in self.biases else ("weight",))
         }
         for ours, theirs in MODULE_NAMES.items():
             if ours != "output" or not config.tie_embeddings:
@@ -179,8 +188,8 @@ class DecoderFormat:
         if self.scaling is not None and config.rope_scaling_factor != 1.0:
             values = {theirs: getattr(config, ours) for ours, theirs in self.scaling.fields.items()}
             scaling = {"rope_type": self.scaling.kind} | values
-        supported = {name: value for name, value in SUPPORTED_VALUES.items() if value is not None}
-        return fields | supported | self.supported | {"rope_scaling": scaling} | self.written(config)
+        supported = {name: value for name, value in (SUPPORTED_VALUES | self.supported).items() if value is not None}
+        return fields | supported | {"rope_scaling": scaling} | self.written(config)
 
     def config_from_json(self, fields: Mapping[str, Any]) -> Any:
         """Hyper-parameters in config.json. Raises UserError if a field is missing, invalid or not supported."""
@@ -190,7 +199,7 @@ class DecoderFormat:
         for kind in read_field(fields, "layer_types", list, []):
             refuse_other({"layer_types": kind}, {"layer_types": "full_attention"})
         theta, scaling = rope_fields(fields, self.scaling.kind if self.scaling else None)
-        values = {"rope_theta": theta} | self._values(fields)
+        values = {"rope_theta": theta} | self._values(fields) | self.read(fields)
         names = self._fields()
         if self.scaling is not None:
             refuse_other(scaling, self.scaling.supported)

@@ -1,4 +1,4 @@
-"""Layers shared by model families: plain torch, no biases, independent of parallelism.
+"""Layers shared by model families: plain torch, independent of parallelism.
 
 Operations in higher precision use promote_types(dtype, float32), so a float64 model computes in float64 throughout.
 """
@@ -244,6 +244,7 @@ class Attention(nn.Module):
     The number of heads comes from the projections' outputs, not from the configuration: if tensor parallelism shards
     the projections by heads, each rank computes its own heads.
 
+    bias: whether wq, wk and wv have biases. rotates: whether queries and keys are rotated by their positions.
     q_norm, k_norm: normalize queries and keys, (batch, seq_len, heads, head_dim), before they are rotated: each head by
     an RMSNorm of width head_dim, or all heads together by a WideNorm. None: not normalized.
     attend: the attention function, by default that of models/attention.py. A family may have its own, as a method of a
@@ -262,14 +263,18 @@ class Attention(nn.Module):
         head_dim: int,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        *,
+        bias: bool = False,
+        rotates: bool = True,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
+        self.rotates = rotates
         if not hasattr(type(self), "attend"):  # else a method of a subclass
             self.attend = attend
-        self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
-        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
-        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.wq = nn.Linear(dim, n_heads * head_dim, bias=bias)
+        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
+        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
         self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
         self.q_norm = q_norm
         self.k_norm = k_norm
@@ -286,7 +291,9 @@ class Attention(nn.Module):
         values = self.wv(x).view(batch, seq_len, -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        return rope.rotate(queries), rope.rotate(keys), values
+        if self.rotates:
+            queries, keys = rope.rotate(queries), rope.rotate(keys)
+        return queries, keys, values
 
     def attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None) -> Tensor:
         """The output, (batch, seq_len, dim), from the `heads`."""

@@ -6,6 +6,7 @@ from functools import partial
 
 from titanlite.models.decoder import (
     EXPERT_STYLES,
+    WIDE_NORMS,
     Block,
     Decoder,
     ExpertHyperParameters,
@@ -17,8 +18,8 @@ from titanlite.models.decoder import (
     init,
 )
 from titanlite.models.experts import MixtureOfExperts
-from titanlite.models.family import Family, TensorStyle
-from titanlite.models.hugging_face import HEAD_NORM_NAMES, DecoderFormat
+from titanlite.models.family import Family
+from titanlite.models.hugging_face import HEAD_NORM_NAMES, NO_SPECIAL_TOKENS, DecoderFormat
 from titanlite.models.layers import Attention, WideNorm
 from titanlite.runtime.errors import Problem
 
@@ -54,12 +55,6 @@ def attention(config: OlmoeConfig) -> Attention:
     return Attention(config.dim, *heads, config.head_dim, *norms)
 
 
-WIDE_NORMS: dict[str, TensorStyle] = {
-    "layers.*.attention.q_norm": "wide_norm",
-    "layers.*.attention.k_norm": "wide_norm",
-}
-
-
 def check(config: OlmoeConfig, seq_len: int, tp: int, pp: int) -> list[Problem]:
     return [*check_decoder(config, seq_len, tp, pp), *check_width(config)]
 
@@ -69,8 +64,7 @@ FORMAT = DecoderFormat(
     check,
     block_names=HEAD_NORM_NAMES,
     supported={"norm_topk_prob": False, "clip_qkv": None},
-    # Without the special tokens that transformers would add: it does not train its default pad_token_id, 1.
-    written=lambda _: {"pad_token_id": None, "eos_token_id": None},
+    written=lambda _: NO_SPECIAL_TOKENS,
 )
 
 OLMOE = Family(

@@ -8,6 +8,7 @@ from functools import partial
 from torch import nn
 
 from titanlite.models.decoder import (
+    HEAD_NORMS,
     TENSOR_STYLES,
     Block,
     Decoder,
@@ -17,7 +18,7 @@ from titanlite.models.decoder import (
     flops_per_token,
     init,
 )
-from titanlite.models.family import Family, TensorStyle
+from titanlite.models.family import Family
 from titanlite.models.hugging_face import HEAD_NORM_NAMES, DecoderFormat, Scaling
 from titanlite.models.layers import Attention, RMSNorm, YarnScaling
 from titanlite.runtime.errors import Problem, Rules
@@ -84,12 +85,6 @@ def attention(config: Qwen3Config) -> Attention:
     """Attention module of one block."""
     norms = [RMSNorm(config.head_dim, config.norm_eps) for _ in range(2)]
     return Attention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim, *norms)
-
-
-HEAD_NORMS: dict[str, TensorStyle] = {
-    "layers.*.attention.q_norm": "head_norm",
-    "layers.*.attention.k_norm": "head_norm",
-}
 
 
 def check(config: Qwen3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:

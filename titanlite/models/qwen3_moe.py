@@ -6,6 +6,7 @@ from functools import partial
 from titanlite.models import qwen3
 from titanlite.models.decoder import (
     EXPERT_STYLES,
+    HEAD_NORMS,
     Block,
     ExpertHyperParameters,
     decoder_structure,
@@ -14,7 +15,7 @@ from titanlite.models.decoder import (
 )
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.family import Family
-from titanlite.models.qwen3 import HEAD_NORMS, NEEDS, Qwen3, Qwen3Config, attention
+from titanlite.models.qwen3 import NEEDS, Qwen3, Qwen3Config, attention
 
 
 @dataclass(frozen=True)

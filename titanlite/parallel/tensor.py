@@ -77,7 +77,9 @@ def style_problems(model: nn.Module, structure: Structure) -> list[str]:
             continue
         else:
             kind, placements, forward = _STYLES[style]
-            parameters, replaces = [*placements], forward is not None
+            no_bias = isinstance(module, nn.Linear) and module.bias is None
+            parameters = [key for key in placements if key != "bias" or not no_bias]
+            replaces = forward is not None
         if not isinstance(module, kind):
             problems.append(f'{name}: tensor style "{style}" is for {kind.__name__}, not {type(module).__name__}')
         elif own != parameters:
@@ -127,11 +129,14 @@ def _normalize_together(norm: WideNorm, x: Tensor) -> Tensor:
 
 
 def _project(linear: nn.Linear, x: Tensor) -> Tensor:
-    return functional.linear(x, local_weight(linear.weight))
+    return functional.linear(x, local_weight(linear.weight), _local_bias(linear, Shard(0)))
 
 
 def _project_and_sum(linear: nn.Linear, x: Tensor) -> Tensor:
-    return summed_part(functional.linear(x, local_weight(linear.weight)), _group(linear))
+    out = summed_part(functional.linear(x, local_weight(linear.weight)), _group(linear))
+    # Each rank adds the bias to its own positions: once, and its gradient is a part of a sum.
+    bias = _local_bias(linear, Partial())
+    return out if bias is None else out + bias
 
 
 def _route(router: Router, x: Tensor) -> Tensor:
@@ -148,8 +153,8 @@ _STYLES: dict[TensorStyle, tuple[type[nn.Module], dict[str, Placement], Callable
     "norm": (RMSNorm, {"weight": Replicate()}, _normalize),
     "head_norm": (RMSNorm, {"weight": Replicate()}, _normalize),
     "wide_norm": (WideNorm, {"weight": Shard(0)}, _normalize_together),
-    "column": (nn.Linear, {"weight": Shard(0)}, _project),
-    "row": (nn.Linear, {"weight": Shard(1)}, _project_and_sum),
+    "column": (nn.Linear, {"weight": Shard(0), "bias": Shard(0)}, _project),
+    "row": (nn.Linear, {"weight": Shard(1), "bias": Replicate()}, _project_and_sum),
     "router": (Router, {"weight": Replicate()}, _route),
     "scalar": (Scalar, {"weight": Replicate()}, _read),
     "logits": (nn.Linear, {"weight": Shard(0)}, None),
@@ -163,6 +168,10 @@ def local_weight(weight: Tensor, gradient: Placement | None = None) -> Tensor:
     assert isinstance(weight, DTensor)
     local: Tensor = weight.to_local(grad_placements=None if gradient is None else [gradient])
     return local
+
+
+def _local_bias(linear: nn.Linear, gradient: Placement) -> Tensor | None:
+    return None if linear.bias is None else local_weight(linear.bias, gradient)
 
 
 def _gather_input(_module: nn.Module, args: tuple[Any, ...], group: dist.ProcessGroup) -> tuple[Any, ...]:

@@ -92,6 +92,8 @@ def test_initial_distributions_by_role(family: Family) -> None:
         init = family.init(config, name)
         if "norm" in name:
             assert init.kind == "ones"
+        elif name.endswith(".bias"):
+            assert (init.kind, init.value) == ("constant", 0.0)
         else:
             std = residual if name.removesuffix(".weight").endswith(("wo", "w2")) else 0.02
             assert (init.kind, init.value) == ("normal", pytest.approx(std))

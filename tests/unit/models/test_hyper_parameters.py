@@ -18,6 +18,14 @@ PUBLISHED: dict[tuple[str, str], tuple[Any, ...]] = {  # parameters, then SIZES
     ("llama3", "8B"): (8_030_261_248, 4096, 32, 32, 8, 14_336, False),
     ("llama3", "70B"): (70_553_706_496, 8192, 80, 64, 8, 28_672, False),
     ("llama3", "405B"): (405_853_388_800, 16_384, 126, 128, 8, 53_248, False),
+    ("qwen2", "debug"): (5_748_992, 256, 6, 8, 4, 768, False),
+    ("qwen2", "0.5B"): (494_032_768, 896, 24, 14, 2, 4864, True),
+    ("qwen2", "1.5B"): (1_543_714_304, 1536, 28, 12, 2, 8960, True),
+    ("qwen2", "3B"): (3_085_938_688, 2048, 36, 16, 2, 11_008, True),
+    ("qwen2", "7B"): (7_615_616_512, 3584, 28, 28, 4, 18_944, False),
+    ("qwen2", "14B"): (14_770_033_664, 5120, 48, 40, 8, 13_824, False),
+    ("qwen2", "32B"): (32_763_876_352, 5120, 64, 40, 8, 27_648, False),
+    ("qwen2", "72B"): (72_706_203_648, 8192, 80, 64, 8, 29_568, False),
     ("qwen3", "debug"): (6_926_336, 256, 6, 8, 4, 768, False),
     ("qwen3", "0.6B"): (596_049_920, 1024, 28, 16, 8, 3072, True),
     ("qwen3", "1.7B"): (1_720_574_976, 2048, 28, 16, 8, 6144, True),
@@ -28,6 +36,13 @@ PUBLISHED: dict[tuple[str, str], tuple[Any, ...]] = {  # parameters, then SIZES
     ("qwen3_moe", "debug"): (8_112_896, 256, 4, 4, 2, 256, False),
     ("qwen3_moe", "30B-A3B"): (30_532_122_624, 2048, 48, 32, 4, 768, False),
     ("qwen3_moe", "235B-A22B"): (235_093_634_560, 4096, 94, 64, 4, 1536, False),
+    ("olmo2", "debug"): (6_142_208, 256, 6, 8, 8, 768, False),
+    ("olmo2", "1B"): (1_484_916_736, 2048, 16, 16, 16, 8192, False),
+    ("olmo2", "7B"): (7_298_617_344, 4096, 32, 32, 32, 11_008, False),
+    ("olmo2", "13B"): (13_716_198_400, 5120, 40, 40, 40, 13_824, False),
+    ("olmo2", "32B"): (32_234_279_936, 5120, 64, 40, 8, 27_648, False),
+    ("smollm3", "debug"): (5_745_920, 256, 6, 8, 4, 768, False),
+    ("smollm3", "3B"): (3_075_098_624, 2048, 36, 16, 4, 11_008, True),
     ("olmoe", "debug"): (8_376_576, 256, 4, 4, 4, 256, False),
     ("olmoe", "1B-7B"): (6_919_161_856, 2048, 16, 16, 16, 1024, False),
 }
@@ -35,8 +50,13 @@ LLAMA3 = {"norm_eps": 1e-5, "rope_theta": 500_000.0, "max_seq_len": 131_072, "ro
 LLAMA3 |= {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0}
 QWEN3 = {"norm_eps": 1e-6, "rope_theta": 1_000_000.0, "max_seq_len": 40_960, "rope_scaling_factor": 1.0}
 OLMOE = {"norm_eps": 1e-5, "rope_theta": 10_000.0, "max_seq_len": 4096, "n_active_experts": 8, "balance_loss": 0.01}
+OLMO2 = {"norm_eps": 1e-6, "rope_theta": 500_000.0, "max_seq_len": 4096}
+SMOLLM3 = {"norm_eps": 1e-6, "rope_theta": 5_000_000.0, "max_seq_len": 65_536, "no_rope_interval": 4}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "llama3": LLAMA3 | {"vocab_size": 128_256},
+    "qwen2": {"rope_theta": 1_000_000.0, "max_seq_len": 32_768},
+    "olmo2": OLMO2 | {"vocab_size": 100_352},
+    "smollm3": SMOLLM3 | {"vocab_size": 128_256},
     "qwen3": QWEN3 | {"vocab_size": 151_936, "head_dim": 128},
     "qwen3_moe": QWEN3 | {"vocab_size": 151_936, "head_dim": 128, "n_experts": 128, "n_active_experts": 8},
     "olmoe": OLMOE | {"vocab_size": 50_304, "n_experts": 64},
@@ -121,6 +141,9 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [  # family, overrides, keys of
     ("qwen3_moe", {"n_experts": 0}, "n_experts"),
     ("qwen3_moe", {"balance_loss": INF}, "balance_loss"),
     *(("olmoe", {name: value}, name) for name, value in {"dim": 258, "n_active_experts": 9, "z_loss": -1.0}.items()),
+    *(("smollm3", {"no_rope_interval": value}, "no_rope_interval") for value in (-1, 0, 1)),
+    ("qwen2", {"dim": 250}, "dim"),
+    ("olmo2", {"dim": 250}, "dim"),
     *(("olmoe", {name: 1.0}, name) for name in ("bias_rate", "rope_theta")),
 ]
 

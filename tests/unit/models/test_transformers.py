@@ -23,10 +23,13 @@ from titanlite.batch import IGNORE_INDEX
 from titanlite.models.family import Family, LanguageModel
 from titanlite.models.hugging_face import stored_tensors
 from titanlite.models.llama3 import Llama3Config
+from titanlite.models.olmo2 import Olmo2Config
 from titanlite.models.olmoe import OlmoeConfig
+from titanlite.models.qwen2 import Qwen2Config
 from titanlite.models.qwen3 import Qwen3Config
 from titanlite.models.qwen3_moe import Qwen3MoeConfig
 from titanlite.models.registry import FAMILIES
+from titanlite.models.smollm3 import Smollm3Config
 
 EXACT, UNPATCHED = 1e-10, 1e-5
 VOCAB_SIZE, SEQ_LEN = 131, 40
@@ -57,6 +60,10 @@ OLMOE = OlmoeConfig(
     n_active_experts=3,
     balance_loss=0.0,
 )
+SMALL = {"norm_eps": 1e-3, "rope_theta": 1000.0, "max_seq_len": 64}
+QWEN2 = Qwen2Config(32, 2, 4, 2, 48, VOCAB_SIZE, **SMALL)
+OLMO2 = Olmo2Config(32, 2, 4, 2, 48, VOCAB_SIZE, **SMALL)
+SMOLLM3 = Smollm3Config(32, 3, 4, 2, 48, VOCAB_SIZE, **SMALL, no_rope_interval=2)
 CASES = {
     "llama3": ("llama3", LLAMA3),
     "llama3, tied": ("llama3", replace(LLAMA3, tie_embeddings=True)),
@@ -75,6 +82,12 @@ CASES = {
     "qwen3_moe, tied": ("qwen3_moe", replace(EXPERTS, tie_embeddings=True)),
     "qwen3_moe, two active": ("qwen3_moe", replace(EXPERTS, n_active_experts=2)),
     "qwen3_moe, all active": ("qwen3_moe", replace(EXPERTS, n_active_experts=6)),
+    "qwen2": ("qwen2", QWEN2),
+    "qwen2, tied": ("qwen2", replace(QWEN2, tie_embeddings=True)),
+    "olmo2": ("olmo2", OLMO2),
+    "olmo2, no shared heads": ("olmo2", replace(OLMO2, n_kv_heads=4)),
+    "smollm3": ("smollm3", SMOLLM3),
+    "smollm3, all rotated": ("smollm3", replace(SMOLLM3, no_rope_interval=4)),
     "olmoe": ("olmoe", OLMOE),
     "olmoe, tied": ("olmoe", replace(OLMOE, tie_embeddings=True)),
     "olmoe, no shared heads": ("olmoe", replace(OLMOE, n_kv_heads=4)),
@@ -82,6 +95,7 @@ CASES = {
 every_case = pytest.mark.parametrize(("name", "config"), CASES.values(), ids=CASES)
 MODULES = (
     *("models.llama.modeling_llama", "models.qwen3.modeling_qwen3", "models.qwen3_moe.modeling_qwen3_moe"),
+    *("models.qwen2.modeling_qwen2", "models.olmo2.modeling_olmo2", "models.smollm3.modeling_smollm3"),
     *("models.olmoe.modeling_olmoe", "modeling_rope_utils"),
 )
 

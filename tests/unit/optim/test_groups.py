@@ -14,7 +14,7 @@ from tests.unit.optim.test_muon import model_of, set_gradients
 from titanlite.config.load import load_config
 from titanlite.config.toml import dump_config
 from titanlite.models.family import ModelConfig
-from titanlite.models.registry import full_parameters
+from titanlite.models.registry import FAMILIES, full_parameters
 from titanlite.optim.groups import describe_groups, kinds_of_state
 from titanlite.optim.optimizer import SCHEDULED, GroupConfig, OptimizerConfig
 from titanlite.optim.registry import check_parameters
@@ -47,14 +47,15 @@ def options(given: OptimizerConfig) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def test_muon_by_default_has_the_matrices_of_blocks_of_each_family() -> None:
-    for family in ("llama3", "qwen3", "qwen3_moe", "olmoe"):
+    for family in FAMILIES:
         named, structure = full_parameters(ModelConfig(family, "debug" if family != "olmoe" else "1B-7B"))
         kinds = kinds_of_state(OptimizerConfig(name="Muon"), named, structure)
         assert isinstance(kinds, dict)
         others = {name for name, kind in kinds.items() if kind == "AdamW"}
         assert others >= {"tok_embeddings.weight", "norm.weight"}
         assert all(
-            name.endswith(("norm.weight", "embeddings.weight", "output.weight", "router.weight")) for name in others
+            name.endswith((".bias", "norm.weight", "embeddings.weight", "output.weight", "router.weight"))
+            for name in others
         )
         assert all(not fnmatch.fnmatch(name, "*norm*") for name in kinds.keys() - others)
         if family in ("qwen3_moe", "olmoe"):

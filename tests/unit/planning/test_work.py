@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.distributed.reference import small_config
 from titanlite.models.family import LanguageModel, resolve_model
+from titanlite.models.registry import FAMILIES
 from titanlite.planning.activations import MicrobatchShape
 from titanlite.planning.estimate import estimate
 from titanlite.planning.work import Elementwise, Work, block_work, embedding_work, head_work
@@ -56,7 +57,7 @@ def assert_close(work: Work, trace: Trace, *, moved: float = 0.1) -> None:
     assert work.operations == pytest.approx(trace.operations, rel=0.35)
 
 
-@pytest.fixture(params=["llama3", "qwen3", "qwen3_moe", "olmoe"])
+@pytest.fixture(params=FAMILIES)
 def built(request: pytest.FixtureRequest) -> tuple[LanguageModel, Any, Any]:
     """The debug model of each family, its hyper-parameters and plan."""
     config = small_config(1, f"model.family={request.param}", "model.flavor=debug", "training.dtype=float32", LENGTH)

@@ -1,0 +1,81 @@
+"""OLMo 2 (Team OLMo, "2 OLMo 2 Furious", 2024): the decoder with norms after attention and feed-forward, and with
+RMSNorm over all heads of queries, and over all of keys, before the rotation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import nn
+
+from titanlite.models.decoder import (
+    POST_NORM_STYLES,
+    WIDE_NORMS,
+    Block,
+    Decoder,
+    HyperParameters,
+    check_decoder,
+    check_width,
+    decoder_structure,
+    flops_per_token,
+    init,
+)
+from titanlite.models.family import Family
+from titanlite.models.hugging_face import HEAD_NORM_NAMES, NO_SPECIAL_TOKENS, POST_NORM_NAMES, DecoderFormat
+from titanlite.models.layers import Attention, WideNorm
+from titanlite.runtime.errors import Problem
+
+
+@dataclass(frozen=True)
+class Olmo2Config(HyperParameters):
+    """Hyper-parameters of the olmo2 family. Each may be given in [model] and overrides the flavor's value."""
+
+    norm_eps: float = 1e-6
+    rope_theta: float = 500_000.0
+
+
+_7B = Olmo2Config(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11_008, vocab_size=100_352)
+
+FLAVORS = {
+    "debug": Olmo2Config(dim=256, n_layers=6, n_heads=8, n_kv_heads=8, ffn_dim=768, vocab_size=2000),
+    "1B": replace(_7B, dim=2048, n_layers=16, n_heads=16, n_kv_heads=16, ffn_dim=8192),
+    "7B": _7B,
+    "13B": replace(_7B, dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, ffn_dim=13_824),
+    "32B": replace(_7B, dim=5120, n_layers=64, n_heads=40, n_kv_heads=8, ffn_dim=27_648),
+}
+"""Published sizes, and a debug size for a laptop."""
+
+
+class Olmo2(Decoder):
+    """The decoder with norms after attention and feed-forward, and over all heads of queries and of keys. block: see
+    Decoder; None: that of OLMo 2."""
+
+    def __init__(self, config: Olmo2Config, block: Callable[[int], nn.Module] | None = None) -> None:
+        super().__init__(config, block or (lambda _: Block(config, attention(config), norms="after")))
+
+
+def attention(config: Olmo2Config) -> Attention:
+    """Attention module of one block."""
+    heads = (config.n_heads, config.n_kv_heads)
+    norms = [WideNorm(number * config.head_dim, config.norm_eps) for number in heads]
+    return Attention(config.dim, *heads, config.head_dim, *norms)
+
+
+def check(config: Olmo2Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
+    return [*check_decoder(config, seq_len, tp, pp), *check_width(config)]
+
+
+FORMAT = DecoderFormat(
+    Olmo2Config, check, norm_names=POST_NORM_NAMES, block_names=HEAD_NORM_NAMES, written=lambda _: NO_SPECIAL_TOKENS
+)
+
+OLMO2 = Family(
+    name="olmo2",
+    config_type=Olmo2Config,
+    flavors=FLAVORS,
+    check=check,
+    build=Olmo2,
+    structure=partial(decoder_structure, tensor_styles=POST_NORM_STYLES | WIDE_NORMS),
+    init=init,
+    flops_per_token=flops_per_token,
+    hugging_face=FORMAT.hugging_face("olmo2", "Olmo2ForCausalLM"),
+)

@@ -1,0 +1,103 @@
+"""SmolLM3 (Hugging Face, 2025): the decoder with some layers that have no rotary embeddings (Yang et al., "RoPE to NoPE
+and Back Again", 2025)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from titanlite.models.decoder import (
+    TENSOR_STYLES,
+    Block,
+    Decoder,
+    HyperParameters,
+    check_decoder,
+    check_width,
+    decoder_structure,
+    flops_per_token,
+    init,
+)
+from titanlite.models.family import Family
+from titanlite.models.hugging_face import NO_SPECIAL_TOKENS, DecoderFormat, read_field
+from titanlite.models.layers import Attention
+from titanlite.runtime.errors import Problem, UserError
+
+
+@dataclass(frozen=True)
+class Smollm3Config(HyperParameters):
+    """Hyper-parameters of the smollm3 family. Each may be given in [model] and overrides the flavor's value."""
+
+    norm_eps: float = 1e-6
+    rope_theta: float = 5_000_000.0
+    max_seq_len: int = 65_536
+    no_rope_interval: int = 4
+    """Each layer whose number, from 1, is a multiple of it has no rotary embeddings; above n_layers: none."""
+
+
+FLAVORS = {
+    "debug": Smollm3Config(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768, vocab_size=2000),
+    "3B": Smollm3Config(
+        dim=2048, n_layers=36, n_heads=16, n_kv_heads=4, ffn_dim=11_008, vocab_size=128_256, tie_embeddings=True
+    ),
+}
+"""The published size, and a debug size for a laptop."""
+
+
+class Smollm3(Decoder):
+    """The decoder with some layers without rotary embeddings. block: see Decoder; None: that of SmolLM3."""
+
+    def __init__(self, config: Smollm3Config, block: Callable[[int], nn.Module] | None = None) -> None:
+        super().__init__(config, block or (lambda index: Block(config, attention(config, index))))
+
+
+def attention(config: Smollm3Config, index: int) -> Attention:
+    """Attention module of the block of a layer, by its index."""
+    rotates = bool(_rotated(config.no_rope_interval, config.n_layers)[index])
+    return Attention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim, rotates=rotates)
+
+
+def _rotated(interval: int, n_layers: int) -> list[int]:
+    """1 or 0 for each layer: whether it has rotary embeddings."""
+    return [int(interval < 1 or number % interval != 0) for number in range(1, n_layers + 1)]
+
+
+def check(config: Smollm3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
+    return [*check_decoder(config, seq_len, tp, pp), *check_width(config)]
+
+
+def _read(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The interval, which the list of layers, if there is one, must follow."""
+    given = read_field(fields, "no_rope_layers", list, [])
+    first = next((number for number, rotates in enumerate(given, 1) if not rotates), len(given) + 1)
+    for interval in (read_field(fields, "no_rope_layer_interval", int, 4), first):
+        if not given or given == _rotated(interval, len(given)):
+            return {"no_rope_interval": interval}
+    rule = "this family supports only layers without rotary embeddings at a fixed interval"
+    raise UserError(f"config.json: no_rope_layers = {given!r}: {rule}")
+
+
+def _written(config: Smollm3Config) -> dict[str, Any]:
+    interval = config.no_rope_interval
+    return NO_SPECIAL_TOKENS | {
+        "no_rope_layers": _rotated(interval, config.n_layers),
+        "no_rope_layer_interval": interval,
+    }
+
+
+FORMAT = DecoderFormat(
+    Smollm3Config, check, supported={"mlp_bias": False, "use_sliding_window": False}, read=_read, written=_written
+)
+
+SMOLLM3 = Family(
+    name="smollm3",
+    config_type=Smollm3Config,
+    flavors=FLAVORS,
+    check=check,
+    build=Smollm3,
+    structure=partial(decoder_structure, tensor_styles=TENSOR_STYLES),
+    init=init,
+    flops_per_token=flops_per_token,
+    hugging_face=FORMAT.hugging_face("smollm3", "SmolLM3ForCausalLM"),
+)
