@@ -43,7 +43,7 @@ from titanlite.parallel.mesh import ParallelismConfig, check_experts, check_para
 from titanlite.parallel.microbatches import rows_together
 from titanlite.parallel.pipeline import check_pipeline, splits_backward
 from titanlite.parallel.recompute import check_activation_checkpoint
-from titanlite.precision import DTYPES, check_precision
+from titanlite.precision import DTYPES, DtypeName, check_precision
 from titanlite.profiling.config import check_profiling
 from titanlite.ranks.job_lock import JOB_LOCK_FILE
 from titanlite.runtime.errors import Problem, Rules
@@ -254,7 +254,7 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
 
     The layout must fit `world_size`. Layout keys are not replaced: they may differ between starts.
     """
-    training, data = config.training, config.data
+    training, data, optimizer = config.training, config.data, config.optimizer
     degree = data_degree(config.parallelism, world_size)
     # Never choose less than the parameters' precision: a float64 run computes in float64 on every device.
     mixed = device_type == "cuda" and training.dtype != "float64"
@@ -265,6 +265,10 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
     if training.mixed_precision_reduce == "auto":
         reduce = "float64" if training.bit_equal else "float32" if mixed else training.dtype
         training = replace(training, mixed_precision_reduce=reduce)
+    if optimizer.newton_schulz_dtype == "auto" and "Muon" in optimizers_of(optimizer):
+        wide: DtypeName = "float64" if training.dtype == "float64" else "float32"
+        is_short = training.mixed_precision_param == "bfloat16"
+        optimizer = replace(optimizer, newton_schulz_dtype="bfloat16" if is_short else wide)
     if data.num_streams == -1:
         data = replace(data, num_streams=training.global_batch_size)
     data = replace(data, document_mask=data.masks_documents)
@@ -277,7 +281,7 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
         launches = device_type == "cuda" and any(open_source(source).holds == "text" for source in data.sources)
         has_all = not any(is_of_program(KINDS, source.kind) for source in data.sources)
         data = replace(data, num_workers=int(launches and has_all))
-    return resolve_lengths(replace(config, training=training, data=data))
+    return resolve_lengths(replace(config, training=training, data=data, optimizer=optimizer))
 
 
 def check_path_lengths(config: JobConfig) -> list[Problem]:

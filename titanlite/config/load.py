@@ -26,6 +26,7 @@ from titanlite.config.values import read_values, unknown_column, unknown_key
 from titanlite.metrics.config import LOG_FILE, METRICS_FILE, RUN_FILE
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
+from titanlite.optim.optimizer import optimizers_of
 from titanlite.runtime.errors import ConfigError, Problem, UsageError
 from titanlite.runtime.text import counted
 
@@ -197,10 +198,10 @@ def keep_earlier(config: JobConfig) -> JobConfig:
 
     A batch size or number of streams of -1: that of the checkpoint to resume from; before there is one, with
     checkpoint.enable, that of the configuration in the dump folder: a start that is lost before its first save has the
-    same batch again, on any number of ranks. data.document_mask, which depends on the sources, and the version of the
-    streams: that of the checkpoint.
+    same batch again, on any number of ranks. data.document_mask, which depends on the sources, the version of the
+    streams, and the dtype of Muon's orthogonalization: that of the checkpoint.
     """
-    training, data = config.training, config.data
+    training, data, optimizer = config.training, config.data, config.optimizer
     earlier = earlier_config(config.checkpoint, config.job.dump_folder)
     if problems := remove_dropped({name: dict(table) for name, table in earlier.items()}):
         raise ConfigError(problems)
@@ -208,6 +209,11 @@ def keep_earlier(config: JobConfig) -> JobConfig:
         data = replace(data, document_mask=earlier["data"].get("document_mask", False))
     if earlier and data.stream_version == -1:
         data = replace(data, stream_version=earlier["data"].get("stream_version", WITHOUT_STREAM_VERSION))
+    if earlier and optimizer.newton_schulz_dtype == "auto" and "Muon" in optimizers_of(optimizer):
+        known: Any = earlier["optimizer"].get("newton_schulz_dtype", "auto")
+        if known == "auto":  # of older versions
+            known = "float64" if training.dtype == "float64" else "float32"
+        optimizer = replace(optimizer, newton_schulz_dtype=known)
     copy = Path(config.job.dump_folder, CONFIG_COPY)
     if earlier:
         sequences, streams = earlier["training"]["global_batch_size"], earlier["data"]["num_streams"]
@@ -220,7 +226,7 @@ def keep_earlier(config: JobConfig) -> JobConfig:
         training = replace(training, global_batch_size=sequences)
     if data.num_streams == -1:
         data = replace(data, num_streams=streams)
-    return replace(config, training=training, data=data)
+    return replace(config, training=training, data=data, optimizer=optimizer)
 
 
 def read_copy(dump_folder: Path) -> JobConfig:

@@ -91,8 +91,8 @@ class OptimizerConfig:
     newton_schulz_coefficients: tuple[float, ...] = setting((3.4445, -4.775, 2.0315), needs=_uses("Muon"))
     """Muon: a, b, c of an iteration, a X + b (X X^T) X + c (X X^T)^2 X."""
     newton_schulz_dtype: Literal["auto", "float64", "float32", "bfloat16"] = setting("auto", needs=_uses("Muon"))
-    """Muon: dtype of the orthogonalization, and of the matrices that ranks exchange for it. auto: that of the
-    parameters, at least float32."""
+    """Muon: dtype of the orthogonalization, and of the matrices that ranks exchange for it. auto: bfloat16 if the model
+    computes in it, as on GPUs by default, else that of the parameters, at least float32."""
     adjust_lr: Literal["match_rms_adamw", "original"] = setting("match_rms_adamw", needs=_uses("Muon"))
     """Muon: factor of the update of a matrix (m, n). match_rms_adamw: 0.2 sqrt(max(m, n)), the size of AdamW's updates,
     so that lr and weight_decay are AdamW's; original: sqrt(max(1, m / n))."""

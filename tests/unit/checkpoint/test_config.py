@@ -142,6 +142,22 @@ def test_the_document_mask_of_the_checkpoint_is_kept(tmp_path: Path) -> None:
         assert keep_earlier(job(tmp_path)).data.document_mask is mask
 
 
+@pytest.mark.parametrize(
+    ("stored", "kept"), [("bfloat16", "bfloat16"), ("float32", "float32"), ("auto", "float32"), (None, "float32")]
+)
+def test_the_orthogonalization_of_the_checkpoint_is_kept(stored: str | None, kept: str, tmp_path: Path) -> None:
+    """Versions that stored "auto" had that of the parameters, also on GPUs."""
+    config = job(tmp_path)
+    muon = replace(config, optimizer=replace(config.optimizer, name="Muon"))
+    assert keep_earlier(muon).optimizer.newton_schulz_dtype == "auto"
+    optimizer = {} if stored is None else {"newton_schulz_dtype": stored}
+    make(tmp_path / "checkpoint", 1, config=saved_config(16, 8) | {"optimizer": optimizer})
+    assert keep_earlier(muon).optimizer.newton_schulz_dtype == kept
+    assert keep_earlier(config).optimizer == config.optimizer
+    given = replace(muon, optimizer=replace(muon.optimizer, newton_schulz_dtype="float64"))
+    assert keep_earlier(given).optimizer.newton_schulz_dtype == "float64"
+
+
 def test_the_stream_version_of_the_checkpoint_is_kept(tmp_path: Path) -> None:
     """Checkpoints without the key are of runs that began with version 2."""
     assert keep_earlier(job(tmp_path)).data.stream_version == -1

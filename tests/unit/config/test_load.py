@@ -158,6 +158,27 @@ def test_workers_by_device_and_sources(device_type: str, kinds: tuple[str, ...],
     assert resolve_config(given, world_size=1, device_type=device_type).data.num_workers == 3
 
 
+@pytest.mark.parametrize(
+    ("device", "settings", "expected"),
+    [
+        ("cuda", (), "bfloat16"),
+        ("cuda", ("--training.dtype=float64",), "float64"),
+        ("cuda", ("--training.mixed_precision_param=float32",), "float32"),
+        ("cpu", (), "float32"),
+        ("cpu", ("--training.mixed_precision_param=bfloat16",), "bfloat16"),
+        ("cuda", ("--optimizer.newton_schulz_dtype=float32",), "float32"),
+        ("cuda", ("--optimizer.name=AdamW",), "auto"),
+    ],
+)
+def test_muon_orthogonalizes_in_the_dtype_of_the_computation(
+    device: str, settings: tuple[str, ...], expected: str
+) -> None:
+    values = dict(setting.split("=") for setting in ("--optimizer.name=Muon", "--model.flavor=debug", *settings))
+    arguments = [f"{key}={value}" for key, value in values.items()]
+    config = load_config(arguments, world_size=1, device_type=device, checks_files=False)
+    assert config.optimizer.newton_schulz_dtype == expected
+
+
 def test_given_values_are_not_overridden() -> None:
     argv = ["--training.global_batch_size", "64", "--data.num_streams", "32", "--data.max_piece_bytes", "1000"]
     precision = ["--training.mixed_precision_param", "float32", "--training.mixed_precision_reduce", "float32"]

@@ -101,7 +101,7 @@ def test_no_rank_of_a_pipeline_exchanges_what_it_does_not_have() -> None:
 
 
 def test_remedies_of_an_update_with_muon_reduce_its_rounds() -> None:
-    settings = ("parallelism.dp_replicate=4", "optimizer.name=Muon")
+    settings = ("parallelism.dp_replicate=4", "optimizer.name=Muon", "optimizer.newton_schulz_dtype=float32")
     config = config_of(8, settings)
     dtype, optimizer = remedies(config, "update")
     assert "optimizer.newton_schulz_dtype" in dtype

@@ -56,8 +56,10 @@ def gradient_config(config: JobConfig) -> JobConfig:
 
 
 def resolved_config(config: JobConfig) -> JobConfig:
-    """The configuration with every -1 and "auto" resolved for one process on the CPU, the same for all layouts."""
-    return resolve_config(config_of(config, ONE_PROCESS), world_size=1, device_type="cpu")
+    """The configuration with every -1 and "auto" resolved for one process on the CPU, the same for all layouts. Updates
+    are compared in float64, and so is the orthogonalization of Muon."""
+    resolved = resolve_config(config_of(config, ONE_PROCESS), world_size=1, device_type="cpu")
+    return replace(resolved, optimizer=replace(resolved.optimizer, newton_schulz_dtype="auto"))
 
 
 def shrink_config(config: JobConfig, ranks: int) -> JobConfig:

@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.configuration import EACH_SCHEDULE
 from tests.distributed.reference import small_config
 from titanlite.models.family import ModelConfig, resolve_model
 from titanlite.models.registry import FAMILIES, check_model
+from titanlite.optim.muon import muon_dtype
 from titanlite.tools.parity.layouts import ONE_PROCESS, Layout, candidate_layouts, check_layout, layout_from_text
 from titanlite.tools.parity.shrink import (
     comparable_config,
@@ -87,6 +89,12 @@ def test_shrinking_lists_its_changes_and_keeps_the_rest() -> None:
     assert resolve_model(small.model)[1].rope_scaling_factor == 8.0
     assert small.data == config.data
     assert describe_shrinking(small, shrink_config(small, 2)).startswith("nothing")
+
+
+def test_updates_of_muon_are_compared_in_float64() -> None:
+    config = small_config(1, "optimizer.name=Muon", "training.mixed_precision_param=bfloat16")
+    assert muon_dtype(config.optimizer, torch.float64) == torch.bfloat16
+    assert muon_dtype(resolved_config(comparable_config(config, 2)).optimizer, torch.float64) == torch.float64
 
 
 def test_an_automatic_batch_size_is_the_same_for_all_layouts() -> None:
