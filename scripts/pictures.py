@@ -2,28 +2,36 @@
 
 - growth FOLDER: docs/growth.svg, from the figures of `python -m benchmarks memory --json FOLDER`. Speed above, memory
   below, over each axis: medians, with the range of the rounds; the dashed line is the plan.
-- layouts [FOLDER]: README's picture, docs/layouts.svg: loss and gradient norm of the quick start on four layouts.
-  Trains the four runs below FOLDER (default: outputs/picture; 4 to 5 minutes each on 2 idle cores) unless they are
-  finished there. Prints the relative differences from one process.
+- bits [FOLDER]: README's picture, docs/bits.svg: 100 steps of the quick start with training.bit_equal on four meshes,
+  one of them killed with SIGKILL and resumed on another; and how far the losses of three meshes are apart without the
+  key. Trains these seven runs below FOLDER (default: outputs/picture; about 2 minutes each on 2 idle cores) unless they
+  are finished there. Fails if the digests of any step differ. Prints the differences.
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from signal import SIGKILL
 from statistics import median
+from time import sleep
+from typing import Any
 
 from matplotlib import pyplot
 
-LAYOUTS = {
-    "one process": (1, ()),
-    "FSDP 2": (2, ("--parallelism.dp_shard", "2")),
-    "TP 2": (2, ("--parallelism.tp", "2")),
-    "PP 2": (2, ("--parallelism.pp", "2")),
+STEPS, KILLED_AT = 100, 50
+PIPELINE = ("--parallelism.pp", "2", "--parallelism.pp_microbatch_size", "2")
+MESHES = {
+    "one process": ((1, ()),),
+    "dp_shard 2": ((2, ("--parallelism.dp_shard", "2")),),
+    "pp 2": ((2, (*PIPELINE, "--parallelism.pp_schedule", "ZBVZeroBubble")),),
+    f"dp_shard 3, killed at step {KILLED_AT}, then pp 2": ((3, ("--parallelism.dp_shard", "3")), (2, PIPELINE)),
 }
-"""Label -> number of ranks, arguments."""
+"""Label -> number of ranks and arguments of each start."""
 # Each line is drawn over the last one, thinner and lighter, so that lines of equal values stay visible.
 STYLES = (("#1b3a5c", 6.0), ("#2f7ebc", 4.0), ("#f28e2b", 2.2), ("#ffffff", 0.7))
+Starts = tuple[tuple[int, tuple[str, ...]], ...]
 FIGURES = ("tokens/s", "peak (MiB)")
 
 
@@ -50,30 +58,52 @@ def growth(folder: Path) -> None:
     figure.savefig("docs/growth.svg", metadata={"Date": None})
 
 
-def train(folder: Path, ranks: int, arguments: tuple[str, ...]) -> list[dict[str, float]]:
-    """The rows of metrics.jsonl, one per step, after a run of the quick start in `folder`."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "titanlite.train")
-    options = ("--job.dump_folder", str(folder), "--metrics.log_freq", "1", "--validation.enable", "false")
-    subprocess.run([sys.executable, *launcher, "quickstart", *options, *arguments], check=True)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "grad_norm" in row]
+def train(folder: Path, starts: Starts, *options: str) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, one per step, after a run in `folder`. starts: all but the last one are killed."""
+    file = folder / "metrics.jsonl"
+    own = ("--training.steps", str(STEPS), "--metrics.log_freq", "1", "--validation.enable", "false")
+    for index, (ranks, arguments) in enumerate(starts):
+        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "titanlite.train")
+        command = (*launcher, "quickstart", "--job.dump_folder", str(folder), *own, *options, *arguments)
+        with subprocess.Popen([sys.executable, *command], start_new_session=True) as process:
+            while index < len(starts) - 1 and process.poll() is None:
+                sleep(0.1)
+                if file.exists() and file.read_text().count("\n") >= KILLED_AT:
+                    os.killpg(process.pid, SIGKILL)
+        assert process.returncode in (0, -SIGKILL), folder
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def layouts(folder: Path = Path("outputs/picture")) -> None:
-    runs = {name: train(folder / name.replace(" ", "_"), *layout) for name, layout in LAYOUTS.items()}
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
-    for panel, (key, title) in zip(axes, (("loss", "loss"), ("grad_norm", "gradient norm")), strict=True):
-        for (name, rows), (color, width) in zip(runs.items(), STYLES, strict=True):
-            panel.plot([row["step"] for row in rows], [row[key] for row in rows], color=color, lw=width, label=name)
-            errors = [abs(row[key] / one[key] - 1) for row, one in zip(rows, runs["one process"], strict=True)]
-            found = f"first step {errors[0]:.0e}, median {median(errors):.0e}, largest {max(errors):.0e}"
-            print(f"{title}, {name}: relative difference from one process: {found}")
-        panel.set(xlabel="step", title=title, facecolor="#dde3ea")
-    axes[0].legend(facecolor="#dde3ea")
-    figure.savefig("docs/layouts.svg", metadata={"Date": None})
+def bits(folder: Path = Path("outputs/picture")) -> None:
+    exact = ("--training.bit_equal", "true", "--checkpoint.interval", "20")
+    names = [name.replace(" ", "_").replace(",", "") for name in MESHES]
+    runs = [train(folder / name, starts, *exact) for name, starts in zip(names, MESHES.values(), strict=True)]
+    rounded = {name: train(folder / f"rounded_{names[n]}", MESHES[name]) for n, name in enumerate(list(MESHES)[:3])}
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.4), layout="constrained", facecolor="white")
+    for name, rows, (color, width) in zip(MESHES, runs, STYLES, strict=True):
+        left.plot([row["step"] for row in rows], [row["loss"] for row in rows], color=color, lw=width, label=name)
+    digests = {tuple(row["digest"] for row in rows) for rows in runs}
+    assert len(digests) == 1, "the runs have different bits"
+    last = runs[0][-1]["digest"]
+    left.axvline(KILLED_AT, color="#7a1f1f", lw=0.8, ls=":")
+    left.set(title="loss with bit_equal", xlabel="step")
+    figure.supxlabel(f"digest of the weights after step {STEPS}, on all four: {last}")
+    one, *others = rounded.items()
+    for (name, rows), (color, _) in zip(others, STYLES[1:], strict=False):
+        errors = [abs(row["loss"] / reference["loss"] - 1) for row, reference in zip(rows, one[1], strict=True)]
+        found = f"first step {errors[0]:.0e}, median {median(errors):.0e}, largest {max(errors):.0e}"
+        print(f"{name}, without bit_equal: relative difference of the loss from one process: {found}")
+        right.plot(range(1, STEPS + 1), errors, color=color, lw=1.5, label=f"{name}, without the key")
+    right.plot(range(1, STEPS + 1), [0] * STEPS, color="#1b3a5c", lw=3, label="all four, with the key")
+    right.set_yscale("symlog", linthresh=1e-8)
+    right.set(title="relative difference of the loss from one process", xlabel="step", ylim=(-2e-9, 1e-2))
+    for panel in (left, right):
+        panel.set_facecolor("#dde3ea")
+        panel.legend(facecolor="#dde3ea", fontsize=8)
+    figure.savefig("docs/bits.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":
     pyplot.switch_backend("svg")
     pyplot.rcParams["svg.hashsalt"] = "titanlite"  # the same picture for the same numbers
-    {"growth": growth, "layouts": layouts}[sys.argv[1]](*map(Path, sys.argv[2:]))
+    {"growth": growth, "bits": bits}[sys.argv[1]](*map(Path, sys.argv[2:]))
