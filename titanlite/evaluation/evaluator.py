@@ -22,7 +22,7 @@ from titanlite.runtime.text import counted
 
 LEAST_LENGTH = 32
 """Shortest length to which rows are padded."""
-MOST_TOKENS = 2**30
+MOST_TOKENS = 2**26
 """Of a data set whose loss has the same bits on all meshes."""
 
 

@@ -32,8 +32,10 @@ MAX_SUMMANDS = 2**12
 """Microbatches of a step on all ranks: 53 bits are 12 for their sum, 10 of head room, and 31 of the row's largest."""
 DECAY = 0.99
 """Factor per step of a largest magnitude that the step did not reach."""
-SHARE_GRID = 2.0**-46
-"""Grid of shares of a mean loss of up to 64."""
+MOST_LOSS = 2**13
+"""Mean loss of a token up to which sums of losses are exact."""
+SHARE_GRID = MOST_LOSS * 2.0**-53
+"""Grid of shares of a mean loss."""
 BYTES_PER_ROW = 5 * 8
 _ALIGNMENT = 64
 """Rows of each tensor begin at multiples of this: on GPUs, the order of a sum depends on the alignment."""
@@ -230,8 +232,8 @@ def on_grid(values: Tensor, grid: float) -> Tensor:
 
 
 def loss_grid(tokens: int) -> float:
-    """The grid of summed losses of this many tokens, of up to 64 each."""
-    return float(2.0 ** ((tokens * 64 - 1).bit_length() - 53))
+    """The grid of summed losses of this many tokens."""
+    return float(2.0 ** ((tokens * MOST_LOSS - 1).bit_length() - 53))
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
