@@ -1,7 +1,7 @@
 """Command: digests of the weights of runs and model folders, and the names of the tensors that differ."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,11 +41,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Sums:
-    """The sums of bits of a run or folder, by part and name of the tensor; see sum_of_bits. computations: of the run,
-    with training.bit_equal."""
+    """The sums of bits of a run or folder, by part and name of the tensor; see sum_of_bits. dtypes: of the weights.
+    computations: of the run, with training.bit_equal."""
 
     where: str
     parts: Mapping[str, Mapping[str, int]]
+    dtypes: Set[torch.dtype]
     computations: Sequence[Computation] = ()
 
     def __str__(self) -> str:
@@ -84,7 +85,8 @@ def sums_of(path: Path, *, allow_import: bool) -> Sums:
             folder.fill_({name: tensor})
             return tensor
 
-        return Sums(str(path), {"weights": _sums({name: partial(fill, name) for name in folder.tensors})})
+        dtypes = {folder.tensors[name].dtype for name in folder.tensors}
+        return Sums(str(path), {"weights": _sums({name: partial(fill, name) for name in folder.tensors})}, dtypes)
     run = open_run(path, allow_import=allow_import)
     with torch.device("meta"):
         model = run.family.build(run.hyper_parameters)
@@ -105,7 +107,7 @@ def sums_of(path: Path, *, allow_import: bool) -> Sums:
         names = (name for name in stored if name.startswith(prefix))
         own = [name for name in names if part != "weights" or name.removeprefix(prefix) in parameters]
         parts[part] = _sums({name.removeprefix(prefix): partial(load, name, *stored[name]) for name in own})
-    return Sums(str(run.path), parts, run.manifest.computations)
+    return Sums(str(run.path), parts, {run.dtype}, run.manifest.computations)
 
 
 def _sums(tensors: Mapping[str, Callable[[], Tensor]]) -> dict[str, int]:
@@ -118,6 +120,10 @@ def _sums(tensors: Mapping[str, Callable[[], Tensor]]) -> dict[str, int]:
 
 def differences(first: Sums, other: Sums) -> Iterable[str]:
     """A line for each part that both have, if any of its tensors differ."""
+    if first.dtypes != other.dtypes:
+        here, there = (", ".join(sorted(map(str, each.dtypes))) for each in (first, other))
+        yield f"dtype: {here} in {first.where}, {there} in {other.where}: the same numbers have other bits"
+        return
     for part, sums in first.parts.items():
         others = other.parts.get(part)
         if not sums or not others:

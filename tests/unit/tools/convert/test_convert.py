@@ -543,15 +543,18 @@ def test_digests_of_a_run_its_export_and_another_run(
     tensors = load_file(file)
     tensors["model.norm.weight"].view(torch.int32)[3] ^= 1
     save_file(tensors, file, {"format": "pt"})
-    for other, code in ((tmp_path / "same", 0), (changed, 1)):
+    narrow = tmp_path / "narrow"
+    shutil.copytree(tmp_path / "same", narrow)
+    save_file({name: each.bfloat16() for name, each in tensors.items()}, narrow / file.name, {"format": "pt"})
+    for other, code in ((tmp_path / "same", 0), (changed, 1), (narrow, 1)):
         capsys.readouterr()
         with pytest.raises(SystemExit) as exited:
             digest.main([str(run), str(other)])
         first, second, result = capsys.readouterr().out.splitlines()
         assert exited.value.code == code
         assert (first.split()[1].strip(",") == second.split()[1]) == (code == 0)
-        assert result == (
-            f"weights: 1 of {len(tensors)} tensors of {changed} differ: norm.weight"
-            if code
-            else "equal: all tensors that they have in common, bit for bit"
-        )
+        dtypes = f"dtype: torch.float32 in {first.split()[-1]}, torch.bfloat16 in {narrow}"
+        assert result == {
+            changed: f"weights: 1 of {len(tensors)} tensors of {changed} differ: norm.weight",
+            narrow: f"{dtypes}: the same numbers have other bits",
+        }.get(other, "equal: all tensors that they have in common, bit for bit")
