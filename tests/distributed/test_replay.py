@@ -73,11 +73,14 @@ def test_without_checkpoints_the_replay_starts_from_the_initial_weights(tmp_path
 
 @pytest.mark.soak  # default suite: test_without_checkpoints_the_replay_starts_from_the_initial_weights
 def test_a_run_that_continues_another_is_replayed_from_the_step_at_which_it_began(tmp_path: Path) -> None:
+    """With training.bit_equal, and microbatches of pp_microbatch_size sequences, also on the process of the replay."""
+    pipeline = ("--parallelism.pp=2", "--parallelism.pp_microbatch_size=2", "--training.local_batch_size=4")
+    pipeline = (*pipeline, "--training.bit_equal=true", "--training.dtype=float32")
     saving = ("--training.steps", "2", "--checkpoint.enable", "true", "--job.dump_folder", str(tmp_path / "first"))
-    start_program(tmp_path, *saving, ranks=1).succeed()
+    start_program(tmp_path, *saving, *pipeline, ranks=2).succeed()
     first = tmp_path / "first" / "checkpoint" / "step-2"
     begin = ("--checkpoint.initial_load_path", str(first), "--checkpoint.initial_load_model_only", "false")
-    start_program(tmp_path, "--training.steps", "4", *begin, ranks=1).succeed()
+    start_program(tmp_path, "--training.steps", "4", *begin, *pipeline, ranks=2).succeed()
 
     code, output = replayed(tmp_path, "--step", "2")
     assert code == 1

@@ -122,8 +122,7 @@ def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[st
     began = time.monotonic()
     config = job.config
     apply_determinism(config.debug)
-    if config.training.bit_equal and world.device_type == "cpu" and not chooses_threads(environment):
-        torch.set_num_threads(1)  # the order of sums depends on their number
+    fix_threads(config, world, environment)
     pin_kernels(world.device)
     require_no_checkpoints(config)
     imported = fetch_imported(config, world, store)
@@ -176,6 +175,13 @@ def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[st
         memory=memory,
         computed_by=describe_computations(config, start, world.device),
     )
+
+
+def fix_threads(config: JobConfig, world: World, environment: Mapping[str, str]) -> None:
+    """Use one thread on a CPU with training.bit_equal, since the order of sums depends on their number, unless the user
+    has chosen another number."""
+    if config.training.bit_equal and world.device_type == "cpu" and not chooses_threads(environment):
+        torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Compute a step again: the configuration, the start, and the step in the run's dtypes and in float64."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from titanlite.assembly.data import build_data, build_tokenizer
 from titanlite.assembly.job import job_of
 from titanlite.assembly.model import build_model, build_trainer
-from titanlite.assembly.run import build_meter, checkpoint_facts, fetch_imported
+from titanlite.assembly.run import build_meter, checkpoint_facts, fetch_imported, fix_threads
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.checkpoint.compatibility import changed_settings
 from titanlite.checkpoint.start import StartFinder
@@ -29,6 +30,7 @@ from titanlite.metrics.jsonl import last_row
 from titanlite.models.attention import pin_kernels
 from titanlite.models.family import saved_tensors
 from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.microbatches import rows_together
 from titanlite.ranks.distributed import World
 from titanlite.ranks.network import connect, init_process_group
 from titanlite.runtime.determinism import apply_determinism
@@ -108,8 +110,13 @@ def replayed_config(config: JobConfig, folder: Path, start: SavedRun | None, wor
     checkpoint = replace(config.checkpoint, enable=False, load_step=-1)
     if start is not None:
         checkpoint = replace(checkpoint, initial_load_path=str(start.path), initial_load_model_only=False)
+    training = config.training
+    if training.bit_equal:
+        rows = rows_together(config.parallelism, training.local_batch_size)
+        training = replace(training, local_batch_size=rows)
     config = replace(
         config_of(config, ONE_PROCESS),
+        training=training,
         job=replace(config.job, dump_folder=str(folder)),
         checkpoint=checkpoint,
         data=replace(config.data, num_workers=0),
@@ -190,6 +197,7 @@ def duration(seconds: float) -> str:
 def replay(config: JobConfig, start: SavedRun | None, step: int, world: World) -> Replayed:
     """Compute the step on this process. config: see replayed_config. Raises UserError."""
     apply_determinism(config.debug)
+    fix_threads(config, world, os.environ)
     pin_kernels(world.device)
     store = connect(world, config.comm)
     imported = fetch_imported(config, world, store) if start is None else None
