@@ -49,6 +49,8 @@ SYNC: tuple[GradientSync, ...] = ("last", "hybrid", "every")
 SLACK = 0.9
 """Share of the time of the largest microbatches that no smaller ones improve on. They would be the fastest if rates
 never fell with the size."""
+TIE = 0.03
+"""Layouts whose times differ by less count as equal: about half of the published runs are further from their prediction."""
 FILLED = (2, 3)
 """Microbatches per pipeline rank of the two schedules from which longer ones are extrapolated. All stages work."""
 
@@ -97,6 +99,13 @@ class Found:
     fastest: tuple[Choice, ...]
     too_large: tuple[TooLarge, ...]
     meshes: int
+
+    @property
+    def best(self) -> Choice:
+        """The choice with the fewest axes among the fastest, and those that are equal to it."""
+        fastest = self.fastest[0].time.total
+        equal = [choice for choice in self.fastest if choice.time.total <= (1 + TIE) * fastest]
+        return min(equal, key=lambda choice: (len([size for size in choice.axes if size > 1]), choice.time.total))
 
 
 def search(

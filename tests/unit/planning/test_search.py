@@ -11,11 +11,22 @@ from tests.configuration import EACH_SCHEDULE
 from tests.unit.planning.test_step_time import config_of, profile
 from titanlite.config.check import check_config
 from titanlite.config.load import load_config
-from titanlite.parallel.mesh import ContextParallel, PipelineSchedule
+from titanlite.config.schema import JobConfig
+from titanlite.parallel.mesh import LAYOUT, ContextParallel, PipelineSchedule
 from titanlite.planning.estimate import estimate
 from titanlite.planning.hardware.machine import Profile, load_profile
-from titanlite.planning.search import PP_SCHEDULES, RECOMPUTE, RESHARD, SEARCHED, SYNC, Found, search, with_settings
-from titanlite.planning.step_time import predict
+from titanlite.planning.search import (
+    PP_SCHEDULES,
+    RECOMPUTE,
+    RESHARD,
+    SEARCHED,
+    SYNC,
+    Choice,
+    Found,
+    search,
+    with_settings,
+)
+from titanlite.planning.step_time import StepTime, predict
 from titanlite.runtime.memory import GIB, USABLE
 
 SETTINGS = ("model.n_layers=4", "training.global_batch_size=8", "training.local_batch_size=1")
@@ -137,6 +148,20 @@ def test_thousands_of_ranks_take_seconds() -> None:
     plan = estimate(best.config, 4096, device_type="cuda")
     assert best.memory_bytes == plan.largest.memory.total
     assert best.time.total == predict(best.config, plan, on).total
+
+
+@pytest.mark.parametrize(
+    ("other", "seconds", "chosen"),
+    [({"dp_shard": 8}, 1.029, 1), ({"dp_shard": 8}, 1.031, 0), ({"tp": 2, "cp": 4}, 1.01, 0)],
+)
+def test_of_layouts_that_count_as_equal_the_one_with_the_fewest_axes_is_chosen(
+    other: dict[str, int], seconds: float, chosen: int
+) -> None:
+    choices = []
+    for degrees, time in (({"pp": 2, "dp_shard": 4}, 1.0), (other, seconds), ({"tp": 8}, 1.2)):
+        settings = {f"parallelism.{axis}": degrees.get(axis, 1) for axis in LAYOUT}
+        choices.append(Choice(settings, JobConfig(), {}, 1, 1, 1, 1, StepTime({"products": time}, time)))
+    assert Found(tuple(choices), (), 3).best is choices[chosen]
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from titanlite.config.fields import value_of
 from titanlite.config.schema import JobConfig
 from titanlite.config.value_types import literal
 from titanlite.planning.hardware.machine import Profile
-from titanlite.planning.search import Choice, Found, TooLarge
+from titanlite.planning.search import TIE, Choice, Found, TooLarge
 from titanlite.runtime.memory import GIB, USABLE
 from titanlite.runtime.text import aligned, counted
 from titanlite.tools.plan.report import Price, hours, mfu, tokens_per_second, tokens_per_step
@@ -36,6 +36,9 @@ def describe_choices(
         cost = price.describe(hours(choice.config, choice.time), world_size)
         why = "" if choice is best else f" {choice.time.total / total - 1:+.1%}: {_differences(choice, best)};"
         lines.append(f"{number}:{why} {cost}")
+    if found.best is not best:
+        number = found.fastest.index(found.best) + 1
+        lines.append(f"The fewest axes of those within {TIE:.0%}, which count as equal: {number}")
     if found.too_large:
         usable = f"{USABLE * memory_gib:.1f} GiB"
         lines += ["", f"Perhaps faster, but larger than the usable {usable}, with the least memory:"]

@@ -120,4 +120,4 @@ def _with_fastest_layout(given: Collection[str], config: JobConfig, world_size: 
         raise UsageError(
             f'parallelism.layout = "auto": no layout of {counted(world_size, "rank")} fits: see titanlite plan --search'
         )
-    return with_settings(config, found.fastest[0].settings)
+    return with_settings(config, found.best.settings)
