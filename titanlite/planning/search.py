@@ -50,7 +50,7 @@ SLACK = 0.9
 """Share of the time of the largest microbatches that no smaller ones improve on. They would be the fastest if rates
 never fell with the size."""
 TIE = 0.03
-"""Layouts whose times differ by less count as equal: about half of the published runs are further from their prediction."""
+"""Layouts whose times differ by less count as equal: about half of the published runs differ by more from theirs."""
 FILLED = (2, 3)
 """Microbatches per pipeline rank of the two schedules from which longer ones are extrapolated. All stages work."""
 
