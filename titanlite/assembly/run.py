@@ -242,7 +242,8 @@ def build_checks(
     replicas = Replicas(parts, trainer.optimizer, mesh, config.faults.check_replicas_every, average=trainer.average)
     stages = local_stages(config.parallelism, mesh.coordinate["pp"])
     recorder = build_recorder(config, mesh, trainer, stages, group, environment)
-    skipped = SkippedSteps(config.faults, parts, stages, loader, group, recorder, counts_loss=trainer.counts_loss)
+    about = {"counts_loss": trainer.counts_loss, "bit_equal": config.training.bit_equal}
+    skipped = SkippedSteps(config.faults, parts, stages, loader, group, recorder, **about)
     return StateChecks(config.job.dump_folder, replicas, skipped, group)
 
 

@@ -13,6 +13,7 @@ from titanlite.data.streams import Origin
 from titanlite.faults.config import FaultsConfig
 from titanlite.faults.record import NotedStep, StepRecorder
 from titanlite.parallel.clip import WINDOW
+from titanlite.parallel.exact import HEAD_ROOM
 from titanlite.ranks.agreement import RanksError, run_on_all_ranks, warn_on_rank_0
 
 MAX_STEPS = 1000
@@ -37,7 +38,7 @@ class SkippedSteps:
     """Explains skipped steps at log lines, and stops a run that skips too many.
 
     stages: pipeline stage of each of this rank's model_parts. group: all ranks, with gloo. counts_loss: whether this
-    rank counts the loss of its rows. recorder: records every step.
+    rank counts the loss of its rows. recorder: records every step. bit_equal: with training.bit_equal.
     """
 
     def __init__(
@@ -50,8 +51,12 @@ class SkippedSteps:
         recorder: StepRecorder,
         *,
         counts_loss: bool,
+        bit_equal: bool = False,
     ) -> None:
         self._section = section
+        self._overflow = "the backward pass overflowed"
+        if bit_equal:
+            self._overflow += f", or a gradient exceeds {2**HEAD_ROOM:,} times the largest of its row so far"
         self._recorder = recorder
         self._parameters = [
             (stage, position, name)
@@ -95,7 +100,7 @@ class SkippedSteps:
         if broken:
             step = next((step for step in broken if step.stats.num_valid), broken[0])
             causes = run_on_all_ranks(lambda: self._cause(step), self._group)
-            lines.append(_explain(step.number, int(step.stats.num_valid), causes, len(broken)))
+            lines.append(_explain(step.number, int(step.stats.num_valid), causes, len(broken), self._overflow))
             if step.stats.num_valid:
                 lines.append(self._hint(step))
         if spikes:
@@ -148,8 +153,9 @@ def _explain_spike(
     return "\n".join(lines)
 
 
-def _explain(step: int, num_valid: int, causes: Sequence[Cause], count: int) -> str:
-    """The message about `count` skipped steps, the first of them `step`. causes: by rank."""
+def _explain(step: int, num_valid: int, causes: Sequence[Cause], count: int, overflow: str) -> str:
+    """The message about `count` skipped steps, the first of them `step`. causes: by rank. overflow: what a gradient
+    that is not finite means if all losses are finite."""
     if not num_valid:
         lines = [f"step {step} was skipped: no token of its global batch counts in the loss"]
     else:
@@ -162,7 +168,7 @@ def _explain(step: int, num_valid: int, causes: Sequence[Cause], count: int) -> 
         lines += [f"  loss that is not finite: {sample}" for sample in samples[:MAX_SAMPLES]]
         lines += [f"  and {len(samples) - MAX_SAMPLES} more"] if len(samples) > MAX_SAMPLES else []
         if not samples:
-            lines.append("  the loss of every sequence is finite: the backward pass overflowed")
+            lines.append(f"  the loss of every sequence is finite: {overflow}")
     if count > 1:
         lines.append(f"  {count} steps were skipped since the last log line")
     return "\n".join(lines)

@@ -23,7 +23,7 @@ def steps_of(group: dist.ProcessGroup, **section: Any) -> SkippedSteps:
     loader = Mock(sequences=range(100, 100 + ROWS), origin_values=np.arange(4 * ROWS).reshape(ROWS, 4))
     loader.locate = lambda origin: f"piece {origin.piece}"
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    return SkippedSteps(FaultsConfig(**section), [model], [0], loader, group, Mock(), counts_loss=True)
+    return SkippedSteps(FaultsConfig(**section), [model], [0], loader, group, Mock(), counts_loss=True, bit_equal=True)
 
 
 def stats_of(
@@ -45,6 +45,7 @@ def test_a_row_of_skipped_steps_is_counted_across_log_lines(
     steps.check()
     assert "step 2 was skipped" in caplog.text
     assert "first gradient that is not finite: 1.weight, on rank 0" in caplog.text
+    assert "overflowed, or a gradient exceeds 1,024 times the largest of its row so far\n" in caplog.text
     steps.note(4, stats_of(True))
     steps.note(5, stats_of(True))
     with pytest.raises(UserError, match="max_skipped_steps = 3: 4 steps in a row"):
