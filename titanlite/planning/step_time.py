@@ -50,7 +50,7 @@ have not the highest rates of their kind."""
 PER_DOUBLING = 0.013
 """The same for each doubling of the nodes: all ranks wait for the slowest one, and more ranks have a slower one."""
 UNCERTAINTY = 0.17
-"""|predicted / published - 1| of the tokens per second is smaller for 9 of 10 of the fitted rows."""
+"""|predicted / published - 1| of the tokens per second is smaller for more than 9 of 10 rows, fitted or not."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,10 @@ import pytest
 
 from tests.distributed.program import REPOSITORY, Program, clean_environment, start_command
 from titanlite.config.load import load_config
+from titanlite.planning.step_time import UNCERTAINTY
 from titanlite.runtime.errors import ConfigError, UsageError
 from titanlite.tools.plan.__main__ import main
+from titanlite.tools.plan.report import FASTER, SLOWER
 
 LARGE = ("--training.local_batch_size", "2", "--activation_checkpoint.mode", "none")
 CPU_SECONDS = 30.0
@@ -122,6 +124,14 @@ def test_only_training_checks_files() -> None:
         load_config([*settings, "--data.sources.0.split=train"], world_size=1, device_type="cpu", checks_files=False)
 
 
+def interval(output: str) -> tuple[float, float, float]:
+    """The least, the predicted and the highest tokens per second of a rank."""
+    ((rate, least, most),) = re.findall(
+        r"Throughput: ([\d,]+) tokens/s per rank.*?Likely: ([\d,]+) to ([\d,]+)", output, re.DOTALL
+    )
+    return float(least.replace(",", "")), float(rate.replace(",", "")), float(most.replace(",", ""))
+
+
 def test_a_profile_adds_the_time_by_part_and_the_cost(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["llama3_8b", "--world-size", "64", "--training.tokens", "4_194_304_000"]
     main([*arguments, "--hardware", "h100", "--price-per-hour", "2.5"])
@@ -131,8 +141,8 @@ def test_a_profile_adds_the_time_by_part_and_the_cost(capsys: pytest.CaptureFixt
     ((rate, every),) = re.findall(r"([\d,]+) tokens/s per rank, ([\d,]+) in all, MFU \d\d\.\d%", output)
     assert int(rate.replace(",", "")) == pytest.approx(4_194_304 / float(seconds) / 64, rel=0.01)
     assert int(every.replace(",", "")) == pytest.approx(4_194_304 / float(seconds), rel=0.01)
-    ((least, most),) = re.findall(r"Likely: ([\d,]+) to ([\d,]+) tokens/s per rank", output)
-    assert int(least.replace(",", "")) < int(rate.replace(",", "")) < int(most.replace(",", ""))
+    least, middle, most = interval(output)
+    assert (least / middle, most / middle) == pytest.approx((1 / (1 + UNCERTAINTY), 1 / (1 - UNCERTAINTY)), rel=1e-3)
     assert "Uncertain" not in output
     shares = [float(share) for share in re.findall(r"(?:[a-z] )(\d+\.\d)%", output.partition("Parts: ")[2])]
     assert sum(shares) == pytest.approx(100, abs=0.5)
@@ -143,14 +153,20 @@ def test_a_profile_adds_the_time_by_part_and_the_cost(capsys: pytest.CaptureFixt
 
 def test_what_published_runs_do_not_tell_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     main(["qwen3_30b_a3b", "--world-size", "64", "--training.global_batch_size", "64", "--hardware", "h100"])
-    assert "Uncertain: few runs with experts" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "Uncertain: few runs with experts" in output
+    least, rate, most = interval(output)
+    assert (least / rate, most / rate) == pytest.approx((1 / (1 + UNCERTAINTY), FASTER), rel=1e-3)
     main(
         [
             *("qwen3_0_6b", "--world-size", "8", "--training.seq_len", "1024", "--training.global_batch_size", "8"),
             *("--hardware", "h100"),
         ]
     )
-    assert "Uncertain: below 4,096 tokens per rank and step" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "Uncertain: below 4,096 tokens per rank and step" in output
+    least, rate, most = interval(output)
+    assert (least / rate, most / rate) == pytest.approx((1 / SLOWER, 1 / (1 - UNCERTAINTY)), rel=1e-3)
 
 
 def search_output(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, list[str]]:
