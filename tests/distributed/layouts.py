@@ -94,6 +94,7 @@ EXPERTS = (
     *("model.balance_loss=0.5", "model.z_loss=0.1"),
 )
 OLMOE = ("model.family=olmoe", *EXPERTS[2:])
+MISTRAL = ("model.family=mistral", "model.head_dim=16", "model.sliding_window=5")
 QWEN2 = ("model.family=qwen2",)
 OLMO2 = ("model.family=olmo2",)
 SMOLLM3 = ("model.family=smollm3", "model.no_rope_interval=2")
@@ -101,11 +102,12 @@ GATHER = ("parallelism.context_parallel=gather",)
 EP, EP3, EP4 = ("parallelism.ep=2",), ("parallelism.ep=3",), ("parallelism.ep=4",)
 EPS = (*EP, *EP3, *EP4)
 EIGHT = ("model.n_experts=8",)
-IMPLIED = (AOT, "activation_checkpoint.mode=selective", QWEN3[1], *EXPERTS[1:], SMOLLM3[1], *EIGHT, *EPS)
+IMPLIED = (AOT, "activation_checkpoint.mode=selective", QWEN3[1], *EXPERTS[1:], SMOLLM3[1], MISTRAL[2], *EIGHT, *EPS)
 SHORT = {
     QWEN3[0]: "qwen3",
     EXPERTS[0]: "qwen3_moe",
     OLMOE[0]: "olmoe",
+    MISTRAL[0]: "mistral",
     QWEN2[0]: "qwen2",
     OLMO2[0]: "olmo2",
     SMOLLM3[0]: "smollm3",
@@ -172,10 +174,10 @@ SLOW = (
     Layout((1, 1, 2, 2), (*TIED, *LAST), accumulation=3, rows=24),
     Layout((2, 1, 1, 2), (*OLMO2, *schedule("InterleavedZeroBubble"), *FULL, *PAIRS), rows=8),
     # context parallelism: each axis beside it, and ranks that share a head of keys
-    Layout((1, 1, 1, 1), (*GATHER, *QWEN3), accumulation=3, rows=24, cp=2),
+    Layout((1, 1, 1, 1), (*GATHER, *MISTRAL), accumulation=3, rows=24, cp=2),
     Layout((1, 1, 1, 1), (*QWEN3, *FULL), accumulation=3, rows=24, cp=2),
     Layout((1, 1, 2, 1), LAST, accumulation=3, rows=24, cp=2),
-    Layout((1, 2, 1, 1), TIED, cp=2),
+    Layout((1, 2, 1, 1), (*MISTRAL, *TIED), cp=2),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *PAIRS), cp=2),
     Layout((1, 1, 1, 2), SMOLLM3, cp=2),
     # experts, with the rows of the balance loss on several ranks; on several stages in UNEVEN
@@ -251,7 +253,7 @@ SOAK = (
     # each dense family on each axis
     *(
         Layout(mesh, (*family, *settings), cp=cp)
-        for family in (QWEN2, OLMO2, SMOLLM3)
+        for family in (MISTRAL, QWEN2, OLMO2, SMOLLM3)
         for mesh, cp, settings in (
             ((1, 1, 2, 1), 1, FULL),
             ((1, 1, 1, 2), 1, BY_OP),

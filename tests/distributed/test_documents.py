@@ -11,6 +11,7 @@ from tests.distributed.layouts import (
     COMPILE,
     FULL,
     GATHER,
+    MISTRAL,
     PAIRS,
     QWEN3,
     TIED,
@@ -26,7 +27,7 @@ INTERLEAVED = Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *PAIRS))
 QUICK = (
     Layout((1, 1, 1, 1), accumulation=2),
     Layout((1, 1, 1, 1), (*FULL, *TIED)),
-    Layout((1, 1, 1, 1), BY_OP),
+    Layout((1, 1, 1, 1), (*MISTRAL, *BY_OP)),
     Layout((1, 1, 1, 2), (*QWEN3, *BY_OP)),
     INTERLEAVED,
     Layout((1, 1, 1, 1), cp=2),
@@ -43,10 +44,10 @@ SLOW = (
     Layout((2, 1, 1, 2), (*schedule("Interleaved1F1B"), *BY_OP)),
     Layout((2, 1, 1, 2), (*schedule("1F1B"), *FULL)),
     Layout((1, 1, 1, 1), BY_OP, accumulation=2, cp=4),
-    Layout((1, 1, 1, 2), QWEN3, cp=2),
+    Layout((1, 1, 1, 2), MISTRAL, cp=2),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *BY_OP), cp=2),
     Layout((1, 1, 1, 2), (*GATHER, *QWEN3, *BY_OP), cp=2),
-    Layout((2, 1, 1, 1), (*GATHER, *schedule("DualPipeV")), cp=2),
+    Layout((2, 1, 1, 1), (*GATHER, *MISTRAL, *schedule("DualPipeV")), cp=2),
 )
 
 

@@ -39,6 +39,7 @@ SHAPE += [f"model.max_seq_len={SEQ_LEN}", f"training.seq_len={SEQ_LEN}", f"train
 QWEN3 = ["model.family=qwen3", "model.head_dim=64"]  # heads twice as wide as the residual stream, normalized
 EXPERTS = ["model.family=qwen3_moe", "model.n_experts=8", "model.n_active_experts=2", "model.ffn_dim=192"]
 BIT_EQUAL = ["training.bit_equal=true"]
+MISTRAL = ["model.family=mistral", "model.head_dim=32", "model.sliding_window=64"]
 OLMO2 = ["model.family=olmo2"]
 OLMOE = ["model.family=olmoe", *EXPERTS[1:]]
 DTYPE = {
@@ -55,6 +56,7 @@ KEPT_LAYOUTS = {
     "1 process": (1, []),
     "tp 2": (2, ["parallelism.tp=2"]),
     "1 process, qwen3": (1, QWEN3),
+    "1 process, mistral": (1, MISTRAL),
     "1 process, olmo2": (1, OLMO2),
     "1 process, experts": (1, EXPERTS),
     "tp 2, experts": (2, [*EXPERTS, "parallelism.tp=2"]),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,25 +22,25 @@ class Reading:
     only to itself (a softmax over nothing would be NaN), and no other column attends to it.
 
     padding: number of padding columns per row. capacity: total number of columns. columns: number of columns read so
-    far. device: of the tokens. mask: 0 or -inf, (rows, 1, columns being read, all columns up to them); None: causal.
+    far. device: of the tokens.
     """
 
     def __init__(self, model: LanguageModel, padding: Sequence[int], capacity: int) -> None:
         parameter = next(model.parameters())
         self.capacity = capacity
         self.columns = 0
-        self.mask: Tensor | None = None
         self.device = parameter.device
         self._model = model
         self._is_padded = any(padding)
         self._dtype = parameter.dtype
         self._padding = torch.tensor(padding, device=parameter.device).unsqueeze(1)
+        self._masks: dict[int, Tensor | None] = {}
 
     def read(self, tokens: Tensor) -> Tensor:
         """Logits (rows, columns, vocab_size) of the next columns. tokens: int64 (rows, columns)."""
         columns = torch.arange(self.columns, self.columns + tokens.shape[1], device=tokens.device)
+        self._masks.clear()
         with torch.inference_mode():
-            self.mask = self._mask_of(columns)
             logits: Tensor = self._model(tokens, (columns - self._padding).clamp_(min=0))
         self.columns += tokens.shape[1]
         return logits
@@ -49,13 +50,23 @@ class Reading:
         assert columns <= self.columns
         self.columns, self.capacity = columns, max(self.capacity, capacity)
 
-    def _mask_of(self, columns: Tensor) -> Tensor | None:
-        one_sees_all = len(columns) == 1 or self.columns == 0
-        if one_sees_all and not self._is_padded:
+    def mask(self, count: int, window: int) -> Tensor | None:
+        """Of the `count` columns being read, for attention with this window: 0 or -inf, (rows, 1, count, all columns up
+        to them); None: causal. Built once per call of `read`."""
+        if window not in self._masks:
+            self._masks[window] = self._mask_of(count, window)
+        return self._masks[window]
+
+    def _mask_of(self, count: int, window: int) -> Tensor | None:
+        length = self.columns + count
+        sees_all = (count == 1 or self.columns == 0) and not 0 < window < length
+        if sees_all and not self._is_padded:
             return None
-        seen = torch.arange(self.columns + len(columns), device=columns.device)
-        queries, first = columns.unsqueeze(1), self._padding.unsqueeze(2)
+        seen = torch.arange(length, device=self.device)
+        queries, first = seen[self.columns :].unsqueeze(1), self._padding.unsqueeze(2)
         visible = ((seen <= queries) & (seen >= first)) | (seen == queries)
+        if window:
+            visible &= queries - seen < window
         return torch.zeros_like(visible, dtype=self._dtype).masked_fill_(~visible, -torch.inf).unsqueeze(1)
 
 
@@ -95,18 +106,21 @@ class KeyValueCache:
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
-    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None) -> Tensor:
+    def __call__(
+        self, queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None, window: int = 0
+    ) -> Tensor:
         """Like attend in models/attention.py; `mask` is None, since each row is one document."""
         assert mask is None, "rows of several documents cannot be read incrementally"
         begin, count = self._reading.columns, queries.shape[2]
+        own = self._reading.mask(count, window)
         keys = self._keys = self._append(self._keys, keys, begin)
         values = self._values = self._append(self._values, values, begin)
         return functional.scaled_dot_product_attention(
             queries,
             keys[:, :, : begin + count],
             values[:, :, : begin + count],
-            attn_mask=self._reading.mask,
-            is_causal=self._reading.mask is None and count > 1,
+            attn_mask=own,
+            is_causal=own is None and count > 1,
             enable_gqa=queries.shape[1] != keys.shape[1],
         )
 
@@ -163,6 +177,5 @@ def _is_cacheable(model: Decoder, layers: Sequence[Attention]) -> bool:
     return torch.allclose(one, other)
 
 
-def _without_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None) -> Tensor:
-    del keys, values, mask
+def _without_attention(queries: Tensor, *_others: Any) -> Tensor:
     return torch.zeros_like(queries)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -17,8 +17,8 @@ MaskForm = Literal["scores", "blocks"]
 """scores: one additive number per query and key; blocks: the 128 x 128 blocks of scores to compute."""
 AttentionMask = Tensor | BlockMask
 """A mask in the form that the kernel of `attend` takes: see `attention_mask`."""
-Kernel = Callable[[Tensor, Tensor, Tensor, AttentionMask | None], Tensor]
-"""`attend`, or a function of a family in its place."""
+Kernel = Callable[..., Tensor]
+"""`attend`, or a function of a family in its place. An Attention without a window calls it without `window`."""
 
 
 def pin_kernels(device: torch.device) -> None:
@@ -65,19 +65,22 @@ def document_arguments(positions: Tensor | None) -> dict[str, Tensor]:
 
 
 def attention_mask(
-    document_ids: Tensor | None, dtype: torch.dtype, head_dim: int, queries: Tensor | None = None
+    document_ids: Tensor | None, dtype: torch.dtype, head_dim: int, queries: Tensor | None = None, window: int = 0
 ) -> AttentionMask | None:
     """Build the mask that keeps `attend` within documents; None (causal) if `document_ids` is None.
 
-    Build it once per forward pass, for all blocks. document_ids: int64 (batch, seq_len), equal for positions of the
-    same document. dtype, head_dim: of the queries. queries: int64 (number of queries,), their positions in the row;
-    None: all. Does not synchronize with the device.
+    Build it once per forward pass and window, for all blocks. document_ids: int64 (batch, seq_len), equal for positions
+    of the same document. dtype, head_dim: of the queries. queries: int64 (number of queries,), their positions in the
+    row; None: all. window: see `attend`. Does not synchronize with the device.
     """
     if document_ids is None:
         return None
     if mask_form(document_ids.device.type, dtype, head_dim) == "blocks":
-        return block_mask(document_ids, queries)
-    return additive_mask(document_ids, attention_dtype(document_ids.device.type, dtype), queries)
+        return block_mask(document_ids, queries, window)
+    wide = attention_dtype(document_ids.device.type, dtype)
+    if queries is None and 0 < window < document_ids.shape[1]:
+        return band_mask(document_ids, wide, window)
+    return additive_mask(document_ids, wide, queries, window)
 
 
 def attention_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
@@ -95,27 +98,56 @@ def mask_form(device_type: str, dtype: torch.dtype, head_dim: int) -> MaskForm:
     return "blocks" if device_type == "cuda" and dtype != torch.float64 and head_dim >= 16 else "scores"
 
 
-def may_see(document_ids: Tensor, queries: Tensor | None = None) -> Tensor:
-    """Boolean mask: a query sees the keys of its own document up to its own position.
+def may_see(document_ids: Tensor, queries: Tensor | None = None, window: int = 0) -> Tensor:
+    """Boolean mask: a query sees the keys of its own document up to its own position, of a window only the last ones.
 
-    document_ids, queries: see `attention_mask`. Returns bool (batch, 1, queries, seq_len).
+    document_ids, queries, window: see `attention_mask`. Returns bool (batch, 1, queries, seq_len).
     """
     keys = torch.arange(document_ids.shape[1], device=document_ids.device)
     queries = keys if queries is None else queries
     same = document_ids[:, queries].unsqueeze(2) == document_ids.unsqueeze(1)
-    return same.logical_and_(queries.unsqueeze(1) >= keys).unsqueeze(1)
+    distance = queries.unsqueeze(1) - keys
+    same.logical_and_(distance >= 0)
+    return (same.logical_and_(distance < window) if window else same).unsqueeze(1)
 
 
-def additive_mask(document_ids: Tensor, dtype: torch.dtype, queries: Tensor | None = None) -> Tensor:
+def additive_mask(document_ids: Tensor, dtype: torch.dtype, queries: Tensor | None = None, window: int = 0) -> Tensor:
     """`may_see` as an additive mask of 0 and -inf: (batch, 1, queries, seq_len) in `dtype`.
 
     From a boolean mask, torch would build this tensor in each block again, and save it for the backward pass.
     """
-    seen = may_see(document_ids, queries)
+    return _additive(may_see(document_ids, queries, window), dtype)
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
-def block_mask(document_ids: Tensor, queries: Tensor | None = None) -> BlockMask:
+def band_mask(document_ids: Tensor, dtype: torch.dtype, window: int) -> Tensor:
+    """`additive_mask` of all queries by bands, see `attend_in_bands`: (batch, bands, 1, window, 2 window)."""
+    missing = -document_ids.shape[1] % window
+    queries = functional.pad(document_ids, (0, missing), value=-1).unflatten(1, (-1, window))
+    keys = _with_previous(queries.unsqueeze(-1), 1).squeeze(-1)  # of the first band: no document, 0
+    keys[:, 0, :window] = -2
+    same = queries.unsqueeze(3) == keys.unsqueeze(2)
+    return _additive((same & _band(window, document_ids.device)).unsqueeze(2), dtype)
+
+
+def _band(window: int, device: torch.device) -> Tensor:
+    """Which keys of its band and of the band before a query sees: bool (window, 2 window)."""
+    places = torch.arange(2 * window, device=device)
+    distance = places[:window].unsqueeze(1) + window - places
+    return (distance >= 0) & (distance < window)
+
+
+def _with_previous(x: Tensor, dim: int) -> Tensor:
+    """Bands of positions with the positions of the band before in front, zeros for the first one. dim: of the bands,
+    which is before that of the positions."""
+    previous = torch.cat((torch.zeros_like(x.narrow(dim, 0, 1)), x.narrow(dim, 0, x.shape[dim] - 1)), dim)
+    return torch.cat((previous, x), dim + 1)
+
+
+def block_mask(document_ids: Tensor, queries: Tensor | None = None, window: int = 0) -> BlockMask:
     """`may_see` for FlexAttention: a function, and the 128 x 128 blocks of scores that are partly or fully visible.
 
     Compiled, since eager mode would materialize the mask of all scores at once.
@@ -124,7 +156,8 @@ def block_mask(document_ids: Tensor, queries: Tensor | None = None) -> BlockMask
 
     def visible(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         position = query if queries is None else queries[query]
-        return (position >= key) & (document_ids[row, position] == document_ids[row, key])
+        seen = (position >= key) & (document_ids[row, position] == document_ids[row, key])
+        return seen & (position - key < window) if window else seen
 
     built: BlockMask = compiled(create_block_mask)(
         visible, rows, None, seq_len if queries is None else len(queries), seq_len, device=document_ids.device
@@ -138,15 +171,18 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None) -> Tensor:
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None, window: int = 0) -> Tensor:
     """softmax(queries keys^T / sqrt(head_dim) + mask) values; mask None: causal.
 
     All tensors are (batch, heads, seq_len, head_dim), the result as the queries. Keys and values may have fewer heads
-    than the queries (grouped-query attention).
+    than the queries (grouped-query attention). window: number of positions that a query sees, its own included; 0: all
+    up to its own. A mask was built with the same window.
     """
     dtype, wide = queries.dtype, attention_dtype(queries.device.type, queries.dtype)
     if wide != dtype:
-        return attend(queries.to(wide), keys.to(wide), values.to(wide), mask).to(dtype)
+        return attend(queries.to(wide), keys.to(wide), values.to(wide), mask, window).to(dtype)
+    if 0 < window < keys.shape[2] and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 5)):
+        return attend_in_bands(queries, keys, values, mask, window)
     grouped = queries.shape[1] != keys.shape[1]
     if isinstance(mask, BlockMask):
         # A compiled block traces the function itself: Dynamo warns about a cache that it meets.
@@ -158,8 +194,48 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | 
     )
 
 
+def _of_entire_rows(mask: Tensor, seq_len: int) -> Tensor:
+    """The `additive_mask` of a `band_mask`."""
+    rows, bands, _, window, _ = mask.shape
+    full = mask.new_full((rows, bands, window, (bands + 1) * window), -torch.inf)
+    for band in range(bands):
+        full[:, band, :, band * window : (band + 2) * window] = mask[:, band, 0]
+    return full.flatten(1, 2)[:, None, :seq_len, window : window + seq_len]
+
+
+def attend_in_bands(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, window: int) -> Tensor:
+    """`attend` with a window, in time and memory of seq_len x window: each band of `window` queries sees the keys of
+    its own band and of the one before. mask: see `band_mask`."""
+    rows, heads, seq_len, _ = queries.shape
+    missing = -seq_len % window
+
+    def bands(x: Tensor) -> Tensor:
+        padded = functional.pad(x, (0, 0, 0, missing)) if missing else x  # a pad of nothing would be a copy
+        out: Tensor = padded.unflatten(2, (-1, window))
+        return out
+
+    def batched(x: Tensor) -> Tensor:
+        """(batch, heads, bands, positions, head_dim) -> (batch x bands, heads, positions, head_dim)."""
+        return x.transpose(1, 2).flatten(0, 1)
+
+    def joined(x: Tensor) -> Tensor:
+        out: Tensor = x.unflatten(0, (rows, -1))
+        return out.transpose(1, 2).flatten(2, 3)
+
+    kernel: Kernel = partial(functional.scaled_dot_product_attention, enable_gqa=heads != keys.shape[1])
+    queries, keys, values = (bands(x) for x in (queries, keys, values))
+    if mask is not None:
+        both = (batched(_with_previous(x, 2)) for x in (keys, values))
+        return joined(kernel(batched(queries), *both, attn_mask=mask.flatten(0, 1)))[:, :, :seq_len]
+    first = kernel(queries[:, :, 0], keys[:, :, 0], values[:, :, 0], is_causal=True)
+    band = _additive(_band(window, queries.device), queries.dtype)
+    both = (batched(torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3)) for x in (keys, values))
+    others = kernel(batched(queries[:, :, 1:]), *both, attn_mask=band)
+    return torch.cat((first, joined(others)), dim=2)[:, :, :seq_len]
+
+
 @torch.no_grad()
-def attention_weights(queries: Tensor, keys: Tensor, mask: AttentionMask | None) -> Tensor:
+def attention_weights(queries: Tensor, keys: Tensor, mask: AttentionMask | None, window: int = 0) -> Tensor:
     """softmax(queries keys^T / sqrt(head_dim) + mask), (batch, heads, queries, seq_len), in at least float32.
 
     For `titanlite.watch`: without gradients, and large. Arguments: see `attend`.
@@ -167,11 +243,12 @@ def attention_weights(queries: Tensor, keys: Tensor, mask: AttentionMask | None)
     wide, groups = torch.promote_types(queries.dtype, torch.float32), queries.shape[1] // keys.shape[1]
     keys = keys.to(wide).repeat_interleave(groups, dim=1)
     scores: Tensor = queries.to(wide) @ keys.mT / queries.shape[-1] ** 0.5
-    if isinstance(mask, Tensor):
-        return (scores + mask).softmax(-1)
     n_queries, seq_len = scores.shape[-2:]
+    if isinstance(mask, Tensor):
+        return (scores + (_of_entire_rows(mask, seq_len) if mask.ndim == 5 else mask)).softmax(-1)
     if mask is None:
         seen = torch.ones(n_queries, seq_len, dtype=torch.bool, device=scores.device).tril()
+        seen = seen.triu(1 - window) if window else seen
     else:
         seen = create_mask(mask.mask_mod, len(scores), 1, n_queries, seq_len, device=str(scores.device))
     return scores.masked_fill(~seen, -torch.inf).softmax(-1)

@@ -75,6 +75,10 @@ class ExpertHyperParameters(DecoderConfig):
     not from or to 0."""
 
 
+class ByWindow(dict[int, AttentionMask | None]):
+    """The masks of blocks whose attention has different windows."""
+
+
 Norms = Literal["before", "after"]
 """Where the norms of a block are: before attention and feed-forward, or after them, before the residual sum."""
 
@@ -181,26 +185,49 @@ class Decoder(LanguageModel):
         MixtureOfExperts."""
         rope = self.rope(positions)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
-        mask = self.attention_mask(document_ids, x.dtype, self.config.head_dim)
+        mask = self.masks(document_ids, x.dtype)
         of_experts = (is_token,) if self.config.n_experts > 1 else ()
         x = self.run_blocks(x, rope, mask, *of_experts)
         x = x if self.norm is None else self.norm(x)
         return x if self.output is None else self.output(x, labels, num_valid)
+
+    def masks(self, document_ids: Tensor | None, dtype: torch.dtype) -> AttentionMask | ByWindow | None:
+        """The mask of all blocks of this stage, or one for each of their windows."""
+        windows = {window_of(layer) for layer in self.layers.values()}
+        found = ByWindow(
+            (window, self.attention_mask(document_ids, dtype, self.config.head_dim, **_given(window)))
+            for window in windows
+        )
+        return found if len(found) > 1 else next(iter(found.values()), None)
 
     def run_blocks(self, x: Tensor, *arguments: Any) -> Tensor:
         """Apply the blocks of this stage. x: the embeddings, or what the previous stage has returned. arguments: of
         each block after x. A stage passes what is carried behind x, along the last dimension."""
         if not self.carried:
             for layer in self.layers.values():
-                x = layer(x, *arguments)
+                x = layer(x, *(_of_layer(layer, each) for each in arguments))
             return x
         x, more = x[..., : self.config.dim], x[..., self.config.dim :]
         if self.tok_embeddings is not None:
             more = x.new_zeros(*x.shape[:2], self.carried)
         for layer in self.layers.values():
-            x, more = layer(x, *arguments, more)
+            x, more = layer(x, *(_of_layer(layer, each) for each in arguments), more)
         # with tp, more may hold all positions of a part of its numbers
         return x if self.output is not None else torch.cat((x, more.reshape(*x.shape[:2], self.carried)), dim=-1)
+
+
+def window_of(layer: nn.Module) -> int:
+    """The window of the attention of a block; 0: none."""
+    return int(getattr(getattr(layer, "attention", None), "window", 0))
+
+
+def _given(window: int) -> dict[str, int]:
+    """Arguments for an `attention_mask` that may be a family's, which knows no windows."""
+    return {"window": window} if window else {}
+
+
+def _of_layer(layer: nn.Module, argument: Any) -> Any:
+    return argument[window_of(layer)] if isinstance(argument, ByWindow) else argument
 
 
 def init(config: DecoderConfig, name: str) -> Init:
@@ -292,7 +319,8 @@ def describe_size(num_parameters: int, config: Any) -> str:
 
 
 def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
-    """Floating-point operations of matrix products per trained token, forward and backward: 6N + 12·L·T·H.
+    """Floating-point operations of matrix products per trained token, forward and backward: 6N + 12·L·T·H. In a layer
+    with a window, T is at most the window.
 
     N is num_matmul_parameters: 2 operations per weight forward, 4 backward. Attention multiplies each query with T keys
     and T values in each of L layers: 4·T·H operations forward and twice that backward, where H is n_heads * head_dim.
@@ -300,7 +328,8 @@ def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
     does not count. Source: Chowdhery et al., "PaLM" (2022), appendix B.
     """
     heads = config.n_heads * config.head_dim
-    return 6 * num_matmul_parameters(config) + 12 * config.n_layers * seq_len * heads
+    seen = sum(min(window or seq_len, seq_len) for window in config.windows)
+    return 6 * num_matmul_parameters(config) + 12 * seen * heads
 
 
 _SIZE = Range("a positive number in this range", least=1, most=2**31 - 1)
@@ -313,6 +342,7 @@ RANGES = {
     "no_rope_interval": Range(
         "a number above model.n_layers for rotary embeddings in all layers", least=2, most=2**31 - 1
     ),
+    "sliding_window": Range("0 for none", least=0, most=2**31 - 1),
     "n_experts": Range("another family, such as qwen3, has one feed-forward layer per block", least=2, most=2**31 - 1),
     **dict.fromkeys(("norm_eps", "rope_low_freq_factor", "rope_high_freq_factor"), _FACTOR),
     **dict.fromkeys(("rope_beta_fast", "rope_beta_slow"), _FACTOR),
@@ -348,6 +378,13 @@ def check_decoder(config: Any, seq_len: int, tp: int, pp: int) -> list[Problem]:
     if seq_len > config.max_seq_len:
         rule, remedy = f"at most model.max_seq_len = {config.max_seq_len}", "shorten the sequences, or raise this key"
         rules.problems.append(Problem("training.seq_len", seq_len, rule, remedy))
+    return rules.problems
+
+
+def check_head_width(config: DecoderConfig) -> list[Problem]:
+    """Check that heads have an even width, for families with head_dim: embeddings rotate pairs."""
+    rules = Rules("model", config)
+    rules.require("head_dim", config.head_dim % 2 == 0, "even, since rotary embeddings rotate pairs", "128 is usual")
     return rules.problems
 
 

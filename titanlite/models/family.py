@@ -49,6 +49,11 @@ class DecoderConfig:
     z_loss: float = 0.0
     bias_rate: float = 0.0
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The window of the attention of each layer, in positions; 0: none."""
+        return (0,) * self.n_layers
+
 
 TensorStyle = Literal[
     "vocabulary", "norm", "head_norm", "wide_norm", "gather", "column", "row", "router", "scalar", "logits"
@@ -116,7 +121,7 @@ class LanguageModel(nn.Module, ABC):
     draws: ClassVar[bool] = False
     watch = staticmethod(watch)
 
-    attention_mask: Callable[[Tensor | None, torch.dtype, int], AttentionMask | None]
+    attention_mask: Callable[..., AttentionMask | None]
 
     def __init__(self) -> None:
         super().__init__()

@@ -244,7 +244,8 @@ class Attention(nn.Module):
     The number of heads comes from the projections' outputs, not from the configuration: if tensor parallelism shards
     the projections by heads, each rank computes its own heads.
 
-    bias: whether wq, wk and wv have biases. rotates: whether queries and keys are rotated by their positions.
+    bias: whether wq, wk and wv have biases. rotates: whether queries and keys are rotated by their positions. window:
+    number of positions that each one sees, its own included; 0: all up to its own.
     q_norm, k_norm: normalize queries and keys, (batch, seq_len, heads, head_dim), before they are rotated: each head by
     an RMSNorm of width head_dim, or all heads together by a WideNorm. None: not normalized.
     attend: the attention function, by default that of models/attention.py. A family may have its own, as a method of a
@@ -266,10 +267,12 @@ class Attention(nn.Module):
         *,
         bias: bool = False,
         rotates: bool = True,
+        window: int = 0,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.rotates = rotates
+        self.window = window
         if not hasattr(type(self), "attend"):  # else a method of a subclass
             self.attend = attend
         self.wq = nn.Linear(dim, n_heads * head_dim, bias=bias)
@@ -297,7 +300,8 @@ class Attention(nn.Module):
 
     def attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None) -> Tensor:
         """The output, (batch, seq_len, dim), from the `heads`."""
-        attended = self.attend(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), mask)
+        heads = (x.transpose(1, 2) for x in (queries, keys, values))
+        attended = self.attend(*heads, mask, self.window) if self.window else self.attend(*heads, mask)
         out: Tensor = self.wo(attended.transpose(1, 2).flatten(2))
         return out
 

@@ -14,6 +14,7 @@ from titanlite.models.decoder import (
     Decoder,
     HyperParameters,
     check_decoder,
+    check_head_width,
     decoder_structure,
     flops_per_token,
     init,
@@ -88,8 +89,7 @@ def attention(config: Qwen3Config) -> Attention:
 
 
 def check(config: Qwen3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
-    rules = Rules("model", config, check_decoder(config, seq_len, tp, pp))
-    rules.require("head_dim", config.head_dim % 2 == 0, "even, since rotary embeddings rotate pairs", "128 is usual")
+    rules = Rules("model", config, [*check_decoder(config, seq_len, tp, pp), *check_head_width(config)])
     slow, fast = config.rope_beta_slow, config.rope_beta_fast
     rule = f"below model.rope_beta_fast = {fast}"
     rules.require("rope_beta_slow", slow < fast, rule, "1.0 and 32.0 are what Qwen3 uses")

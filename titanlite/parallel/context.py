@@ -42,7 +42,13 @@ def apply_context_parallel(model: LanguageModel, group: dist.ProcessGroup | None
 
 
 def attend_over_heads(
-    kernel: Kernel, queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None, group: dist.ProcessGroup
+    kernel: Kernel,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: AttentionMask | None,
+    *window: int,
+    group: dist.ProcessGroup,
 ) -> Tensor:
     """`kernel` for this rank's positions: (batch, heads, seq_len / cp, head_dim), the result as the queries.
 
@@ -52,12 +58,18 @@ def attend_over_heads(
     if keys.shape[1] < cp:
         keys, values = (x.repeat_interleave(cp // x.shape[1], dim=1) for x in (keys, values))
     queries, keys, values = (_HeadsForPositions.apply(x, group, 1, 2) for x in (queries, keys, values))  # type: ignore[no-untyped-call]
-    attended: Tensor = _HeadsForPositions.apply(kernel(queries, keys, values, mask), group, 2, 1)  # type: ignore[no-untyped-call]
+    attended: Tensor = _HeadsForPositions.apply(kernel(queries, keys, values, mask, *window), group, 2, 1)  # type: ignore[no-untyped-call]
     return attended
 
 
 def attend_to_gathered(
-    kernel: Kernel, queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None, group: dist.ProcessGroup
+    kernel: Kernel,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: AttentionMask | None,
+    *window: int,
+    group: dist.ProcessGroup,
 ) -> Tensor:
     """As attend_over_heads. mask: of this rank's queries and entire rows of keys, see mask_of_own_queries."""
     keys, values = (_GatherPositions.apply(x, group) for x in (keys, values))  # type: ignore[no-untyped-call]
@@ -66,18 +78,18 @@ def attend_to_gathered(
             'the mask is not one of this rank\'s queries: with parallelism.context_parallel = "gather" a family builds '
             "it with self.attention_mask"
         )
-    return kernel(queries, keys, values, mask)
+    return kernel(queries, keys, values, mask, *window)
 
 
 def mask_of_own_queries(
-    document_ids: Tensor | None, dtype: torch.dtype, head_dim: int, *, group: dist.ProcessGroup
+    document_ids: Tensor | None, dtype: torch.dtype, head_dim: int, window: int = 0, *, group: dist.ProcessGroup
 ) -> AttentionMask | None:
     """`attention_mask` of this rank's queries. document_ids: (batch, seq_len), of entire rows."""
     if document_ids is None:
         return None
     positions = torch.arange(document_ids.shape[1], device=document_ids.device).unsqueeze(0)
     own = part_of_rows(positions, group.rank(), group.size(), "gather").squeeze(0)
-    return attention_mask(document_ids, dtype, head_dim, own)
+    return attention_mask(document_ids, dtype, head_dim, own, window)
 
 
 class _HeadsForPositions(torch.autograd.Function):

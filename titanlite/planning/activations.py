@@ -37,6 +37,11 @@ class MicrobatchShape:
         """Of one rank."""
         return self.rows * self.seq_len // self.cp
 
+    def window_of(self, config: DecoderConfig) -> int:
+        """The largest window of the layers; 0 if a layer has none, or one of an entire row."""
+        largest = max(window or self.seq_len for window in config.windows)
+        return largest if largest < self.seq_len else 0
+
 
 @dataclass(frozen=True)
 class ActivationBytes:
@@ -76,7 +81,9 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
     residual = positions * config.dim * size // tp
     gathered = positions * config.dim * size
     heads = positions * (query_dim + 2 * kv_dim) * size // tp  # queries, keys, values
-    attention_inputs = positions * (query_dim + 2 * rows_of_keys * n_kv_heads * config.head_dim) * size // tp
+    # of a window, each band of queries has copies of its own keys and of those of the band before
+    copies = 2 if shape.window_of(config) and shape.mask != "blocks" and not shape.gathers_keys else 1
+    attention_inputs = positions * (query_dim + 2 * copies * rows_of_keys * n_kv_heads * config.head_dim) * size // tp
     attended = positions * query_dim * size // tp
     # copies in a wider dtype: saved in place of queries, keys and values, and beside the result, as after an exchange
     wider = shape.attention_bytes / size
@@ -132,7 +139,8 @@ def _document_bytes(config: DecoderConfig, shape: MicrobatchShape, wide: int) ->
     has_positions = shape.mask is not None or shape.cp > 1
     tables = shape.seq_len // shape.cp * 2 * config.head_dim * wide if has_positions else 0
     queries = shape.seq_len // (shape.cp if shape.gathers_keys else 1)
-    pairs = queries * shape.seq_len * shape.attention_bytes if shape.mask == "scores" else 0
+    keys = shape.seq_len if shape.gathers_keys else min(2 * shape.window_of(config) or shape.seq_len, shape.seq_len)
+    pairs = queries * keys * shape.attention_bytes if shape.mask == "scores" else 0
     return shape.rows * (tables + pairs)
 
 

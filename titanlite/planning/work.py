@@ -169,6 +169,10 @@ def block_work(
     styles = structure.tensor_styles.values()
     if "head_norm" in styles or "wide_norm" in styles:
         parts += [elementwise_work(*ops.norm(queries)), elementwise_work(*ops.norm(keys))]
+    if (window := shape.window_of(config)) and shape.mask != "blocks":
+        others = 1 - window / shape.seq_len  # of the bands after the first one
+        forward = ops.copies(queries, 2) + ops.copies(others * queries, 2) + ops.copies(others * keys, 8)
+        parts.append(elementwise_work(forward, ops.copies(queries, 4) + ops.copies(keys, 13)))
     if tp > 1:  # two gathers and two scatters, each with a copy
         parts.append(elementwise_work(ops.copies(gathered, 4), ops.copies(gathered, 4)))
     if config.n_experts > 1:
@@ -187,7 +191,10 @@ def block_work(
 def _attention(config: DecoderConfig, shape: MicrobatchShape) -> PassWork:
     """With cp, a rank has entire rows of 1 / cp of the heads, or 1 / cp of the positions of all heads."""
     rows = max(shape.rows * config.n_heads // shape.tp // shape.cp, 1)
-    forward, backward = (Attention(rows, shape.seq_len, config.head_dim, is_backward) for is_backward in (False, True))
+    seq_len = shape.seq_len
+    if window := shape.window_of(config):  # each band of queries with its own keys and those of the band before
+        rows, seq_len = 4 * rows * -(-seq_len // window), window
+    forward, backward = (Attention(rows, seq_len, config.head_dim, is_backward) for is_backward in (False, True))
     return PassWork(Work(attention=(forward,), operations=1), Work(attention=(backward,), operations=1), Work())
 
 

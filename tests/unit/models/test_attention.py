@@ -26,6 +26,7 @@ from titanlite.models.attention import (
     attend,
     attention_mask,
     attention_weights,
+    band_mask,
     block_mask,
     document_arguments,
     mask_form,
@@ -69,11 +70,14 @@ def visible_blocks(document_ids: Tensor) -> Tensor:
     return functional.max_pool2d(seen, 128, ceil_mode=True).to(torch.int32)
 
 
-def by_definition(queries: Tensor, keys: Tensor, values: Tensor, document_ids: Tensor) -> Tensor:
+def by_definition(queries: Tensor, keys: Tensor, values: Tensor, document_ids: Tensor, window: int = 0) -> Tensor:
     group = queries.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     scores = queries @ keys.transpose(2, 3) / math.sqrt(queries.shape[3])
-    weights = torch.where(may_see(document_ids), scores.exp(), 0.0)
+    places = torch.arange(SEQ_LEN)
+    distance = places[:, None] - places
+    seen = (document_ids[:, :, None] == document_ids[:, None]) & (distance >= 0) & (distance < (window or SEQ_LEN))
+    weights = torch.where(seen[:, None], scores.exp(), 0.0)
     return weights / weights.sum(-1, keepdim=True) @ values
 
 
@@ -95,9 +99,11 @@ def relative(value: Tensor, expected: Tensor) -> float:
     return ((value - expected).norm() / expected.norm()).item()
 
 
-MASKS: dict[str, Callable[[Tensor, torch.dtype, Tensor | None], Any]] = {
+MASKS: dict[str, Callable[[Tensor, torch.dtype, Tensor | None, int], Any]] = {
     "additive": additive_mask,
-    "blocks": lambda document_ids, _dtype, queries: block_mask(document_ids, queries),
+    "blocks": lambda document_ids, _dtype, queries, window: block_mask(document_ids, queries, window),
+    "bands": lambda document_ids, dtype, _queries, window: band_mask(document_ids, dtype, window),
+    "none": lambda *_: None,
 }
 
 SOME = torch.cat((torch.arange(3, 10), torch.arange(120, 150)))
@@ -106,37 +112,46 @@ SOME = torch.cat((torch.arange(3, 10), torch.arange(120, 150)))
 
 @pytest.mark.usefixtures("composed")
 @pytest.mark.parametrize(
-    ("heads", "form", "queries"),
+    ("heads", "form", "queries", "window"),
     [
-        (HEADS[0], "additive", None),
-        (HEADS[1], "additive", None),
-        (HEADS[1], "additive", SOME),
-        pytest.param(HEADS[0], "blocks", None, marks=pytest.mark.soak),
-        pytest.param(HEADS[1], "blocks", None, marks=pytest.mark.soak),
-        pytest.param(HEADS[1], "blocks", SOME, marks=pytest.mark.slow),
+        (HEADS[0], "additive", None, 0),
+        (HEADS[1], "additive", None, 0),
+        (HEADS[1], "additive", SOME, 0),
+        pytest.param(HEADS[0], "blocks", None, 0, marks=pytest.mark.soak),
+        pytest.param(HEADS[1], "blocks", None, 0, marks=pytest.mark.soak),
+        pytest.param(HEADS[1], "blocks", SOME, 0, marks=pytest.mark.slow),
+        (HEADS[1], "additive", SOME, 9),
+        pytest.param(HEADS[1], "blocks", SOME, 9, marks=pytest.mark.slow),
+        *((HEADS[0], form, None, window) for form in ("bands", "none") for window in (2, 9, 50, 75, SEQ_LEN - 1)),
+        *((HEADS[0], "none", None, window) for window in (SEQ_LEN, SEQ_LEN + 1)),
     ],
 )
-def test_every_mask_form_matches_the_definition(heads: tuple[int, int, int], form: str, queries: Tensor | None) -> None:
+def test_every_mask_form_matches_the_definition(
+    heads: tuple[int, int, int], form: str, queries: Tensor | None, window: int
+) -> None:
     """Forward and backward; other documents cause no recompilation."""
     for number, starts in enumerate((STARTS, *OTHER_STARTS)):
-        document_ids = ids_of(*starts)
+        document_ids = ids_of(*(([],) * len(starts) if form == "none" else starts))
         inputs = projections(heads, len(STARTS), torch.float64, grad=True)
-        expected = by_definition(*inputs, document_ids)
+        expected = by_definition(*inputs, document_ids, window)
         some = inputs[0]
         if queries is not None:
             expected, some = expected[:, :, queries], inputs[0][:, :, queries]
         with torch._dynamo.config.patch(error_on_recompile=number > 0):
-            mask = MASKS[form](document_ids, torch.float64, queries)
-            out = attend(some, *inputs[1:], mask)
+            mask = MASKS[form](document_ids, torch.float64, queries, window)
+            out = attend(some, *inputs[1:], mask, window)
         assert relative(out, expected) < 1e-14
-        weights, values = attention_weights(some, inputs[1], mask), inputs[2].repeat_interleave(heads[0] // heads[1], 1)
+        weights, values = (
+            attention_weights(some, inputs[1], mask, window),
+            inputs[2].repeat_interleave(heads[0] // heads[1], 1),
+        )
         assert relative(weights @ values, expected) < 1e-14
         upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         for found, wanted in zip(
             torch.autograd.grad(out, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
         ):
             assert relative(found, wanted) < 1e-13
-        if isinstance(mask, BlockMask) and queries is None:
+        if isinstance(mask, BlockMask) and queries is None and not window:
             assert torch.equal(mask.to_dense()[:, 0], visible_blocks(document_ids)), (
                 "blocks without visible scores must be left out"
             )

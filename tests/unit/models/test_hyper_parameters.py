@@ -18,6 +18,11 @@ PUBLISHED: dict[tuple[str, str], tuple[Any, ...]] = {  # parameters, then SIZES
     ("llama3", "8B"): (8_030_261_248, 4096, 32, 32, 8, 14_336, False),
     ("llama3", "70B"): (70_553_706_496, 8192, 80, 64, 8, 28_672, False),
     ("llama3", "405B"): (405_853_388_800, 16_384, 126, 128, 8, 53_248, False),
+    ("mistral", "debug"): (6_925_568, 256, 6, 8, 4, 768, False),
+    ("mistral", "7B-v0.1"): (7_241_732_096, 4096, 32, 32, 8, 14_336, False),
+    ("mistral", "7B"): (7_248_023_552, 4096, 32, 32, 8, 14_336, False),
+    ("mistral", "12B"): (12_247_782_400, 5120, 40, 32, 8, 14_336, False),
+    ("mistral", "24B"): (23_572_403_200, 5120, 40, 32, 8, 32_768, False),
     ("qwen2", "debug"): (5_748_992, 256, 6, 8, 4, 768, False),
     ("qwen2", "0.5B"): (494_032_768, 896, 24, 14, 2, 4864, True),
     ("qwen2", "1.5B"): (1_543_714_304, 1536, 28, 12, 2, 8960, True),
@@ -54,6 +59,7 @@ OLMO2 = {"norm_eps": 1e-6, "rope_theta": 500_000.0, "max_seq_len": 4096}
 SMOLLM3 = {"norm_eps": 1e-6, "rope_theta": 5_000_000.0, "max_seq_len": 65_536, "no_rope_interval": 4}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "llama3": LLAMA3 | {"vocab_size": 128_256},
+    "mistral": {"head_dim": 128, "norm_eps": 1e-5},
     "qwen2": {"rope_theta": 1_000_000.0, "max_seq_len": 32_768},
     "olmo2": OLMO2 | {"vocab_size": 100_352},
     "smollm3": SMOLLM3 | {"vocab_size": 128_256},

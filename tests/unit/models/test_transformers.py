@@ -23,6 +23,7 @@ from titanlite.batch import IGNORE_INDEX
 from titanlite.models.family import Family, LanguageModel
 from titanlite.models.hugging_face import stored_tensors
 from titanlite.models.llama3 import Llama3Config
+from titanlite.models.mistral import MistralConfig
 from titanlite.models.olmo2 import Olmo2Config
 from titanlite.models.olmoe import OlmoeConfig
 from titanlite.models.qwen2 import Qwen2Config
@@ -64,6 +65,7 @@ SMALL = {"norm_eps": 1e-3, "rope_theta": 1000.0, "max_seq_len": 64}
 QWEN2 = Qwen2Config(32, 2, 4, 2, 48, VOCAB_SIZE, **SMALL)
 OLMO2 = Olmo2Config(32, 2, 4, 2, 48, VOCAB_SIZE, **SMALL)
 SMOLLM3 = Smollm3Config(32, 3, 4, 2, 48, VOCAB_SIZE, **SMALL, no_rope_interval=2)
+MISTRAL = MistralConfig(32, 2, 4, 2, 48, VOCAB_SIZE, **SMALL, head_dim=16)
 CASES = {
     "llama3": ("llama3", LLAMA3),
     "llama3, tied": ("llama3", replace(LLAMA3, tie_embeddings=True)),
@@ -82,6 +84,9 @@ CASES = {
     "qwen3_moe, tied": ("qwen3_moe", replace(EXPERTS, tie_embeddings=True)),
     "qwen3_moe, two active": ("qwen3_moe", replace(EXPERTS, n_active_experts=2)),
     "qwen3_moe, all active": ("qwen3_moe", replace(EXPERTS, n_active_experts=6)),
+    "mistral": ("mistral", MISTRAL),
+    "mistral, window": ("mistral", replace(MISTRAL, sliding_window=7)),
+    "mistral, window of a row": ("mistral", replace(MISTRAL, sliding_window=SEQ_LEN)),
     "qwen2": ("qwen2", QWEN2),
     "qwen2, tied": ("qwen2", replace(QWEN2, tie_embeddings=True)),
     "olmo2": ("olmo2", OLMO2),
@@ -95,7 +100,12 @@ CASES = {
 every_case = pytest.mark.parametrize(("name", "config"), CASES.values(), ids=CASES)
 MODULES = (
     *("models.llama.modeling_llama", "models.qwen3.modeling_qwen3", "models.qwen3_moe.modeling_qwen3_moe"),
-    *("models.qwen2.modeling_qwen2", "models.olmo2.modeling_olmo2", "models.smollm3.modeling_smollm3"),
+    *(
+        "models.qwen2.modeling_qwen2",
+        "models.mistral.modeling_mistral",
+        "models.olmo2.modeling_olmo2",
+        "models.smollm3.modeling_smollm3",
+    ),
     *("models.olmoe.modeling_olmoe", "modeling_rope_utils"),
 )
 

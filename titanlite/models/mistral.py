@@ -1,0 +1,96 @@
+"""Mistral (Jiang et al., "Mistral 7B", 2023): the decoder with an independent head width, and attention to the last
+positions only if it has a window."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from titanlite.models.decoder import (
+    TENSOR_STYLES,
+    Block,
+    Decoder,
+    HyperParameters,
+    check_decoder,
+    check_head_width,
+    decoder_structure,
+    flops_per_token,
+    init,
+)
+from titanlite.models.family import Family
+from titanlite.models.hugging_face import DecoderFormat, read_field
+from titanlite.models.layers import Attention
+from titanlite.runtime.errors import Problem
+
+
+@dataclass(frozen=True)
+class MistralConfig(HyperParameters):
+    """Hyper-parameters of the mistral family. Each may be given in [model] and overrides the flavor's value."""
+
+    head_dim: int = 128
+    """Width of each head; n_heads x head_dim may differ from dim."""
+    rope_theta: float = 1_000_000.0
+    max_seq_len: int = 32_768
+    sliding_window: int = 0
+    """Positions that each one sees, its own included; 0: all up to its own."""
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        return (self.sliding_window,) * self.n_layers
+
+
+_7B = MistralConfig(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14_336, vocab_size=32_768)
+_12B = replace(_7B, dim=5120, n_layers=40, vocab_size=131_072, max_seq_len=131_072)
+
+FLAVORS = {
+    "debug": MistralConfig(
+        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768, vocab_size=2000, head_dim=64, sliding_window=64
+    ),
+    "7B-v0.1": replace(_7B, vocab_size=32_000, rope_theta=10_000.0, sliding_window=4096),
+    "7B": _7B,
+    "12B": _12B,
+    "24B": replace(_12B, ffn_dim=32_768, rope_theta=100_000_000.0, max_seq_len=32_768),
+}
+"""Published sizes (7B: v0.3; 12B: Nemo; 24B: Small 3), and a debug size for a laptop."""
+
+
+class Mistral(Decoder):
+    """The decoder with an independent head width and a window. block: see Decoder; None: that of Mistral."""
+
+    def __init__(self, config: MistralConfig, block: Callable[[int], nn.Module] | None = None) -> None:
+        super().__init__(config, block or (lambda _: Block(config, attention(config))))
+
+
+def attention(config: MistralConfig) -> Attention:
+    """Attention module of one block."""
+    heads = (config.n_heads, config.n_kv_heads, config.head_dim)
+    return Attention(config.dim, *heads, window=config.sliding_window)
+
+
+def check(config: MistralConfig, seq_len: int, tp: int, pp: int) -> list[Problem]:
+    return [*check_decoder(config, seq_len, tp, pp), *check_head_width(config)]
+
+
+def _read(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers has a window of 4,096 if the field is missing, and none if it is null."""
+    given = "sliding_window" not in fields or fields["sliding_window"] is not None
+    return {"sliding_window": read_field(fields, "sliding_window", int, 4096) if given else 0}
+
+
+FORMAT = DecoderFormat(
+    MistralConfig, check, read=_read, written=lambda config: {"sliding_window": config.sliding_window or None}
+)
+
+MISTRAL = Family(
+    name="mistral",
+    config_type=MistralConfig,
+    flavors=FLAVORS,
+    check=check,
+    build=Mistral,
+    structure=partial(decoder_structure, tensor_styles=TENSOR_STYLES),
+    init=init,
+    flops_per_token=flops_per_token,
+    hugging_face=FORMAT.hugging_face("mistral", "MistralForCausalLM"),
+)
