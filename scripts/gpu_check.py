@@ -2,8 +2,9 @@
 
     python scripts/gpu_check.py --out DIR [--tiny] [--device cpu]
 
-Prints a row per case, and writes them to DIR/gpu_check.md and DIR/gpu_check.json. docs/performance.md describes the
-checks. Each runs in processes of its own with a time limit. Exit code 0 if no case failed, else 1.
+Prints a row per case as it ends, and a page of the promises that they confirm, with the file to look at if one fails.
+DIR/gpu_check.md has the page and all rows, DIR/gpu_check.json the rows. docs/performance.md describes the checks. Each
+runs in processes of its own with a time limit. Exit code 0 if no case failed, else 1.
 """
 
 import argparse
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 import torch
 from gpu_checks import benchmark, facts, kernels, layouts, profiling, saves, steps, syncs
 from gpu_checks.processes import Call, Send, run_calls
-from gpu_checks.rows import Row, markdown
+from gpu_checks.rows import Row, markdown, page
 from gpu_checks.workload import Setup
 
 from titanlite.runtime.gpus import set_allocator
@@ -148,14 +149,14 @@ def main() -> None:
         part_seconds |= seconds_of_stage
     seconds = time.monotonic() - start
     about = {"device": options.device, "tiny": options.tiny, "torch": torch.__version__, "host": platform.platform()}
+    about["seconds"] = round(seconds, 1)
     rows.sort(key=lambda row: row.check)
-    text = markdown(rows, about | {"seconds": round(seconds, 1)})
-    (folder / "gpu_check.md").write_text(text)
+    (folder / "gpu_check.md").write_text(markdown(rows, about))
     (folder / "gpu_check.json").write_text(
-        json.dumps({**about, "seconds": seconds, "parts": part_seconds, "rows": [*map(asdict, rows)]}, indent=1)
+        json.dumps({**about, "parts": part_seconds, "rows": [*map(asdict, rows)]}, indent=1)
     )
     shutil.rmtree(work)
-    print(f"\n{text}")
+    print(f"\n{page(rows, about)}\nAll rows: {folder / 'gpu_check.md'}")
     sys.exit(any(row.status == "failed" for row in rows))
 
 

@@ -35,6 +35,7 @@ OPTIMIZERS = {
     "fused AdamW": (OptimizerConfig(lr=1e-2), 1e-5),
     # its iterations raise small singular values, and their rounding errors, about 480-fold
     "Muon": (OptimizerConfig(name="Muon", lr=1e-2), 1e-3),
+    "Muon, orthogonalized in bfloat16": (OptimizerConfig(name="Muon", lr=1e-2, newton_schulz_dtype="bfloat16"), 0.05),
     "Lion": (OptimizerConfig(name="Lion", lr=1e-2), 1e-5),
     "SGD with momentum": (OptimizerConfig(name="SGD", lr=1e-2, momentum=0.9), 1e-5),
     # a random rounding of a moment by 1/256 may go the other way
@@ -232,7 +233,8 @@ def updates(section: OptimizerConfig, bound: float, setup: Setup) -> Found:
         weight = torch.randn(48, 64, generator=generator, dtype=torch.float64)
         block = nn.ParameterDict({"w": weight.to(device, dtype, copy=True)})
         named = {f"block.{name}": parameter for name, parameter in block.named_parameters()}
-        optimizer = build_optimizer(section, named, Structure((), {"block": 0}, {}), device, ShardGroups(), 0)
+        own = replace(section, newton_schulz_dtype="auto") if dtype == torch.float64 else section
+        optimizer = build_optimizer(own, named, Structure((), {"block": 0}, {}), device, ShardGroups(), 0)
         for step in range(3):
             gradient = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
             block["w"].grad = gradient.to(device, dtype)

@@ -1,5 +1,6 @@
 """Check 6: two ranks against float64, also on one GPU, and one rank of eight with simulated communication."""
 
+import hashlib
 import tempfile
 import time
 from collections.abc import Callable
@@ -38,7 +39,7 @@ from titanlite.planning.estimate import estimate
 from titanlite.ranks.distributed import World
 from titanlite.ranks.network import init_process_group
 from titanlite.runtime.memory import GIB
-from titanlite.tools.parity.measure import named_parameters
+from titanlite.tools.parity.measure import full_tensor, named_parameters
 from titanlite.trainer import Trainer
 
 CHECK = "6 layouts"
@@ -56,6 +57,9 @@ LAYOUTS = {
     ],
     "cp 2, gather": ["parallelism.cp=2", "parallelism.context_parallel=gather", "parallelism.dp_shard=1"],
 }
+UNIT = ("training.bit_equal=true", "training.local_batch_size=1", "parallelism.pp_microbatch_size=1")
+BITS = {name: [*LAYOUTS[name], *UNIT] for name in ("dp_shard 2", "dp_replicate 2", "pp 2")}
+"""Layouts whose weights are those of one process, bit for bit."""
 SIMULATED = 8
 """Ranks of the simulated world."""
 PLAN_ERROR = 0.15
@@ -67,14 +71,17 @@ def check(emit: Emit, setup: Setup) -> None:
     transport = "nccl" if setup.device_type == "cuda" and torch.cuda.device_count() > 1 else "gloo"
     for name, settings in LAYOUTS.items():
         emit(run_case(CHECK, f"{name}, {transport}", partial(compare, setup, transport, settings)))
+    alone = run_ranks(setup, rank_bits, transport, [*UNIT], ranks=1)
+    for name, settings in BITS.items():
+        emit(run_case(CHECK, f"bits of {name}, {transport}", partial(same_bits, setup, transport, settings, alone)))
 
 
-def run_ranks(setup: Setup, function: Callable[..., None], *args: Any) -> list[Outcome]:
-    """Call function(send, setup, rank, store, *args) on two ranks."""
+def run_ranks(setup: Setup, function: Callable[..., None], *args: Any, ranks: int = 2) -> list[Outcome]:
+    """Call function(send, setup, world, store, *args) on the ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder, "store"))
-        calls = [Call(function, (setup, rank, store, *args)) for rank in range(2)]
-        return run_calls(calls, setup.device_type, LIMIT_S)
+        store, several = str(Path(folder, "store")), torch.cuda.device_count() > 1
+        worlds = [World(rank, rank if several else 0, ranks, setup.device_type) for rank in range(ranks)]
+        return run_calls([Call(function, (setup, world, store, *args)) for world in worlds], setup.device_type, LIMIT_S)
 
 
 def first_failure(outcomes: list[Outcome]) -> str | None:
@@ -83,28 +90,23 @@ def first_failure(outcomes: list[Outcome]) -> str | None:
     return min(lines, key=lambda line: "did not end" in line or "ended with code" in line) if lines else None
 
 
-def connect(setup: Setup, rank: int, store: str, transport: str, config: JobConfig) -> World:
-    """Join the process group of two ranks: that of training, or gloo for tensors on a GPU."""
-    local_rank = rank if torch.cuda.device_count() > 1 else 0
-    world = World(rank, local_rank, 2, setup.device_type)
+def connect(world: World, store: str, transport: str, config: JobConfig) -> Mesh:
+    """Join the process group of the ranks: that of training, or gloo for tensors on a GPU."""
     pin_kernels(world.device)
-    found = dist.FileStore(store, 2)
-    if setup.device_type == "cuda" and transport == "gloo":
+    found = dist.FileStore(store, world.size)
+    if world.device_type == "cuda" and transport == "gloo":
         torch.cuda.set_device(world.device)
-        dist.init_process_group("cpu:gloo,cuda:gloo", store=found, rank=rank, world_size=2)
+        dist.init_process_group("cpu:gloo,cuda:gloo", store=found, rank=world.rank, world_size=world.size)
     else:
         init_process_group(world, found, config.comm)
-    return world
+    mesh = Mesh(config.parallelism, world)
+    mesh.connect(config.comm)
+    return mesh
 
 
 def compare(setup: Setup, transport: str, settings: list[str]) -> Found:
     """Loss and gradients of a step in float64 on two ranks, against one process."""
-    outcomes = run_ranks(setup, rank_step, transport, settings)
-    failure = first_failure(outcomes)
-    if failure is not None and setup.device_type == "cuda" and transport == "gloo":
-        raise SkippedError(f"not checked: NCCL needs two GPUs, and gloo cannot: {failure}")
-    if failure is not None:
-        raise WrongError(failure)
+    outcomes = require_sent(setup, transport, run_ranks(setup, rank_step, transport, settings))
     errors: dict[str, float] = {}
     names: set[str] = set()
     for outcome in outcomes:
@@ -118,9 +120,45 @@ def compare(setup: Setup, transport: str, settings: list[str]) -> Found:
     return require_errors(errors, dict.fromkeys(errors, BOUNDS["float64"]))
 
 
-def layout_config(setup: Setup, settings: list[str]) -> JobConfig:
+def require_sent(setup: Setup, transport: str, outcomes: list[Outcome]) -> list[Outcome]:
+    """The outcomes. Raises an error if a rank has failed."""
+    failure = first_failure(outcomes)
+    if failure is not None and setup.device_type == "cuda" and transport == "gloo":
+        raise SkippedError(f"not checked: NCCL needs two GPUs, and gloo cannot: {failure}")
+    if failure is not None:
+        raise WrongError(failure)
+    return outcomes
+
+
+def same_bits(setup: Setup, transport: str, settings: list[str], alone: list[Outcome]) -> Found:
+    """The weights after three steps on two ranks, against those of one process. alone: its outcome."""
+    (expected,) = require_sent(setup, transport, alone)[0].sent
+    outcomes = require_sent(setup, transport, run_ranks(setup, rank_bits, transport, settings))
+    found = {name: bits for outcome in outcomes for part in outcome.sent for name, bits in part.items()}
+    if different := [name for name in expected if found.get(name) != expected[name]]:
+        raise WrongError(f"{len(different)} of {len(expected)} weights differ, such as {different[0]}")
+    return Found(f"{len(expected)} weights are equal to the last bit after 3 steps")
+
+
+def rank_bits(send: Send, setup: Setup, world: World, store: str, transport: str, settings: list[str]) -> None:
+    """Three steps in bfloat16; sends the digests of this rank's weights."""
+    own = [*dtypes("bfloat16"), "training.mixed_precision_reduce=float64", *settings]
+    config = layout_config(setup, own, world.size)
+    mesh = connect(world, store, transport, config)
+    job = job_of(config, world.size)
+    trainer = build_trainer(job, build_model(config, mesh, world.device), mesh, world.device)
+    for step in range(3):
+        batch = split(random_batch(config, ROWS, seed=step), job.step.batches, mesh.data_rank, mesh.data_degree)
+        trainer.train_step(on_this_device(trainer, batch))
+    whole = {name: full_tensor(parameter.detach()).cpu() for name, parameter in named_parameters(trainer)}
+    send({name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in whole.items()})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def layout_config(setup: Setup, settings: list[str], ranks: int = 2) -> JobConfig:
     sizes = [*small_model(setup, "llama3"), "training.local_batch_size=2", f"training.global_batch_size={ROWS}"]
-    return configure(setup, *sizes, *dtypes("float64"), "training.max_norm=0.0", *settings, world_size=2)
+    return configure(setup, *sizes, *dtypes("float64"), "training.max_norm=0.0", *settings, world_size=ranks)
 
 
 def layout_batch(config: JobConfig) -> Batch:
@@ -128,12 +166,10 @@ def layout_batch(config: JobConfig) -> Batch:
     return random_batch(config, ROWS, documents=(5, 11) if config.parallelism.cp > 1 else ())
 
 
-def rank_step(send: Send, setup: Setup, rank: int, store: str, transport: str, settings: list[str]) -> None:
+def rank_step(send: Send, setup: Setup, world: World, store: str, transport: str, settings: list[str]) -> None:
     """A step on this rank; sends its errors and the names of its parameters."""
     config = layout_config(setup, settings)
-    world = connect(setup, rank, store, transport, config)
-    mesh = Mesh(config.parallelism, world)
-    mesh.connect(config.comm)
+    mesh = connect(world, store, transport, config)
     job = job_of(config, mesh.world.size)
     trainer = build_trainer(job, build_model(config, mesh, world.device), mesh, world.device)
     batch = layout_batch(config)

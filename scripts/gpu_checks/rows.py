@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from benchmarks.measuring import number
+from gpu_checks.promises import promise_of
 
 Value = float | int | str | None
 Status = Literal["passed", "failed", "skipped", "measured"]
@@ -81,14 +82,34 @@ COLUMNS = ("tokens/s", "TFLOP/s", "MFU", "GiB", "compile s", "forward ms", "back
 """The numbers of a step in the benchmark, in the order of its table."""
 
 
-def markdown(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
-    """The report: a summary, the failed cases, and a table per check. rows: sorted by check."""
-    counts = Counter(row.status for row in rows)
-    summary = ", ".join(f"{counts[status]} {status}" for status in ("failed", "passed", "measured", "skipped"))
-    lines = ["# GPU check", "", f"{', '.join(f'{key} {value}' for key, value in about.items())}", "", f"{summary}."]
+STATUSES: tuple[Status, ...] = ("failed", "passed", "measured", "skipped")
+
+
+def page(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
+    """The report on one page: each promise with the number of its rows by result, and the failed rows. rows: sorted by
+    check."""
+    lines = ["# GPU check", "", f"{', '.join(f'{key} {value}' for key, value in about.items())}", ""]
+    lines += [f"{_counts(rows)}.", "", "| promise | rows | if it fails, look at |", "|---|---|---|"]
+    of_promise: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        promise = promise_of(row.check, row.name)
+        of_promise.setdefault((promise.text, promise.file), []).append(row)
+    lines += [f"| {text} | {_counts(group)} | `{file}` |" for (text, file), group in of_promise.items()]
     for row in rows:
         if row.status == "failed":
-            lines.append(f"- failed: {row.check}: {row.name}: {row.text}")
+            file = promise_of(row.check, row.name).file
+            lines += ["", f"**failed: {row.check}: {row.name}**: {row.text}. Look at `{file}`."]
+    return "\n".join(lines) + "\n"
+
+
+def _counts(rows: Sequence[Row]) -> str:
+    counts = Counter(row.status for row in rows)
+    return ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status]) or "no rows"
+
+
+def markdown(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
+    """The page, and a table of all rows per check. rows: sorted by check."""
+    lines = [page(rows, about).rstrip()]
     for check, grouped in groupby(rows, key=lambda row: row.check):
         group = list(grouped)
         plain = [row for row in group if COLUMNS[0] not in row.values]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gpu_checks.rows import Emit, Found, WrongError, require_errors, run_case
 from gpu_checks.workload import (
     BOUNDS,
+    EXPERTS,
     Setup,
     build,
     compiled,
@@ -24,12 +25,15 @@ from gpu_checks.workload import (
     step_errors,
     take_step,
 )
+from titanlite.batch import IGNORE_INDEX
 from titanlite.runtime.determinism import DebugConfig, apply_determinism
 from titanlite.tools.parity.measure import full_tensor, named_parameters
 from titanlite.trainer import Trainer
 
 CHECK = "3 steps"
 FAMILIES = ("llama3", "qwen3")
+OTHERS = {"qwen2": "bfloat16", "olmo2": "bfloat16", "smollm3": "bfloat16", **dict.fromkeys(EXPERTS, "float64")}
+"""Families whose steps are compared in one dtype."""
 ROWS = 4
 RECOMPUTE = {"none": ["activation_checkpoint.mode=none"], "full": ["activation_checkpoint.mode=full"]}
 RECOMPUTE["by op"] = ["activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=op"]
@@ -68,6 +72,11 @@ def check_eager(emit: Emit, setup: Setup) -> None:
                     partial(compare, setup, family, dtype, documents, extra),
                 )
             )
+        for family, dtype in OTHERS.items():
+            emit(run_case(CHECK, case_name(family, dtype, "none", True), partial(compare, setup, family, dtype, True)))
+        for dtype in BOUNDS:
+            name = f"{case_name('llama3', dtype, 'none', True)}, answers only"
+            emit(run_case(CHECK, name, partial(compare, setup, "llama3", dtype, True, answers=True)))
         for dtype in BOUNDS:
             case = partial(skipped_step, setup, [*settings(setup, "llama3", dtype)])
             emit(run_case(CHECK, f"a step with an infinity, {dtype}", case))
@@ -102,12 +111,20 @@ def case_name(family: str, dtype: str, recompute: str, documents: bool) -> str:
     return f"{family}, {dtype}{again}{', documents' if documents else ''}"
 
 
-def compare(setup: Setup, family: str, dtype: str, documents: bool, extra: Sequence[str]) -> Found:
-    """Loss and gradients of a step of two microbatches against float64 on the host."""
+def compare(
+    setup: Setup, family: str, dtype: str, documents: bool, extra: Sequence[str] = (), *, answers: bool = False
+) -> Found:
+    """Loss and gradients of a step of two microbatches against float64 on the host.
+
+    answers: the documents are conversations, in which every second turn, of three tokens, has labels.
+    """
     config = configure(setup, *settings(setup, family, dtype), *extra, "training.max_norm=0.0")
     if config.compile.enable:
         torch._dynamo.reset()  # the blocks of all models share one limit of recompilations
-    batch = random_batch(config, ROWS, documents=document_lengths(setup) if documents else ())
+    batch = random_batch(config, ROWS, seed=int(answers), documents=document_lengths(setup) if documents else ())
+    if answers:
+        assert batch.positions is not None
+        batch.labels[batch.positions % 6 < 3] = IGNORE_INDEX
     trainer = build(setup, config)
     stats = take_step(trainer, split(batch, 2))
     errors = step_errors(trainer, stats.mean_loss, reference(config, batch))

@@ -80,6 +80,10 @@ def matmul_flops(setup: Setup) -> float:
     return 2 * size**3 / setup.seconds(lambda: left @ right)
 
 
+EXPERTS = ("qwen3_moe", "olmoe")
+"""Families with experts. Compared in float64 only: in lower precision, near ties choose other experts."""
+
+
 def small_model(setup: Setup, family: str) -> list[str]:
     """Shape of the models that are compared with float64. On CUDA the heads are as wide as those of the 8B."""
     sizes = {"dim": 512, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 1024, "vocab_size": 1031}
@@ -87,8 +91,10 @@ def small_model(setup: Setup, family: str) -> list[str]:
     if setup.tiny:
         sizes |= {"dim": 64, "ffn_dim": 96, "vocab_size": 131}
         seq_len, head_dim = 32, 16
-    if family == "qwen3":  # llama3's is dim / n_heads
+    if family.startswith("qwen3"):  # those of the others are dim / n_heads
         sizes["head_dim"] = head_dim
+    if family in EXPERTS:
+        sizes |= {"n_experts": 8, "n_active_experts": 2}
     return [
         f"model.family={family}",
         *(f"model.{key}={value}" for key, value in sizes.items()),

@@ -14,10 +14,12 @@ import pytest
 import torch
 from gpu_checks import benchmark, facts, kernels, layouts, plain, profiling, steps, syncs
 from gpu_checks.processes import Call, Send, run_calls
+from gpu_checks.promises import PROMISES, promise_of
 from gpu_checks.rows import Emit, Found, Row, SkippedError, markdown, run_case
 from gpu_checks.workload import Setup, one_rank
 
-from titanlite.models import head
+from tests.distributed.program import REPOSITORY
+from titanlite.models import experts, head
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.trainer import Trainer
 
@@ -65,7 +67,15 @@ def test_what_a_cpu_can_run_passes(
     assert by_check.keys() == {part.check[0] for stage in stages for part in stage.parts}
     assert all("passed" in by_check[check] for check in "234567" if check in by_check)
     text = (tmp_path / "gpu_check.md").read_text()
-    assert text in output
+    summary, *tables = text.split("\n## ")
+    assert summary.strip() in output
+    assert [table[0] for table in tables] == sorted(by_check)
+    assert len(summary.splitlines()) < 50, "a page"
+    promises = {promise_of(row["check"], row["name"]).text for row in found["rows"]}
+    assert all(summary.count(f"| {promise} |") == 1 for promise in promises)
+    if parts == ALL_PARTS:
+        of_crashes = {"steps have the gradients of float64"}
+        assert {promise.text for promise in PROMISES} - promises == of_crashes
     if parts == ALL_PARTS:
         assert sorted(by_check) == list("12345678")
         assert "| compiled, documents, 2 layers |" in text
@@ -138,6 +148,37 @@ def test_a_host_read_in_a_step(setup: Setup, monkeypatch: pytest.MonkeyPatch) ->
     assert "_local_scalar_dense" in failure(lambda: syncs.no_host_read(setup, [], False))
 
 
+@pytest.mark.slow
+def test_sums_of_gradients_that_depend_on_the_mesh(tmp_path: Path) -> None:
+    """Those of two ranks without the key."""
+    setup = Setup("cpu", True, str(tmp_path))
+    alone = layouts.run_ranks(setup, layouts.rank_bits, "gloo", [*layouts.UNIT], ranks=1)
+    plain = [*layouts.BITS["dp_shard 2"], "training.bit_equal=false"]
+    assert "weights differ, such as" in failure(lambda: layouts.same_bits(setup, "gloo", plain, alone))
+
+
+def test_answers_that_are_not_masked(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the reference only: prompts that count change the gradients by more than bfloat16 does."""
+    reference = steps.reference
+
+    def without_mask(config: Any, batch: Any) -> Any:
+        labels = torch.where(batch.labels < 0, batch.tokens.roll(-1, 1), batch.labels)
+        return reference(config, batch._replace(labels=labels))
+
+    monkeypatch.setattr(steps, "reference", without_mask)
+    assert "off by" in failure(lambda: steps.compare(setup, "llama3", "bfloat16", True, answers=True))
+
+
+def test_an_expert_that_is_chosen_by_no_position(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = experts.feed_forward
+    monkeypatch.setattr(experts, "feed_forward", lambda rows, counts, *weights: choose(rows, counts.roll(1), *weights))
+    assert "off by" in failure(lambda: steps.compare(setup, "olmoe", "float64", True))
+
+
+def test_every_promise_names_a_file() -> None:
+    assert [promise.file for promise in PROMISES if not (REPOSITORY / promise.file).is_file()] == []
+
+
 def test_a_product_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "_AtOnce", head._Recomputed)
     setup = Setup("cpu", True, str(tmp_path))
@@ -200,8 +241,9 @@ def test_a_crash_of_a_part_is_a_failed_row(tmp_path: Path) -> None:
         ("kernels", "skipped"),
     ]
     text = markdown(rows, {"device": "cpu"})
-    assert "1 failed, 1 passed, 0 measured, 1 skipped." in text
-    assert "stopped after 1 rows: the process ended with code 3" in text
+    assert "\n1 failed, 1 passed, 1 skipped.\n" in text
+    look = "Look at `titanlite/runtime/peak_flops.py`."
+    assert f"**failed: 1 facts: facts**: stopped after 1 rows: the process ended with code 3. {look}" in text
 
 
 def test_a_case_without_what_it_needs_is_skipped() -> None:
