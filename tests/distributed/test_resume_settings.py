@@ -154,7 +154,8 @@ def test_other_changes_are_logged_accepted_or_ignored(tmp_path: Path) -> None:
 def test_bit_equal_runs_refuse_or_mark_what_changes_the_bits(tmp_path: Path) -> None:
     exact = ("training.bit_equal=true", "training.dtype=float32", "training.local_batch_size=1")
     chunks = (*exact, *EIGHT, "loss.chunk_tokens=7")
-    base, *refused, marked, again = start_runs(
+    accept = 'checkpoint.accept_changes=["bit_equal"]'
+    base, *refused, marked, again, off, on = start_runs(
         tmp_path,
         [
             Start((*FOUR, *exact)),
@@ -164,9 +165,12 @@ def test_bit_equal_runs_refuse_or_mark_what_changes_the_bits(tmp_path: Path) -> 
             ),
             Start((*chunks, "parallelism.dp_shard=2"), 2, kill=(7, 0)),
             Start(chunks),
+            Start((*chunks, "training.steps=10", "training.bit_equal=false", accept)),
+            Start((*chunks, "training.steps=12", "training.local_batch_size=2", accept), 2),
         ],
     )
-    for outcome, line in zip(refused, ("bit_equal.rows: 1 in the checkpoint, 2 now", "bit_equal: {"), strict=True):
+    switched_off = "training.bit_equal: True in the checkpoint, False now"
+    for outcome, line in zip(refused, ("bit_equal.rows: 1 in the checkpoint, 2 now", switched_off), strict=True):
         assert line in outcome.error
         assert "resume with the checkpoint's training.bit_equal, rows" in outcome.error
     warning = "From step 5 on, the bits may not be those of an uninterrupted run, since these differ:"
@@ -174,12 +178,16 @@ def test_bit_equal_runs_refuse_or_mark_what_changes_the_bits(tmp_path: Path) -> 
     assert f"{warning}\n{changed}" in marked.lines
     assert again.step == 6
     assert not again.logged("the bits may not")
-    marks = [row["computed_by"] for row in numbers(tmp_path / "run")]
-    first = marks[0]
-    second = marks[-1].removeprefix(f"{first}, ")
-    assert marks == [first] * 4 + [f"{first}, {second}"] * 4
-    computations = read_manifest(tmp_path / "run" / "checkpoint" / "step-8").computations
-    assert [(each.step, each.id) for each in computations] == [(0, first), (4, second)]
+    assert off.logged(f"{ACCEPTED}{switched_off}")
+    assert on.logged(f"{ACCEPTED}training.bit_equal: False in the checkpoint, True now")
+    assert (off.step, on.step) == (8, 10)
+    marks = [row.get("computed_by") for row in numbers(tmp_path / "run")]
+    computations = read_manifest(tmp_path / "run" / "checkpoint" / "step-12").computations
+    assert [each.step for each in computations] == [0, 4, 8, 10]
+    first, second, third, fourth = [each.id for each in computations]
+    both = f"{first}, {second}"
+    assert marks == [first] * 4 + [both] * 4 + [None] * 2 + [f"{both}, {third}, {fourth}"] * 2
+    assert first != second != fourth
     assert base.logged(f"Bits: computed by {first}: torch ")
 
 

@@ -22,6 +22,7 @@ from titanlite.data.sources.base import Source, sampled_digest
 from titanlite.data.tasks import EncodedTask
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.hf.folder import PREFIX
+from titanlite.parallel.microbatches import rows_together
 from titanlite.planning.estimate import loss_chunk
 from titanlite.ranks.agreement import MODULE
 from titanlite.ranks.distributed import World
@@ -87,8 +88,8 @@ def code_facts(environment: Mapping[str, str]) -> dict[str, str]:
 
 def computation_facts(config: JobConfig, device: torch.device) -> dict[str, str]:
     """What decides the bits of a step, with training.bit_equal, and may differ between starts. config: resolved."""
-    layout = config.parallelism
-    facts = {"torch": torch.__version__, "device": device_kind(device)}
+    layout, training = config.parallelism, config.training
+    facts = {"torch": torch.__version__, "titanlite": titanlite.__version__, "device": device_kind(device)}
     facts |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
     facts |= {name: str(getattr(layout, name)) for name in ("tp", "cp", "ep") if getattr(layout, name) > 1}
     if layout.cp > 1:
@@ -96,7 +97,8 @@ def computation_facts(config: JobConfig, device: torch.device) -> dict[str, str]
     if config.compile.enable:
         facts["compile"] = config.compile.backend
     chunk = loss_chunk(config, config.hyper_parameters.vocab_size, device.type)
-    return facts | {"loss.chunk_tokens": str(chunk)}
+    rows, threads = rows_together(layout, training.local_batch_size), torch.get_num_threads()
+    return facts | {"loss.chunk_tokens": str(chunk), "rows": str(rows), "threads": str(threads)}
 
 
 def device_kind(device: torch.device) -> str:

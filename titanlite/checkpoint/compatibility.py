@@ -22,7 +22,8 @@ _REMEDIES = {
     "num_streams": "resume with the checkpoint's data.num_streams: leave the key out",
     "bit_equal": (
         "resume with the checkpoint's training.bit_equal, rows of a microbatch (training.local_batch_size; with a "
-        "pipeline parallelism.pp_microbatch_size) and threads of a rank (OMP_NUM_THREADS)"
+        "pipeline parallelism.pp_microbatch_size) and threads of a rank (OMP_NUM_THREADS), or accept other bits: "
+        "--checkpoint.accept_changes '[\"bit_equal\"]'"
     ),
     "streams_version": "resume with the checkpoint's data.stream_version: leave the key out",
     "imported_from": "an import holds weights only: start a new run from them, see the last line",
@@ -64,6 +65,8 @@ def check_facts(
                 found = [line for line in found if line not in rope]
             elif rope:
                 remedy += '; to extend the context: checkpoint.accept_changes = ["rope"]'
+        elif name == "bit_equal" and not {name} <= saved.keys() & now.keys():
+            found = [f"training.bit_equal: {name in saved} in the checkpoint, {name in now} now"]
         elif name == "optimizer":
             found = optimizer_differences(saved.get(name), now.get(name))
         else:

@@ -9,7 +9,7 @@ from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Affects, Needs, setting
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
-Changeable = Literal["data", "tokenizer", "init_version", "rope", "optimizer"]
+Changeable = Literal["data", "tokenizer", "init_version", "rope", "optimizer", "bit_equal"]
 """Facts that accept_changes can accept; the resumed run then differs from an uninterrupted one."""
 
 
@@ -54,7 +54,8 @@ class CheckpointConfig:
     raises an error."""
     accept_changes: tuple[Changeable, ...] = setting((), needs=_LOADS, once=True)
     """Differences from the checkpoint, or from an imported model, to accept. rope: the keys model.rope_*, as in a run
-    that extends the context. optimizer: the state of all optimizers then starts anew."""
+    that extends the context. optimizer: the state of all optimizers then starts anew. bit_equal: training.bit_equal,
+    its rows of a microbatch, and the threads of a rank."""
 
 
 def check_checkpoint(section: CheckpointConfig, device_type: str, taken: Collection[str] = ()) -> list[Problem]:

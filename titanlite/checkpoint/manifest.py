@@ -77,7 +77,7 @@ class Computation:
         return content_key(self.facts)[:6]
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in self.facts.items())
+        return ", ".join(f"{name} {value}" for name, value in self.facts.items()) or "without training.bit_equal"
 
 
 def computed_by(computations: Iterable[Computation]) -> str:

@@ -152,9 +152,16 @@ class StartFinder:
         return Start(0, (_new_branch(0),), {}, False, defaults, self._computations(0))
 
     def _computations(self, step: int, earlier: tuple[Computation, ...] = ()) -> tuple[Computation, ...]:
-        """Those of the run, this start's included; warns if it differs from the last one."""
+        """Those of the run, this start's included; warns if it differs from the last one.
+
+        Facts are {} for steps without training.bit_equal; () if the run has no others.
+        """
         now = self.about.computation
-        if not now or (earlier and earlier[-1].facts == now):
+        if not now and not earlier:
+            return ()
+        if step and not earlier:
+            earlier = (Computation(0, {}),)
+        if earlier and earlier[-1].facts == now:
             return earlier
         if earlier:
             lines = [f"  {line.removeprefix('.')}" for line in differences(earlier[-1].facts, now, "")]

@@ -63,6 +63,7 @@ FACTS: dict[str, Any] = {
     "tokenizer": "aa",
     "streams_version": 1,
     "init_version": 1,
+    "bit_equal": {"rows": 1, "threads": 1},
 }
 ACCEPTED = [name for name in get_args(Changeable) if name != "rope"]
 """Facts whose changes can be accepted."""
@@ -76,8 +77,10 @@ CHANGED: dict[str, Any] = {
     "tokenizer": "bb",
     "streams_version": 2,
     "init_version": 2,
+    "bit_equal": {"rows": 2, "threads": 1},
 }
 EXPECTED = {
+    "bit_equal": ["bit_equal.rows: 1 in the checkpoint, 2 now", "training.local_batch_size"],
     "model": ["model.dim: 64 in the checkpoint, 128 now", "remedy: resume with the model of the checkpoint"],
     "seq_len": ["seq_len: 2,048 in the checkpoint, 1,024 now", "training.seq_len"],
     "dtype": ["dtype: float32 in the checkpoint, float64 now", "training.dtype"],
