@@ -126,7 +126,11 @@ def test_other_changes_are_logged_accepted_or_ignored(tmp_path: Path) -> None:
         ),
         (
             *("text", 2, (*text, "optimizer.name=Muon", other_tokens(tmp_path), accept_two)),
-            [*[f"{ACCEPTED}optimizer.layers.*."] * 7, f"{ACCEPTED}tokenizer: "],
+            [
+                *[f"{ACCEPTED}optimizer.layers.*."] * 7,
+                f"{ACCEPTED}tokenizer: ",
+                f"{CHANGED}optimizer.newton_schulz_dtype",
+            ],
         ),
     ]
     starts = []
