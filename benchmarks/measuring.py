@@ -191,11 +191,13 @@ def case(layout: Layout, accumulation: int = 1, settings: Sequence[str] = ()) ->
     return ranks, ["model.vocab_size=4096", *batch, *own, *settings]
 
 
-def configuration(settings: Sequence[str], world_size: int, device_type: str = "cpu") -> JobConfig:
+def configuration(
+    settings: Sequence[str], world_size: int, device_type: str = "cpu", *, checks_files: bool = True
+) -> JobConfig:
     """The configuration with `settings`, each "section.key=value"; the last one of a key counts."""
     values = dict(setting.split("=", 1) for setting in settings)
     arguments = [f"--{key}={value}" for key, value in values.items()]
-    return load_config(arguments, world_size=world_size, device_type=device_type)
+    return load_config(arguments, world_size=world_size, device_type=device_type, checks_files=checks_files)
 
 
 def build(config: JobConfig, device: torch.device = CPU) -> tuple[Trainer, list[Batch]]:

@@ -48,7 +48,8 @@ class ActivationBytes:
     """Bytes on one rank that a microbatch keeps until its backward pass, by owner.
 
     block: one transformer block; block_by_op: with the recompute policy "op"; block_input: with full recomputation.
-    block_backward: additional memory of the backward pass of one block. embedding, head: first and last FSDP unit.
+    block_backward: additional memory of the backward pass of one block. block_split: gradients that wait for those of
+    weights if the backward pass is split. embedding, head: first and last FSDP unit.
     loss: additional memory while the head computes the loss, or its gradients.
     documents: mask and positions, shared by all blocks of a stage.
     """
@@ -57,6 +58,7 @@ class ActivationBytes:
     block_by_op: int
     block_input: int
     block_backward: int
+    block_split: int
     embedding: int
     head: int
     loss: int
@@ -127,6 +129,8 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
         # in the backward pass of w2: the gradients of both factors, and of the residual stream; of experts, also those
         # of their results by position and by expert
         block_backward=2 * hidden + 2 * residual + routed,
+        # of the outputs of all matrix products and norms
+        block_split=heads + 2 * hidden + (1 + n_active) * gathered + 2 * residual,
         embedding=positions * 8,
         head=norm + (gathered if shape.recomputes_logits else head_gradients),
         loss=chunk + (head_gradients if shape.recomputes_logits else 0),

@@ -46,11 +46,11 @@ class Traffic:
 @dataclass(frozen=True)
 class StepShape:
     """The inputs of the traffic formulas besides the stage. sizes: of the mesh axes; dp_shard stands for dp_shard x cp.
-    sync: None with a pipeline. microbatches: per optimizer step, of `positions` positions of this rank each,
-    `loss_chunk` of them per chunk of the loss. shard_logits: whether each rank has the logits of its part of the
-    vocabulary only. exchanged: elements per position that attention exchanges, or gathers, over cp. n_experts,
-    n_active: experts of a block, and those of a position. wide_norms: norms of a block whose squares are summed over
-    tp. schedule_steps: runs of the actions per optimizer step. device_type: "cuda" or "cpu"."""
+    sync: None with a pipeline. microbatches: per optimizer step, of `rows` rows each, of which this rank has
+    `positions` positions, `loss_chunk` of them per chunk of the loss. shard_logits: whether each rank has the logits of
+    its part of the vocabulary only. exchanged: elements per position that attention exchanges, or gathers, over cp.
+    n_experts, n_active: experts of a block, and those of a position. wide_norms: norms of a block whose squares are
+    summed over tp. schedule_steps: runs of the actions per optimizer step. device_type: "cuda" or "cpu"."""
 
     device_type: str
     sizes: Mapping[str, int]
@@ -58,6 +58,7 @@ class StepShape:
     actions: Sequence[Action]
     schedule_steps: int
     microbatches: int
+    rows: int
     positions: int
     exchanged: int
     n_experts: int
@@ -105,6 +106,12 @@ def reductions(shape: StepShape, axis: str) -> int:
     return shape.microbatches if each else 1
 
 
+def reduces_sums(shape: StepShape) -> bool:
+    """Whether the gradients of several microbatches are added up before a reduction, in its dtype. In a pipeline torch
+    does so for one microbatch, too."""
+    return shape.sync is None or (shape.sync == "last" and shape.microbatches > 1)
+
+
 def frees_after_forward(stage: Stage, section: ParallelismConfig, unit: int) -> bool:
     """Whether FSDP unit number `unit` of the stage is freed between forward and backward."""
     policy = resolve_reshard_after_forward(section)
@@ -136,8 +143,9 @@ def _data_parallel(stage: Stage, section: ParallelismConfig, shape: StepShape) -
     }
     for index, unit in enumerate(stage.units):
         count = shape.schedule_steps * of_unit[frees_after_forward(stage, section, index)]
-        if shape.sync is not None and index == len(stage.units) - 1:
-            # With several microbatches, fully_shard's backward prefetch gathers the last unit once more per step.
+        if shape.sync is not None and index == len(stage.units) - 1 and stage.units[0].block is None:
+            # With several microbatches, fully_shard's backward prefetch gathers the last unit once more per step; not
+            # if it has the tied embedding, which is in use then.
             count += shape.microbatches > 1
         gathers, gathered = gathers + count, gathered + count * unit.elements * shape.param_bytes
         if unit.experts:
@@ -167,9 +175,14 @@ def _context_parallel(
     cp, backward = shape.sizes["cp"], len(stage.blocks) * shape.microbatches
     forward = backward + sum(recomputes(recompute, index) for index in stage.blocks) * shape.microbatches
     part = shape.positions * shape.exchanged * shape.param_bytes
+    # of the choices and probabilities of each row's experts, for their balance
+    balances = forward if shape.n_experts > 1 else 0
+    sums = 2 * shape.rows * shape.n_experts * max(4, shape.param_bytes)
+    balance = Traffic("cp", "all-reduce", balances, balances * sums, cp)
     if section.context_parallel == "heads":
-        return [Traffic("cp", "all-to-all", 4 * (forward + backward), (forward + backward) * part, cp)]
+        return [Traffic("cp", "all-to-all", 4 * (forward + backward), (forward + backward) * part, cp), balance]
     return [
+        balance,
         Traffic("cp", "all-gather", 2 * forward, forward * part * cp, cp),
         Traffic("cp", "reduce-scatter", 2 * backward, backward * part * cp, cp),
     ]
@@ -218,7 +231,8 @@ def _tensor_parallel(
     found.append(Traffic("tp", "all-reduce", sums, sums * shape.positions * max(4, shape.param_bytes), tp))
     replicated = [elements for unit in stage.units for elements in unit.replicated_over_tp]
     times = reductions(shape, "dp_shard" if shape.sizes["dp_shard"] > 1 else "dp_replicate")
-    found.append(Traffic("tp", "all-reduce", len(replicated) * times, sum(replicated) * times * shape.param_bytes, tp))
+    size = shape.reduce_bytes if reduces_sums(shape) else shape.param_bytes
+    found.append(Traffic("tp", "all-reduce", len(replicated) * times, sum(replicated) * times * size, tp))
     return found
 
 

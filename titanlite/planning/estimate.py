@@ -146,6 +146,7 @@ def step_shape(
         actions=actions,
         schedule_steps=step.batches if config.parallelism.pp > 1 else 1,
         microbatches=step.microbatches,
+        rows=step.size,
         positions=step.size * training.seq_len // cp,
         exchanged=heads * model.head_dim,
         n_experts=model.n_experts,

@@ -177,12 +177,10 @@ def remedies(config: JobConfig, item: str) -> list[str]:
             "a larger parallelism.tp": True,
         }
         return [option for option, helps in options.items() if helps]
-    if item == "data parallel":
+    adds_up = section.pp > 1 or section.gradient_sync == "last"  # gradients that are not reduced yet
+    if item == "data parallel" or (item == "gradients" and adds_up):
         policy = ['parallelism.gradient_sync = "hybrid" or "every"']
-        return [
-            *(policy if section.pp == 1 and section.gradient_sync == "last" else ()),
-            "a larger parallelism.tp or pp",
-        ]
+        return [*(policy if section.pp == 1 and adds_up else ()), "a larger parallelism.tp or pp"]
     if item == "update":
         optimizer = config.optimizer
         if "Muon" not in (optimizer.name, *(group.optimizer for group in optimizer.groups)):

@@ -1,5 +1,6 @@
 """Pipeline schedules: the order of a rank's actions, and the resulting idle time, activation memory and gathers."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
@@ -146,24 +147,41 @@ def simulate(
     return busy, max(clocks)
 
 
-def peak_in_flight(actions: Iterable[Action], bytes_per_microbatch: Callable[[int], int]) -> tuple[int, dict[int, int]]:
-    """(peak bytes of the microbatches between forward and backward, number of them per stage at the peak).
+def peak_in_flight(
+    actions: Iterable[Action],
+    bytes_per_microbatch: Callable[[int], int],
+    gradient_bytes: Callable[[int], int],
+    split_bytes: Callable[[int], int] = lambda _: 0,
+) -> tuple[int, int, dict[int, int]]:
+    """(bytes of the microbatches between forward and backward, bytes of gradients, number of these microbatches per
+    stage), when the two sizes together are largest.
 
-    bytes_per_microbatch: called with the stage. With a split backward pass a microbatch counts until its weight
-    gradients are done; this is an upper bound, since the input gradients free a part of it.
+    The functions are called with the stage, which has gradients from its first backward pass until its last, at whose
+    end it reduces them. With a split backward pass a microbatch counts until its weight gradients are done, which need
+    split_bytes more after those of inputs.
     """
-    held: dict[int, int] = {}
-    total, most, at_most = 0, 0, dict[int, int]()
-    for kind, stage, _ in actions:
+    actions, held = list(actions), dict[int, int]()
+    left = Counter(stage for kind, stage, _ in actions if kind in ("backward", "weight_gradient"))
+    kept, gradients, with_gradients, split = 0, 0, set[int](), set[tuple[int, int]]()
+    most: tuple[int, int, dict[int, int]] = 0, 0, {}
+    for kind, stage, index in actions:
         if kind == "forward":
             held[stage] = held.get(stage, 0) + 1
-            total += bytes_per_microbatch(stage)
-            if total > most:
-                most, at_most = total, dict(held)
+            kept += bytes_per_microbatch(stage)
+        elif kind == "input_gradient":
+            split.add((stage, index))
+            kept += split_bytes(stage)
         elif kind in ("backward", "weight_gradient"):
             held[stage] -= 1
-            total -= bytes_per_microbatch(stage)
-    return most, at_most
+            kept -= bytes_per_microbatch(stage) + ((stage, index) in split) * split_bytes(stage)
+            if stage not in with_gradients:
+                with_gradients.add(stage)
+                gradients += gradient_bytes(stage)
+            left[stage] -= 1
+            gradients -= gradient_bytes(stage) * (not left[stage])
+        if kept + gradients > most[0] + most[1]:
+            most = kept, gradients, dict(held)
+    return most
 
 
 def count_gathers(

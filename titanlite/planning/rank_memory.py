@@ -1,7 +1,7 @@
 """Compute the peak memory of a rank in a step, analytically. docs/planning.md has the error against measurements."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
@@ -11,6 +11,7 @@ from titanlite.planning.communication import (
     frees_after_forward,
     reduced_sizes,
     reduces_at_once,
+    reduces_sums,
     remote_neighbors,
 )
 from titanlite.planning.pipeline_order import peak_in_flight
@@ -23,10 +24,11 @@ class Memory:
     numbers of each row with bit_equal): exact, summed over its stages.
 
     activations: saved between forward and backward for all microbatches in flight, plus the working memory of the
-    largest part of a backward pass. data_parallel: gathered parameters, and gradients before their reduction. pipeline:
-    buffers for received and sent tensors. update: temporary memory of the optimizers' update, which run one after the
-    other, or of a reduction of all gradients at once, when the activations are freed. microbatch: the part of
-    `activations` that one microbatch keeps on one stage. in_flight: microbatches per stage at the peak of activations.
+    largest part of a backward pass. held_gradients: those of other microbatches at the same time, reduced or not.
+    data_parallel: gathered parameters, and buffers of gathers and reductions, at the same time. pipeline: buffers for
+    received and sent tensors. reduction, update: temporary memory when the activations are freed, of the last reduction
+    and of the optimizers' updates, which run one after the other. microbatch: the part of `activations` that one
+    microbatch keeps on one stage. in_flight: microbatches per stage at the peak of activations.
     """
 
     parameters: int
@@ -34,8 +36,10 @@ class Memory:
     optimizer: int
     buffers: int
     activations: int
+    held_gradients: int
     data_parallel: int
     pipeline: int
+    reduction: int
     update: int
     microbatch: int
     in_flight: Mapping[int, int]
@@ -50,20 +54,32 @@ class Memory:
     @property
     def items(self) -> dict[str, int]:
         """The items that coexist at the peak, by name."""
-        during = {"activations": self.activations, "data parallel": self.data_parallel}
-        peak = during if sum(during.values()) >= self.update else {"update": self.update}
+        during = {
+            "gradients": self.held_gradients,
+            "activations": self.activations,
+            "data parallel": self.data_parallel,
+        }
+        moments = (
+            during,
+            {"gradients": self.gradients, "data parallel": self.reduction},
+            {"gradients": self.gradients, "update": self.update},
+        )
         return {
             "parameters": self.parameters,
-            "gradients": self.gradients,
             "optimizer": self.optimizer,
             "buffers": self.buffers,
             "pipeline": self.pipeline,
-            **peak,
+            **max(moments, key=lambda items: sum(items.values())),
         }
 
     @property
     def total(self) -> int:
         return sum(self.items.values())
+
+    @property
+    def least(self) -> int:
+        """The total of a step with only one microbatch, which has no gradients of others."""
+        return replace(self, held_gradients=0).total
 
 
 def rank_memory(
@@ -76,24 +92,33 @@ def rank_memory(
 ) -> Memory:
     """The memory of a rank that owns these stages. owner_bytes: temporary bytes of Muon's update."""
     kept = {stage.index: kept_bytes(stage, recompute, activations, section.pp > 1) for stage in stages}
-    most, in_flight = peak_in_flight(shape.actions, lambda index: kept[index])
+    unreduced = {stage.index: gradient_bytes(stage, shape) for stage in stages}
+    split = {stage.index: len(stage.blocks) * activations.block_split for stage in stages}
+    most, held, in_flight = peak_in_flight(shape.actions, kept.__getitem__, unreduced.__getitem__, split.__getitem__)
+    if section.pp == 1:  # the actions may be those of one microbatch
+        held = sum(unreduced.values()) if shape.microbatches > 1 else 0
     received = sum(remote_neighbors(stage, shape) for stage in stages)
     per_step = shape.microbatches // shape.schedule_steps
     parameters = sum(stage.parameter_bytes for stage in stages)
+    reductions = [reduction_bytes(stage, shape) for stage in stages]
+    moments = [backward_moments(stage, section, recompute, shape, activations) for stage in stages]
+    if len(stages) == 1:
+        working, data_parallel = max(moments[0], key=sum)
+    else:
+        working = max(work for stage in moments for work, _ in stage)
+        data_parallel = sum(max(beside for _, beside in stage) for stage in moments)
     return Memory(
         parameters=parameters,
         gradients=parameters,
         optimizer=sum(stage.optimizer_bytes for stage in stages),
         buffers=sum(stage.buffer_bytes for stage in stages),
-        activations=most + max(working_bytes(stage, recompute, activations) for stage in stages),
-        data_parallel=sum(data_parallel_bytes(stage, section, recompute, shape) for stage in stages),
+        activations=most + working,
+        held_gradients=held + (parameters if shape.schedule_steps > 1 else 0),
+        data_parallel=data_parallel,
         # torch's stages allocate an input and a gradient buffer per microbatch of a schedule step
         pipeline=received * per_step * activations.block_input,
-        update=max(
-            sum(stage.update_bytes for stage in stages),
-            owner_bytes,
-            sum(reduction_bytes(stage, shape) for stage in stages),
-        ),
+        reduction=sum(kept for kept, _ in reductions) + max(buffers for _, buffers in reductions),
+        update=max(sum(stage.update_bytes for stage in stages), owner_bytes),
         microbatch=max(kept.values()),
         in_flight=in_flight,
     )
@@ -113,57 +138,88 @@ def kept_bytes(
     return kept
 
 
-def working_bytes(stage: Stage, recompute: ActivationCheckpointConfig, activations: ActivationBytes) -> int:
-    """The peak working memory of a backward pass, in addition to the memory that its microbatch keeps.
+def backward_moments(
+    stage: Stage,
+    section: ParallelismConfig,
+    recompute: ActivationCheckpointConfig,
+    shape: StepShape,
+    activations: ActivationBytes,
+) -> list[tuple[int, int]]:
+    """Moments at which the memory of the stage may have its peak, beside all that its microbatches keep: (working
+    memory of the computation, data-parallel memory), in bytes.
 
-    On the last stage the loss may need the most; blocks run later, when the memory of loss and head is free.
+    The moments are the loss on the last stage, and the backward pass of the last block, which is the first one in this
+    pass, when all others still keep their activations.
     """
     block = 0
-    for index in stage.blocks[-1:]:  # first in the backward pass, when all other blocks still keep their activations
-        again = activations.block - _block_bytes(recompute, index, activations)
-        block = activations.block_backward + again
-    if not stage.is_last:
-        return block
-    return max(activations.loss, block - activations.head)
+    for index in stage.blocks[-1:]:
+        block = activations.block_backward + activations.block - _block_bytes(recompute, index, activations)
+    if stage.is_last:
+        block -= activations.head  # which is free by then
+    in_loss, in_block = data_parallel_bytes(stage, section, recompute, shape)
+    return [(block, in_block), *([(activations.loss, in_loss)] if stage.is_last else [])]
 
 
 def data_parallel_bytes(
     stage: Stage, section: ParallelismConfig, recompute: ActivationCheckpointConfig, shape: StepShape
-) -> int:
-    """Peak bytes of gathered or cast parameters, and of gradients before their reduction.
+) -> tuple[int, int]:
+    """Bytes of gathered or cast parameters, and of gradients before their reduction: while the loss is computed, and in
+    the backward pass of the last block.
 
-    Gathered: all units kept gathered, the current unit, the prefetched unit (twice: it is copied out of the
-    collective's buffer). Gradients: those of the stage if reduced once per step, otherwise those of one call; plus
-    those of one call in both dtypes as input of the reduction, while the previous reduction may still run; and what
-    hybrid adds up in the dtype of reductions. If one call reduces all, see reduction_bytes for its buffers.
+    Gathered: all units kept gathered. The loss also has the buffer from which the last unit was copied; a block its own
+    unit and the prefetched one. Gradients: those of the block; and the input of the latest reduction, which stays until
+    the next one: in the loss, that of the previous microbatch. If the gradients of several microbatches are added up,
+    all units stay gathered, see gradient_bytes.
     """
     sizes = [unit.size for unit in stage.units]
     if not stage.wrapped:
-        return 0 if sum(sizes) * shape.param_bytes == stage.parameter_bytes else cast_bytes(stage, recompute, shape)
-    # With a single reduction, the reduced gradients do not exist yet: count only the excess over them.
-    all_waiting = max(sum(sizes) * shape.reduce_bytes - stage.parameter_bytes, 0)
+        casts = sum(sizes) * shape.param_bytes != stage.parameter_bytes
+        return (cast_bytes(stage, recompute, shape),) * 2 if casts else (0, 0)
     if reduces_at_once(stage, shape):
-        waiting = sum(sizes) * shape.reduce_bytes if shape.sync == "every" else all_waiting
-        return (sum(sizes) + max(sizes)) * shape.param_bytes + waiting
-    largest = max(reduced_sizes(stage, shape))
-    unit_gradients = largest * (shape.param_bytes + shape.reduce_bytes)
-    reduces_once = shape.sync in (None, "last") and shape.microbatches > 1
-    waiting = all_waiting if reduces_once else largest * shape.reduce_bytes
+        waiting = sum(sizes) * shape.reduce_bytes if shape.sync == "every" else 0
+        return ((sum(sizes) + max(sizes)) * shape.param_bytes + waiting,) * 2
+    calls = reduced_sizes(stage, shape)
+    last, before = sizes[-1], [0, 0, *sizes[:-1]][-2:]  # the units whose backward passes come first
+    if reduces_sums(shape):
+        return sum(sizes) * shape.param_bytes, (sum(sizes) + before[-1]) * shape.param_bytes
     if shape.sizes["dp_shard"] == 1:
-        return sum(sizes) * shape.param_bytes + unit_gradients + waiting
-    if shape.sync == "hybrid" and shape.microbatches > 1:
-        waiting += max(sum(sizes) // shape.sizes["dp_shard"] * shape.reduce_bytes - stage.parameter_bytes, 0)
-    freed = [size for index, size in enumerate(sizes) if frees_after_forward(stage, section, index)]
-    stays = reduces_once or section.pp > 1  # a backward pass without reduction frees no parameters
-    gathered = sum(sizes) if stays else sum(sizes) - sum(freed) + sum(sorted(freed)[-2:])
-    return (gathered + largest) * shape.param_bytes + unit_gradients + waiting
+        gathered = (sum(sizes) + max(sizes)) * shape.param_bytes
+        return (gathered + 2 * max(calls) * shape.reduce_bytes,) * 2
+    is_freed = [frees_after_forward(stage, section, index) for index in range(len(sizes))]
+    stays = sum(size for size, freed in zip(sizes, is_freed, strict=True) if not freed)
+    in_loss = stays + last * (1 + is_freed[-1])
+    in_block = stays - last * (not is_freed[-1]) + sum(before) + before[-1]
+    return (
+        in_loss * shape.param_bytes + max(calls[0], calls[-1]) * shape.reduce_bytes,
+        in_block * shape.param_bytes + calls[-1] * shape.reduce_bytes,
+    )
 
 
-def reduction_bytes(stage: Stage, shape: StepShape) -> int:
-    """Gathered parameters, and input and output of a reduction of all gradients at once, after a backward pass."""
-    if not stage.wrapped or not reduces_at_once(stage, shape):
-        return 0
-    return sum(unit.size for unit in stage.units) * (shape.param_bytes + 2 * shape.reduce_bytes)
+def gradient_bytes(stage: Stage, shape: StepShape) -> int:
+    """Bytes of the gradients of a stage between the microbatches of a step."""
+    elements = sum(unit.size for unit in stage.units)
+    if stage.wrapped and reduces_sums(shape):
+        return elements * shape.reduce_bytes
+    if stage.wrapped and shape.sync == "hybrid":  # reduced over dp_shard only
+        return elements // shape.sizes["dp_shard"] * shape.reduce_bytes
+    return stage.parameter_bytes
+
+
+def reduction_bytes(stage: Stage, shape: StepShape) -> tuple[int, int]:
+    """(gathered parameters and unreduced gradients, buffers) in bytes during the last reduction, when no activations
+    are left. Stages reduce one after the other.
+
+    If all units are reduced once, this is at the end of the last backward pass, for one after the other.
+    """
+    if not stage.wrapped:
+        return 0, 0
+    sizes, calls = [unit.size for unit in stage.units], reduced_sizes(stage, shape)
+    if reduces_at_once(stage, shape):
+        return sum(sizes) * (shape.param_bytes + 2 * shape.reduce_bytes), 0
+    if reduces_sums(shape):
+        waiting = max(sum(sizes) * shape.reduce_bytes - stage.parameter_bytes, 0)
+        return sum(sizes) * shape.param_bytes + waiting, max(calls) * shape.reduce_bytes
+    return 0, calls[0] * (2 * shape.param_bytes + shape.reduce_bytes)
 
 
 def cast_bytes(stage: Stage, recompute: ActivationCheckpointConfig, shape: StepShape) -> int:

@@ -51,8 +51,9 @@ SLACK = 0.9
 never fell with the size."""
 TIE = 0.03
 """Layouts whose times differ by less count as equal: about half of the published runs differ by more from theirs."""
-FILLED = (2, 3)
-"""Microbatches per pipeline rank of the two schedules from which longer ones are extrapolated. All stages work."""
+FILLED = (3, 4)
+"""Microbatches per pipeline rank of the two schedules from which longer ones are extrapolated. All stages work, and
+have gradients when most microbatches are in flight."""
 
 
 @dataclass(frozen=True)
@@ -356,7 +357,8 @@ class _Visit:
 
     def _least_memory(self, settings: Settings) -> float:
         """Bytes of the first and the last rank of a pipeline, and of the first one with the most blocks, of which one
-        needs the most as a rule; infinite if the checks refuse the settings."""
+        needs the most as a rule, without the gradients of other microbatches; infinite if the checks refuse the
+        settings."""
         config = self._checked(settings)
         if config is None:
             return inf
@@ -373,7 +375,7 @@ class _Visit:
             )
             for rank in {0, blocks.index(max(blocks)), section.pp - 1}
         ]
-        return max(memory.total + memory.pipeline * (longer - 1) for memory in found)
+        return max(memory.least + memory.pipeline * (longer - 1) for memory in found)
 
     def _distinct_syncs(self, settings: Settings) -> Sequence[Settings]:
         """Of the ways to synchronize, one for each that differs on this mesh."""

@@ -62,18 +62,23 @@ def test_without_a_pipeline_there_is_no_idle_time() -> None:
     assert bubble_share(order, 1) == 0.0
 
 
-@pytest.mark.parametrize(("name", "expected"), [("GPipe", [8, 8, 8, 8]), ("1F1B", [4, 3, 2, 1])])
-def test_microbatches_in_flight(name: PipelineSchedule, expected: list[int]) -> None:
+@pytest.mark.parametrize(("name", "expected", "gradients"), [("GPipe", [8, 8, 8, 8], 0), ("1F1B", [4, 3, 2, 1], 7)])
+def test_microbatches_in_flight(name: PipelineSchedule, expected: list[int], gradients: int) -> None:
+    """With GPipe, all of them are before the first gradients."""
     order = schedule_order(ParallelismConfig(pp=4, pp_schedule=name), 8)
-    assert [peak_in_flight(actions, lambda _: 10) for actions in order] == [
-        (10 * count, {rank: count}) for rank, count in enumerate(expected)
+    assert [peak_in_flight(actions, lambda _: 10, lambda _: 7) for actions in order] == [
+        (10 * count, gradients, {rank: count}) for rank, count in enumerate(expected)
     ]
 
 
 def test_the_peak_is_the_maximum_of_bytes_not_of_microbatches() -> None:
-    order = [Action("forward", 0, 0), Action("forward", 0, 1), Action("backward", 0, 0), Action("backward", 0, 1)]
-    order += [Action("forward", 1, 0), Action("weight_gradient", 1, 0)]
-    assert peak_in_flight(order, lambda stage: [1, 5][stage]) == (5, {0: 0, 1: 1})
+    """Also of gradients: those of a stage exist between its first and its last backward pass."""
+    order = [Action("forward", 0, 0), Action("forward", 0, 1), Action("backward", 0, 0), Action("forward", 1, 0)]
+    order += [Action("input_gradient", 1, 0), Action("weight_gradient", 1, 0), Action("backward", 0, 1)]
+    kept, gradients, split = [1, 5], [2, 9], [0, 3]
+    arguments = kept.__getitem__, gradients.__getitem__
+    assert peak_in_flight(order, *arguments) == (6, 2, {0: 1, 1: 1})
+    assert peak_in_flight(order, *arguments, split.__getitem__) == (9, 2, {0: 1, 1: 1})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""The plan against the real program of one of many ranks, on fake tensors: `python -m benchmarks rehearsal`."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from benchmarks.measuring import configuration
+from benchmarks.rehearsal import CASES, Rehearsal, rehearse
+from titanlite.parallel import tensor
+from titanlite.planning import estimate
+
+SMALL = (
+    *("model.dim=64", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4", "model.ffn_dim=128"),
+    *("model.vocab_size=32768", "model.max_seq_len=256", "training.seq_len=256", "training.local_batch_size=2"),
+    "training.global_batch_size=16",
+)
+
+
+def rehearsed(*settings: str, ranks: int = 8, rank: int = 0) -> Rehearsal:
+    return rehearse(configuration([*SMALL, *settings], ranks, "cuda"), ranks, rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "settings"),
+    [
+        (0, ("parallelism.gradient_sync=last", "parallelism.tp=2", "parallelism.dp_replicate=2")),
+        (4, ("parallelism.pp=2", "parallelism.tp=2", "optimizer.name=Muon")),
+        (0, ("model.tie_embeddings=true", "training.global_batch_size=32", "activation_checkpoint.mode=full")),
+        (
+            0,
+            (
+                *("model.family=qwen3_moe", "model.n_experts=8", "model.n_active_experts=2", "parallelism.ep=4"),
+                *("parallelism.cp=2", "activation_checkpoint.mode=selective"),
+            ),
+        ),
+    ],
+)
+def test_plan_equals_a_rank_of_a_small_model(rank: int, settings: tuple[str, ...]) -> None:
+    found = rehearsed(*settings, rank=rank)
+    assert found.differences == []
+    assert set(found.host_reads) <= {"parallel/expert.py"}
+    assert 0.8 <= found.ratio <= 1.05
+
+
+@pytest.mark.slow
+def test_finds_a_collective_that_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = tensor._gather_sequence
+
+    def twice(*args: Any) -> Tensor:
+        gather(*args)
+        return gather(*args)
+
+    monkeypatch.setattr(tensor, "_gather_sequence", twice)
+    (difference,) = rehearsed("parallelism.tp=2").differences
+    assert difference.startswith("tp all-gather: ")
+
+
+@pytest.mark.slow
+def test_finds_a_plan_without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = estimate.activation_bytes
+    monkeypatch.setattr(estimate, "activation_bytes", lambda *args: replace(real(*args), loss=0))
+    assert rehearsed().ratio > 1.05
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "rank"), [(name, rank) for name, (_, _, chosen, _) in CASES.items() for rank in chosen]
+)
+def test_plan_equals_a_rank_of_a_published_size(name: str, rank: int) -> None:
+    file, ranks, _, settings = CASES[name]
+    found = rehearse(
+        configuration([f"job.config_file={file}", *settings], ranks, "cuda", checks_files=False), ranks, rank
+    )
+    assert found.differences == []
+    assert 0.8 <= found.ratio <= 1.05
