@@ -22,15 +22,15 @@ from titanlite.runtime.files import expand_home
 from titanlite.tools.command import AllowImport, read_options, run_command
 from titanlite.tools.saved_run import open_run
 
-PARTS = {"weights": MODEL, "average": AVERAGE, "optimizer": OPTIMIZER}
-"""Part of a checkpoint -> prefix of its tensors."""
+PARTS = {"weights": MODEL, "buffers": MODEL, "average": AVERAGE, "optimizer": OPTIMIZER}
+"""Part of a checkpoint -> prefix of its tensors. buffers: such as the biases of experts."""
 MOST_NAMES = 10
 
 
 @dataclass(frozen=True)
 class Options:
-    """Print the digest of the weights of runs or exported model folders, and of the average and the state of optimizers
-    of runs, and compare them: exit code 1 if any differ. A digest does not depend on the mesh."""
+    """Print the digest of the weights of runs or exported model folders, and of buffers, the average and the state of
+    optimizers of runs, and compare them: exit code 1 if any differ. A digest does not depend on the mesh."""
 
     runs: Annotated[
         tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)")
@@ -104,8 +104,9 @@ def sums_of(path: Path, *, allow_import: bool) -> Sums:
     stored = read_shapes(run.path)
     parts = {}
     for part, prefix in PARTS.items():
-        names = (name for name in stored if name.startswith(prefix))
-        own = [name for name in names if part != "weights" or name.removeprefix(prefix) in parameters]
+        own = [name for name in stored if name.startswith(prefix)]
+        if prefix == MODEL:
+            own = [name for name in own if (name.removeprefix(prefix) in parameters) == (part == "weights")]
         parts[part] = _sums({name.removeprefix(prefix): partial(load, name, *stored[name]) for name in own})
     return Sums(str(run.path), parts, {run.dtype}, run.manifest.computations)
 
