@@ -1,4 +1,4 @@
-"""Check titanlite on a GPU and measure its speed there: one command, less than 10 minutes.
+"""Check titanlite on a GPU and measure its speed there: one command, less than 6 minutes.
 
     python scripts/gpu_check.py --out DIR [--tiny] [--device cpu]
 
@@ -29,7 +29,7 @@ from gpu_checks.workload import Setup
 
 from titanlite.runtime.gpus import set_allocator
 
-TIME_LIMIT_S = 570.0
+TIME_LIMIT_S = 345.0
 """Of the entire program. What still runs by then is stopped."""
 PATIENCE_ON_CPU = 4.0
 """Factor of all time limits with --device cpu: other programs may keep a CPU busy."""
