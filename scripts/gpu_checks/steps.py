@@ -32,7 +32,8 @@ from titanlite.trainer import Trainer
 
 CHECK = "3 steps"
 FAMILIES = ("llama3", "qwen3")
-OTHERS = {"qwen2": "bfloat16", "olmo2": "bfloat16", "smollm3": "bfloat16", **dict.fromkeys(EXPERTS, "float64")}
+DENSE = ("mistral", "olmo2", "qwen2", "smollm3")
+OTHERS = {**dict.fromkeys(DENSE, "bfloat16"), **dict.fromkeys(EXPERTS, "float64")}
 """Families whose steps are compared in one dtype."""
 ROWS = 4
 RECOMPUTE = {"none": ["activation_checkpoint.mode=none"], "full": ["activation_checkpoint.mode=full"]}

@@ -91,8 +91,10 @@ def small_model(setup: Setup, family: str) -> list[str]:
     if setup.tiny:
         sizes |= {"dim": 64, "ffn_dim": 96, "vocab_size": 131}
         seq_len, head_dim = 32, 16
-    if family.startswith("qwen3"):  # those of the others are dim / n_heads
+    if family.startswith(("mistral", "qwen3")):  # that of the others is dim / n_heads
         sizes["head_dim"] = head_dim
+    if family == "mistral":
+        sizes["sliding_window"] = seq_len // 3
     if family in EXPERTS:
         sizes |= {"n_experts": 8, "n_active_experts": 2}
     return [

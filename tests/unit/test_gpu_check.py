@@ -20,7 +20,9 @@ from gpu_checks.workload import Setup, one_rank
 
 from tests.distributed.program import REPOSITORY
 from titanlite.models import experts, head
+from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import GatedOptimizer
+from titanlite.runtime.plugins import is_registered
 from titanlite.trainer import Trainer
 
 
@@ -175,7 +177,8 @@ def test_an_expert_that_is_chosen_by_no_position(setup: Setup, monkeypatch: pyte
     assert "off by" in failure(lambda: steps.compare(setup, "olmoe", "float64", True))
 
 
-def test_every_promise_names_a_file() -> None:
+def test_every_family_has_a_step_and_every_promise_a_file() -> None:
+    assert {*steps.FAMILIES, *steps.OTHERS} == {name for name in FAMILIES if not is_registered(FAMILIES, name)}
     assert [promise.file for promise in PROMISES if not (REPOSITORY / promise.file).is_file()] == []
 
 
