@@ -95,6 +95,7 @@ EXPERTS = (
 )
 OLMOE = ("model.family=olmoe", *EXPERTS[2:])
 MISTRAL = ("model.family=mistral", "model.head_dim=16", "model.sliding_window=5")
+OLMO3 = ("model.family=olmo3", *MISTRAL[2:], "model.full_interval=2", "model.rope_scaling_factor=4.0")
 QWEN2 = ("model.family=qwen2",)
 OLMO2 = ("model.family=olmo2",)
 SMOLLM3 = ("model.family=smollm3", "model.no_rope_interval=2")
@@ -102,7 +103,7 @@ GATHER = ("parallelism.context_parallel=gather",)
 EP, EP3, EP4 = ("parallelism.ep=2",), ("parallelism.ep=3",), ("parallelism.ep=4",)
 EPS = (*EP, *EP3, *EP4)
 EIGHT = ("model.n_experts=8",)
-IMPLIED = (AOT, "activation_checkpoint.mode=selective", QWEN3[1], *EXPERTS[1:], SMOLLM3[1], MISTRAL[2], *EIGHT, *EPS)
+IMPLIED = (AOT, "activation_checkpoint.mode=selective", QWEN3[1], *EXPERTS[1:], SMOLLM3[1], *OLMO3[1:], *EIGHT, *EPS)
 SHORT = {
     QWEN3[0]: "qwen3",
     EXPERTS[0]: "qwen3_moe",
@@ -110,6 +111,7 @@ SHORT = {
     MISTRAL[0]: "mistral",
     QWEN2[0]: "qwen2",
     OLMO2[0]: "olmo2",
+    OLMO3[0]: "olmo3",
     SMOLLM3[0]: "smollm3",
     "compile.enable=true": "compile",
     GATHER[0]: "gather",
@@ -172,12 +174,12 @@ SLOW = (
     Layout((2, 1, 1, 1), (*schedule("DualPipeV"), *FULL)),
     Layout((1, 2, 2, 1), accumulation=3, rows=24),
     Layout((1, 1, 2, 2), (*TIED, *LAST), accumulation=3, rows=24),
-    Layout((2, 1, 1, 2), (*OLMO2, *schedule("InterleavedZeroBubble"), *FULL, *PAIRS), rows=8),
+    Layout((2, 1, 1, 2), (*OLMO3, *schedule("InterleavedZeroBubble"), *FULL, *PAIRS), rows=8),
     # context parallelism: each axis beside it, and ranks that share a head of keys
     Layout((1, 1, 1, 1), (*GATHER, *MISTRAL), accumulation=3, rows=24, cp=2),
     Layout((1, 1, 1, 1), (*QWEN3, *FULL), accumulation=3, rows=24, cp=2),
     Layout((1, 1, 2, 1), LAST, accumulation=3, rows=24, cp=2),
-    Layout((1, 2, 1, 1), (*MISTRAL, *TIED), cp=2),
+    Layout((1, 2, 1, 1), (*OLMO2, *TIED), cp=2),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *PAIRS), cp=2),
     Layout((1, 1, 1, 2), SMOLLM3, cp=2),
     # experts, with the rows of the balance loss on several ranks; on several stages in UNEVEN
@@ -253,7 +255,7 @@ SOAK = (
     # each dense family on each axis
     *(
         Layout(mesh, (*family, *settings), cp=cp)
-        for family in (MISTRAL, QWEN2, OLMO2, SMOLLM3)
+        for family in (MISTRAL, QWEN2, OLMO2, OLMO3, SMOLLM3)
         for mesh, cp, settings in (
             ((1, 1, 2, 1), 1, FULL),
             ((1, 1, 1, 2), 1, BY_OP),

@@ -75,8 +75,8 @@ class ExpertHyperParameters(DecoderConfig):
     not from or to 0."""
 
 
-class ByWindow(dict[int, AttentionMask | None]):
-    """The masks of blocks whose attention has different windows."""
+class ByWindow(dict[int, Any]):
+    """An argument of blocks, such as the mask, by the window of their attention."""
 
 
 Norms = Literal["before", "after"]
@@ -128,6 +128,7 @@ class Decoder(LanguageModel):
 
     block: returns the block of a layer, by its index: a Block, or a module that is called like one. scaling: of the
     rotary wavelengths; None for no scaling.
+    local_rope: rotary embeddings of layers with a window; None: those of all layers.
     carried: numbers per position that blocks pass on beside the residual stream: with any, blocks are called with them
     as the last argument, (batch, seq_len, …), and return (x, what they pass on); zeros before the first one. A family
     with them has the boundary dim + carried.
@@ -140,6 +141,7 @@ class Decoder(LanguageModel):
         block: Callable[[int], nn.Module],
         scaling: RopeScaling | None = None,
         *,
+        local_rope: RotaryEmbedding | None = None,
         carried: int = 0,
     ) -> None:
         super().__init__()
@@ -152,6 +154,7 @@ class Decoder(LanguageModel):
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         self.output: OutputLayer | None = OutputLayer(config.dim, config.vocab_size)
         self.rope = RotaryEmbedding(config.head_dim, config.max_seq_len, config.rope_theta, scaling)
+        self.local_rope = local_rope
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -168,7 +171,9 @@ class Decoder(LanguageModel):
         """Compute the rotary tables on `device`, in promote_types(the parameters' dtype, float32), and the biases of
         experts."""
         dtype = next(self.parameters()).dtype
-        self.rope.init_buffers(device, torch.promote_types(dtype, torch.float32))
+        for rope in (self.rope, self.local_rope):
+            if rope is not None:
+                rope.init_buffers(device, torch.promote_types(dtype, torch.float32))
         for mixture in mixtures_of([self]):
             mixture.init_buffers(device)
 
@@ -183,7 +188,7 @@ class Decoder(LanguageModel):
     ) -> Tensor:
         """See LanguageModel. positions: below max_seq_len, for the rotary embeddings. is_token: for experts, see
         MixtureOfExperts."""
-        rope = self.rope(positions)
+        rope = self.tables(positions)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         mask = self.masks(document_ids, x.dtype)
         of_experts = (is_token,) if self.config.n_experts > 1 else ()
@@ -191,12 +196,24 @@ class Decoder(LanguageModel):
         x = x if self.norm is None else self.norm(x)
         return x if self.output is None else self.output(x, labels, num_valid)
 
+    def tables(self, positions: Tensor | None) -> RotaryTables | ByWindow:
+        """The rotary tables of all blocks of this stage, or those for each of their windows."""
+        windows = self.windows()
+        if self.local_rope is None or not any(windows):
+            everywhere: RotaryTables = self.rope(positions)
+            return everywhere
+        found: dict[bool, RotaryTables] = {False: self.rope(positions), True: self.local_rope(positions)}
+        return ByWindow({window: found[window > 0] for window in windows})
+
+    def windows(self) -> set[int]:
+        """The windows of the blocks of this stage; 0: none."""
+        return {window_of(layer) for layer in self.layers.values()}
+
     def masks(self, document_ids: Tensor | None, dtype: torch.dtype) -> AttentionMask | ByWindow | None:
         """The mask of all blocks of this stage, or one for each of their windows."""
-        windows = {window_of(layer) for layer in self.layers.values()}
         found = ByWindow(
             (window, self.attention_mask(document_ids, dtype, self.config.head_dim, **_given(window)))
-            for window in windows
+            for window in self.windows()
         )
         return found if len(found) > 1 else next(iter(found.values()), None)
 
@@ -342,6 +359,7 @@ RANGES = {
     "no_rope_interval": Range(
         "a number above model.n_layers for rotary embeddings in all layers", least=2, most=2**31 - 1
     ),
+    "full_interval": Range("1 for full attention in all layers", least=1, most=2**31 - 1),
     "sliding_window": Range("0 for none", least=0, most=2**31 - 1),
     "n_experts": Range("another family, such as qwen3, has one feed-forward layer per block", least=2, most=2**31 - 1),
     **dict.fromkeys(("norm_eps", "rope_low_freq_factor", "rope_high_freq_factor"), _FACTOR),

@@ -3,6 +3,7 @@
 A missing field, or a value that no decoder here supports, raises UserError.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
@@ -130,6 +131,70 @@ class Scaling:
     optional: tuple[str, ...] = ()
     supported: dict[str, Any] = field(default_factory=dict)
 
+    def written(self, config: Any) -> dict[str, Any] | None:
+        """The fields for the hyper-parameters; None if the factor is 1."""
+        if config.rope_scaling_factor == 1.0:
+            return None
+        return {"rope_type": self.kind} | {theirs: getattr(config, ours) for ours, theirs in self.fields.items()}
+
+
+YARN = Scaling(
+    "yarn",
+    {
+        "rope_scaling_factor": "factor",
+        "rope_beta_fast": "beta_fast",
+        "rope_beta_slow": "beta_slow",
+        "rope_original_seq_len": "original_max_position_embeddings",
+    },
+    optional=("rope_beta_fast", "rope_beta_slow"),
+    supported={"attention_factor": None, "mscale": None, "mscale_all_dim": None, "truncate": True},
+)
+"""YaRN, without what other models change in it."""
+
+
+def window_field(fields: Mapping[str, Any]) -> int:
+    """The window; 0: none. transformers has one of 4,096 if the field is missing, and none if it is null."""
+    given = "sliding_window" not in fields or fields["sliding_window"] is not None
+    return int(read_field(fields, "sliding_window", int, 4096)) if given else 0
+
+
+def fixed_interval(fields: Mapping[str, Any], name: str, layers: Callable[[int, int], list[Any]], interval: int) -> int:
+    """The interval of the layers of another kind, from the field `name`, a list with the kind of each layer; `interval`
+    if that is right, or if there is no list. layers(interval, number of layers): the list. Raises UserError."""
+    given = read_field(fields, name, list, [])
+    other = layers(1, 1)[0]
+    first = given.index(other) + 1 if other in given else len(given) + 1
+    for found in (interval, first):
+        if not given or given == layers(found, len(given)):
+            return found
+    raise UserError(
+        f"config.json: {name} = {given!r}: this family supports only one kind of layers at a fixed interval"
+    )
+
+
+def rope_of_full_layers(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with the rotary embeddings of layers of full attention as those of all layers.
+
+    transformers 5 writes them by kind of layer. Raises UserError if those of layers with a window are scaled, or have
+    another base. An attention_factor that is the one of YaRN's formula is left out.
+    """
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    found = read_field(fields, name, dict, {})
+    if "full_attention" in found:
+        full = read_field(found, "full_attention", dict)
+        others = read_field(found, "sliding_attention", dict, {"rope_theta": full.get("rope_theta")})
+        if others.get("rope_type", "default") != "default" or others.get("rope_theta") != full.get("rope_theta"):
+            raise UserError(
+                f"config.json: {name}.sliding_attention = {others!r}: this family supports only unscaled rotary "
+                "embeddings with the base of full_attention"
+            )
+        found = full
+    factor, scale = found.get("attention_factor"), found.get("factor")
+    if isinstance(factor, float) and isinstance(scale, int | float) and scale > 0:
+        is_usual = math.isclose(factor, 0.1 * math.log(scale) + 1.0, rel_tol=1e-9)
+        found = {key: value for key, value in found.items() if key != "attention_factor" or not is_usual}
+    return {**fields, name: found}
+
 
 @dataclass(frozen=True)
 class DecoderFormat:
@@ -139,8 +204,8 @@ class DecoderFormat:
     norm_names: of the norms of the residual stream. block_names: those beside them and BLOCK_NAMES. biases: modules of
     a block that have one. supported: fields with a single supported value, which are also written, in place of
     SUPPORTED_VALUES where both have them. required: those of them that must be present, since their default in
-    transformers is another value. scaling: the supported one, if any. read, written: the hyper-parameters that are no
-    single field of config.json, from its fields, raising UserError; and the fields to write for them.
+    transformers is another value. scaling: the supported one, if any. prepared: the fields of config.json with one for
+    each hyper-parameter, raising UserError. written: further fields to write, or other values.
     """
 
     config_type: type[Any]
@@ -152,7 +217,7 @@ class DecoderFormat:
     supported: dict[str, Any] = field(default_factory=dict)
     required: tuple[str, ...] = ()
     scaling: Scaling | None = None
-    read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
+    prepared: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: fields
     written: Callable[[Any], dict[str, Any]] = lambda _: {}
 
     def hugging_face(self, model_type: str, architecture: str) -> HuggingFace:
@@ -184,22 +249,20 @@ class DecoderFormat:
         """Fields of config.json; rope_theta at the top level, which all versions of transformers read. Those of the
         scaling are left out if the factor is 1."""
         fields = {theirs: getattr(config, ours) for ours, theirs in self._fields().items()}
-        scaling = None
-        if self.scaling is not None and config.rope_scaling_factor != 1.0:
-            values = {theirs: getattr(config, ours) for ours, theirs in self.scaling.fields.items()}
-            scaling = {"rope_type": self.scaling.kind} | values
+        scaling = None if self.scaling is None else self.scaling.written(config)
         supported = {name: value for name, value in (SUPPORTED_VALUES | self.supported).items() if value is not None}
         return fields | supported | {"rope_scaling": scaling} | self.written(config)
 
     def config_from_json(self, fields: Mapping[str, Any]) -> Any:
         """Hyper-parameters in config.json. Raises UserError if a field is missing, invalid or not supported."""
+        fields = self.prepared(fields)
         refuse_other(fields, SUPPORTED_VALUES | self.supported)
         for name in self.required:
             read_field(fields, name, type(self.supported[name]))
         for kind in read_field(fields, "layer_types", list, []):
             refuse_other({"layer_types": kind}, {"layer_types": "full_attention"})
         theta, scaling = rope_fields(fields, self.scaling.kind if self.scaling else None)
-        values = {"rope_theta": theta} | self._values(fields) | self.read(fields)
+        values = {"rope_theta": theta} | self._values(fields)
         names = self._fields()
         if self.scaling is not None:
             refuse_other(scaling, self.scaling.supported)

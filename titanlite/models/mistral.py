@@ -1,10 +1,9 @@
 """Mistral (Jiang et al., "Mistral 7B", 2023): the decoder with an independent head width, and attention to the last
 positions only if it has a window."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -20,7 +19,7 @@ from titanlite.models.decoder import (
     init,
 )
 from titanlite.models.family import Family
-from titanlite.models.hugging_face import DecoderFormat, read_field
+from titanlite.models.hugging_face import DecoderFormat, window_field
 from titanlite.models.layers import Attention
 from titanlite.runtime.errors import Problem
 
@@ -73,14 +72,12 @@ def check(config: MistralConfig, seq_len: int, tp: int, pp: int) -> list[Problem
     return [*check_decoder(config, seq_len, tp, pp), *check_head_width(config)]
 
 
-def _read(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers has a window of 4,096 if the field is missing, and none if it is null."""
-    given = "sliding_window" not in fields or fields["sliding_window"] is not None
-    return {"sliding_window": read_field(fields, "sliding_window", int, 4096) if given else 0}
-
-
 FORMAT = DecoderFormat(
-    MistralConfig, check, read=_read, written=lambda config: {"sliding_window": config.sliding_window or None}
+    MistralConfig,
+    check,
+    fields={"sliding_window": "sliding_window"},
+    prepared=lambda fields: {**fields, "sliding_window": window_field(fields)},
+    written=lambda config: {"sliding_window": config.sliding_window or None},
 )
 
 MISTRAL = Family(

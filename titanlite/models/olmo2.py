@@ -53,11 +53,11 @@ class Olmo2(Decoder):
         super().__init__(config, block or (lambda _: Block(config, attention(config), norms="after")))
 
 
-def attention(config: Olmo2Config) -> Attention:
-    """Attention module of one block."""
+def attention(config: Olmo2Config, window: int = 0) -> Attention:
+    """Attention module of one block. window: see Attention."""
     heads = (config.n_heads, config.n_kv_heads)
     norms = [WideNorm(number * config.head_dim, config.norm_eps) for number in heads]
-    return Attention(config.dim, *heads, config.head_dim, *norms)
+    return Attention(config.dim, *heads, config.head_dim, *norms, window=window)
 
 
 def check(config: Olmo2Config, seq_len: int, tp: int, pp: int) -> list[Problem]:

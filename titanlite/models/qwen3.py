@@ -4,6 +4,7 @@ RMSNorm on each head of queries and keys before the rotation."""
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -20,7 +21,7 @@ from titanlite.models.decoder import (
     init,
 )
 from titanlite.models.family import Family
-from titanlite.models.hugging_face import HEAD_NORM_NAMES, DecoderFormat, Scaling
+from titanlite.models.hugging_face import HEAD_NORM_NAMES, YARN, DecoderFormat
 from titanlite.models.layers import Attention, RMSNorm, YarnScaling
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Needs
@@ -71,15 +72,15 @@ class Qwen3(Decoder):
     above 1. block: see Decoder; None: that of Qwen3."""
 
     def __init__(self, config: Qwen3Config, block: Callable[[int], nn.Module] | None = None) -> None:
-        scaling = YarnScaling(
-            config.rope_scaling_factor,
-            config.rope_theta,
-            config.rope_beta_fast,
-            config.rope_beta_slow,
-            config.rope_original_seq_len,
-        )
-        used = scaling if config.rope_scaling_factor > 1.0 else None
-        super().__init__(config, block or (lambda _: Block(config, attention(config))), used)
+        super().__init__(config, block or (lambda _: Block(config, attention(config))), yarn(config))
+
+
+def yarn(config: Any) -> YarnScaling | None:
+    """The scaling of a family with the hyper-parameters rope_*; None if it changes nothing."""
+    if config.rope_scaling_factor <= 1.0:
+        return None
+    turns = (config.rope_beta_fast, config.rope_beta_slow)
+    return YarnScaling(config.rope_scaling_factor, config.rope_theta, *turns, config.rope_original_seq_len)
 
 
 def attention(config: Qwen3Config) -> Attention:
@@ -89,28 +90,20 @@ def attention(config: Qwen3Config) -> Attention:
 
 
 def check(config: Qwen3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
-    rules = Rules("model", config, [*check_decoder(config, seq_len, tp, pp), *check_head_width(config)])
+    return [*check_decoder(config, seq_len, tp, pp), *check_head_width(config), *check_yarn(config)]
+
+
+def check_yarn(config: Any) -> list[Problem]:
+    """Problems of the hyper-parameters of YaRN."""
+    rules = Rules("model", config)
     slow, fast = config.rope_beta_slow, config.rope_beta_fast
     rule = f"below model.rope_beta_fast = {fast}"
-    rules.require("rope_beta_slow", slow < fast, rule, "1.0 and 32.0 are what Qwen3 uses")
+    rules.require("rope_beta_slow", slow < fast, rule, "1.0 and 32.0 are usual")
     return rules.problems
 
 
-SCALING = Scaling(
-    "yarn",
-    {
-        "rope_scaling_factor": "factor",
-        "rope_beta_fast": "beta_fast",
-        "rope_beta_slow": "beta_slow",
-        "rope_original_seq_len": "original_max_position_embeddings",
-    },
-    optional=("rope_beta_fast", "rope_beta_slow"),
-    supported={"attention_factor": None, "mscale": None, "mscale_all_dim": None, "truncate": True},
-)
-"""YaRN, without what other models change in it."""
-
 FORMAT = DecoderFormat(
-    Qwen3Config, check, block_names=HEAD_NORM_NAMES, supported={"use_sliding_window": False}, scaling=SCALING
+    Qwen3Config, check, block_names=HEAD_NORM_NAMES, supported={"use_sliding_window": False}, scaling=YARN
 )
 
 _SCALES = Needs("model.rope_scaling_factor above 1", lambda config: config.rope_scaling_factor > 1)

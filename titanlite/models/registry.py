@@ -12,6 +12,7 @@ from titanlite.models.family import ModelConfig, Structure, resolve_model
 from titanlite.models.llama3 import LLAMA3
 from titanlite.models.mistral import MISTRAL
 from titanlite.models.olmo2 import OLMO2
+from titanlite.models.olmo3 import OLMO3
 from titanlite.models.olmoe import OLMOE
 from titanlite.models.qwen2 import QWEN2
 from titanlite.models.qwen3 import QWEN3
@@ -19,7 +20,9 @@ from titanlite.models.qwen3_moe import QWEN3_MOE
 from titanlite.models.smollm3 import SMOLLM3
 from titanlite.runtime.errors import Problem
 
-FAMILIES.update({family.name: family for family in (LLAMA3, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMO2, OLMOE, SMOLLM3)})
+FAMILIES.update(
+    {family.name: family for family in (LLAMA3, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMO2, OLMO3, OLMOE, SMOLLM3)}
+)
 
 
 def full_parameters(section: ModelConfig) -> tuple[Mapping[str, nn.Parameter], Structure]:

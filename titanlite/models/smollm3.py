@@ -20,9 +20,9 @@ from titanlite.models.decoder import (
     init,
 )
 from titanlite.models.family import Family
-from titanlite.models.hugging_face import NO_SPECIAL_TOKENS, DecoderFormat, read_field
+from titanlite.models.hugging_face import NO_SPECIAL_TOKENS, DecoderFormat, fixed_interval, read_field
 from titanlite.models.layers import Attention
-from titanlite.runtime.errors import Problem, UserError
+from titanlite.runtime.errors import Problem
 
 
 @dataclass(frozen=True)
@@ -67,27 +67,23 @@ def check(config: Smollm3Config, seq_len: int, tp: int, pp: int) -> list[Problem
     return [*check_decoder(config, seq_len, tp, pp), *check_width(config)]
 
 
-def _read(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The interval, which the list of layers, if there is one, must follow."""
-    given = read_field(fields, "no_rope_layers", list, [])
-    first = next((number for number, rotates in enumerate(given, 1) if not rotates), len(given) + 1)
-    for interval in (read_field(fields, "no_rope_layer_interval", int, 4), first):
-        if not given or given == _rotated(interval, len(given)):
-            return {"no_rope_interval": interval}
-    rule = "this family supports only layers without rotary embeddings at a fixed interval"
-    raise UserError(f"config.json: no_rope_layers = {given!r}: {rule}")
+def _prepared(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """With the interval, which the list of layers, if there is one, must follow."""
+    interval = read_field(fields, "no_rope_layer_interval", int, 4)
+    return {**fields, "no_rope_layer_interval": fixed_interval(fields, "no_rope_layers", _rotated, interval)}
 
 
 def _written(config: Smollm3Config) -> dict[str, Any]:
-    interval = config.no_rope_interval
-    return NO_SPECIAL_TOKENS | {
-        "no_rope_layers": _rotated(interval, config.n_layers),
-        "no_rope_layer_interval": interval,
-    }
+    return NO_SPECIAL_TOKENS | {"no_rope_layers": _rotated(config.no_rope_interval, config.n_layers)}
 
 
 FORMAT = DecoderFormat(
-    Smollm3Config, check, supported={"mlp_bias": False, "use_sliding_window": False}, read=_read, written=_written
+    Smollm3Config,
+    check,
+    fields={"no_rope_interval": "no_rope_layer_interval"},
+    supported={"mlp_bias": False, "use_sliding_window": False},
+    prepared=_prepared,
+    written=_written,
 )
 
 SMOLLM3 = Family(

@@ -221,3 +221,40 @@ def test_older_versions_read_the_written_config() -> None:
     assert written["llama3"]["rope_scaling"] == SCALING
     assert (written["qwen3"]["rope_theta"], written["qwen3"]["rope_scaling"]) == (1_000_000.0, None)
     assert not any("rope_parameters" in fields for fields in written.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 0, 0, 1, 1, 1]}, r"no_rope_layers = \[1, 0, .*at a fixed interval"),
+        ("smollm3", {"no_rope_layers": "1"}, "no_rope_layers"),
+        ("smollm3", {"no_rope_layer_interval": 0, "no_rope_layers": None}, "no_rope_layer_interval"),
+        ("olmo3", {"layer_types": ["full_attention", "sliding_attention"] * 3}, "layer_types = .*at a fixed interval"),
+        ("olmo3", {"layer_types": ["chunked_attention"] * 6}, "layer_types = .*at a fixed interval"),
+        ("olmo3", {"sliding_window": -1}, "sliding_window = -1"),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}},
+            "rope_parameters.sliding_attention",
+        ),
+        ("olmo3", {"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor"),
+        ("mistral", {"sliding_window": "64"}, "sliding_window"),
+        ("qwen2", {"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_layers_that_a_family_does_not_have(family: str, changes: dict[str, Any], message: str) -> None:
+    hf = FAMILIES[family].hugging_face
+    assert hf is not None
+    with pytest.raises(UserError, match=message):
+        hf.config_from_json(hf.config_json(FAMILIES[family].flavors["debug"]) | changes)
+
+
+def test_the_published_forms_of_layers_with_a_window() -> None:
+    """transformers has a window if the field is missing; published OLMo 3 has the attention_factor of the formula."""
+    mistral, olmo3 = FAMILIES["mistral"].exported, FAMILIES["olmo3"].exported
+    fields = mistral.config_json(FAMILIES["mistral"].flavors["7B"])
+    assert fields.pop("sliding_window") is None
+    assert mistral.config_from_json(fields).sliding_window == 4096
+    published = olmo3.config_json(FAMILIES["olmo3"].flavors["7B"])
+    published["rope_scaling"]["attention_factor"] = 1.2079441541679836
+    assert olmo3.config_from_json(published) == FAMILIES["olmo3"].flavors["7B"]

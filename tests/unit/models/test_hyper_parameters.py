@@ -46,6 +46,9 @@ PUBLISHED: dict[tuple[str, str], tuple[Any, ...]] = {  # parameters, then SIZES
     ("olmo2", "7B"): (7_298_617_344, 4096, 32, 32, 32, 11_008, False),
     ("olmo2", "13B"): (13_716_198_400, 5120, 40, 40, 40, 13_824, False),
     ("olmo2", "32B"): (32_234_279_936, 5120, 64, 40, 8, 27_648, False),
+    ("olmo3", "debug"): (6_142_208, 256, 6, 8, 8, 768, False),
+    ("olmo3", "7B"): (7_298_011_136, 4096, 32, 32, 32, 11_008, False),
+    ("olmo3", "32B"): (32_233_522_176, 5120, 64, 40, 8, 27_648, False),
     ("smollm3", "debug"): (5_745_920, 256, 6, 8, 4, 768, False),
     ("smollm3", "3B"): (3_075_098_624, 2048, 36, 16, 4, 11_008, True),
     ("olmoe", "debug"): (8_376_576, 256, 4, 4, 4, 256, False),
@@ -62,6 +65,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "mistral": {"head_dim": 128, "norm_eps": 1e-5},
     "qwen2": {"rope_theta": 1_000_000.0, "max_seq_len": 32_768},
     "olmo2": OLMO2 | {"vocab_size": 100_352},
+    "olmo3": OLMO2 | {"vocab_size": 100_278, "max_seq_len": 65_536},
     "smollm3": SMOLLM3 | {"vocab_size": 128_256},
     "qwen3": QWEN3 | {"vocab_size": 151_936, "head_dim": 128},
     "qwen3_moe": QWEN3 | {"vocab_size": 151_936, "head_dim": 128, "n_experts": 128, "n_active_experts": 8},
@@ -149,6 +153,12 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [  # family, overrides, keys of
     *(("olmoe", {name: value}, name) for name, value in {"dim": 258, "n_active_experts": 9, "z_loss": -1.0}.items()),
     *(("smollm3", {"no_rope_interval": value}, "no_rope_interval") for value in (-1, 0, 1)),
     ("qwen2", {"dim": 250}, "dim"),
+    ("mistral", {"sliding_window": -1}, "sliding_window"),
+    ("mistral", {"head_dim": 7}, "head_dim"),
+    *(
+        ("olmo3", {name: value}, name)
+        for name, value in {"full_interval": 0, "rope_beta_slow": 40.0, "dim": 250}.items()
+    ),
     ("olmo2", {"dim": 250}, "dim"),
     *(("olmoe", {name: 1.0}, name) for name in ("bias_rate", "rope_theta")),
 ]

@@ -25,6 +25,7 @@ from titanlite.models.hugging_face import stored_tensors
 from titanlite.models.llama3 import Llama3Config
 from titanlite.models.mistral import MistralConfig
 from titanlite.models.olmo2 import Olmo2Config
+from titanlite.models.olmo3 import Olmo3Config
 from titanlite.models.olmoe import OlmoeConfig
 from titanlite.models.qwen2 import Qwen2Config
 from titanlite.models.qwen3 import Qwen3Config
@@ -64,6 +65,8 @@ OLMOE = OlmoeConfig(
 SMALL = {"norm_eps": 1e-3, "rope_theta": 1000.0, "max_seq_len": 64}
 QWEN2 = Qwen2Config(32, 2, 4, 2, 48, VOCAB_SIZE, **SMALL)
 OLMO2 = Olmo2Config(32, 2, 4, 2, 48, VOCAB_SIZE, **SMALL)
+OLMO3 = Olmo3Config(32, 3, 4, 2, 48, VOCAB_SIZE, **SMALL, sliding_window=7, full_interval=2)
+OLMO3_YARN = replace(OLMO3, rope_scaling_factor=8.0, rope_beta_fast=4.0, rope_beta_slow=0.5, rope_original_seq_len=32)
 SMOLLM3 = Smollm3Config(32, 3, 4, 2, 48, VOCAB_SIZE, **SMALL, no_rope_interval=2)
 MISTRAL = MistralConfig(32, 2, 4, 2, 48, VOCAB_SIZE, **SMALL, head_dim=16)
 CASES = {
@@ -91,6 +94,10 @@ CASES = {
     "qwen2, tied": ("qwen2", replace(QWEN2, tie_embeddings=True)),
     "olmo2": ("olmo2", OLMO2),
     "olmo2, no shared heads": ("olmo2", replace(OLMO2, n_kv_heads=4)),
+    "olmo3": ("olmo3", OLMO3),
+    "olmo3, scaled": ("olmo3", OLMO3_YARN),
+    "olmo3, full attention": ("olmo3", replace(OLMO3_YARN, full_interval=1)),
+    "olmo3, windows": ("olmo3", replace(OLMO3_YARN, full_interval=4)),
     "smollm3": ("smollm3", SMOLLM3),
     "smollm3, all rotated": ("smollm3", replace(SMOLLM3, no_rope_interval=4)),
     "olmoe": ("olmoe", OLMOE),
@@ -104,6 +111,7 @@ MODULES = (
         "models.qwen2.modeling_qwen2",
         "models.mistral.modeling_mistral",
         "models.olmo2.modeling_olmo2",
+        "models.olmo3.modeling_olmo3",
         "models.smollm3.modeling_smollm3",
     ),
     *("models.olmoe.modeling_olmoe", "modeling_rope_utils"),
