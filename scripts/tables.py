@@ -54,10 +54,8 @@ def bits_table(most: int = 8) -> None:
                 assert not different(expected, found), (axes, other)
                 short = [SHORT.get(text, text.partition(".")[2]).removeprefix("pp_schedule=") for text in other]
                 short += ["1F1B"] if axes[0] > 1 and not any("pp_schedule" in text for text in other) else []
-                print(
-                    f"| {name} | {' x '.join(map(str, axes[:3]))} | {size} | {', '.join(short)} | {found[3 * STEPS]} |",
-                    flush=True,
-                )
+                mesh, last_digest = " x ".join(map(str, axes[:3])), found[4 * STEPS - 1]
+                print(f"| {name} | {mesh} | {size} | {', '.join(short)} | {last_digest} |", flush=True)
 
 
 def plan_table() -> None:

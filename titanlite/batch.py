@@ -70,7 +70,8 @@ class StepStats:
         of the loader's; 0 except on the last stage of a pipeline.
     shard_norms: norm of this rank's shard of each gradient, float64 (parameters,), see GradNorm.
     spike_ratio: global norm relative to the median of recent steps, see SpikeGate; 0 if spikes are disabled.
-    terms: this rank's share of each term of the loss, in their order; empty on ranks that compute no loss.
+    terms: the parts of this rank's share of each term of the loss, see parts_of, in their order; empty on ranks that
+        compute no loss.
     """
 
     mean_loss: Tensor

@@ -171,7 +171,7 @@ class Trainer(ModelOnMesh):
     def term_shares(self) -> list[Tensor]:
         """StepStats.terms of the step."""
         sums = [head.term_sums for head in self.heads_with_terms if head.term_sums is not None]
-        return [share for each in sums for share in (each * self.counts_positions).unbind()]
+        return [parts for each in sums for parts in (each * self.counts_positions).unbind(1)]
 
     def forward_backward(self, batch: Batch, num_valid: Tensor) -> Tensor:
         """Accumulate the gradients of this microbatch's share of the mean loss; return the share of each row, (rows,).

@@ -2,18 +2,26 @@
 
 from collections.abc import Iterable, Sequence
 from math import prod
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-from tests.distributed.gradients import build_on_mesh, full_tensor, local_batches
+from tests.distributed.gradients import CPU, build_on_mesh, full_tensor, local_batches
 from tests.distributed.layouts import ALL_OPTIMIZERS, EXPERTS, QWEN3
 from tests.distributed.reference import global_batch, small_config
+from tests.distributed.test_watch import PLUGIN
 from tests.pool import run_ranks
+from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
+from titanlite.metrics.experts import ExpertLoads
+from titanlite.metrics.meter import Meter
+from titanlite.models.losses import LOSSES, Loss, Term, cross_entropy
 from titanlite.parallel.digest import combine, sum_of_bits, weights_digest
+from titanlite.parallel.exact import ExactGradients
 from titanlite.parallel.mesh import AXES
 from titanlite.parallel.pipeline import SCHEDULES
 from titanlite.trainer import Trainer
@@ -36,6 +44,30 @@ FULL, BY_OP = "activation_checkpoint.mode=full", "activation_checkpoint.mode=sel
 PAIRS = ("training.local_batch_size=2", "parallelism.pp_microbatch_size=2")
 
 
+WATCHING = (f'job.plugins=["{PLUGIN}"]', "model.family=watching", 'loss.terms=["noting"]')
+
+
+def scaled(logits: Tensor, labels: Tensor) -> Tensor:
+    """The cross-entropy of `label % H`, times a factor that `label // H` chooses."""
+    size = logits.shape[1] // len(FACTORS)
+    return cross_entropy(logits, labels % size) * logits.new_tensor(FACTORS)[labels // size % len(FACTORS)]
+
+
+FACTORS = (8.0, -8.0, 2.0**-29)
+Z_LOSS = Term(lambda logits, labels: 2.0**-32 * logits.logsumexp(1).square(), torch.ones_like)  # noqa: ARG005
+CANCELLING = Loss("cancelling", scaled, {"z_loss": Z_LOSS})
+
+
+def cancelling(batch: Batch, vocab_size: int) -> Batch:
+    """The gradients of rows 0 and 7 cancel: those of the others, 2^-32 as large, depend on the order of a sum."""
+    size = vocab_size // len(FACTORS)
+    kind = torch.full((len(batch.tokens), 1), 2)
+    kind[0], kind[7] = 0, 1
+    tokens, labels = batch.tokens.clone(), batch.labels % size
+    tokens[7], labels[7] = tokens[0], labels[0]
+    return batch._replace(tokens=tokens, labels=labels + size * kind)
+
+
 def schedule(name: str) -> str:
     return f"parallelism.pp_schedule={name}"
 
@@ -49,6 +81,9 @@ QUICK: Table = {
         (*PAIRS, "training.mixed_precision_param=bfloat16", "optimizer.ema_decay=0.9"),
         [((1, 1, 2, 1, 1), (EVERY, FULL)), ((2, 1, 1, 1, 1), (EVERY,))],
     ),
+    "noted values, term": (WATCHING, [((1, 2, 1, 1, 1), ()), ((2, 1, 1, 1, 1), ())]),
+    "cancelling": (("loss.name=cancelling",), [((1, 1, 2, 1, 1), (EVERY,)), ((1, 2, 1, 1, 1), ())]),
+    "experts": (EXPERTS, [((1, 1, 2, 1, 1), (EVERY,))]),
 }
 FOUR: Table = {
     "plain": (
@@ -62,6 +97,7 @@ FOUR: Table = {
     ),
     "all optimizers": (ALL_OPTIMIZERS[:4] + ALL_OPTIMIZERS[6:], [((1, 2, 2, 1, 1), ()), ((2, 1, 2, 1, 1), ())]),
     "experts": (EXPERTS, [((1, 2, 2, 1, 1), ()), ((2, 1, 2, 1, 1), ())]),
+    "noted values, term": (WATCHING, [((2, 1, 2, 1, 1), (FULL,))]),
 }
 SOAK: Table = {
     "plain": (
@@ -100,6 +136,9 @@ SOAK: Table = {
     ),
     "SGD": (("optimizer.name=SGD", "optimizer.momentum=0.9"), [((1, 1, 2, 1, 1), ()), ((2, 2, 1, 1, 1), ())]),
     "Muon": (("optimizer.name=Muon", *QWEN3), [((1, 1, 2, 1, 1), ()), ((1, 1, 3, 1, 1), ()), ((2, 2, 1, 1, 1), ())]),
+    "experts": (EXPERTS, [((1, 1, 5, 1, 1), ())]),
+    "noted values, term": (WATCHING, [((1, 1, 5, 1, 1), ())]),
+    "cancelling": (("loss.name=cancelling",), [((1, 1, 3, 1, 1), ()), ((1, 2, 2, 1, 1), ()), ((2, 1, 1, 1, 1), ())]),
     "Lion": (("optimizer.name=Lion",), [((1, 2, 1, 1, 1), ()), ((2, 1, 2, 1, 1), ())]),
     "tied": (("model.tie_embeddings=true",), [((1, 2, 1, 1, 1), ()), ((1, 1, 3, 1, 1), (EVERY,))]),
 }
@@ -117,13 +156,22 @@ def config_of(case: Case, settings: Sequence[str]) -> JobConfig:
 
 
 def trained(config: JobConfig) -> list[str]:
-    """Losses, norms, digest of the weights; digest of each tensor of weights, averages and state of optimizers."""
+    """Losses, norms and digests of the steps; values of log lines; digest of each tensor of weights, averages and
+    state of optimizers."""
     trainer, mesh = build_on_mesh(config)
     assert trainer.exact is not None
-    numbers = []
+    numbers, digests = [], []
+    logged: list[object] = []
+    meter, loads = logging_of(config, trainer)
     for step in range(STEPS):
         batch = global_batch("uneven", step, config.training.global_batch_size)
+        if config.loss.name == CANCELLING.name:
+            batch = cancelling(batch, config.hyper_parameters.vocab_size)
         stats = trainer.train_step(local_batches(config, mesh, batch))
+        meter.update(step + 1, stats, lr=0.0, data_wait_s=0.0, bad_rows=0)
+        record = meter.flush()
+        logged += [record.loss, record.interval_loss, record.terms, sorted(record.watched.items())]
+        digests.append(weights_digest(trainer.exact))
         totals = torch.stack([stats.mean_loss, stats.loss_sum])
         dist.all_reduce(totals)
         numbers += [repr(totals.tolist()), repr(stats.grad_norm.item()), "skipped" if stats.skipped else "updated"]
@@ -133,7 +181,19 @@ def trained(config: JobConfig) -> list[str]:
     for found in every:
         for name, value in found.items():
             assert merged.setdefault(name, value) == value, name
-    return [*numbers, weights_digest(trainer.exact), *(f"{name} {value}" for name, value in sorted(merged.items()))]
+    assert len(set(digests)) == STEPS - numbers.count("skipped")
+    logged.append(loads.flush(STEPS)[0])
+    return [*numbers, *digests, *map(repr, logged), *(f"{name} {value}" for name, value in sorted(merged.items()))]
+
+
+def logging_of(config: JobConfig, trainer: Trainer) -> tuple[Meter, ExpertLoads]:
+    model, group = config.hyper_parameters, dist.group.WORLD
+    assert group is not None
+    sizes = {"tokens_per_step": 1, "flops_per_token": 0.0, "peak_flops": None}
+    meter = Meter(group, CPU, **sizes, terms=list(config.loss.chosen.terms), watched=trainer.watched)  # type: ignore[arg-type]
+    blocks = {"num_blocks": model.n_layers, "n_experts": model.n_experts, "n_active": model.n_active_experts}
+    is_first = trainer.mesh.is_first(["tp"])
+    return meter, ExpertLoads(trainer.model_parts, CPU, counts=is_first, **blocks, first_step=1, total_steps=STEPS)
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
@@ -151,7 +211,25 @@ def state_of(trainer: Trainer) -> Iterable[tuple[str, Tensor]]:
 
 
 def run(cases: Sequence[tuple[Case, Sequence[str]]]) -> list[list[str]]:
-    return [trained(config_of(case, settings)) for case, settings in cases]
+    with patch.dict(LOSSES, {CANCELLING.name: CANCELLING}):
+        return [trained(config_of(case, settings)) for case, settings in cases]
+
+
+def run_planted(mistake: str, case: Case, settings: Sequence[str]) -> list[str]:
+    """Like `run`, with gradients that are not rounded, or that are cast to float32 and reduced in it."""
+    reduce = _fsdp_param_group.foreach_reduce
+
+    def in_float32(parameters: object, gradients: list[Tensor], *others: object) -> object:
+        gradients[:] = [gradient.float() for gradient in gradients]
+        return reduce(parameters, gradients, *others[:4], torch.float32, *others[5:])
+
+    is_rounded, planted = mistake == "float32", in_float32 if mistake == "float32" else reduce
+    rounding = ExactGradients._rounding if is_rounded else lambda *_: lambda _: None
+    with (
+        patch.object(_fsdp_param_group, "foreach_reduce", planted),
+        patch.object(ExactGradients, "_rounding", rounding),
+    ):
+        return run([(case, settings)])[0]
 
 
 def different(expected: Sequence[str], found: Sequence[str]) -> list[str]:
@@ -188,6 +266,13 @@ def test_two_ranks_have_the_bits_of_one() -> None:
     assert min(norms) < 1 < max(norms), "the norm is clipped in some steps only"
 
 
+@pytest.mark.parametrize("mistake", ["not rounded", "float32"])
+def test_mistakes_in_the_sum_of_gradients_are_seen(mistake: str) -> None:
+    settings, (case, *_) = QUICK["cancelling"]
+    one, two = (run_ranks(run_planted, prod(each[0]), mistake, each, settings)[0] for each in (ALONE, case))
+    assert different(one, two)
+
+
 @pytest.mark.slow
 def test_four_ranks_have_the_bits_of_one() -> None:
     compare(FOUR)
@@ -196,7 +281,7 @@ def test_four_ranks_have_the_bits_of_one() -> None:
 @pytest.mark.soak
 def test_all_layouts_have_the_bits_of_one_process() -> None:
     count = sum(len(cases) for table in (QUICK, FOUR, SOAK) for _, cases in table.values())
-    assert count == 61, "docs/numerics.md has this number"
+    assert count == 72, "docs/numerics.md has this number"
     compare(SOAK)
     for alone, cases in NEEDS_MORE.values():
         compare({"": ((), cases)}, alone)

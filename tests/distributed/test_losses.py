@@ -90,7 +90,7 @@ def errors_of(layout: Layout) -> dict[str, Any]:
         batch = global_batch("silent_ranks", step, layout.rows)
         reference, terms = reference_of(config, batch)
         stats = trainer.train_step(local_batches(config, mesh, batch))
-        sums = torch.stack(list(stats.terms)) if stats.terms else torch.zeros_like(terms)
+        sums = torch.stack(list(stats.terms)).sum(1) if stats.terms else torch.zeros_like(terms)
         dist.all_reduce(sums)
         same = has_weights(trainer, reference.weights)
         errors = asdict(compare(trainer, stats.mean_loss, stats.grad_norm, reference, same))

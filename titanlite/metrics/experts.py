@@ -11,6 +11,7 @@ from torch import Tensor
 from titanlite.metrics.records import ExpertsRecord
 from titanlite.models.experts import ROUTER_SUMS, mixtures_of
 from titanlite.models.family import LanguageModel
+from titanlite.models.watch import PARTS
 from titanlite.runtime.logging import log
 
 MOST_RECORDS = 200
@@ -57,17 +58,18 @@ class ExpertLoads:
         (num_blocks, len(ROUTER_SUMS)); the largest and the smallest bias, negated, float64 (num_blocks, 2). Two
         collectives; no host read."""
         blocks, n_experts = self._shape
-        sums = torch.zeros(blocks, n_experts + len(ROUTER_SUMS), dtype=torch.float64, device=self._device)
+        sums = torch.zeros(blocks, n_experts + PARTS * len(ROUTER_SUMS), dtype=torch.float64, device=self._device)
         biases = torch.full((blocks, 2), -math.inf, dtype=torch.float64, device=self._device)
         for mixture in self._mixtures:
             block, found = mixture.placement.block, mixture.take_totals()
             if found is not None and self._counts:
-                sums[block] = torch.cat((found[0].to(torch.float64), found[1]))
+                sums[block] = torch.cat((found[0].to(torch.float64), found[1].flatten()))
             if mixture.bias is not None:
                 biases[block] = torch.stack((mixture.bias.amax(), -mixture.bias.amin()))
         dist.all_reduce(sums)  # the loads stay exact: they are far below 2^53
         dist.all_reduce(biases, dist.ReduceOp.MAX)
-        return sums[:, :n_experts].to(torch.int64), sums[:, n_experts:], biases
+        router_sums = sums[:, n_experts:].view(blocks, PARTS, -1).sum(1)
+        return sums[:, :n_experts].to(torch.int64), router_sums, biases
 
     def flush(self, step: int) -> tuple[Mapping[str, float], ExpertsRecord | None]:
         """The columns of Record.experts, and the record of the interval if one is due; nothing without experts. A

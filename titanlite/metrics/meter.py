@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from titanlite.batch import NUM_TOTALS, StepStats
 from titanlite.metrics.records import WATCH_PREFIX, Record
-from titanlite.models.watch import Watched
+from titanlite.models.watch import PARTS, Watched
 from titanlite.ranks.agreement import run_on_all_ranks
 from titanlite.runtime.logging import log
 from titanlite.runtime.memory import peak_memory_bytes
@@ -248,7 +248,8 @@ class Meter:
         columns = list(zip(*ranks, strict=True))
         mean_loss, grad_norm, num_valid, skipped_steps, data_time_s, memory, bad_rows, compute_s, watched = columns[:9]
         loss_sum, num_counted = (sum(column) for column in columns[9:11])
-        of_terms, others = columns[11 : 11 + len(self._terms)], columns[11 + len(self._terms) :]
+        of_terms, others = columns[11:][: PARTS * len(self._terms)], columns[11 + PARTS * len(self._terms) :]
+        sums = [sum(parts) for parts in of_terms]
         of_epochs, others = others[: len(epochs)], others[len(epochs) :]
         of_too_long, by_source = others[: len(too_long)], others[len(too_long) :]
         step_time_s = (now - self._interval_start) / self._num_steps
@@ -276,7 +277,7 @@ class Meter:
             epochs={f"epoch/{name}": sum(parts) for name, parts in zip(self._names, of_epochs, strict=False)},
             too_long={name: sum(parts) for name, parts in zip(too_long, of_too_long, strict=True)},
             by_source=self._describe_sources([sum(column) for column in by_source]),
-            terms={f"term/{name}": sum(parts) for name, parts in zip(self._terms, of_terms, strict=True)},
+            terms={f"term/{name}": sum(sums[n * PARTS :][:PARTS]) for n, name in enumerate(self._terms)},
             watched=self._watched_means() if any(watched) else {},
             experts=experts or {},
             goodput=goodput(),
@@ -301,11 +302,13 @@ class Meter:
 
     def _watched_means(self) -> dict[str, float]:
         """Record.watched. A collective: the stages of a pipeline have different names."""
-        sums: dict[str, tuple[float, float, bool]] = {}
+        found: dict[str, tuple[list[list[float]], list[list[float]], bool]] = {}
         for of_rank in run_on_all_ranks(lambda: self._watched.take() if self._watched else {}, self._group):
             for name, (values, per, root) in of_rank.items():
-                other_values, other_per, _ = sums.get(name, (0.0, 0.0, root))
-                sums[name] = values + other_values, per + other_per, root
+                of_all_values, of_all_per, _ = found.setdefault(name, ([], [], root))
+                of_all_values.append(values)
+                of_all_per.append(per)
+        sums = {name: (_total(values), _total(per), root) for name, (values, per, root) in found.items()}
         means = {f"{WATCH_PREFIX}{name}": (values / per, root) for name, (values, per, root) in sums.items() if per}
         return {
             name: (math.sqrt(mean) if mean >= 0 else math.nan) if root else mean for name, (mean, root) in means.items()
@@ -329,7 +332,7 @@ class Meter:
                 torch.stack([value.detach().to(torch.float64) for value in on_device]),
                 torch.tensor(on_host, dtype=torch.float64, device=self._device),
                 self._interval,
-                torch.stack(list(stats.terms)) if stats.terms else self._interval.new_zeros(len(self._terms)),
+                torch.cat(list(stats.terms)) if stats.terms else self._interval.new_zeros(PARTS * len(self._terms)),
                 torch.tensor(of_sources, dtype=torch.float64, device=self._device),
                 self._by_source.flatten(),
             ]
@@ -339,3 +342,8 @@ class Meter:
         dist.all_gather(list(gathered.unbind()), local, group=self._group)
         rows: list[list[float]] = gathered.tolist()
         return rows
+
+
+def _total(of_ranks: Sequence[Sequence[float]]) -> float:
+    """The sum of the parts of all ranks, see parts_of."""
+    return sum(sum(parts) for parts in zip(*of_ranks, strict=True))

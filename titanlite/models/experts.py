@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from titanlite.models.family import DecoderConfig
-from titanlite.models.watch import watch
+from titanlite.models.watch import parts_of, watch
 
 
 class Router(nn.Linear):
@@ -164,8 +164,9 @@ class MixtureOfExperts(nn.Module):
     Balancing Strategy for Mixture-of-Experts", 2024); the weights do not contain it.
 
     placement: parallelism replaces it. num_rows, num_tokens: see start_step.
-    step_load: positions of this rank that chose each expert, int64 (n_experts,), in the backward passes of this step.
-    load: of all steps since it was None; router_sums: those of ROUTER_SUMS since it was None, float64.
+    step_load: positions of this rank that chose each expert, int64 (n_experts,), in the backward passes of this step;
+    step_sums: those of ROUTER_SUMS, of each pass. load: of all steps since it was None; router_sums: the parts of those
+    of ROUTER_SUMS since it was None, see parts_of.
     """
 
     bias: Tensor | None
@@ -182,6 +183,7 @@ class MixtureOfExperts(nn.Module):
         self.num_rows: Tensor | int = 1
         self.num_tokens: Tensor | int = 1
         self.step_load: Tensor | None = None
+        self.step_sums: list[Tensor] = []
         self.load: Tensor | None = None
         self.router_sums: Tensor | None = None
         self.router = Router(config.dim, config.n_experts)
@@ -193,8 +195,10 @@ class MixtureOfExperts(nn.Module):
             self.bias = torch.zeros(self.bias.shape, dtype=torch.float32, device=device)
 
     def start_step(self, num_rows: Tensor | int, num_tokens: Tensor | int) -> None:
-        """Set the denominators of the router's losses, at least 1: rows and tokens of the global batch."""
+        """Set the denominators of the router's losses, at least 1: rows and tokens of the global batch. What backward
+        passes have noted since the last step is dropped."""
         self.num_rows, self.num_tokens = num_rows, num_tokens
+        self.step_load, self.step_sums = None, []
 
     def take_totals(self) -> tuple[Tensor, Tensor] | None:
         """(load, router_sums) since the last call; None without a backward pass."""
@@ -249,7 +253,7 @@ class MixtureOfExperts(nn.Module):
     def note(self, counts: Tensor, sums: Tensor) -> None:
         """Add those of a backward pass."""
         self.step_load = counts if self.step_load is None else self.step_load + counts
-        self.router_sums = sums if self.router_sums is None else self.router_sums + sums
+        self.step_sums.append(sums)
 
 
 ROUTER_SUMS = ("balance_loss", "rows", "z_loss", "router_entropy")
@@ -282,6 +286,10 @@ def end_step(mixtures: Sequence[MixtureOfExperts], ok: Tensor, group: dist.Proce
         if mixture.step_load is not None:
             mixture.load = mixture.step_load if mixture.load is None else mixture.load + mixture.step_load
             mixture.step_load = None
+        if mixture.step_sums:
+            sums = parts_of(torch.stack(mixture.step_sums)).sum(1)
+            mixture.router_sums = sums if mixture.router_sums is None else mixture.router_sums + sums
+            mixture.step_sums = []
 
 
 def count_choices(chosen: Tensor, n_experts: int, is_token: Tensor | None = None) -> Tensor:

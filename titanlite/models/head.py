@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from titanlite.models.family import has_own
 from titanlite.models.losses import CROSS_ENTROPY, LOSSES, TERMS, Loss
-from titanlite.models.watch import watch
+from titanlite.models.watch import PARTS, parts_of, watch
 from titanlite.runtime.dtensors import is_dtensor
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import setting
@@ -78,8 +78,8 @@ class Scoring(ABC):
     start: the first id whose weights this rank has, of `size` ids in all. group: the ranks that have the other parts
     (mesh axis tp); None: this rank has all. gathers: whether each rank gathers the scores of all ids, instead of two
     numbers per token. transform: see OutputLayer.transform; None: the identity. loss: with its terms. shares: of a
-    token's values in each term, 1 / its denominator, (terms,). sums: this rank's share of each term, float64 (terms,),
-    added up in place. Both None: without terms.
+    token's values in each term, 1 / its denominator, (terms,). sums: the parts of this rank's share of each term,
+    (PARTS, terms), see parts_of, added up in place. Both None: without terms.
 
     Subclasses compute the loss and its gradient from scores, (tokens, ids), which they may overwrite. A gradient of the
     scores comes with a factor of each token, (tokens, 1), to be applied to smaller tensors; None: 1. weights: of the
@@ -144,7 +144,8 @@ class Scoring(ABC):
     def note(self, term_values: Sequence[Tensor]) -> None:
         """Add the values of tokens to the sums of the terms."""
         if self.shares is not None and self.sums is not None:
-            self.sums.add_(torch.stack([each.detach().sum().to(torch.float64) for each in term_values]) * self.shares)
+            sums = torch.stack([each.detach().sum().to(torch.float64) for each in term_values])
+            self.sums.add_(parts_of(sums * self.shares))
 
     def most_likely(self, scores: Tensor) -> Tensor:
         """The id with the largest score of each token, the first of several, (tokens,).
@@ -310,9 +311,9 @@ class OutputLayer(nn.Linear):
 
     soft_cap: logits are soft_cap * tanh(logits / soft_cap); 0: they are not capped. See transform.
     computation: of the loss; parallelism replaces it.
-    denominators: of the terms of the loss, float64 (terms,), over the global batch. term_sums: this rank's share of
-    each term in the current step, float64 (terms,). The terms are in the gradients, not in the loss of a row. See
-    start_step.
+    denominators: of the terms of the loss, float64 (terms,), over the global batch. term_sums: the parts of this rank's
+    share of each term in the current step, (PARTS, terms), see parts_of. The terms are in the gradients, not in the
+    loss of a row. See start_step.
     misses: if a list, each evaluation forward appends the wrong predictions per row. See count_misses.
     """
 
@@ -337,7 +338,7 @@ class OutputLayer(nn.Linear):
 
     def start_step(self, denominators: Tensor) -> None:
         """Set the denominators of the terms, and their sums to 0."""
-        self.denominators, self.term_sums = denominators, torch.zeros_like(denominators)
+        self.denominators, self.term_sums = denominators, denominators.new_zeros(PARTS, len(denominators))
 
     def forward(self, x: Tensor, labels: Tensor | None = None, num_valid: Tensor | None = None) -> Tensor:
         """Logits of x, (batch, seq_len, vocab_size), or with labels the share of each row in the mean loss, (batch,).

@@ -18,6 +18,10 @@ Statistic = Callable[[Mapping[str, nn.Parameter]], AbstractContextManager[None]]
 STATISTICS: dict[str, Statistic] = {}
 """Those of plugins, for metrics.statistics."""
 
+_GRIDS = (32, 0, -32, -64, -96)
+PARTS = len(_GRIDS)
+"""Parts of a sum, see parts_of."""
+
 _ORDER = torch.zeros(())
 _noting: "Watched | None" = None
 """What collects the values now: inside a training step."""
@@ -77,7 +81,7 @@ class Watched:
         self._row_group = row_group
         self._sequence = sequence
         self._labels: Tensor | None = None
-        self._of_step: dict[str, Tensor] = {}
+        self._of_step: dict[str, list[Tensor]] = {}
         self._totals: dict[str, Tensor] = {}
         self._roots: set[str] = set()
         for part in model_parts:
@@ -107,7 +111,7 @@ class Watched:
         counted = self._labels_of(name, values, labels)
         both = torch.stack((values, per)).to(torch.float64)
         sums = (both if counted is None else both.where(counted >= 0, 0.0)).reshape(2, -1).sum(1)
-        self._of_step[name] = self._of_step[name] + sums if name in self._of_step else sums
+        self._of_step.setdefault(name, []).append(sums)
         if root:
             self._roots.add(name)
 
@@ -132,16 +136,32 @@ class Watched:
 
     def end_step(self, ok: Tensor) -> None:
         """Add the sums of the step. ok: bool scalar; otherwise the step was skipped, and its values are dropped."""
-        for name, sums in self._of_step.items():
-            self._totals[name] = self._totals.get(name, torch.zeros_like(sums)) + torch.where(ok, sums, 0.0)
+        for name, noted in self._of_step.items():
+            sums = torch.where(ok, parts_of(torch.stack(noted)).sum(1), 0.0)
+            self._totals[name] = self._totals[name] + sums if name in self._totals else sums
         self._of_step.clear()
 
     def __len__(self) -> int:
         return len(self._totals)
 
-    def take(self) -> dict[str, tuple[float, float, bool]]:
-        """Sum of the values, sum of `per` and root, by name, of this rank since the last call. Waits for the device."""
+    def take(self) -> dict[str, tuple[list[float], list[float], bool]]:
+        """Parts of the sum of the values and of `per`, see parts_of, and root, by name, of this rank since the last
+        call. Waits for the device."""
         names, sums = [*self._totals], [*self._totals.values()]
         self._totals = {}
-        rows = torch.stack(sums).tolist() if sums else []
-        return {name: (*row, name in self._roots) for name, row in zip(names, rows, strict=True)}
+        both = torch.stack(sums).mT.tolist() if sums else []
+        return {name: (values, per, name in self._roots) for name, (values, per) in zip(names, both, strict=True)}
+
+
+def parts_of(values: Tensor) -> Tensor:
+    """Split values into parts, float64 (PARTS, *shape): multiples of 2^32, 1, 2^-32, 2^-64 and 2^-96.
+
+    Each kind of part adds up exactly, for up to 2^20 values below 2^64. The values are the sums of their parts, up to
+    2^-97.
+    """
+    parts, rest = [], values.to(torch.float64)
+    for exponent in _GRIDS:
+        shift = 1.5 * 2.0 ** (52 + exponent)
+        parts.append((rest + shift) - shift)
+        rest = rest - parts[-1]
+    return torch.stack(parts)

@@ -20,9 +20,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def weights_digest(exact: ExactGradients) -> str:
-    """The digest of the weights of a run, the same on all meshes. A collective; waits for the device."""
-    totals = exact.totals({name: sum_of_bits(*local_region(each)) for name, each in exact.parameters.items()})
-    return combine(exact.names, totals.tolist())
+    """The digest of the weights of a run after its last step, the same on all meshes. A collective; waits for the
+    device. Computed once per step, also if it is logged and saved."""
+    if exact.digest is None:
+        totals = exact.totals({name: sum_of_bits(*local_region(each)) for name, each in exact.parameters.items()})
+        exact.digest = combine(exact.names, totals.tolist())
+    return exact.digest
 
 
 def sum_of_bits(local: Tensor, shape: Sequence[int], offset: Sequence[int]) -> Tensor:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.dtensors import is_dtensor
-from titanlite.runtime.torch_internals import shape_and_offset
+from titanlite.runtime.torch_internals import mixed_precision_policy, shape_and_offset
 
 HEAD_ROOM = 10
 """A row's gradient may be 2^HEAD_ROOM times as large as its largest one so far."""
@@ -50,6 +50,7 @@ class ExactGradients:
     largest: by name of the parameter, float64, of the shape of its rows: the largest magnitude of a microbatch's
     gradient, which decays; 0 for a row without a gradient so far. The same on all ranks of a stage. is_known: whether
     it has the magnitudes of earlier steps. parameters: of this rank's stages. names: of the parameters of all stages.
+    digest: of the weights after the last step, once it has been computed.
     """
 
     def __init__(self, model_parts: Sequence[nn.Module], mesh: Mesh, summands: int) -> None:
@@ -60,6 +61,7 @@ class ExactGradients:
         self._largest, self._seen, self._bounds, self._shifts = (self._rows.new_vector() for _ in range(4))
         self.largest = self._rows.of_each(self._largest)
         self.is_known = False
+        self.digest: str | None = None
         axes = {axis: mesh.group(axis) for axis in ("tp", "dp_shard", "dp_replicate")}
         groups = {axis: group for axis, group in axes.items() if group.size() > 1}
         self._stage_groups = list(groups.values())
@@ -76,6 +78,7 @@ class ExactGradients:
         """Round the gradients of the gathered parameters, which are the same tensors in every step."""
         sharded, registered = dict(part.named_parameters()), set()
         for module in (each for each in part.modules() if isinstance(each, FSDPModule)):
+            assert mixed_precision_policy(module).reduce_dtype == torch.float64, "reductions would round"
             module.unshard()
             for name, parameter in part.named_parameters():
                 if parameter is not sharded[name] and name not in registered:
@@ -116,6 +119,7 @@ class ExactGradients:
 
     def resume(self) -> None:
         """Round by `largest`."""
+        self.digest = None  # of the weights before this step, or before they were loaded
         of_tensor = self._rows.largest_of_tensor(self._largest)
         reference = torch.maximum(self._largest, of_tensor * 2.0**-ROWS_DIFFER)
         # A tensor whose gradients have all been 0 gets those of a reference of 1.

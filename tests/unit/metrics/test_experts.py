@@ -14,6 +14,7 @@ from titanlite.metrics.tensorboard import CELL, heat_map
 from titanlite.models.experts import ROUTER_SUMS, MixtureOfExperts, Placement
 from titanlite.models.family import LanguageModel
 from titanlite.models.qwen3_moe import QWEN3_MOE
+from titanlite.models.watch import parts_of
 
 N_EXPERTS = 4
 
@@ -34,7 +35,7 @@ class Blocks(torch.nn.Module):
             assert isinstance(mixture, MixtureOfExperts)
             mixture.load = torch.tensor(load)
             sums = {"balance_loss": 11.0, "rows": 10.0, "z_loss": 3.0 * sum(load) / 2, "router_entropy": 0.0}
-            mixture.router_sums = torch.tensor([sums[name] for name in ROUTER_SUMS], dtype=torch.float64)
+            mixture.router_sums = parts_of(torch.tensor([sums[name] for name in ROUTER_SUMS]))
 
 
 def loads_of(model: Blocks, total_steps: int = 10) -> ExpertLoads:

@@ -19,6 +19,7 @@ from titanlite.batch import StepStats
 from titanlite.metrics import meter as meter_module
 from titanlite.metrics.meter import Meter, MeterState, Place, SlowRanks, is_log_step
 from titanlite.metrics.records import Record
+from titanlite.models.watch import parts_of
 
 CPU = torch.device("cpu")
 KEYS = [
@@ -283,7 +284,7 @@ def test_columns_of_sources_and_terms_of_the_loss(
     meter = meter_of(group, clock, sources=sources, terms=("z_loss", "other"))
     by_source = [[2.0, 3.0], [2.0, 1.0], [1.0, 3.0]] if len(sources) > 1 else [[0.0]] * 3
     for terms, found in (((0.25, 3.0), [0.25, 3.0]), ((), [0.0, 0.0])):
-        given = [torch.tensor(term, dtype=torch.float64) for term in terms]
+        given = [parts_of(torch.tensor(term)) for term in terms]
         note(meter, clock, 1, replace(stats_of(1.0, by_source=by_source), terms=given))
         row = meter.flush([0.5, 2.25][: len(sources)], {f"too_long/{sources[-1]}": 7}).row()
         of_terms = dict(zip(("term/z_loss", "term/other"), found, strict=True))

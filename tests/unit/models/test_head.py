@@ -66,7 +66,7 @@ def plain_of(head: OutputLayer, x: Tensor, labels: Tensor) -> tuple[Tensor, Tens
 
 
 def assert_terms(head: OutputLayer, terms: list[Tensor]) -> None:
-    found = [] if head.term_sums is None else head.term_sums.tolist()
+    found = [] if head.term_sums is None else head.term_sums.sum(0).tolist()
     assert found == pytest.approx([term.item() for term in terms], rel=1e-13, abs=0)
 
 

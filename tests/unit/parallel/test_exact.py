@@ -1,6 +1,8 @@
 """Exact sums: the rounding of gradients, its bound, and what a gradient beyond the bound does."""
 
+import math
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.distributed.gradients import connected_mesh
+from titanlite.models.watch import parts_of
+from titanlite.parallel import digest
 from titanlite.parallel.exact import (
     HEAD_ROOM,
     MOST_LOSS,
@@ -120,6 +124,18 @@ def test_largest_magnitudes_decay_unless_a_row_has_no_gradient(mesh: Mesh) -> No
     assert exact.largest["weight"].tolist() == pytest.approx([0.99**10, 1.0])
 
 
+def test_a_digest_is_computed_once_per_step(mesh: Mesh) -> None:
+    model, exact = build(mesh, 2, 3, 1)
+    with patch.object(digest, "sum_of_bits", wraps=digest.sum_of_bits) as computed:
+        first = digest.weights_digest(exact)
+        assert digest.weights_digest(exact) == first
+        assert computed.call_count == 1
+        measure(model, exact, torch.ones(2, 3))
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        assert digest.weights_digest(exact) != first
+
+
 def test_powers_of_two_are_exact() -> None:
     exponents = torch.arange(-1000, 1001, dtype=torch.int32)
     assert power_of_two(exponents).tolist() == [2.0**exponent for exponent in range(-1000, 1001)]
@@ -134,6 +150,14 @@ def test_squares_of_a_row_do_not_depend_on_order_or_other_rows() -> None:
     assert not torch.equal(rows.square().sum(1), rows.flip(1).square().sum(1)), "the case is too easy"
     rows[3, 5] = torch.nan
     assert squares_of_rows(rows).isnan().tolist() == [row == 3 for row in range(8)]
+
+
+def test_parts_of_values_of_any_magnitude_add_up_in_any_order() -> None:
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0)).double() ** 15
+    parts = parts_of(values)
+    assert torch.equal(parts.sum(1), parts.flip(1).cumsum(1)[:, -1])
+    assert parts.sum(1).sum().item() == pytest.approx(math.fsum(values.tolist()), rel=1e-15)
+    assert values.sum() != values.flip(0).cumsum(0)[-1], "the case is too easy"
 
 
 def test_losses_on_a_grid_add_up_in_any_order() -> None:
