@@ -93,8 +93,10 @@ def small_model(setup: Setup, family: str) -> list[str]:
         seq_len, head_dim = 32, 16
     if family.startswith(("mistral", "qwen3")):  # that of the others is dim / n_heads
         sizes["head_dim"] = head_dim
-    if family == "mistral":
+    if family in ("mistral", "olmo3"):
         sizes["sliding_window"] = seq_len // 3
+    if family == "olmo3":
+        sizes["full_interval"] = 2
     if family in EXPERTS:
         sizes |= {"n_experts": 8, "n_active_experts": 2}
     return [
