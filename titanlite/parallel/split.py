@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from torch import nn
@@ -19,12 +20,16 @@ def assign_units(costs: Sequence[int], cuts: Sequence[int], stages: int) -> list
     cuts: index of the first unit of each stage except the first stage. If empty, minimizes the maximum stage cost, and
     among those splits the sum of squared stage costs.
     """
-    starts = [0, *cuts]
-    if not cuts:
-        totals = [0, *accumulate(costs)]
-        most, _ = _best_split(totals, stages, max)
-        _, starts = _best_split(totals, stages, lambda so_far, cost: so_far + cost * cost if cost <= most else math.inf)
+    starts = [0, *cuts] if cuts else _balanced(tuple(costs), stages)
     return [range(start, end) for start, end in pairwise([*starts, len(costs)])]
+
+
+@lru_cache(maxsize=256)  # a search splits the same model many times
+def _balanced(costs: Sequence[int], stages: int) -> list[int]:
+    """The first unit of each stage."""
+    totals = [0, *accumulate(costs)]
+    most, _ = _best_split(totals, stages, max)
+    return _best_split(totals, stages, lambda so_far, cost: so_far + cost * cost if cost <= most else math.inf)[1]
 
 
 def _best_split(totals: Sequence[int], stages: int, combine: Callable[[float, int], float]) -> tuple[float, list[int]]:
@@ -35,17 +40,18 @@ def _best_split(totals: Sequence[int], stages: int, combine: Callable[[float, in
     """
     best: list[tuple[float, list[int]]] = [(0, []), *[(math.inf, [])] * (len(totals) - 1)]
     for _ in range(stages):
-        best = [
-            min(
-                (
-                    (combine(best[start][0], totals[end] - totals[start]), [*best[start][1], start])
-                    for start in range(end)
-                    if best[start][0] < math.inf
-                ),
-                default=(math.inf, []),
-            )
-            for end in range(len(totals))
-        ]
+        longer: list[tuple[float, list[int]]] = []
+        for end, total in enumerate(totals):
+            found: tuple[float, list[int]] = (math.inf, [])
+            for start in reversed(range(end)):
+                cost = total - totals[start]
+                if combine(0, cost) > found[0]:  # and so for all starts before it
+                    break
+                value, starts = best[start]
+                if (value := combine(value, cost)) < math.inf:
+                    found = min(found, (value, [*starts, start]))
+            longer.append(found)
+        best = longer
     return best[-1]
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import titanlite.models.registry  # noqa: F401 - the families
 from titanlite.models.family import ModelConfig, Structure, resolve_model
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import (
