@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from math import prod
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -217,9 +218,9 @@ def run(cases: Sequence[tuple[Case, Sequence[str]]]) -> list[list[str]]:
 
 def run_planted(mistake: str, case: Case, settings: Sequence[str]) -> list[str]:
     """Like `run`, with gradients that are not rounded, or that are cast to float32 and reduced in it."""
-    reduce = _fsdp_param_group.foreach_reduce
+    reduce: Any = _fsdp_param_group.foreach_reduce
 
-    def in_float32(parameters: object, gradients: list[Tensor], *others: object) -> object:
+    def in_float32(parameters: Any, gradients: list[Tensor], *others: Any) -> Any:
         gradients[:] = [gradient.float() for gradient in gradients]
         return reduce(parameters, gradients, *others[:4], torch.float32, *others[5:])
 
@@ -249,7 +250,7 @@ def is_supported(own: Sequence[str]) -> bool:
 def compare(table: Table, alone: Case = ALONE) -> list[list[str]]:
     """Compare each case with `alone`; returns what `alone` gave with the settings of each row."""
     settings = [each for each, _ in table.values()]
-    expected = run_ranks(run, prod(alone[0]), [(alone, each) for each in settings])[0]
+    expected: list[list[str]] = run_ranks(run, prod(alone[0]), [(alone, each) for each in settings])[0]
     cases = [(n, case) for n, (_, row) in enumerate(table.values()) for case in row if is_supported(case[1])]
     for size in sorted({prod(axes) for _, (axes, _) in cases}):
         own = [(n, case) for n, case in cases if prod(case[0]) == size]

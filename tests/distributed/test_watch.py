@@ -51,7 +51,7 @@ def entropies(queries: Tensor, keys: Tensor) -> Tensor:
 def expected_means(config: JobConfig, rows: int) -> dict[str, float]:
     """By plain torch, with all rows in one pass."""
     batch = global_batch("silent_ranks", 0, rows)
-    model = plain_model(config)
+    model: Any = plain_model(config)
     valid = batch.labels >= 0
     found: dict[str, list[Tensor]] = {"residual": [], "entropy": []}
     for index, block in enumerate(model.layers.values()):
@@ -78,7 +78,7 @@ def worst_differences(layouts: Sequence[Layout]) -> list[tuple[float, str]]:
         config = layout.config(*SETTINGS)
         trainer, mesh = build_on_mesh(config)
         group: Any = dist.group.WORLD
-        nothing = {"tokens_per_step": 1, "flops_per_token": 0.0, "peak_flops": None}
+        nothing: dict[str, Any] = {"tokens_per_step": 1, "flops_per_token": 0.0, "peak_flops": None}
         meter = Meter(group, CPU, **nothing, terms=["noting"], watched=trainer.watched)
         stats = trainer.train_step(local_batches(config, mesh, global_batch("silent_ranks", 0, layout.rows)))
         meter.update(1, stats, lr=0.0, data_wait_s=0.0, bad_rows=0)
