@@ -85,6 +85,7 @@ def run_of(config: JobConfig, *loggers: RecordLogger) -> Run:
         validation=None,
         samples=None,
         memory=None,
+        computed_by=None,
     )
 
 
