@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from titanlite.models.family import DecoderConfig
-from titanlite.models.watch import parts_of, watch
+from titanlite.models.watch import summed_parts, watch
 
 
 class Router(nn.Linear):
@@ -286,10 +286,10 @@ def end_step(mixtures: Sequence[MixtureOfExperts], ok: Tensor, group: dist.Proce
         if mixture.step_load is not None:
             mixture.load = mixture.step_load if mixture.load is None else mixture.load + mixture.step_load
             mixture.step_load = None
-        if mixture.step_sums:
-            sums = parts_of(torch.stack(mixture.step_sums)).sum(1)
-            mixture.router_sums = sums if mixture.router_sums is None else mixture.router_sums + sums
-            mixture.step_sums = []
+    noted = [mixture for mixture in mixtures if mixture.step_sums]
+    for mixture, sums in zip(noted, summed_parts([each.step_sums for each in noted]), strict=True):
+        mixture.router_sums = sums if mixture.router_sums is None else mixture.router_sums + sums
+        mixture.step_sums = []
 
 
 def count_choices(chosen: Tensor, n_experts: int, is_token: Tensor | None = None) -> Tensor:

@@ -161,11 +161,11 @@ def window_field(fields: Mapping[str, Any]) -> int:
 def fixed_interval(fields: Mapping[str, Any], name: str, layers: Callable[[int, int], list[Any]], interval: int) -> int:
     """The interval of the layers of another kind, from the field `name`, a list with the kind of each layer; `interval`
     if that is right, or if there is no list. layers(interval, number of layers): the list. Raises UserError."""
-    given = read_field(fields, name, list, [])
+    given, n_layers = read_field(fields, name, list, []), read_field(fields, "num_hidden_layers", int)
     other = layers(1, 1)[0]
     first = given.index(other) + 1 if other in given else len(given) + 1
     for found in (interval, first):
-        if not given or given == layers(found, len(given)):
+        if not given or (len(given) == n_layers and given == layers(found, n_layers)):
             return found
     raise UserError(
         f"config.json: {name} = {given!r}: this family supports only one kind of layers at a fixed interval"

@@ -33,7 +33,7 @@ from titanlite.models.hugging_face import (
 from titanlite.models.layers import RotaryEmbedding
 from titanlite.models.olmo2 import Olmo2Config, attention
 from titanlite.models.qwen3 import NEEDS, check_yarn, yarn
-from titanlite.runtime.errors import Problem
+from titanlite.runtime.errors import Problem, Rules
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Olmo3Config(Olmo2Config):
 
     max_seq_len: int = 65_536
     sliding_window: int = 4096
-    """Positions that each one sees, its own included, in most layers; 0: all up to its own."""
+    """Positions that each one sees, its own included, in most layers."""
     full_interval: int = 4
     """Each layer whose number, from 1, is a multiple of it sees all positions."""
     rope_scaling_factor: float = 1.0
@@ -86,7 +86,11 @@ class Olmo3(Decoder):
 
 
 def check(config: Olmo3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
-    return [*olmo2.check(config, seq_len, tp, pp), *check_yarn(config)]
+    rules = Rules("model", config, [*olmo2.check(config, seq_len, tp, pp), *check_yarn(config)])
+    if config.sliding_window == 0:  # a negative one is a problem already
+        rule, remedy = "at least 1 with model.full_interval above 1", "model.full_interval = 1 for full attention"
+        rules.require("sliding_window", config.full_interval == 1, rule, remedy)
+    return rules.problems
 
 
 def _kinds(interval: int, n_layers: int) -> list[str]:

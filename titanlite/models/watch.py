@@ -1,7 +1,7 @@
 """Numbers of one's own: code of a model, a loss or a statistic notes values, and log lines have their means."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -136,8 +136,8 @@ class Watched:
 
     def end_step(self, ok: Tensor) -> None:
         """Add the sums of the step. ok: bool scalar; otherwise the step was skipped, and its values are dropped."""
-        for name, noted in self._of_step.items():
-            sums = torch.where(ok, parts_of(torch.stack(noted)).sum(1), 0.0)
+        for name, found in zip(self._of_step, summed_parts([*self._of_step.values()]), strict=True):
+            sums = torch.where(ok, found, 0.0)
             self._totals[name] = self._totals[name] + sums if name in self._totals else sums
         self._of_step.clear()
 
@@ -151,6 +151,14 @@ class Watched:
         self._totals = {}
         both = torch.stack(sums).mT.tolist() if sums else []
         return {name: (values, per, name in self._roots) for name, (values, per) in zip(names, both, strict=True)}
+
+
+def summed_parts(noted: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The sum of the parts of each list, float64 (PARTS, *shape), see parts_of. The tensors have one shape."""
+    if not noted:
+        return []
+    parts = parts_of(torch.stack([values for each in noted for values in each]))  # at once, for fewer operations
+    return [of_each.sum(1) for of_each in parts.split([len(each) for each in noted], dim=1)]
 
 
 def parts_of(values: Tensor) -> Tensor:

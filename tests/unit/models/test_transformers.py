@@ -33,7 +33,7 @@ from titanlite.models.qwen3_moe import Qwen3MoeConfig
 from titanlite.models.registry import FAMILIES
 from titanlite.models.smollm3 import Smollm3Config
 
-EXACT, UNPATCHED = 1e-10, 1e-5
+EXACT, UNPATCHED = 1e-11, 1e-5
 VOCAB_SIZE, SEQ_LEN = 131, 40
 
 LLAMA3 = Llama3Config(32, 2, 4, 2, 48, VOCAB_SIZE, norm_eps=1e-3, rope_theta=1000.0, max_seq_len=64)
@@ -42,7 +42,10 @@ SCALED = replace(
     LLAMA3, rope_scaling_factor=8.0, rope_low_freq_factor=0.5, rope_high_freq_factor=3.0, rope_original_seq_len=32
 )
 QWEN3 = Qwen3Config(32, 2, 4, 2, 48, VOCAB_SIZE, head_dim=16, norm_eps=1e-3, rope_theta=1000.0, max_seq_len=64)
-YARN = replace(QWEN3, rope_scaling_factor=8.0, rope_beta_fast=4.0, rope_beta_slow=0.5, rope_original_seq_len=32)
+# max_seq_len is the scaled length: transformers warns about other ones.
+YARN = replace(
+    QWEN3, rope_scaling_factor=8.0, rope_beta_fast=4.0, rope_beta_slow=0.5, rope_original_seq_len=32, max_seq_len=256
+)
 EXPERTS = Qwen3MoeConfig(
     *(32, 2, 4, 2, 24, VOCAB_SIZE),
     head_dim=16,
@@ -66,7 +69,9 @@ SMALL = {"norm_eps": 1e-3, "rope_theta": 1000.0, "max_seq_len": 64}
 QWEN2 = Qwen2Config(32, 2, 4, 2, 48, VOCAB_SIZE, **SMALL)
 OLMO2 = Olmo2Config(32, 2, 4, 2, 48, VOCAB_SIZE, **SMALL)
 OLMO3 = Olmo3Config(32, 3, 4, 2, 48, VOCAB_SIZE, **SMALL, sliding_window=7, full_interval=2)
-OLMO3_YARN = replace(OLMO3, rope_scaling_factor=8.0, rope_beta_fast=4.0, rope_beta_slow=0.5, rope_original_seq_len=32)
+OLMO3_YARN = replace(
+    OLMO3, rope_scaling_factor=8.0, rope_beta_fast=4.0, rope_beta_slow=0.5, rope_original_seq_len=32, max_seq_len=256
+)
 SMOLLM3 = Smollm3Config(32, 3, 4, 2, 48, VOCAB_SIZE, **SMALL, no_rope_interval=2)
 MISTRAL = MistralConfig(32, 2, 4, 2, 48, VOCAB_SIZE, **SMALL, head_dim=16)
 CASES = {
@@ -82,7 +87,10 @@ CASES = {
     "qwen3, no shared heads": ("qwen3", replace(QWEN3, n_kv_heads=4)),
     "qwen3, scaled": ("qwen3", YARN),
     "qwen3, scaled in one step": ("qwen3", replace(YARN, rope_beta_fast=0.6, rope_beta_slow=0.55)),
-    "qwen3, published scaling": ("qwen3", replace(QWEN3, head_dim=64, rope_theta=1e6, rope_scaling_factor=4.0)),
+    "qwen3, published scaling": (
+        "qwen3",
+        replace(QWEN3, head_dim=64, rope_theta=1e6, rope_scaling_factor=4.0, max_seq_len=131_072),
+    ),
     "qwen3_moe": ("qwen3_moe", EXPERTS),
     "qwen3_moe, tied": ("qwen3_moe", replace(EXPERTS, tie_embeddings=True)),
     "qwen3_moe, two active": ("qwen3_moe", replace(EXPERTS, n_active_experts=2)),
