@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from titanlite.models.attention import AttentionMask, attend, attention_mask
+from titanlite.models.attention import AttentionMask, attend, attend_to_scores, attention_mask
 from titanlite.models.decoder import Decoder
 from titanlite.models.family import LanguageModel
 from titanlite.models.layers import Attention
@@ -107,7 +106,13 @@ class KeyValueCache:
         self._values: Tensor | None = None
 
     def __call__(
-        self, queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None, window: int = 0
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: AttentionMask | None,
+        window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Like attend in models/attention.py; `mask` is None, since each row is one document."""
         assert mask is None, "rows of several documents cannot be read incrementally"
@@ -115,14 +120,8 @@ class KeyValueCache:
         own = self._reading.mask(count, window)
         keys = self._keys = self._append(self._keys, keys, begin)
         values = self._values = self._append(self._values, values, begin)
-        return functional.scaled_dot_product_attention(
-            queries,
-            keys[:, :, : begin + count],
-            values[:, :, : begin + count],
-            attn_mask=own,
-            is_causal=own is None and count > 1,
-            enable_gqa=queries.shape[1] != keys.shape[1],
-        )
+        keys, values = (x[:, :, : begin + count] for x in (keys, values))
+        return attend_to_scores(queries, keys, values, own, is_causal=own is None and count > 1, sinks=sinks)
 
     def _append(self, buffer: Tensor | None, new: Tensor, begin: int) -> Tensor:
         """The buffer (rows, heads, capacity, head_dim), with the new columns written into it."""
@@ -177,5 +176,5 @@ def _is_cacheable(model: Decoder, layers: Sequence[Attention]) -> bool:
     return torch.allclose(one, other)
 
 
-def _without_attention(queries: Tensor, *_others: Any) -> Tensor:
+def _without_attention(queries: Tensor, *_others: Any, **_options: Any) -> Tensor:
     return torch.zeros_like(queries)

@@ -9,16 +9,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, create_mask, flex_attention
 
-from titanlite.runtime.torch_internals import fused_attention_choice, set_attention_kernels
+from titanlite.runtime.torch_internals import (
+    attention_on_cpu,
+    attention_on_cpu_backward,
+    fused_attention_choice,
+    set_attention_kernels,
+)
 
 MaskForm = Literal["scores", "blocks"]
 """scores: one additive number per query and key; blocks: the 128 x 128 blocks of scores to compute."""
 AttentionMask = Tensor | BlockMask
 """A mask in the form that the kernel of `attend` takes: see `attention_mask`."""
 Kernel = Callable[..., Tensor]
-"""`attend`, or a function of a family in its place. An Attention without a window calls it without `window`."""
+"""`attend`, or a function of a family in its place. An Attention without a window or sinks calls it without them."""
 
 
 def pin_kernels(device: torch.device) -> None:
@@ -171,27 +176,103 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None, window: int = 0) -> Tensor:
+@cache
+def causal_blocks(seq_len: int, window: int, device: torch.device) -> BlockMask:
+    """The `block_mask` of rows that are one document."""
+
+    def visible(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (query - key < window) if window else query >= key
+
+    built: BlockMask = compiled(create_block_mask)(visible, None, None, seq_len, seq_len, device=device)
+    return built
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: AttentionMask | None,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """softmax(queries keys^T / sqrt(head_dim) + mask) values; mask None: causal.
 
     All tensors are (batch, heads, seq_len, head_dim), the result as the queries. Keys and values may have fewer heads
     than the queries (grouped-query attention). window: number of positions that a query sees, its own included; 0: all
-    up to its own. A mask was built with the same window.
+    up to its own. A mask was built with the same window. sinks: (heads,), a further score of each query in the softmax,
+    whose value is 0 (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023); None: no sinks.
     """
     dtype, wide = queries.dtype, attention_dtype(queries.device.type, queries.dtype)
     if wide != dtype:
-        return attend(queries.to(wide), keys.to(wide), values.to(wide), mask, window).to(dtype)
+        sinks = None if sinks is None else sinks.to(wide)
+        return attend(queries.to(wide), keys.to(wide), values.to(wide), mask, window, sinks).to(dtype)
+    if sinks is not None and mask is None and mask_form(queries.device.type, dtype, queries.shape[-1]) == "blocks":
+        mask = causal_blocks(queries.shape[2], window, queries.device)  # the kernel that returns the logsumexp
     if 0 < window < keys.shape[2] and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 5)):
-        return attend_in_bands(queries, keys, values, mask, window)
-    grouped = queries.shape[1] != keys.shape[1]
+        return attend_in_bands(queries, keys, values, mask, window, sinks)
     if isinstance(mask, BlockMask):
-        # A compiled block traces the function itself: Dynamo warns about a cache that it meets.
-        function: Any = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
-        out: Tensor = function(queries, keys, values, block_mask=mask, enable_gqa=grouped)
+        return _attend_in_blocks(queries, keys, values, mask, sinks)
+    return attend_to_scores(queries, keys, values, mask, is_causal=mask is None, sinks=sinks)
+
+
+def _attend_in_blocks(queries: Tensor, keys: Tensor, values: Tensor, mask: BlockMask, sinks: Tensor | None) -> Tensor:
+    # A compiled block traces the function itself: Dynamo warns about a cache that it meets.
+    function: Any = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
+    attend_to: Any = partial(function, block_mask=mask, enable_gqa=queries.shape[1] != keys.shape[1])
+    out: Tensor
+    if sinks is None:
+        out = attend_to(queries, keys, values)
         return out
-    return functional.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-    )
+    out, aux = attend_to(queries, keys, values, return_aux=AuxRequest(lse=True))
+    return out * (aux.lse - sinks.unsqueeze(1)).sigmoid().unsqueeze(-1).to(out.dtype)
+
+
+def attend_to_scores(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """torch's scaled_dot_product_attention with heads of keys that several heads of queries share, and with `sinks`:
+    see `attend`."""
+    if sinks is None:
+        return functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=queries.shape[1] != keys.shape[1]
+        )
+    out: Tensor
+    if queries.device.type == "cuda":  # generation, and dtypes and widths that FlexAttention does not support
+        weights = _weights(_scores(queries, keys, mask), sinks).to(values.dtype)
+        out = weights @ values.repeat_interleave(queries.shape[1] // values.shape[1], dim=1)
+    else:
+        out = _WithSinks.apply(queries, keys, values, mask, is_causal, sinks)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _WithSinks(torch.autograd.Function):
+    """The CPU kernel of scaled_dot_product_attention. With a sink, the sum of the exponentials of a query's scores is
+    larger, so its result is smaller. The backward kernel takes both from the forward pass, and the sink's gradient is
+    that of a score whose value is 0."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool, sinks: Tensor
+    ) -> Tensor:
+        alone, logsumexp = attention_on_cpu(queries, keys, values, mask, is_causal=is_causal)
+        total = torch.logaddexp(logsumexp, sinks.unsqueeze(1).to(logsumexp.dtype))
+        out = (alone * (logsumexp - total).exp().unsqueeze(-1)).to(alone.dtype)
+        ctx.save_for_backward(queries, keys, values, mask, sinks, out, total)
+        ctx.is_causal = is_causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        queries, keys, values, mask, sinks, out, total = ctx.saved_tensors
+        of_heads = attention_on_cpu_backward(gradient, queries, keys, values, out, total, mask, is_causal=ctx.is_causal)
+        weights = (sinks.unsqueeze(1) - total).exp()
+        return *of_heads, None, None, -(weights * (gradient * out).sum(-1)).sum((0, 2))
 
 
 def _of_entire_rows(mask: Tensor, seq_len: int) -> Tensor:
@@ -203,10 +284,12 @@ def _of_entire_rows(mask: Tensor, seq_len: int) -> Tensor:
     return full.flatten(1, 2)[:, None, :seq_len, window : window + seq_len]
 
 
-def attend_in_bands(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, window: int) -> Tensor:
+def attend_in_bands(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, window: int, sinks: Tensor | None = None
+) -> Tensor:
     """`attend` with a window, in time and memory of seq_len x window: each band of `window` queries sees the keys of
     its own band and of the one before. mask: see `band_mask`."""
-    rows, heads, seq_len, _ = queries.shape
+    rows, _, seq_len, _ = queries.shape
     missing = -seq_len % window
 
     def bands(x: Tensor) -> Tensor:
@@ -222,33 +305,48 @@ def attend_in_bands(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor 
         out: Tensor = x.unflatten(0, (rows, -1))
         return out.transpose(1, 2).flatten(2, 3)
 
-    kernel: Kernel = partial(functional.scaled_dot_product_attention, enable_gqa=heads != keys.shape[1])
+    kernel = partial(attend_to_scores, sinks=sinks)
     queries, keys, values = (bands(x) for x in (queries, keys, values))
     if mask is not None:
-        both = (batched(_with_previous(x, 2)) for x in (keys, values))
-        return joined(kernel(batched(queries), *both, attn_mask=mask.flatten(0, 1)))[:, :, :seq_len]
+        keys, values = (batched(_with_previous(x, 2)) for x in (keys, values))
+        return joined(kernel(batched(queries), keys, values, mask.flatten(0, 1)))[:, :, :seq_len]
     first = kernel(queries[:, :, 0], keys[:, :, 0], values[:, :, 0], is_causal=True)
     band = _additive(_band(window, queries.device), queries.dtype)
-    both = (batched(torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3)) for x in (keys, values))
-    others = kernel(batched(queries[:, :, 1:]), *both, attn_mask=band)
+    keys, values = (batched(torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3)) for x in (keys, values))
+    others = kernel(batched(queries[:, :, 1:]), keys, values, band)
     return torch.cat((first, joined(others)), dim=2)[:, :, :seq_len]
 
 
 @torch.no_grad()
-def attention_weights(queries: Tensor, keys: Tensor, mask: AttentionMask | None, window: int = 0) -> Tensor:
+def attention_weights(
+    queries: Tensor, keys: Tensor, mask: AttentionMask | None, window: int = 0, sinks: Tensor | None = None
+) -> Tensor:
     """softmax(queries keys^T / sqrt(head_dim) + mask), (batch, heads, queries, seq_len), in at least float32.
 
-    For `titanlite.watch`: without gradients, and large. Arguments: see `attend`.
+    For `titanlite.watch`: without gradients, and large. Arguments: see `attend`. Without the weights of sinks.
     """
-    wide, groups = torch.promote_types(queries.dtype, torch.float32), queries.shape[1] // keys.shape[1]
-    keys = keys.to(wide).repeat_interleave(groups, dim=1)
-    scores: Tensor = queries.to(wide) @ keys.mT / queries.shape[-1] ** 0.5
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    return _weights(_scores(queries.to(wide), keys.to(wide), mask, window), sinks)
+
+
+def _scores(queries: Tensor, keys: Tensor, mask: AttentionMask | None, window: int = 0) -> Tensor:
+    """queries keys^T / sqrt(head_dim) + mask. mask None: causal, with the queries at the last positions."""
+    scores: Tensor = queries @ keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1).mT
+    scores = scores / queries.shape[-1] ** 0.5
     n_queries, seq_len = scores.shape[-2:]
     if isinstance(mask, Tensor):
-        return (scores + (_of_entire_rows(mask, seq_len) if mask.ndim == 5 else mask)).softmax(-1)
+        return scores + (_of_entire_rows(mask, seq_len) if mask.ndim == 5 else mask)
     if mask is None:
-        seen = torch.ones(n_queries, seq_len, dtype=torch.bool, device=scores.device).tril()
-        seen = seen.triu(1 - window) if window else seen
+        earlier = seq_len - n_queries
+        seen = torch.ones(n_queries, seq_len, dtype=torch.bool, device=scores.device).tril(earlier)
+        seen = seen.triu(earlier + 1 - window) if window else seen
     else:
         seen = create_mask(mask.mask_mod, len(scores), 1, n_queries, seq_len, device=str(scores.device))
-    return scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return scores.masked_fill(~seen, -torch.inf)
+
+
+def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    if sinks is None:
+        return scores.softmax(-1)
+    total = torch.logaddexp(scores.logsumexp(-1), sinks.unsqueeze(1).to(scores.dtype))
+    return (scores - total.unsqueeze(-1)).exp()

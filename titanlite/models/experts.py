@@ -18,19 +18,19 @@ from titanlite.models.watch import summed_parts, watch
 
 
 class Router(nn.Linear):
-    """The score of each expert: weight x, in promote_types(x.dtype, float32)."""
+    """The score of each expert: weight x + bias, in promote_types(x.dtype, float32)."""
 
-    def __init__(self, dim: int, n_experts: int) -> None:
-        super().__init__(dim, n_experts, bias=False)
+    def __init__(self, dim: int, n_experts: int, *, bias: bool = False) -> None:
+        super().__init__(dim, n_experts, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, seq_len, dim). Returns (batch, seq_len, n_experts)."""
-        return router_scores(x, self.weight)
+        return router_scores(x, self.weight, self.bias)
 
 
-def router_scores(x: Tensor, weight: Tensor) -> Tensor:
+def router_scores(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    return functional.linear(x.to(wide), weight.to(wide))
+    return functional.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
 
 
 class ExpertsFunction(Protocol):

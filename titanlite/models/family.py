@@ -56,7 +56,7 @@ class DecoderConfig:
 
 
 TensorStyle = Literal[
-    "vocabulary", "norm", "head_norm", "wide_norm", "gather", "column", "row", "router", "scalar", "logits"
+    "vocabulary", "norm", "head_norm", "wide_norm", "gather", "column", "row", "router", "scalar", "heads", "logits"
 ]
 
 
@@ -81,6 +81,7 @@ class Structure:
         "router": a replicated router. Experts need no style: their hidden features are sharded, and their output is
         summed and sharded along seq_len.
         "scalar": a Scalar, replicated; each rank computes with it for its own positions or heads.
+        "heads": a Scalar with a number per head, sharded by heads.
         "logits": the output layer, sharded by output features (the vocabulary); its input is gathered.
     """
 

@@ -244,7 +244,8 @@ class Attention(nn.Module):
     The number of heads comes from the projections' outputs, not from the configuration: if tensor parallelism shards
     the projections by heads, each rank computes its own heads.
 
-    bias: whether wq, wk and wv have biases. rotates: whether queries and keys are rotated by their positions. window:
+    bias: whether wq, wk and wv have biases; output_bias: whether wo has one. sinks: whether each head has a learned
+    sink, see `attend`. rotates: whether queries and keys are rotated by their positions. window:
     number of positions that each one sees, its own included; 0: all up to its own.
     q_norm, k_norm: normalize queries and keys, (batch, seq_len, heads, head_dim), before they are rotated: each head by
     an RMSNorm of width head_dim, or all heads together by a WideNorm. None: not normalized.
@@ -266,6 +267,8 @@ class Attention(nn.Module):
         k_norm: RMSNorm | None = None,
         *,
         bias: bool = False,
+        output_bias: bool = False,
+        sinks: bool = False,
         rotates: bool = True,
         window: int = 0,
     ) -> None:
@@ -278,9 +281,10 @@ class Attention(nn.Module):
         self.wq = nn.Linear(dim, n_heads * head_dim, bias=bias)
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
-        self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
+        self.wo = nn.Linear(n_heads * head_dim, dim, bias=output_bias)
         self.q_norm = q_norm
         self.k_norm = k_norm
+        self.sinks = Scalar(n_heads) if sinks else None
 
     def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None) -> Tensor:
         """x: (batch, seq_len, dim); mask: from attention_mask, None: causal. Returns (batch, seq_len, dim)."""
@@ -301,7 +305,10 @@ class Attention(nn.Module):
     def attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None) -> Tensor:
         """The output, (batch, seq_len, dim), from the `heads`."""
         heads = (x.transpose(1, 2) for x in (queries, keys, values))
-        attended = self.attend(*heads, mask, self.window) if self.window else self.attend(*heads, mask)
+        options: dict[str, Any] = {"window": self.window} if self.window else {}
+        if self.sinks is not None:
+            options["sinks"] = self.sinks()
+        attended = self.attend(*heads, mask, **options)
         out: Tensor = self.wo(attended.transpose(1, 2).flatten(2))
         return out
 

@@ -47,18 +47,22 @@ def attend_over_heads(
     keys: Tensor,
     values: Tensor,
     mask: AttentionMask | None,
-    *window: int,
+    *,
     group: dist.ProcessGroup,
+    **options: Any,
 ) -> Tensor:
     """`kernel` for this rank's positions: (batch, heads, seq_len / cp, head_dim), the result as the queries.
 
-    mask: of entire rows. If there are fewer heads of keys than ranks, several ranks compute with the same one.
+    mask: of entire rows. If there are fewer heads of keys than ranks, several ranks compute with the same one. options:
+    see `attend`; sinks are those of all heads.
     """
     cp = group.size()
+    if "sinks" in options:
+        options["sinks"] = options["sinks"].chunk(cp)[group.rank()]
     if keys.shape[1] < cp:
         keys, values = (x.repeat_interleave(cp // x.shape[1], dim=1) for x in (keys, values))
     queries, keys, values = (_HeadsForPositions.apply(x, group, 1, 2) for x in (queries, keys, values))  # type: ignore[no-untyped-call]
-    attended: Tensor = _HeadsForPositions.apply(kernel(queries, keys, values, mask, *window), group, 2, 1)  # type: ignore[no-untyped-call]
+    attended: Tensor = _HeadsForPositions.apply(kernel(queries, keys, values, mask, **options), group, 2, 1)  # type: ignore[no-untyped-call]
     return attended
 
 
@@ -68,8 +72,9 @@ def attend_to_gathered(
     keys: Tensor,
     values: Tensor,
     mask: AttentionMask | None,
-    *window: int,
+    *,
     group: dist.ProcessGroup,
+    **options: Any,
 ) -> Tensor:
     """As attend_over_heads. mask: of this rank's queries and entire rows of keys, see mask_of_own_queries."""
     keys, values = (_GatherPositions.apply(x, group) for x in (keys, values))  # type: ignore[no-untyped-call]
@@ -78,7 +83,7 @@ def attend_to_gathered(
             'the mask is not one of this rank\'s queries: with parallelism.context_parallel = "gather" a family builds '
             "it with self.attention_mask"
         )
-    return kernel(queries, keys, values, mask, *window)
+    return kernel(queries, keys, values, mask, **options)
 
 
 def mask_of_own_queries(

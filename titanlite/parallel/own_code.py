@@ -126,7 +126,7 @@ def _cut(family: Family, config: Any, *, of_attend: bool) -> tuple[Tensor, Tenso
         elif isinstance(module, OutputLayer):
             module.register_forward_pre_hook(note)
         elif of_attend and isinstance(module, Attention):
-            module.attend = lambda queries, *_: queries
+            module.attend = lambda queries, *_, **_options: queries
         elif not of_attend and tensor_style(structure, name) == "gather":
             module.register_forward_pre_hook(detach)
     model(torch.arange(6).unsqueeze(0))
@@ -215,8 +215,7 @@ def replaced(module: nn.Module, name: str, function: Callable[..., Tensor]) -> I
 
 
 def _noting(name: str, called: set[str]) -> Kernel:
-    def note(queries: Tensor, keys: Tensor, values: Tensor, mask: Any) -> Tensor:
-        del keys, values, mask
+    def note(queries: Tensor, *_others: Any, **_options: Any) -> Tensor:
         called.add(name)
         return queries
 

@@ -141,11 +141,15 @@ def _project_and_sum(linear: nn.Linear, x: Tensor) -> Tensor:
 
 def _route(router: Router, x: Tensor) -> Tensor:
     # Its gradient comes through this rank's part of the experts: a part of a sum.
-    return router_scores(x, local_weight(router.weight, Partial()))
+    return router_scores(x, local_weight(router.weight, Partial()), _local_bias(router, Partial()))
 
 
 def _read(scalar: Scalar) -> Tensor:
     return local_weight(scalar.weight, Partial())
+
+
+def _read_own(scalar: Scalar) -> Tensor:
+    return local_weight(scalar.weight)
 
 
 _STYLES: dict[TensorStyle, tuple[type[nn.Module], dict[str, Placement], Callable[..., Tensor] | None]] = {
@@ -155,8 +159,9 @@ _STYLES: dict[TensorStyle, tuple[type[nn.Module], dict[str, Placement], Callable
     "wide_norm": (WideNorm, {"weight": Shard(0)}, _normalize_together),
     "column": (nn.Linear, {"weight": Shard(0), "bias": Shard(0)}, _project),
     "row": (nn.Linear, {"weight": Shard(1), "bias": Replicate()}, _project_and_sum),
-    "router": (Router, {"weight": Replicate()}, _route),
+    "router": (Router, {"weight": Replicate(), "bias": Replicate()}, _route),
     "scalar": (Scalar, {"weight": Replicate()}, _read),
+    "heads": (Scalar, {"weight": Shard(0)}, _read_own),
     "logits": (nn.Linear, {"weight": Shard(0)}, None),
 }
 """Style -> type of the module, placements of its parameters over tp, and its forward (None: it keeps its own). A module

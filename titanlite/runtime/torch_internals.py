@@ -133,6 +133,35 @@ def fused_attention_operations() -> tuple[Any, ...]:
     return tuple(getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default for kernel in kernels)
 
 
+def attention_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The result of scaled_dot_product_attention's kernel on CPUs, and the logsumexp of scores, (batch, heads,
+    queries), that the public function does not return. Not differentiable."""
+    result: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=mask
+    )
+    return result
+
+
+def attention_on_cpu_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value."""
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, query, key, value, out, logsumexp, 0.0, is_causal, attn_mask=mask
+    )
+    return result
+
+
 def is_needed_by_backward(node: Any) -> bool:
     """Whether the running backward pass computes the gradient of this node of the graph."""
     return torch._C._will_engine_execute_node(node)

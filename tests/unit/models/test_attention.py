@@ -70,7 +70,9 @@ def visible_blocks(document_ids: Tensor) -> Tensor:
     return functional.max_pool2d(seen, 128, ceil_mode=True).to(torch.int32)
 
 
-def by_definition(queries: Tensor, keys: Tensor, values: Tensor, document_ids: Tensor, window: int = 0) -> Tensor:
+def by_definition(
+    queries: Tensor, keys: Tensor, values: Tensor, document_ids: Tensor, window: int = 0, sinks: Tensor | None = None
+) -> Tensor:
     group = queries.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     scores = queries @ keys.transpose(2, 3) / math.sqrt(queries.shape[3])
@@ -78,7 +80,8 @@ def by_definition(queries: Tensor, keys: Tensor, values: Tensor, document_ids: T
     distance = places[:, None] - places
     seen = (document_ids[:, :, None] == document_ids[:, None]) & (distance >= 0) & (distance < (window or SEQ_LEN))
     weights = torch.where(seen[:, None], scores.exp(), 0.0)
-    return weights / weights.sum(-1, keepdim=True) @ values
+    further = 0.0 if sinks is None else sinks.exp().view(-1, 1, 1)
+    return weights / (weights.sum(-1, keepdim=True) + further) @ values
 
 
 @pytest.fixture
@@ -129,32 +132,48 @@ SOME = torch.cat((torch.arange(3, 10), torch.arange(120, 150)))
 def test_every_mask_form_matches_the_definition(
     heads: tuple[int, int, int], form: str, queries: Tensor | None, window: int
 ) -> None:
-    """Forward and backward; other documents cause no recompilation."""
+    """Forward and backward, with and without sinks; other documents cause no recompilation."""
     for number, starts in enumerate((STARTS, *OTHER_STARTS)):
         document_ids = ids_of(*(([],) * len(starts) if form == "none" else starts))
-        inputs = projections(heads, len(STARTS), torch.float64, grad=True)
-        expected = by_definition(*inputs, document_ids, window)
-        some = inputs[0]
-        if queries is not None:
-            expected, some = expected[:, :, queries], inputs[0][:, :, queries]
-        with torch._dynamo.config.patch(error_on_recompile=number > 0):
-            mask = MASKS[form](document_ids, torch.float64, queries, window)
-            out = attend(some, *inputs[1:], mask, window)
-        assert relative(out, expected) < 1e-14
-        weights, values = (
-            attention_weights(some, inputs[1], mask, window),
-            inputs[2].repeat_interleave(heads[0] // heads[1], 1),
-        )
-        assert relative(weights @ values, expected) < 1e-14
-        upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        for found, wanted in zip(
-            torch.autograd.grad(out, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
-        ):
-            assert relative(found, wanted) < 1e-13
-        if isinstance(mask, BlockMask) and queries is None and not window:
-            assert torch.equal(mask.to_dense()[:, 0], visible_blocks(document_ids)), (
-                "blocks without visible scores must be left out"
+        for sinks in (None, torch.linspace(-2.0, 2.0, heads[0], dtype=torch.float64, requires_grad=True)):
+            inputs = projections(heads, len(STARTS), torch.float64, grad=True)
+            expected = by_definition(*inputs, document_ids, window, sinks)
+            some = inputs[0]
+            if queries is not None:
+                expected, some = expected[:, :, queries], inputs[0][:, :, queries]
+            with torch._dynamo.config.patch(error_on_recompile=number > 0):
+                mask = MASKS[form](document_ids, torch.float64, queries, window)
+                out = attend(some, *inputs[1:], mask, window, sinks)
+            assert relative(out, expected) < 1e-14
+            weights, values = (
+                attention_weights(some, inputs[1], mask, window, sinks),
+                inputs[2].repeat_interleave(heads[0] // heads[1], 1),
             )
+            assert relative(weights @ values, expected) < 1e-14
+            upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+            inputs += [] if sinks is None else [sinks]
+            for found, wanted in zip(
+                torch.autograd.grad(out, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
+            ):
+                assert relative(found, wanted) < 1e-13
+            if isinstance(mask, BlockMask) and queries is None and not window:
+                assert torch.equal(mask.to_dense()[:, 0], visible_blocks(document_ids)), (
+                    "blocks without visible scores must be left out"
+                )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("composed")
+@pytest.mark.parametrize("window", [0, 9])
+def test_sinks_on_a_gpu(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one document have blocks, whose kernel returns the logsumexp; generation computes all weights."""
+    monkeypatch.setattr(attention, "mask_form", lambda *_: "blocks")
+    inputs = projections(HEADS[0], 2, torch.float64)
+    sinks = torch.linspace(-2.0, 2.0, HEADS[0][0], dtype=torch.float64)
+    expected = by_definition(*inputs, ids_of([], []), window, sinks)
+    assert relative(attend(*inputs, None, window, sinks), expected) < 1e-14
+    last = attention_weights(inputs[0][:, :, -1:], inputs[1], None, window, sinks) @ inputs[2].repeat_interleave(2, 1)
+    assert relative(last, expected[:, :, -1:]) < 1e-14
 
 
 @pytest.mark.soak  # compiles for half a minute
