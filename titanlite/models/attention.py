@@ -181,7 +181,8 @@ def causal_blocks(seq_len: int, window: int, device: torch.device) -> BlockMask:
     """The `block_mask` of rows that are one document."""
 
     def visible(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (query - key < window) if window else query >= key
+        seen = query >= key
+        return seen & (query - key < window) if window else seen
 
     built: BlockMask = compiled(create_block_mask)(visible, None, None, seq_len, seq_len, device=device)
     return built
@@ -224,7 +225,8 @@ def _attend_in_blocks(queries: Tensor, keys: Tensor, values: Tensor, mask: Block
         out = attend_to(queries, keys, values)
         return out
     out, aux = attend_to(queries, keys, values, return_aux=AuxRequest(lse=True))
-    return out * (aux.lse - sinks.unsqueeze(1)).sigmoid().unsqueeze(-1).to(out.dtype)
+    shares: Tensor = (aux.lse - sinks.unsqueeze(1)).sigmoid()
+    return out * shares.unsqueeze(-1).to(out.dtype)
 
 
 def attend_to_scores(
@@ -238,12 +240,13 @@ def attend_to_scores(
 ) -> Tensor:
     """torch's scaled_dot_product_attention with heads of keys that several heads of queries share, and with `sinks`:
     see `attend`."""
-    if sinks is None:
-        return functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=queries.shape[1] != keys.shape[1]
-        )
     out: Tensor
-    if queries.device.type == "cuda":  # generation, and dtypes and widths that FlexAttention does not support
+    if sinks is None:
+        is_grouped = queries.shape[1] != keys.shape[1]
+        out = functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=is_grouped
+        )
+    elif queries.device.type == "cuda":  # generation, and dtypes and widths that FlexAttention does not support
         weights = _weights(_scores(queries, keys, mask), sinks).to(values.dtype)
         out = weights @ values.repeat_interleave(queries.shape[1] // values.shape[1], dim=1)
     else:

@@ -122,6 +122,18 @@ def test_foreach() -> None:
     assert [norm.item() for norm in internals.norm_of_each(tensors, torch.float64)] == [4.5**0.5, 3**0.5]
 
 
+def test_attention_on_a_cpu() -> None:
+    queries, keys, values = torch.randn(3, 1, 2, 5, 4, dtype=torch.float64, requires_grad=True).unbind()
+    scores = (queries @ keys.mT / 2.0).masked_fill(torch.ones(5, 5).triu(1) > 0, -torch.inf)
+    out, logsumexp = internals.attention_on_cpu(queries, keys, values, None, is_causal=True)
+    expected = scores.softmax(-1) @ values
+    torch.testing.assert_close([out, logsumexp], [expected, scores.logsumexp(-1)])
+    found = internals.attention_on_cpu_backward(
+        torch.ones_like(out), queries, keys, values, out, logsumexp, None, is_causal=True
+    )
+    torch.testing.assert_close(list(found), list(torch.autograd.grad(expected.sum(), (queries, keys, values))))
+
+
 def test_fused_adamw() -> None:
     tensors = [[torch.ones(64), torch.ones(64), torch.zeros(64), torch.zeros(64)]]
     group = {"lr": 0.5, "betas": (0.9, 0.95), "eps": 0.0, "weight_decay": 0.0}
