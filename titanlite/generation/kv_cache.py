@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from titanlite.models.attention import AttentionMask, attend, attend_to_scores, attention_mask
+from titanlite.models.capped_attention import capped_attention
 from titanlite.models.decoder import Decoder
 from titanlite.models.family import LanguageModel
 from titanlite.models.layers import Attention
@@ -113,6 +114,7 @@ class KeyValueCache:
         mask: AttentionMask | None,
         window: int = 0,
         sinks: Tensor | None = None,
+        cap: float = 0.0,
     ) -> Tensor:
         """Like attend in models/attention.py; `mask` is None, since each row is one document."""
         assert mask is None, "rows of several documents cannot be read incrementally"
@@ -121,6 +123,9 @@ class KeyValueCache:
         keys = self._keys = self._append(self._keys, keys, begin)
         values = self._values = self._append(self._values, values, begin)
         keys, values = (x[:, :, : begin + count] for x in (keys, values))
+        if cap:
+            capped: Tensor = capped_attention(queries, keys, values, own, 0, cap)[0]
+            return capped
         return attend_to_scores(queries, keys, values, own, is_causal=own is None and count > 1, sinks=sinks)
 
     def _append(self, buffer: Tensor | None, new: Tensor, begin: int) -> Tensor:

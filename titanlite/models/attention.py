@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, create_mask, flex_attention
 
+from titanlite.models.capped_attention import capped_attention
 from titanlite.runtime.torch_internals import (
     attention_on_cpu,
     attention_on_cpu_backward,
@@ -23,7 +24,8 @@ MaskForm = Literal["scores", "blocks"]
 AttentionMask = Tensor | BlockMask
 """A mask in the form that the kernel of `attend` takes: see `attention_mask`."""
 Kernel = Callable[..., Tensor]
-"""`attend`, or a function of a family in its place. An Attention without a window or sinks calls it without them."""
+"""`attend`, or a function of a family in its place. An Attention without a window, sinks or a cap calls it without
+them."""
 
 
 def pin_kernels(device: torch.device) -> None:
@@ -176,7 +178,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-@cache
 def causal_blocks(seq_len: int, window: int, device: torch.device) -> BlockMask:
     """The `block_mask` of rows that are one document."""
 
@@ -184,7 +185,9 @@ def causal_blocks(seq_len: int, window: int, device: torch.device) -> BlockMask:
         seen = query >= key
         return seen & (query - key < window) if window else seen
 
-    built: BlockMask = compiled(create_block_mask)(visible, None, None, seq_len, seq_len, device=device)
+    # Dynamo warns about a cache that it meets.
+    build: Any = create_block_mask if torch.compiler.is_compiling() else compiled(create_block_mask)
+    built: BlockMask = build(visible, None, None, seq_len, seq_len, device=device)
     return built
 
 
@@ -195,6 +198,7 @@ def attend(
     mask: AttentionMask | None,
     window: int = 0,
     sinks: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """softmax(queries keys^T / sqrt(head_dim) + mask) values; mask None: causal.
 
@@ -202,24 +206,34 @@ def attend(
     than the queries (grouped-query attention). window: number of positions that a query sees, its own included; 0: all
     up to its own. A mask was built with the same window. sinks: (heads,), a further score of each query in the softmax,
     whose value is 0 (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023); None: no sinks.
+    cap: scores s are cap * tanh(s / cap), before the mask; 0: they are not capped. Not with sinks.
     """
     dtype, wide = queries.dtype, attention_dtype(queries.device.type, queries.dtype)
     if wide != dtype:
         sinks = None if sinks is None else sinks.to(wide)
-        return attend(queries.to(wide), keys.to(wide), values.to(wide), mask, window, sinks).to(dtype)
-    if sinks is not None and mask is None and mask_form(queries.device.type, dtype, queries.shape[-1]) == "blocks":
-        mask = causal_blocks(queries.shape[2], window, queries.device)  # the kernel that returns the logsumexp
+        return attend(queries.to(wide), keys.to(wide), values.to(wide), mask, window, sinks, cap).to(dtype)
+    needs_blocks = (sinks is not None or cap > 0) and mask is None
+    if needs_blocks and mask_form(queries.device.type, dtype, queries.shape[-1]) == "blocks":
+        # the kernel that returns the logsumexp, and caps scores
+        mask = causal_blocks(queries.shape[2], window, queries.device)
+    if cap and not isinstance(mask, BlockMask):
+        assert sinks is None, "capped scores with sinks"
+        capped: Tensor = capped_attention(queries, keys, values, mask, window, cap)[0]
+        return capped
     if 0 < window < keys.shape[2] and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 5)):
         return attend_in_bands(queries, keys, values, mask, window, sinks)
     if isinstance(mask, BlockMask):
-        return _attend_in_blocks(queries, keys, values, mask, sinks)
+        return _attend_in_blocks(queries, keys, values, mask, sinks, cap)
     return attend_to_scores(queries, keys, values, mask, is_causal=mask is None, sinks=sinks)
 
 
-def _attend_in_blocks(queries: Tensor, keys: Tensor, values: Tensor, mask: BlockMask, sinks: Tensor | None) -> Tensor:
+def _attend_in_blocks(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: BlockMask, sinks: Tensor | None, cap: float
+) -> Tensor:
     # A compiled block traces the function itself: Dynamo warns about a cache that it meets.
     function: Any = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
-    attend_to: Any = partial(function, block_mask=mask, enable_gqa=queries.shape[1] != keys.shape[1])
+    change = partial(_capped, cap=cap) if cap else None
+    attend_to: Any = partial(function, score_mod=change, block_mask=mask, enable_gqa=queries.shape[1] != keys.shape[1])
     out: Tensor
     if sinks is None:
         out = attend_to(queries, keys, values)
@@ -227,6 +241,10 @@ def _attend_in_blocks(queries: Tensor, keys: Tensor, values: Tensor, mask: Block
     out, aux = attend_to(queries, keys, values, return_aux=AuxRequest(lse=True))
     shares: Tensor = (aux.lse - sinks.unsqueeze(1)).sigmoid()
     return out * shares.unsqueeze(-1).to(out.dtype)
+
+
+def _capped(score: Tensor, *_indexes: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(score / cap)
 
 
 def attend_to_scores(
@@ -322,20 +340,26 @@ def attend_in_bands(
 
 @torch.no_grad()
 def attention_weights(
-    queries: Tensor, keys: Tensor, mask: AttentionMask | None, window: int = 0, sinks: Tensor | None = None
+    queries: Tensor,
+    keys: Tensor,
+    mask: AttentionMask | None,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """softmax(queries keys^T / sqrt(head_dim) + mask), (batch, heads, queries, seq_len), in at least float32.
 
     For `titanlite.watch`: without gradients, and large. Arguments: see `attend`. Without the weights of sinks.
     """
     wide = torch.promote_types(queries.dtype, torch.float32)
-    return _weights(_scores(queries.to(wide), keys.to(wide), mask, window), sinks)
+    return _weights(_scores(queries.to(wide), keys.to(wide), mask, window, cap), sinks)
 
 
-def _scores(queries: Tensor, keys: Tensor, mask: AttentionMask | None, window: int = 0) -> Tensor:
-    """queries keys^T / sqrt(head_dim) + mask. mask None: causal, with the queries at the last positions."""
+def _scores(queries: Tensor, keys: Tensor, mask: AttentionMask | None, window: int = 0, cap: float = 0.0) -> Tensor:
+    """queries keys^T / sqrt(head_dim), capped, + mask. mask None: causal, with the queries at the last positions."""
     scores: Tensor = queries @ keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1).mT
     scores = scores / queries.shape[-1] ** 0.5
+    scores = _capped(scores, cap=cap) if cap else scores
     n_queries, seq_len = scores.shape[-2:]
     if isinstance(mask, Tensor):
         return scores + (_of_entire_rows(mask, seq_len) if mask.ndim == 5 else mask)

@@ -79,13 +79,14 @@ class ByWindow(dict[int, Any]):
     """An argument of blocks, such as the mask, by the window of their attention."""
 
 
-Norms = Literal["before", "after"]
-"""Where the norms of a block are: before attention and feed-forward, or after them, before the residual sum."""
+Norms = Literal["before", "after", "both"]
+"""Where the norms of a block are: before attention and feed-forward, after them, before the residual sum, or both."""
 
 
 class Block(nn.Module):
     """Transformer block: x + attention(norm(x)), then x + feed_forward(norm(x)); with norms "after": x +
-    norm(attention(x)), then x + norm(feed_forward(x)). feed_forward: by default SwiGLU."""
+    norm(attention(x)), then x + norm(feed_forward(x)); with "both": x + norm(attention(norm(x))), then x +
+    norm(feed_forward(norm(x))). feed_forward: by default SwiGLU."""
 
     watch = staticmethod(watch)
 
@@ -100,7 +101,7 @@ class Block(nn.Module):
         super().__init__()
 
         def norm(place: Norms) -> RMSNorm | None:
-            return RMSNorm(config.dim, config.norm_eps) if norms == place else None
+            return norm_of(config, config.dim) if norms in (place, "both") else None
 
         self.attention_norm = norm("before")
         self.attention = attention
@@ -116,6 +117,11 @@ class Block(nn.Module):
         x = x + _normalized(self.attention_post_norm, attended)
         out = self.feed_forward(_normalized(self.ffn_norm, x), *more)
         return x + _normalized(self.ffn_post_norm, out)
+
+
+def norm_of(config: DecoderConfig, dim: int) -> RMSNorm:
+    """A norm of width `dim`."""
+    return RMSNorm(dim, config.norm_eps, config.norm_offset)
 
 
 def _normalized(norm: RMSNorm | None, x: Tensor) -> Tensor:
@@ -151,8 +157,9 @@ class Decoder(LanguageModel):
         embeddings = torch.randn(config.vocab_size, config.dim)
         self.tok_embeddings: nn.Embedding | None = nn.Embedding.from_pretrained(embeddings, freeze=False)
         self.layers = nn.ModuleDict({str(index): block(index) for index in range(config.n_layers)})
-        self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
+        self.norm: RMSNorm | None = norm_of(config, config.dim)
         self.output: OutputLayer | None = OutputLayer(config.dim, config.vocab_size)
+        self.output.soft_cap = config.logit_cap
         self.rope = RotaryEmbedding(config.head_dim, config.max_seq_len, config.rope_theta, scaling)
         self.local_rope = local_rope
         self.tie_weights()
@@ -189,12 +196,17 @@ class Decoder(LanguageModel):
         """See LanguageModel. positions: below max_seq_len, for the rotary embeddings. is_token: for experts, see
         MixtureOfExperts."""
         rope = self.tables(positions)
-        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        x = tokens if self.tok_embeddings is None else self.scaled(self.tok_embeddings(tokens))
         mask = self.masks(document_ids, x.dtype)
         of_experts = (is_token,) if self.config.n_experts > 1 else ()
         x = self.run_blocks(x, rope, mask, *of_experts)
         x = x if self.norm is None else self.norm(x)
         return x if self.output is None else self.output(x, labels, num_valid)
+
+    def scaled(self, embeddings: Tensor) -> Tensor:
+        """The embeddings times embedding_scale of the configuration, rounded to their dtype."""
+        scale = torch.tensor(self.config.embedding_scale, dtype=embeddings.dtype, device="cpu").item()
+        return embeddings if scale == 1 else embeddings * scale
 
     def tables(self, positions: Tensor | None) -> RotaryTables | ByWindow:
         """The rotary tables of all blocks of this stage, or those for each of their windows."""
@@ -248,7 +260,7 @@ def _of_layer(layer: nn.Module, argument: Any) -> Any:
 
 
 def init(config: DecoderConfig, name: str) -> Init:
-    """Distribution of the parameter `name`: norms 1, biases 0, matrices normal with std 0.02.
+    """Distribution of the parameter `name`: norms 1 less their offset, biases 0, matrices normal with std 0.02.
 
     The std of matrices that write into the residual stream (wo, w2) is multiplied by 1/sqrt(number of such matrices) =
     1/sqrt(2 * n_layers), so that the variance of the residual stream does not grow with depth (Radford et al., "GPT-2",
@@ -258,7 +270,7 @@ def init(config: DecoderConfig, name: str) -> Init:
         return Init("constant", 0.0)
     module = name.removesuffix(".weight").rpartition(".")[2]
     if module == "norm" or module.endswith("_norm"):
-        return Init("ones")
+        return Init("ones") if config.norm_offset == 0 else Init("constant", 1.0 - config.norm_offset)
     if module in ("wo", "w2"):
         return Init("normal", 0.02 / math.sqrt(2 * config.n_layers))
     assert module in ("tok_embeddings", "output", "wq", "wk", "wv", "w1", "w3", "router"), (

@@ -48,6 +48,14 @@ class DecoderConfig:
     balance_loss: float = 0.0
     z_loss: float = 0.0
     bias_rate: float = 0.0
+    logit_cap: float = 0.0
+    norm_offset: ClassVar[float] = 0.0
+    """Added to the weights of all norms."""
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of the embeddings, rounded to their dtype."""
+        return 1.0
 
     @property
     def windows(self) -> tuple[int, ...]:

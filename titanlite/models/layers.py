@@ -28,6 +28,18 @@ class RopeScaling(Protocol):
 
 
 @dataclass(frozen=True)
+class LinearScaling:
+    """All wavelengths are multiplied by `factor` (Chen et al., "Extending Context Window of Large Language Models via
+    Positional Interpolation", 2023)."""
+
+    factor: float
+    table_factor: ClassVar[float] = 1.0
+
+    def apply(self, inv_freq: Tensor) -> Tensor:
+        return inv_freq / self.factor
+
+
+@dataclass(frozen=True)
 class Llama3Scaling:
     """Llama 3.1's scaling.
 
@@ -87,13 +99,21 @@ Sum = Callable[[Tensor], Tensor]
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019): x / rms(x) * weight."""
+    """RMSNorm (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019): x / rms(x) * (offset + weight)."""
 
     eps: float  # in torch it may be None, too
 
+    def __init__(self, dim: int, eps: float, offset: float = 0.0) -> None:
+        super().__init__(dim, eps)
+        self.offset = offset
+
     def forward(self, x: Tensor) -> Tensor:
         """x: (…, dim), normalized along dim. Returns the same shape and dtype."""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.factor(self.weight), self.eps)
+
+    def factor(self, weight: Tensor) -> Tensor:
+        """offset + weight, or of a part of the weight: with an offset in at least float32."""
+        return weight if self.offset == 0 else weight.to(torch.promote_types(weight.dtype, torch.float32)) + self.offset
 
 
 class WideNorm(RMSNorm):
@@ -110,7 +130,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.device.type == "cpu":
         out = _RMSNorm.apply(x, weight, eps, 1, _same)  # type: ignore[no-untyped-call]
     else:
-        out = functional.rms_norm(x, weight.shape, weight, eps)
+        wide = torch.promote_types(x.dtype, weight.dtype)
+        out = functional.rms_norm(x.to(wide), weight.shape, weight, eps).to(x.dtype)
     return out
 
 
@@ -246,7 +267,8 @@ class Attention(nn.Module):
 
     bias: whether wq, wk and wv have biases; output_bias: whether wo has one. sinks: whether each head has a learned
     sink, see `attend`. rotates: whether queries and keys are rotated by their positions. window:
-    number of positions that each one sees, its own included; 0: all up to its own.
+    number of positions that each one sees, its own included; 0: all up to its own. query_factor: of all queries. cap:
+    of the scores, see `attend`.
     q_norm, k_norm: normalize queries and keys, (batch, seq_len, heads, head_dim), before they are rotated: each head by
     an RMSNorm of width head_dim, or all heads together by a WideNorm. None: not normalized.
     attend: the attention function, by default that of models/attention.py. A family may have its own, as a method of a
@@ -271,11 +293,15 @@ class Attention(nn.Module):
         sinks: bool = False,
         rotates: bool = True,
         window: int = 0,
+        query_factor: float = 1.0,
+        cap: float = 0.0,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.rotates = rotates
         self.window = window
+        self.query_factor = query_factor
+        self.cap = cap
         if not hasattr(type(self), "attend"):  # else a method of a subclass
             self.attend = attend
         self.wq = nn.Linear(dim, n_heads * head_dim, bias=bias)
@@ -300,12 +326,14 @@ class Attention(nn.Module):
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         if self.rotates:
             queries, keys = rope.rotate(queries), rope.rotate(keys)
-        return queries, keys, values
+        return queries if self.query_factor == 1 else queries * self.query_factor, keys, values
 
     def attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None) -> Tensor:
         """The output, (batch, seq_len, dim), from the `heads`."""
         heads = (x.transpose(1, 2) for x in (queries, keys, values))
         options: dict[str, Any] = {"window": self.window} if self.window else {}
+        if self.cap:
+            options["cap"] = self.cap
         if self.sinks is not None:
             options["sinks"] = self.sinks()
         attended = self.attend(*heads, mask, **options)
@@ -314,19 +342,21 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer, "GLU Variants Improve Transformer", 2020): w2(silu(w1 x) * w3 x)."""
+    """Gated linear unit (Shazeer, "GLU Variants Improve Transformer", 2020): w2(activation(w1 x) * w3 x); by default
+    SwiGLU."""
 
     watch = staticmethod(watch)
 
-    def __init__(self, dim: int, hidden_dim: int) -> None:
+    def __init__(self, dim: int, hidden_dim: int, activation: Callable[[Tensor], Tensor] = functional.silu) -> None:
         super().__init__()
+        self.activation = activation
         self.w1 = nn.Linear(dim, hidden_dim, bias=False)
         self.w2 = nn.Linear(hidden_dim, dim, bias=False)
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, seq_len, dim). Returns the same shape."""
-        out: Tensor = self.w2(functional.silu(self.w1(x)) * self.w3(x))
+        out: Tensor = self.w2(self.activation(self.w1(x)) * self.w3(x))
         return out
 
 

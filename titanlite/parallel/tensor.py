@@ -119,13 +119,14 @@ def _look_up(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
 
 
 def _normalize(norm: RMSNorm, x: Tensor) -> Tensor:
-    return rms_norm(x, local_weight(norm.weight, Partial()), norm.eps)
+    return rms_norm(x, norm.factor(local_weight(norm.weight, Partial())), norm.eps)
 
 
 def _normalize_together(norm: WideNorm, x: Tensor) -> Tensor:
     group = _group(norm)
     total = partial(all_reduce, group=group)
-    return rms_norm_of_part(x.flatten(2), local_weight(norm.weight), norm.eps, group.size(), total).view_as(x)
+    weight = norm.factor(local_weight(norm.weight))
+    return rms_norm_of_part(x.flatten(2), weight, norm.eps, group.size(), total).view_as(x)
 
 
 def _project(linear: nn.Linear, x: Tensor) -> Tensor:

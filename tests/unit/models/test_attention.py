@@ -71,11 +71,18 @@ def visible_blocks(document_ids: Tensor) -> Tensor:
 
 
 def by_definition(
-    queries: Tensor, keys: Tensor, values: Tensor, document_ids: Tensor, window: int = 0, sinks: Tensor | None = None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    document_ids: Tensor,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     group = queries.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     scores = queries @ keys.transpose(2, 3) / math.sqrt(queries.shape[3])
+    scores = cap * torch.tanh(scores / cap) if cap else scores
     places = torch.arange(SEQ_LEN)
     distance = places[:, None] - places
     seen = (document_ids[:, :, None] == document_ids[:, None]) & (distance >= 0) & (distance < (window or SEQ_LEN))
@@ -132,21 +139,22 @@ SOME = torch.cat((torch.arange(3, 10), torch.arange(120, 150)))
 def test_every_mask_form_matches_the_definition(
     heads: tuple[int, int, int], form: str, queries: Tensor | None, window: int
 ) -> None:
-    """Forward and backward, with and without sinks; other documents cause no recompilation."""
+    """Forward and backward, plain, with sinks, and with a cap; other documents cause no recompilation."""
     for number, starts in enumerate((STARTS, *OTHER_STARTS)):
         document_ids = ids_of(*(([],) * len(starts) if form == "none" else starts))
-        for sinks in (None, torch.linspace(-2.0, 2.0, heads[0], dtype=torch.float64, requires_grad=True)):
+        drawn = torch.linspace(-2.0, 2.0, heads[0], dtype=torch.float64, requires_grad=True)
+        for sinks, cap in ((None, 0.0), (drawn, 0.0), (None, 1.5)):
             inputs = projections(heads, len(STARTS), torch.float64, grad=True)
-            expected = by_definition(*inputs, document_ids, window, sinks)
+            expected = by_definition(*inputs, document_ids, window, sinks, cap)
             some = inputs[0]
             if queries is not None:
                 expected, some = expected[:, :, queries], inputs[0][:, :, queries]
             with torch._dynamo.config.patch(error_on_recompile=number > 0):
                 mask = MASKS[form](document_ids, torch.float64, queries, window)
-                out = attend(some, *inputs[1:], mask, window, sinks)
+                out = attend(some, *inputs[1:], mask, window, sinks, cap)
             assert relative(out, expected) < 1e-14
             weights, values = (
-                attention_weights(some, inputs[1], mask, window, sinks),
+                attention_weights(some, inputs[1], mask, window, sinks, cap),
                 inputs[2].repeat_interleave(heads[0] // heads[1], 1),
             )
             assert relative(weights @ values, expected) < 1e-14
@@ -174,6 +182,19 @@ def test_sinks_on_a_gpu(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert relative(attend(*inputs, None, window, sinks), expected) < 1e-14
     last = attention_weights(inputs[0][:, :, -1:], inputs[1], None, window, sinks) @ inputs[2].repeat_interleave(2, 1)
     assert relative(last, expected[:, :, -1:]) < 1e-14
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("composed")
+def test_capped_scores_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where FlexAttention gets a mask of its own; and of the last queries, as in a cache."""
+    inputs = projections(HEADS[0], 2, torch.float64)
+    expected = by_definition(*inputs, ids_of([], []), 9, cap=1.5)
+    last = attention.capped_attention(inputs[0][:, :, -70:], *inputs[1:], None, 9, 1.5)[0]
+    assert relative(last, expected[:, :, -70:]) < 1e-14
+    monkeypatch.setattr(attention, "mask_form", lambda *_: "blocks")
+    for function in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
+        assert relative(function(*inputs, None, 9, cap=1.5), expected) < 1e-14
 
 
 @pytest.mark.soak  # compiles for half a minute
