@@ -1,6 +1,7 @@
 """Verify that an exported folder computes the logits of the run's model, before the folder gets its final name."""
 
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from titanlite.runtime.plugins import is_registered
 from titanlite.tools.saved_run import SavedRun
 
 ROWS, SEQ_LEN = 2, 64
+MOST_OF_WINDOW = 4096 + SEQ_LEN
+"""Positions of the row of a model whose attention has windows: SEQ_LEN more than the largest, but at most this many."""
 OF_VARIANT = 1, 2048
 """Rows, and at most so many tokens of training.seq_len, of a model whose attention may have a window, for example."""
 BOUNDS = {torch.float32: 1e-4, torch.float64: 1e-5}
@@ -31,10 +34,14 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def copies_bytes(run: SavedRun, dtype: torch.dtype) -> int:
+    """Bytes of two copies of the model."""
+    return 2 * sum(map(math.prod, run.shapes().values())) * compute_dtype(dtype).itemsize
+
+
 def too_large(run: SavedRun, dtype: torch.dtype) -> str | None:
     """Why the comparison is skipped without --verify; None if two copies of the model fit in memory."""
-    count = sum(shape.numel() for shape in map(torch.Size, run.shapes().values()))
-    needed, available = 2 * count * compute_dtype(dtype).itemsize, available_memory_bytes()
+    needed, available = copies_bytes(run, dtype), available_memory_bytes()
     if needed <= available:
         return None
     return f"two copies of the model take {needed / 2**30:,.1f} GiB, and {available / 2**30:,.1f} GiB are free"
@@ -48,14 +55,30 @@ def format_owner(family: Family) -> str | None:
     return next(kept, None)
 
 
+def largest_window(run: SavedRun) -> int:
+    """Positions of the largest window of the model's attention; 0: none."""
+    return max(getattr(run.hyper_parameters, "windows", ()), default=0)
+
+
+def compared_tokens(run: SavedRun, dtype: torch.dtype) -> tuple[int, int]:
+    """(rows, tokens of each) of the comparison of logits: more than a window has, as far as memory holds their logits
+    beside two copies of the model."""
+    rows, length = ROWS, SEQ_LEN
+    if format_owner(run.family) is not None:
+        rows, length = OF_VARIANT[0], min(OF_VARIANT[1], run.config.training.seq_len)
+    elif (window := largest_window(run)) >= length:
+        # both logits and their difference
+        of_token = 3 * run.hyper_parameters.vocab_size * compute_dtype(dtype).itemsize
+        fitting = (available_memory_bytes() - copies_bytes(run, dtype)) // of_token
+        rows, length = 1, max(min(window + SEQ_LEN, MOST_OF_WINDOW, fitting), SEQ_LEN)
+    return rows, min(length, run.hyper_parameters.max_seq_len)
+
+
 @torch.no_grad()
 def verify(run: SavedRun, folder: Path, dtype: torch.dtype) -> str:
     """Compare the folder with the run; returns a one-line summary. Raises UserError if they differ."""
     compute = compute_dtype(dtype)
-    rows, length = ROWS, SEQ_LEN
-    if format_owner(run.family) is not None:
-        rows, length = OF_VARIANT[0], min(OF_VARIANT[1], run.config.training.seq_len)
-    length = min(length, run.hyper_parameters.max_seq_len)
+    rows, length = compared_tokens(run, dtype)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(run.hyper_parameters.vocab_size, (rows, length), generator=generator)
     own = run.model(_CPU, dtype)
@@ -72,6 +95,8 @@ def verify(run: SavedRun, folder: Path, dtype: torch.dtype) -> str:
         f"logits of the folder (by {by}) and of the run differ by at most {difference:.2g}, {relative:.2g} of the "
         f"largest logit (bound {bound:.0e}), on {rows} x {length} tokens in {str(compute).removeprefix('torch.')}"
     )
+    if (window := largest_window(run)) >= length:
+        summary += f"; a window of {window:,} positions is longer, and was not compared"
     if not relative <= bound:
         name, architecture = run.family.name, run.family.exported.architecture
         advice = "Try another version of transformers, or --dtype float64; --no-verify exports without this comparison"

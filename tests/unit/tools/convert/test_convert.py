@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -334,16 +335,16 @@ def swapped(one: str, other: str) -> Callable[[Names], Names]:
     return swap
 
 
-def planted(monkeypatch: pytest.MonkeyPatch, **changes: Callable[[Any], Any]) -> None:
-    """Change the results of the functions that export Llama 3."""
-    family = FAMILIES["llama3"]
+def planted(monkeypatch: pytest.MonkeyPatch, name: str = "llama3", **changes: Callable[[Any], Any]) -> None:
+    """Change the results of the functions that export a family."""
+    family = FAMILIES[name]
     described: HuggingFace = family.hugging_face
 
-    def wrapped(name: str, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return lambda config: change(getattr(described, name)(config))
+    def wrapped(key: str, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda config: change(getattr(described, key)(config))
 
-    wrong = {name: wrapped(name, change) for name, change in changes.items()}
-    monkeypatch.setitem(FAMILIES, "llama3", replace(family, hugging_face=replace(described, **wrong)))
+    wrong = {key: wrapped(key, change) for key, change in changes.items()}
+    monkeypatch.setitem(FAMILIES, name, replace(family, hugging_face=replace(described, **wrong)))
 
 
 def interleaved(tensor: Tensor) -> Tensor:
@@ -403,6 +404,23 @@ def test_a_folder_with_different_results_is_deleted(
     by_logits = mistake not in ("rotary layout", "one value")
     assert ("(bound 1e-04)" if by_logits else "values of ") in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(("most", "compared"), [(80 + 64, True), (70, False)])
+def test_a_window_is_compared_with_more_tokens_than_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], most: int, compared: bool
+) -> None:
+    """A window of one position more is another model, but only beyond the window."""
+    original = source(tmp_path / "original", None, "mistral", dtype=torch.float32, sliding_window=80, max_seq_len=256)
+    main(["import", str(original), "--out", str(tmp_path / "run")])
+    monkeypatch.setattr(verify, "MOST_OF_WINDOW", most)
+    export(tmp_path / "run", tmp_path / "out")
+    printed = capsys.readouterr().out
+    assert f"on 1 x {most} tokens" in printed
+    assert ("; a window of 80 positions is longer, and was not compared" in printed) != compared
+    planted(monkeypatch, "mistral", config_json=lambda fields: fields | {"sliding_window": 81})
+    with pytest.raises(UserError, match="the exported folder was deleted") if compared else nullcontext():
+        export(tmp_path / "run", tmp_path / "other")
 
 
 def test_without_transformers_titanlite_verifies_the_folder(
