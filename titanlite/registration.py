@@ -237,6 +237,8 @@ def _check_model(check: _Check, family: Family, config: Any) -> None:
     modules = dict(model.named_modules())
     missing = [name for unit in (*structure.units, (*structure.blocks,)) for name in unit if name not in modules]
     check.require(not missing, f"the structure has {', '.join(missing)}, which the model does not have")
+    unknown = ", ".join(name for name in structure.shared if name not in names)
+    check.require(not unknown, f"the structure shares {unknown}, which is no parameter of the tied model")
     prefixes = [tuple(f"{name}." for name in unit) for unit in structure.units]
     units = Counter({name: sum(name.startswith(prefix) for prefix in prefixes) for name in names})
     wrong = [f"{name} is in {count}" for name, count in units.items() if count != 1]

@@ -12,12 +12,14 @@ from titanlite.batch import IGNORE_INDEX, NUM_TOTALS, Batch, StepStats, count_se
 from titanlite.forward import ModelOnMesh, to_device
 from titanlite.metrics.timing import ComputeTime
 from titanlite.models.experts import end_step
+from titanlite.models.family import copies_in, parameters_of
 from titanlite.models.watch import Statistic, Watched
 from titanlite.optim.optimizer import NO_AVERAGE, GatedOptimizer, WeightAverage
 from titanlite.parallel.clip import SpikeGate, clip_grad_norm_
 from titanlite.parallel.data import set_gradient_sync
 from titanlite.parallel.exact import SHARE_GRID, ExactGradients, on_grid
 from titanlite.parallel.mesh import GradientSync
+from titanlite.parallel.shared import SharedParameters
 from titanlite.profiling.regions import region
 
 
@@ -29,7 +31,8 @@ class Trainer(ModelOnMesh):
     number of data sources; if there are several, steps also compute the totals by source. average: of the weights.
     spikes: None: no step is a spike. statistics: around the update of steps for which is_logged. compute_time: of this
     rank, started by the caller. before_update: called in each step before state that checkpoints have is changed.
-    exact: with training.bit_equal. loss_grid: see on_grid; 0 without bit_equal.
+    exact: with training.bit_equal. loss_grid: see on_grid; 0 without bit_equal. shared: parameters of which other
+    pipeline stages have copies.
     """
 
     optimizer: GatedOptimizer
@@ -46,6 +49,7 @@ class Trainer(ModelOnMesh):
     before_update: Callable[[], None] = field(default=lambda: None)
     exact: ExactGradients | None = None
     loss_grid: float = 0.0
+    shared: SharedParameters | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,6 +92,9 @@ class Trainer(ModelOnMesh):
                 losses = shares * num_valid
                 losses = losses if self.exact is None else on_grid(losses, self.loss_grid)
                 by_source += totals_by_source(losses, batch.labels, batch.sources, self.num_sources)
+        if self.shared is not None:
+            with region("reduce"):
+                self.shared.sum_gradients()
         with region("clip"):
             squares = None if self.exact is None else self.exact.squares
             grad_norm, shard_norms = clip_grad_norm_(self.model_parts, self.max_norm, self.pp_group, squares)
@@ -104,9 +111,9 @@ class Trainer(ModelOnMesh):
         with region("update"), ExitStack() as stack:
             if self.statistics and self.is_logged(self.step):
                 stack.enter_context(self.watched.noting())
-                named = {name: each for part in self.model_parts for name, each in part.named_parameters()}
+                named, copies = parameters_of(self.model_parts), copies_in(self.model_parts, self.mesh.coordinate["pp"])
                 for statistic in self.statistics:
-                    stack.enter_context(statistic(named))
+                    stack.enter_context(statistic({name: named[name] for name in named if name not in copies}))
             self.optimizer.step_if(ok)
             self.average.update_if(ok)
             end_step(self.mixtures, ok, self.mesh.position_group)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from tests.distributed import gradients
 from tests.distributed.gradients import replaced
-from tests.distributed.layouts import EVERY, EXPERTS, GATHER, LAST, OLMOE, PAIRS, QWEN3, Layout, schedule
+from tests.distributed.layouts import EVERY, EXPERTS, GATHER, LAST, OLMOE, PAIRS, QWEN3, TIED, Layout, schedule
 from titanlite import trainer as trainer_module
 from titanlite.assembly import model as build_module
 from titanlite.assembly.job import Job
@@ -35,6 +35,7 @@ from titanlite.parallel import tensor as tensor_module
 from titanlite.parallel.clip import GradNorm
 from titanlite.parallel.data import set_gradient_sync, wrapped_modules
 from titanlite.parallel.mesh import ContextParallel, Mesh
+from titanlite.parallel.shared import SharedParameters
 from titanlite.tools.parity import measure as parity_module
 from titanlite.trainer import Trainer
 
@@ -44,6 +45,7 @@ Around = Callable[[], AbstractContextManager[None]]
 CP = Layout((1, 1, 1, 1), cp=2)
 CP_GATHER = Layout((1, 1, 1, 1), GATHER, cp=2)
 PP = Layout((2, 1, 1, 1), PAIRS)
+PP_TIED = Layout((2, 1, 1, 1), (*PAIRS, *TIED))
 TP = Layout((1, 1, 1, 2))
 TP_EXPERTS = Layout((1, 1, 1, 2), EXPERTS)
 SHARD_EXPERTS = Layout((1, 1, 2, 1), EXPERTS)
@@ -443,6 +445,36 @@ def stages_without_sync() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def copies_counted_twice() -> Iterator[None]:
+    """The norm counts a parameter on each stage that shares it."""
+    with replaced(clip_module, "copies_in", lambda parts, rank: set()):  # noqa: ARG005
+        yield
+
+
+@contextmanager
+def copies_not_summed() -> Iterator[None]:
+    """Each stage keeps its own part of the gradient of a parameter that it shares."""
+    with replaced(SharedParameters, "sum_gradients", lambda self: None):  # noqa: ARG005
+        yield
+
+
+@contextmanager
+def sum_on_one_stage() -> Iterator[None]:
+    """The first stage gets the sum of the gradients of a shared parameter; the last one keeps its part, and drifts."""
+    add = SharedParameters.sum_gradients
+
+    def on_first(shared: SharedParameters) -> None:
+        own = [parameter.grad.clone() for parameter, _ in shared._copied if parameter.grad is not None]
+        add(shared)
+        for (parameter, _), part in zip(shared._copied, own, strict=True):
+            if dist.get_rank():
+                parameter.grad = part
+
+    with replaced(SharedParameters, "sum_gradients", on_first):
+        yield
+
+
 # Documents ------------------------------------------------------------------------------------------------------------
 
 _attention_mask = family.attention_mask
@@ -565,6 +597,7 @@ STEP = GRADIENT | LOSS
 WEIGHTS = STEP | {"initial weights"}
 POSITIONS = {"positions"}
 RUNTIME_ERROR = {"RuntimeError"}
+TIED_GRADIENT = "gradient of tok_embeddings.weight"
 
 
 def on_both(name: str, planted: Around, seen: set[str], first: str) -> list[Mistake]:
@@ -642,6 +675,9 @@ OF_PIPELINES = (
     Mistake("scale_grads=True on top of the division", PP, changed(scaled_gradients), GRADIENT, "gradient of"),
     Mistake("labels of another row", PP, changed(labels_of_another_row), STEP, "step 1, loss: "),
     Mistake("stages that never reduce", REPLICATED_STAGES, stages_without_sync, GRADIENT, "gradient of"),
+    Mistake("copies of tied embeddings counted twice in the norm", PP_TIED, copies_counted_twice, NORM, "grad norm: "),
+    Mistake("gradients of tied embeddings not added up", PP_TIED, copies_not_summed, GRADIENT, TIED_GRADIENT),
+    Mistake("the sum on the first of two tied stages only", PP_TIED, sum_on_one_stage, {"gradient"}, TIED_GRADIENT),
 )
 OF_DOCUMENTS = tuple(
     Mistake(name, INTERLEAVED, planted, seen, documents=True)

@@ -41,24 +41,26 @@ def measured(layout: Layout, folder: Path) -> dict[str, Any]:
     ep = layout.config().parallelism.ep
     chosen = parity.Layout(layout.degrees, layout.schedule or None, ep)  # type: ignore[arg-type]
     config = parity.config_of(on_one_process(layout), chosen)
-    return asdict(measure_layout(config, mesh_of(config), 1, folder / family_of(layout), config))
+    return asdict(measure_layout(config, mesh_of(config), 1, folder / model_of(layout), config))
 
 
 def on_one_process(layout: Layout) -> JobConfig:
     return resolved_config(layout.config())
 
 
-def family_of(layout: Layout) -> str:
-    return layout.config().model.family
+def model_of(layout: Layout) -> str:
+    """The family of the layout's model, and whether its embeddings are tied."""
+    model = layout.config().model
+    return f"{model.family}{'-tied' if model.overrides.get('tie_embeddings') else ''}"
 
 
 def references(layouts: Sequence[Layout], folder: Path) -> dict[str, Any]:
-    """References of `titanlite parity` by model family. Rank 0 writes files for all ranks."""
+    """References of `titanlite parity` by model. Rank 0 writes files for all ranks."""
     found = {}
     if dist.get_rank() == 0:
-        for family, layout in {family_of(layout): layout for layout in layouts}.items():
-            (folder / family).mkdir()
-            (found[family],) = measure_reference(on_one_process(layout), 1, str(folder / family))["measurements"]
+        for model, layout in {model_of(layout): layout for layout in layouts}.items():
+            (folder / model).mkdir()
+            (found[model],) = measure_reference(on_one_process(layout), 1, str(folder / model))["measurements"]
     dist.barrier()
     return found
 
@@ -148,13 +150,13 @@ def test_each_mistake_is_detected(world_size: int, suite: str, tmp_path: Path) -
     for (layout, documents), *case in zip(cases, *(rank["right"] for rank in ranks), strict=True):
         ours, theirs = zip(*case, strict=True)
         assert different(ours, BOUND) == {}, layout
-        assert documents or first_difference(theirs, expected[family_of(layout)]) == "", layout
+        assert documents or first_difference(theirs, expected[model_of(layout)]) == "", layout
     undetected = []
     for number, *case in zip(numbers, *(rank["wrong"] for rank in ranks), strict=True):
         mistake = MISTAKES[number]
         ours, theirs = zip(*case, strict=True)
         found = different(ours, 10 * BOUNDS["float64"])
-        first = "" if mistake.documents else first_difference(theirs, expected[family_of(mistake.layout)])
+        first = "" if mistake.documents else first_difference(theirs, expected[model_of(mistake.layout)])
         named = first.removeprefix("step 1, ").partition(", bound")[0] or "not compared"
         print(f"| {mistake.name} | {mistake.layout.name} | {shown(found)} | {named} |")
         if found.keys() != mistake.seen or mistake.first not in first or not (first or mistake.documents):

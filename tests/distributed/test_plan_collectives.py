@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.custom_loss import LOSS, registered
 from tests.distributed.gradients import build_on_mesh
-from tests.distributed.layouts import EXPERTS, FULL, GATHER, OLMOE
+from tests.distributed.layouts import EXPERTS, FULL, GATHER, OLMOE, TIED
 from tests.distributed.reference import global_batch, rank_batches, small_config
 from tests.pool import run_ranks
 from titanlite.planning.communication import Traffic
@@ -55,6 +55,7 @@ SOAK = [
     DEEP,
     ["parallelism.cp=2", *DEEP],
     ["parallelism.cp=2", "activation_checkpoint.mode=full", *EP],
+    ["parallelism.pp=2", *TIED, *DEEP],
 ]
 
 LAYOUTS: dict[int, list[list[str]]] = {
@@ -69,6 +70,7 @@ LAYOUTS: dict[int, list[list[str]]] = {
             )
         ],
         ["parallelism.gradient_sync=every", "parallelism.tp=2", *PP],
+        ["parallelism.tp=2", *TIED, *PP],
         EP,
         [*PP, *EP],
         ["parallelism.tp=2", *MUON],

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed.gradients import build_on_mesh, local_batches
+from tests.distributed.layouts import TIED
 from tests.distributed.reference import global_batch, small_config
 from tests.pool import run_ranks
 from titanlite.faults.replicas import Replicas, ReplicasError, digest
@@ -35,6 +36,12 @@ CASES: dict[str, list[tuple[Flip, str]]] = {
         (("tok_embeddings.weight/exp_avg", (0,)), "tok_embeddings.weight/exp_avg: rank 2 differs from rank 0"),
         (("layers.0.attention.wq.weight", (1, 3)), ""),  # both replicas of the shard
     ],
+    "pp=2 tp=2": [  # with tied embeddings, of which the first and the last stage have copies
+        (("tok_embeddings.weight", (3,)), "tok_embeddings.weight: rank 3 differs from rank 1"),
+        (("tok_embeddings.weight/exp_avg", (0,)), "tok_embeddings.weight/exp_avg: rank 2 differs from rank 0"),
+        (("tok_embeddings.weight/ema", (2,)), "tok_embeddings.weight/ema: rank 2 differs from rank 0"),
+        (("tok_embeddings.weight", (0, 2)), ""),
+    ],
     "dp_shard=2 tp=2": [
         (("norm.weight", (3,)), "norm.weight: rank 3 differs from rank 2"),
         (("output.weight", (3,)), ""),  # no rank has the same shard
@@ -46,6 +53,7 @@ CASES: dict[str, list[tuple[Flip, str]]] = {
 def found_on_layout(layout: str) -> list[str]:
     """The first differences that are reported, by case; "" if none are."""
     settings = ("optimizer.name=AdamW", "optimizer.ema_decay=0.9", "training.dtype=float32", *_keys(layout))
+    settings += TIED if "pp" in layout else ()
     config = small_config(dist.get_world_size(), *settings)
     trainer, mesh = build_on_mesh(config)
     replicas = Replicas(trainer.model_parts, trainer.optimizer, mesh, every=1, average=trainer.average)
@@ -83,7 +91,7 @@ def flip_last_bit(local: Tensor) -> None:
     ("ranks", "layouts"),
     [
         pytest.param(2, ["dp_replicate=2"], marks=pytest.mark.slow),
-        pytest.param(4, ["dp_replicate=2 tp=2"], marks=pytest.mark.slow),
+        pytest.param(4, ["dp_replicate=2 tp=2", "pp=2 tp=2"], marks=pytest.mark.slow),
         pytest.param(4, ["dp_replicate=2 cp=2", "dp_shard=2 tp=2", "dp_replicate=4"], marks=pytest.mark.soak),
     ],
 )

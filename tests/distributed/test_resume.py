@@ -155,7 +155,13 @@ FOUR = (
     (4, ("parallelism.pp=2", "parallelism.dp_shard=2", "parallelism.pp_schedule=ZBVZeroBubble")),
     (2, ("parallelism.tp=2", ASYNC)),
 )
-TIED = ((2, ("parallelism.tp=2", SYNC)), (1, (ASYNC,)), (2, ("parallelism.dp_shard=2", SYNC)))
+TIED = (
+    (2, ("parallelism.pp=2", SYNC)),
+    (1, (ASYNC,)),
+    (4, ("parallelism.pp=2", "parallelism.dp_shard=2", "parallelism.pp_schedule=ZBVZeroBubble", ASYNC)),
+    (4, ("parallelism.pp=2", "parallelism.tp=2", SYNC)),
+    (2, ("parallelism.dp_shard=2", SYNC)),
+)
 
 DEALT_OUT = ((2, ("parallelism.ep=2", ASYNC)), (1, (SYNC,)), (2, ("parallelism.cp=2", "parallelism.ep=2", SYNC)))
 UNEVEN = (
@@ -213,7 +219,7 @@ def check_numbers(folder: Path, rel: float) -> None:
     [
         pytest.param(ROUND, (), id="round", marks=pytest.mark.soak),
         pytest.param(INTERLEAVED, ("model.n_layers=4",), id="interleaved", marks=pytest.mark.soak),
-        pytest.param(TIED, ("model.tie_embeddings=true",), id="tied", marks=pytest.mark.soak),
+        pytest.param(TIED, ("model.tie_embeddings=true", "optimizer.ema_decay=0.8"), id="tied", marks=pytest.mark.soak),
         pytest.param(
             DEALT_OUT,
             (*BIASED, *ALL_OPTIMIZERS, "optimizer.ema_decay=0.8"),

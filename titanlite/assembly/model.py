@@ -13,7 +13,7 @@ from titanlite.forward import ModelOnMesh
 from titanlite.metrics.meter import is_log_step
 from titanlite.models.attention import chosen_kernel, mask_form
 from titanlite.models.decoder import describe_size
-from titanlite.models.family import DecoderConfig, LanguageModel
+from titanlite.models.family import DecoderConfig, LanguageModel, parameters_of
 from titanlite.models.head import output_layers_of
 from titanlite.models.init import init_parameters_
 from titanlite.models.losses import CROSS_ENTROPY
@@ -29,8 +29,9 @@ from titanlite.parallel.exact import ExactGradients, loss_grid
 from titanlite.parallel.mesh import Mesh, ShardGroups
 from titanlite.parallel.own_code import require_layout
 from titanlite.parallel.parallelize import parallelize
-from titanlite.parallel.pipeline import ModelPart, Pipeline, local_stages
-from titanlite.parallel.split import describe_stages, keep_units_, split_stages, unit_weights
+from titanlite.parallel.pipeline import ModelPart, Pipeline, local_stages, stage_owners
+from titanlite.parallel.shared import SharedParameters, share_between
+from titanlite.parallel.split import describe_stages, keep_units_, split_stages, stage_structure, unit_weights
 from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Rules
 from titanlite.runtime.logging import log
@@ -70,7 +71,8 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
         if config.parallelism.pp > 1:
             if not parts:
                 log.info("Pipeline: %s, stages %s", config.parallelism.pp_schedule, describe_stages(structure, stages))
-            structure = keep_units_(part, structure, stages[stage])
+            keep_units_(part, structure, stages, stage, stage_owners(config.parallelism))
+        structure = stage_structure(structure, stages[stage])
         applied = parallelize(
             part,
             structure,
@@ -116,8 +118,9 @@ def allocate_parts(
         model.to_empty(device=device)
         model.tie_weights()
         model.init_buffers(device)
-        if draws_weights:
-            init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
+    share_between(models)
+    for model in models if draws_weights else ():
+        init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
     parameters, compute, reduce = running_dtypes(models[0])
     log.info("Dtypes: parameters %s, compute %s, gradient reduction %s", parameters, compute, reduce)
     return models
@@ -148,7 +151,7 @@ def build_trainer(job: Job, model_parts: list[LanguageModel], mesh: Mesh, device
     """Build the trainer of this rank's model parts."""
     config = job.config
     faults, training = config.faults, config.training
-    named = {name: parameter for part in model_parts for name, parameter in part.named_parameters()}
+    named = parameters_of(model_parts)
     summands = training.global_batch_size // job.step.size
     of_interval = config.metrics.log_freq * training.global_batch_size * training.seq_len
     return Trainer(
@@ -160,6 +163,7 @@ def build_trainer(job: Job, model_parts: list[LanguageModel], mesh: Mesh, device
         max_norm=training.max_norm,
         exact=ExactGradients(model_parts, mesh, summands) if training.bit_equal else None,
         loss_grid=loss_grid(of_interval),
+        shared=SharedParameters(model_parts, mesh.group("pp")) if config.parallelism.pp > 1 else None,
         statistics=[STATISTICS[name] for name in config.metrics.statistics],
         is_logged=partial(is_log_step, log_freq=config.metrics.log_freq, total_steps=config.training.steps),
         num_sources=len(config.data.sources),

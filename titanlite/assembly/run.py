@@ -152,6 +152,7 @@ def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[st
     if config.checkpoint.enable or config.checkpoint.initial_load_path:
         checkpoints = build_checkpoints(config, trainer, data, meter, stop, imported, checks)
         start = load_start(config, trainer, checkpoints)
+    checks.replicas.compare(start.step)
     prepare_outputs(config, world, start, data.tokenizer)
     resume_step = start.step if start.resumes else 0
     about = record_start(config, mesh, hosts, resume_step, environment)

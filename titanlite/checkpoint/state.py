@@ -40,8 +40,8 @@ class RunState:
     Named tensors, DTensors or plain: model/<parameter or persistent buffer>; ema/<parameter>, if the weights are
     averaged; optimizer/<parameter>/<state>; data/streams, int64 (num_streams, fields of SourceState of each source),
     replicated; faults/grad_norms, replicated, if spikes are detected, see SpikeGate; exact/<parameter>, replicated,
-    with training.bit_equal, see ExactGradients. A tied parameter is saved once, under its first name. Learning rate and
-    random numbers follow from step and seed, so they have no state.
+    with training.bit_equal, see ExactGradients. A tied parameter is saved once, under its first name, also if several
+    pipeline stages have it. Learning rate and random numbers follow from step and seed, so they have no state.
     """
 
     def __init__(

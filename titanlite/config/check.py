@@ -208,7 +208,7 @@ def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
         problems += check_context(section, model, training.seq_len)
         problems += [] if of_mesh else check_experts(section, getattr(model, "n_experts", 1), world_size)
         layout = replace(section, dp_shard=resolve_degrees(section, world_size)["dp_shard"])
-        problems += check_pipeline(layout, family.structure(model))
+        problems += check_pipeline(layout, family.structure(model), bit_equal=training.bit_equal)
     compiled, backend = compiles_blocks(config.compile, model), config.compile.backend
     return [
         *problems,

@@ -26,4 +26,4 @@ class FaultsConfig:
     """What to do about a spike: warn at the next log line; or also skip its update, counted in max_skipped_steps."""
     check_replicas_every: int = setting(100, "0 disables the check", least=0)
     """Interval in steps of the comparison of replicated weights and optimizer state, bit for bit, between their ranks;
-    also compared before each save and after the last step. 0: never."""
+    also compared at the start, before each save and after the last step. 0: never."""

@@ -23,6 +23,7 @@ from typing_extensions import TypedDict
 from titanlite.batch import StepStats
 from titanlite.data.preparation import Int64s
 from titanlite.faults.replicas import is_replicated
+from titanlite.models.family import copies_in, parameters_of
 from titanlite.parallel.mesh import PARAMETER_AXES, Mesh
 from titanlite.ranks.agreement import run_on_all_ranks
 from titanlite.runtime.durability import replace_file
@@ -106,21 +107,25 @@ class StepRecorder:
         counts_loss: bool,
         about: Mapping[str, Any],
     ) -> None:
-        parts = dict(zip(stages, model_parts, strict=True))
-        own = {stage: [name for name, _ in part.named_parameters()] for stage, part in parts.items()}
+        parameters = parameters_of(model_parts)
+        uncounted = copies_in(model_parts, mesh.coordinate["pp"])
+        own: dict[int, list[str]] = {}
+        for stage, part in zip(stages, model_parts, strict=True):
+            own[stage] = [name for name, _ in part.named_parameters() if name not in uncounted]
+            uncounted |= {*own[stage]}
         names = {stage: found for each in run_on_all_ranks(lambda: own, group) for stage, found in each.items()}
         begins, count = {}, 0
         for stage in sorted(names):
             begins[stage], count = count, count + len(names[stage])
-        columns = [begins[stage] + index for stage in own for index in range(len(own[stage]))]
+        columns = {name: begins[stage] + index for stage in own for index, name in enumerate(own[stage])}
         # Ranks that hold the same shard have the same norm of it: the first of them counts.
-        counts = [
-            mesh.is_first(axis for axis in PARAMETER_AXES if axis != "pp" and is_replicated(parameter, axis))
-            for part in parts.values()
-            for parameter in part.parameters()
+        counted = [
+            (position, columns[name])
+            for position, (name, parameter) in enumerate(parameters.items())
+            if name in columns
+            and mesh.is_first(axis for axis in PARAMETER_AXES if axis != "pp" and is_replicated(parameter, axis))
         ]
-        self._own = torch.tensor([index for index, is_counted in enumerate(counts) if is_counted], dtype=torch.int64)
-        self._columns = torch.tensor(columns)[self._own]
+        self._own, self._columns = torch.tensor(counted, dtype=torch.int64).view(-1, 2).unbind(1)
         self._shape = (count, sequences)
         self._counts_loss = counts_loss
         self._group = group

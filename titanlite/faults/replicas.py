@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from titanlite.models.family import saved_tensors
 from titanlite.optim.optimizer import NO_AVERAGE, GatedOptimizer, WeightAverage
 from titanlite.parallel.mesh import EXPERT_AXES, PARAMETER_AXES, Mesh
+from titanlite.parallel.shared import exchanged, holders_in
 from titanlite.ranks.agreement import RanksError, run_on_all_ranks
 from titanlite.runtime.dtensors import is_dtensor, local_part
 
@@ -26,8 +27,8 @@ class ReplicasError(RanksError):
 
 
 class Replicas:
-    """Compares replicas every `every` steps (0: never), before each save, and after the last step. All methods are
-    collectives."""
+    """Compares replicas every `every` steps (0: never), at the start, before each save, and after the last step. All
+    methods are collectives."""
 
     def __init__(
         self,
@@ -43,7 +44,8 @@ class Replicas:
         self._mesh = mesh
         self._every = every
         self._axes = [axis for axis in PARAMETER_AXES if axis != "pp" and mesh.degrees[axis] > 1]
-        self._compared = 0
+        self._holders = {name: ranks for name, ranks in holders_in(model_parts).items() if len(ranks) > 1}
+        self._compared = -1
 
     def after_step(self, step: int, last: bool) -> None:
         """Compare if the step is due or the last one. Raises ReplicasError on all ranks."""
@@ -54,7 +56,7 @@ class Replicas:
         """Compare the state after this step, unless that has been done. Raises ReplicasError on all ranks.
 
         One all-reduce of two integers per tensor over each mesh axis, and one of a flag over all ranks; the host reads
-        the flag.
+        the flag. Ranks with copies of a parameter that pipeline stages share send each other an integer per tensor.
         """
         if not self._every or self._compared == step or self._mesh.world.size == 1:
             return
@@ -74,6 +76,11 @@ class Replicas:
                 dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._mesh.group(axis))
                 highest, lowest = extremes[: len(names)], -extremes[len(names) :]
                 any_differs |= (highest != lowest).any()
+        of_copies = {name: [each for each in sorted(tensors) if _is_of(each, name)] for name in self._holders}
+        for name, names in of_copies.items():
+            own = torch.stack([digests[each] for each in names])
+            copies = exchanged(own, self._holders[name], self._mesh.group("pp"))
+            any_differs |= (torch.stack(copies) != own).any()
         dist.all_reduce(any_differs, dist.ReduceOp.MAX)
         if any_differs.item():
             values = {name: int(value) for name, value in digests.items()}
@@ -83,6 +90,10 @@ class Replicas:
                 }
                 for axis in self._axes
             }
+            for name, names in of_copies.items():
+                ranks = dist.get_process_group_ranks(self._mesh.group("pp"))
+                holders = tuple(ranks[each] for each in self._holders[name])
+                replicas.setdefault(holders, {}).update({each: values[each] for each in names})
             assert dist.group.WORLD is not None
             found = run_on_all_ranks(lambda: replicas, dist.group.WORLD)
             raise ReplicasError(_explain(step, found))
@@ -113,6 +124,11 @@ def _explain(step: int, found: Sequence[Mapping[tuple[int, ...], Mapping[str, in
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _is_of(tensor: str, parameter: str) -> bool:
+    """Whether a tensor, by name, is the parameter, its average or a part of its state."""
+    return tensor == parameter or tensor.startswith(f"{parameter}/")
 
 
 def is_replicated(tensor: Tensor, axis: str) -> bool:

@@ -58,11 +58,12 @@ class SkippedSteps:
         if bit_equal:
             self._overflow += f", or a gradient exceeds {2**HEAD_ROOM:,} times the largest of its row so far"
         self._recorder = recorder
-        self._parameters = [
-            (stage, position, name)
+        places = {
+            name: (stage, position, name)
             for stage, part in zip(stages, model_parts, strict=True)
             for position, (name, _) in enumerate(part.named_parameters())
-        ]
+        }
+        self._parameters = [*places.values()]
         self._loader = loader
         self._group = group
         self._counts_loss = counts_loss

@@ -169,9 +169,7 @@ class Decoder(LanguageModel):
 
         Call it again after anything that replaces parameters module by module: to_empty, parallelize_module.
         """
-        if self.config.tie_embeddings:
-            assert self.tok_embeddings is not None, "tied, and on different stages"
-            assert self.output is not None, "tied, and on different stages"
+        if self.config.tie_embeddings and self.tok_embeddings is not None and self.output is not None:
             self.output.weight = next(self.tok_embeddings.parameters())
 
     def init_buffers(self, device: torch.device) -> None:
@@ -313,17 +311,12 @@ EXPERT_STYLES: dict[str, TensorStyle] = {
 
 
 def decoder_structure(config: DecoderConfig, tensor_styles: Mapping[str, TensorStyle]) -> Structure:
-    """Structure with these units: the embedding, each block, and the head (final norm and output).
-
-    With tied embeddings, the embedding and the head share a parameter and form one unit.
-    """
+    """Structure with these units: the embedding, each block, and the head (final norm and output). With tied
+    embeddings, the embedding and the head share a parameter."""
     blocks = {f"layers.{index}": index for index in range(config.n_layers)}
-    units: list[tuple[str, ...]] = [(block,) for block in blocks]
-    if config.tie_embeddings:
-        units = [*units, ("tok_embeddings", "norm", "output")]
-    else:
-        units = [("tok_embeddings",), *units, ("norm", "output")]
-    return Structure(tuple(units), blocks, tensor_styles)
+    units = (("tok_embeddings",), *((block,) for block in blocks), ("norm", "output"))
+    shared = {"tok_embeddings.weight": ("output.weight",)} if config.tie_embeddings else {}
+    return Structure(units, blocks, tensor_styles, shared)
 
 
 def num_matmul_parameters(config: DecoderConfig) -> int:
@@ -384,7 +377,7 @@ RANGES = {
 """Valid values of the hyper-parameters, of those that a family has. At most 10,000 layers: a check must end."""
 
 
-def check_decoder(config: Any, seq_len: int, tp: int, pp: int) -> list[Problem]:
+def check_decoder(config: Any, seq_len: int, tp: int, pp: int) -> list[Problem]:  # noqa: ARG001
     """Problems of the hyper-parameters, for sequences of `seq_len` tokens and degrees tp and pp.
 
     config: a DecoderConfig that is a dataclass. A family adds the rules for its own hyper-parameters.
@@ -402,9 +395,6 @@ def check_decoder(config: Any, seq_len: int, tp: int, pp: int) -> list[Problem]:
             rules.divides(name, "parallelism.tp", tp)
         rule = f"a part for each of parallelism.tp = {tp} ranks, in parts of {rows}"
         rules.require("vocab_size", rows * (tp - 1) < config.vocab_size, rule, "a larger vocabulary, or a smaller tp")
-    rule = f"false with parallelism.pp = {pp}: the embedding is on the first stage, the output on the last"
-    remedy = "parallelism.pp = 1 with dp_shard or tp instead, or model.tie_embeddings = false"
-    rules.require("tie_embeddings", pp <= 1 or not config.tie_embeddings, rule, remedy)
     if seq_len > config.max_seq_len:
         rule, remedy = f"at most model.max_seq_len = {config.max_seq_len}", "shorten the sequences, or raise this key"
         rules.problems.append(Problem("training.seq_len", seq_len, rule, remedy))

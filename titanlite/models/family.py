@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -75,6 +75,8 @@ class Structure:
     units: FSDP units, in the order of the forward pass: groups of submodules that together own all parameters. Data
         parallelism gathers, frees and reduces the parameters of a unit together; a pipeline is cut between units.
     blocks: the transformer blocks and their indexes in the full model. Each is recomputed and compiled separately.
+    shared: other names of parameters that units share, by the first name. Without a pipeline, these units are one FSDP
+        unit; in a pipeline, each stage with one of them has the parameter, and their gradients are added up.
     tensor_styles: tensor-parallel style by submodule name, in which "*" matches any one part of the name.
         The residual stream (batch, seq_len, dim) is sharded along seq_len outside of "gather" modules.
         "vocabulary": an embedding, sharded by rows; its output is sharded along seq_len.
@@ -96,6 +98,7 @@ class Structure:
     units: tuple[tuple[str, ...], ...]
     blocks: Mapping[str, int]
     tensor_styles: Mapping[str, TensorStyle]
+    shared: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,9 @@ class LanguageModel(nn.Module, ABC):
     attention_mask: builds the mask of a forward pass, by default that of models/attention.py, and context parallelism
     may replace that by one for the queries of this rank. A family may have its own, as a method or an attribute: with
     it, context_parallel = "gather" is refused, and generation reads all tokens again for each new one.
+    first_names: the name in the full model of a parameter of this pipeline stage that an earlier stage has under this
+    name. holders: ranks of the pp axis that have a copy of a parameter that stages share, by its name in the full
+    model, in the order of their stages.
     """
 
     draws: ClassVar[bool] = False
@@ -134,6 +140,8 @@ class LanguageModel(nn.Module, ABC):
 
     def __init__(self) -> None:
         super().__init__()
+        self.first_names: Mapping[str, str] = {}
+        self.holders: Mapping[str, tuple[int, ...]] = {}
         if not hasattr(type(self), "attention_mask"):  # else a method of the family
             self.attention_mask = attention_mask
 
@@ -162,9 +170,17 @@ class LanguageModel(nn.Module, ABC):
         position attends to positions of the same id, up to itself; None: each row is one document.
         """
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters with their names in the full model."""
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield self.first_names.get(name, name), parameter
+
     @abstractmethod
     def tie_weights(self) -> None:
-        """Tie shared parameters again, if the model has any; needed after any call that replaces parameters.
+        """Tie shared parameters again, if the model has any; needed after any call that replaces parameters. A pipeline
+        stage may lack a unit that has one of them.
 
         Take a parameter from `parameters()`: an attribute may be its cast to the compute dtype.
         """
@@ -177,6 +193,17 @@ class LanguageModel(nn.Module, ABC):
 def has_own(module: nn.Module, name: str, kind: type[nn.Module]) -> bool:
     """Whether a method of `kind` is replaced in `module`: by its class or by assignment."""
     return name in vars(module) or getattr(type(module), name) is not getattr(kind, name)
+
+
+def parameters_of(model_parts: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    """The parameters of a rank's parts of the model, by name. Parts with the same one appear once."""
+    return {name: parameter for part in model_parts for name, parameter in part.named_parameters()}
+
+
+def copies_in(model_parts: Iterable[nn.Module], pp_rank: int) -> set[str]:
+    """Names of parameters of rank `pp_rank` of the pp axis that count on another rank, which has the same ones."""
+    holders = (getattr(part, "holders", {}) for part in model_parts)
+    return {name for each in holders for name, ranks in each.items() if ranks[0] != pp_rank}
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:

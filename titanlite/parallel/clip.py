@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanlite.models.family import copies_in, parameters_of
 from titanlite.runtime.dtensors import is_dtensor
 from titanlite.runtime.torch_internals import norm_of_each, scale_all_
 
@@ -40,23 +41,28 @@ def clip_grad_norm_(
 ) -> GradNorm:
     """Clip the gradients in place to a global 2-norm of at most `max_norm`; return the norms before clipping.
 
-    model_parts: this rank's parts of the model; the ranks of `pp_group` have the other stages (None: no pipeline).
+    model_parts: this rank's parts of the model; the ranks of `pp_group` have the other stages (None: no pipeline). A
+    parameter that stages share counts on the first rank that has it; their gradients must be added up.
     The total is the same on all ranks. If `max_norm` <= 0, gradients are not clipped. One all-reduce per mesh axis
     reduces all parameters that are sharded over the same axes, and one over pp reduces the total; replicated parameters
     count once. squares: adds them up alike on all meshes; None: in an order that depends on the mesh.
     """
     # Group by parameters, not by gradients, so that all ranks issue the same collectives.
-    parameters = [p for part in model_parts for p in part.parameters() if p.requires_grad]
+    model_parts = list(model_parts)
+    named = {name: each for name, each in parameters_of(model_parts).items() if each.requires_grad}
+    copies = set() if pp_group is None else copies_in(model_parts, pp_group.rank())
+    parameters = list(named.values())
     device = parameters[0].device
     dtype = torch.float32
     sharded: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     gradients: dict[int, Tensor] = {}
-    for index, parameter in enumerate(parameters):
+    for index, (name, parameter) in enumerate(named.items()):
         dtype = torch.promote_types(dtype, parameter.dtype)
         indices = sharded.setdefault(_shard_groups(parameter), [])
         if parameter.grad is not None and (local := _local(parameter, parameter.grad)).numel():
             gradients[index] = local
-            indices.append(index)
+            if name not in copies:
+                indices.append(index)
     zero = torch.zeros((), dtype=torch.float64, device=device)
     if squares is not None:
         total, of_shards = squares([gradients.get(index) for index in range(len(parameters))])

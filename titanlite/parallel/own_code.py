@@ -247,7 +247,8 @@ def boundary_problem(model: LanguageModel, structure: Structure, stages: Sequenc
     owners = {id(parameter): name for name, parameter in model.named_parameters()}
     for stage, (end, prefixes) in enumerate(zip(ends, units, strict=True)):
         for name in sorted(owners[each] for each in leaves(end) if each in owners):
-            if not name.startswith(tuple(prefixes)):
+            own_names = (name, *structure.shared.get(name, ()))
+            if not any(each.startswith(tuple(prefixes)) for each in own_names):
                 return (
                     f"the stage that begins with {names[stage]} uses a result of {name.rpartition('.')[0]} beside the "
                     "residual stream, and would not get it: pass it, as Family.boundary declares"

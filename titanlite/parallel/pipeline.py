@@ -120,7 +120,7 @@ def resolve_reshard_after_forward(section: ParallelismConfig) -> ReshardAfterFor
     return "never" if section.pp > 1 and policy == "default" else policy
 
 
-def check_pipeline(section: ParallelismConfig, structure: Structure) -> list[Problem]:
+def check_pipeline(section: ParallelismConfig, structure: Structure, *, bit_equal: bool = False) -> list[Problem]:
     """Check the pp_... keys for a model with this structure. They have no effect if pp is 1."""
     rules = Rules("parallelism", section)
     if section.pp <= 1:
@@ -129,6 +129,10 @@ def check_pipeline(section: ParallelismConfig, structure: Structure) -> list[Pro
     rule = f"{schedule} needs {stages} stages; the model can be split into at most {len(structure.units)}"
     remedy = "fewer stages (a smaller pp, or a schedule with one stage per rank: 1F1B, GPipe), or more model.n_layers"
     rules.require("pp", stages <= len(structure.units), rule, remedy)
+    shared = ", ".join(structure.shared)
+    rule = f"1 with training.bit_equal: each stage would round its own part of the gradient of {shared}"
+    remedy = "model.tie_embeddings = false, or training.bit_equal = false"
+    rules.require("pp", not (bit_equal and structure.shared), rule, remedy)
     # Older versions cannot split the backward pass of an autograd.Function, such as the loss, nor of compiled code.
     # TorchVersion compares versions, not strings.
     rule = f"needs torch 2.13, and torch is {torch.__version__}"

@@ -1,14 +1,14 @@
 """The split of a model into pipeline stages of equal time."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from torch import nn
 
-from titanlite.models.family import Structure
+from titanlite.models.family import LanguageModel, Structure
 from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.parallel.pipeline import num_stages, splits_backward
 from titanlite.parallel.recompute import ActivationCheckpointConfig, inside_compilation, recomputes
@@ -118,18 +118,58 @@ def describe_stages(structure: Structure, stages: Sequence[range]) -> str:
     return " | ".join(first if first == last else f"{first} to {last}" for first, last in ends)
 
 
-def keep_units_(model: nn.Module, structure: Structure, stage: range) -> Structure:
-    """Remove all units but those of `stage` from the model, in place; return the structure of the stage."""
+def merged_units(structure: Structure, stage: range) -> list[list[int]]:
+    """The FSDP units of a stage, as indexes of the structure's units: those that share a parameter are one, at the
+    place of the last of them."""
+    merged = [[index] for index in stage]
+    for first, others in structure.shared.items():
+        both = [units for units in merged if any(_has(structure, units, name) for name in (first, *others))]
+        if len(both) > 1:
+            both[-1][:] = [index for units in both for index in units]
+            merged = [units for units in merged if units not in both[:-1]]
+    return merged
+
+
+def _has(structure: Structure, units: Iterable[int], parameter: str) -> bool:
+    """Whether one of these units of the structure has the parameter of this name."""
+    return any(parameter.startswith(f"{name}.") for index in units for name in structure.units[index])
+
+
+def holders(structure: Structure, stages: Sequence[range], owners: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """LanguageModel.holders of the full model. stages: their units. owners: rank on the pp axis of each stage."""
+    found = {}
+    for first, others in structure.shared.items():
+        having = [any(_has(structure, units, name) for name in (first, *others)) for units in stages]
+        found[first] = tuple(dict.fromkeys(owner for owner, has in zip(owners, having, strict=True) if has))
+    return found
+
+
+def stage_structure(structure: Structure, stage: range) -> Structure:
+    """The structure of a stage, with its FSDP units."""
+    units = tuple(
+        tuple(name for index in units for name in structure.units[index]) for units in merged_units(structure, stage)
+    )
+    names = {name for unit in units for name in unit}
+    return replace(
+        structure, units=units, blocks={name: index for name, index in structure.blocks.items() if name in names}
+    )
+
+
+def keep_units_(
+    model: LanguageModel, structure: Structure, stages: Sequence[range], stage: int, owners: Sequence[int]
+) -> None:
+    """Remove all units but those of a stage from the model, in place. Arguments: as those of holders."""
     for index, unit in enumerate(structure.units):
-        for name in unit if index not in stage else ():
+        for name in unit if index not in stages[stage] else ():
             parent, _, leaf = name.rpartition(".")
             owner = model.get_submodule(parent)
             if isinstance(owner, nn.ModuleDict):
                 del owner[leaf]
             else:
                 setattr(owner, leaf, None)
-    units = tuple(structure.units[index] for index in stage)
-    names = {name for unit in units for name in unit}
-    return replace(
-        structure, units=units, blocks={name: index for name, index in structure.blocks.items() if name in names}
-    )
+    for first, others in structure.shared.items():
+        names = [name for name in (first, *others) if _has(structure, stages[stage], name)]
+        if names and names[0] != first:
+            model.first_names = {**model.first_names, names[0]: first}
+        if names:
+            model.holders = {**model.holders, first: holders(structure, stages, owners)[first]}

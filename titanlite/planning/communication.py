@@ -237,10 +237,13 @@ def _tensor_parallel(
 
 
 def _pipeline(stage: Stage, section: ParallelismConfig, shape: StepShape) -> list[Traffic]:
-    """Sends activations to the next stage and gradients to the previous one."""
+    """Sends activations to the next stage and gradients to the previous one; gradients of shared parameters to all
+    other ranks with copies."""
     boundary = shape.positions // shape.sizes["tp"] * shape.stage_width * shape.param_bytes
     calls = remote_neighbors(stage, shape) * shape.microbatches
-    return [Traffic("pp", "send", calls, calls * boundary, section.pp)]
+    copies = sum(others for _, others in stage.shared)
+    of_copies = sum(size * others for size, others in stage.shared)
+    return [Traffic("pp", "send", calls + copies, calls * boundary + of_copies, section.pp)]
 
 
 def remote_neighbors(stage: Stage, shape: StepShape) -> int:

@@ -27,8 +27,8 @@ class Memory:
     largest part of a backward pass. held_gradients: those of other microbatches at the same time, reduced or not.
     data_parallel: gathered parameters, and buffers of gathers and reductions, at the same time. pipeline: buffers for
     received and sent tensors. reduction, update: temporary memory when the activations are freed, of the last reduction
-    and of the optimizers' updates, which run one after the other. microbatch: the part of `activations` that one
-    microbatch keeps on one stage. in_flight: microbatches per stage at the peak of activations.
+    and of the optimizers' updates or the sums over copies, which run one after the other. microbatch: the part of
+    `activations` that one microbatch keeps on one stage. in_flight: microbatches per stage at the peak of activations.
     """
 
     parameters: int
@@ -118,10 +118,16 @@ def rank_memory(
         # torch's stages allocate an input and a gradient buffer per microbatch of a schedule step
         pipeline=received * per_step * activations.block_input,
         reduction=sum(kept for kept, _ in reductions) + max(buffers for _, buffers in reductions),
-        update=max(sum(stage.update_bytes for stage in stages), owner_bytes),
+        update=max(sum(stage.update_bytes for stage in stages), owner_bytes, *map(shared_bytes, stages)),
         microbatch=max(kept.values()),
         in_flight=in_flight,
     )
+
+
+def shared_bytes(stage: Stage) -> int:
+    """Peak bytes of the sum of a gradient over the ranks that have a copy of its parameter."""
+    # of the others, and their sum
+    return max((size * (others + 1) for size, others in stage.shared), default=0)
 
 
 def kept_bytes(

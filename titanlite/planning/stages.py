@@ -21,9 +21,9 @@ from titanlite.parallel.data import is_wrapped, sharded_dimension
 from titanlite.parallel.exact import padded_rows
 from titanlite.parallel.expert import FEATURES
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
-from titanlite.parallel.pipeline import num_stages
+from titanlite.parallel.pipeline import num_stages, stage_owners
 from titanlite.parallel.recompute import ActivationCheckpointConfig
-from titanlite.parallel.split import assign_units, split_stages, unit_weights
+from titanlite.parallel.split import assign_units, holders, merged_units, split_stages, unit_weights
 from titanlite.parallel.tensor import tensor_dimension
 
 
@@ -78,10 +78,12 @@ class Matrices:
 class Stage:
     """A pipeline stage on one rank.
 
-    num_parameters: of the full stage, tied parameters counted once. The fields ..._bytes count this rank's share.
+    num_parameters: of the full stage; one that stages share counts in the first of them. The fields ..._bytes count
+    this rank's share; stages of a rank have one copy of what they share, which counts in the first of them.
     parameter_bytes: of the parameters; the reduced gradients take as many, since they have the same dtype and sharding.
     update_bytes: temporary bytes of the update, without that of `matrices`, which Muon updates. rows: see padded_rows.
     blocks: indexes of the stage's transformer blocks in the full model. wrapped: whether FSDP or replicate wraps it.
+    shared: bytes of each gradient of a parameter of which other ranks have copies, and the number of these ranks.
     """
 
     index: int
@@ -96,6 +98,7 @@ class Stage:
     rows: int
     blocks: tuple[int, ...]
     wrapped: bool
+    shared: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -150,14 +153,16 @@ def _blueprint(family_name: str, hyper_parameters: Any) -> Blueprint:
         model = family.build(hyper_parameters)
     model.tie_weights()
     structure = family.structure(hyper_parameters)
+    first_names = {name: first for first, others in structure.shared.items() for name in others}
     units = []
     for names in structure.units:
-        found: dict[Tensor, _Shape] = {}  # tied parameters count once
+        found: dict[Tensor, _Shape] = {}  # parameters tied in a unit count once
         for prefix, module in chain(*(model.get_submodule(name).named_modules(prefix=name) for name in names)):
             for name, parameter in module.named_parameters(recurse=False):
                 is_expert = isinstance(module, Experts)
                 tp = FEATURES[name] if is_expert else tensor_dimension(structure, prefix, name)
-                found.setdefault(parameter, _Shape(f"{prefix}.{name}", tuple(parameter.shape), tp, is_expert))
+                full_name = first_names.get(f"{prefix}.{name}", f"{prefix}.{name}")
+                found.setdefault(parameter, _Shape(full_name, tuple(parameter.shape), tp, is_expert))
         units.append(tuple(found.values()))
     blocks = tuple(structure.blocks.get(names[0]) for names in structure.units)
     of_blocks = sum(buffer.numel() for name in structure.blocks for buffer in model.get_submodule(name).buffers())
@@ -181,7 +186,10 @@ def plan_stages(config: JobConfig, sizes: Mapping[str, int]) -> list[Stage]:
     split = _split(
         *(model, section.pp, section.pp_schedule, tuple(section.pp_split), flops, config.activation_checkpoint)
     )
-    return list(_stages(model, config.optimizer, dtypes.parameters, split, shards, tp, section.ep, wrapped=wrapped))
+    owners = tuple(stage_owners(section))
+    return list(
+        _stages(model, config.optimizer, dtypes.parameters, split, owners, shards, tp, section.ep, wrapped=wrapped)
+    )
 
 
 def split_by_parameters(config: JobConfig) -> tuple[str, ...]:
@@ -211,36 +219,44 @@ def _stages(
     optimizer: OptimizerConfig,
     stored: torch.dtype,
     split: tuple[range, ...],
+    owners: tuple[int, ...],
     shards: int,
     tp: int,
     ep: int,
     *,
     wrapped: bool,
 ) -> tuple[Stage, ...]:
-    """split: the units of each stage. shards: ranks that share a parameter."""
+    """split: the units of each stage. owners: see stage_owners. shards: ranks that share a parameter."""
+    copies = holders(model.structure, split, owners)
+    found: set[str | tuple[int, str]] = set()  # parameters of earlier stages, and with the rank that has them
     wide = torch.promote_types(stored, torch.float32).itemsize  # the dtype that init_buffers uses
     stages = []
     for index, own in enumerate(split):
         units, parts = [], dict[str, Tensor]()
         shapes = {parameter.name: parameter for unit in own for parameter in model.units[unit]}
-        for unit in own:
+        numel = 0
+        for merged in merged_units(model.structure, own):
             elements = experts = 0
-            for parameter in model.units[unit]:
+            parameters = {parameter.name: parameter for unit in merged for parameter in model.units[unit]}.values()
+            for parameter in parameters:
                 is_apart = parameter.is_expert and ep > 1
                 part, ranks = list(parameter.part(tp, ep)), shards // ep if is_apart else shards
                 dimension = sharded_dimension(part, ranks)
                 part[dimension] = -(-part[dimension] // ranks)
-                parts[parameter.name] = torch.empty(part, dtype=stored, device="meta")
+                numel += math.prod(parameter.shape) if parameter.name not in found else 0
+                if (owners[index], parameter.name) not in found:
+                    parts[parameter.name] = torch.empty(part, dtype=stored, device="meta")
+                found |= {parameter.name, (owners[index], parameter.name)}
                 gathered = math.prod(part) * ranks  # all other ranks pad their shards to the size of the first one
                 elements, experts = (elements, experts + gathered) if is_apart else (elements + gathered, experts)
-            replicated = [math.prod(parameter.shape) for parameter in model.units[unit] if parameter.tp is None]
-            units.append(FSDPUnit(model.blocks[unit], elements, experts, tuple(replicated) if tp > 1 else ()))
+            replicated = [math.prod(parameter.shape) for parameter in parameters if parameter.tp is None]
+            units.append(FSDPUnit(model.blocks[merged[-1]], elements, experts, tuple(replicated) if tp > 1 else ()))
         blocks = tuple(block for unit in own if (block := model.blocks[unit]) is not None)
         stages.append(
             Stage(
                 index,
                 index == len(split) - 1,
-                sum(model.costs[unit] for unit in own),
+                numel,
                 sum(part.numel() * part.element_size() for part in parts.values()),
                 *memory_bytes(optimizer, parts, model.structure),
                 (model.buffers + len(blocks) * model.block_buffers) * wide,
@@ -252,6 +268,11 @@ def _stages(
                 sum(padded_rows(parameter.shape) for parameter in shapes.values()),
                 blocks,
                 wrapped,
+                tuple(
+                    (parts[name].numel() * stored.itemsize, len(ranks) - 1)
+                    for name, ranks in copies.items()
+                    if name in parts and len(ranks) > 1
+                ),
             )
         )
     return tuple(stages)

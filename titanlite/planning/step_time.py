@@ -315,11 +315,14 @@ class Predictor:
 
     def update(self, rank: RankPlan) -> Seconds:
         """Seconds of the gradient norm, clipping and the optimizer: gradients are read three times and written once,
-        parameters and state read and written; and of owners, their matrix products and their exchange."""
+        parameters and state read and written; of gradients sent for the sum over copies; and of owners, their matrix
+        products and their exchange."""
         memory = rank.memory
         moved = 4 * memory.gradients + 2 * (memory.parameters + memory.optimizer)
         units = sum(len(stage.units) for stage in rank.stages)
         seconds = self.timer.seconds(Work(moved=moved, operations=20 * units))
+        shared = (each for stage in rank.stages for each in stage.shared)
+        seconds += sum(others * self.collective("pp", "send", size) for size, others in shared)
         return {"update": seconds + self.owners(rank)}
 
     def owners(self, rank: RankPlan) -> float:

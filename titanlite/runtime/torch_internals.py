@@ -100,6 +100,23 @@ def mixed_precision_policy(module: Any) -> "MixedPrecisionPolicy":
     return policy
 
 
+def share_parameter(model: nn.Module, name: str, other: nn.Module, other_name: str) -> None:
+    """Replace a parameter of the model `other` by that of `model`, which has the same shape and wrapping."""
+    module_name, _, leaf = other_name.rpartition(".")
+    module, parameter = other.get_submodule(module_name), model.get_parameter(name)
+    managed, own = _fsdp_parameter(model, parameter), _fsdp_parameter(other, module._parameters[leaf])
+    module._parameters[leaf] = parameter
+    if own is not None:  # both are gathered from the same memory, and their gradients are added up
+        own.sharded_param, own._sharded_param_data = parameter, managed._sharded_param_data
+
+
+def _fsdp_parameter(model: nn.Module, parameter: nn.Parameter | None) -> Any:
+    """What FSDP knows of a sharded parameter; None if it is not wrapped."""
+    wrapped: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    groups = (group for module in wrapped if (group := module._get_fsdp_state()._fsdp_param_group) is not None)
+    return next((each for group in groups for each in group.fsdp_params if each.sharded_param is parameter), None)
+
+
 def shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape of a DTensor's local part, and its offset in the global tensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -65,7 +65,7 @@ def test_damaged_records_are_reported_and_left_out(tmp_path: Path, caplog: pytes
 
 def recorder(folder: Path, group: dist.ProcessGroup) -> StepRecorder:
     """A recorder whose mesh has one rank, and whose model has one parameter."""
-    mesh = Mock(data_rank=0, data_degree=1)
+    mesh = Mock(data_rank=0, data_degree=1, coordinate={"pp": 0})
     mesh.is_first.return_value = True
     options: dict[str, Any] = {"sequences": 1, "counts_loss": False, "about": {}}
     return StepRecorder(str(folder), [nn.Linear(1, 1, bias=False)], [0], mesh, group, **options)

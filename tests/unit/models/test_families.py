@@ -3,6 +3,9 @@
 import json
 from dataclasses import fields, replace
 from functools import partial
+from itertools import pairwise
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +16,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.models.shaken import perturbed_model
 from titanlite.config.describe import field_texts
+from titanlite.config.load import load_config
 from titanlite.generation.generate import Sampling, generate
 from titanlite.models.experts import Experts
 from titanlite.models.family import Family, LanguageModel
 from titanlite.models.init import init_parameters_
 from titanlite.models.registry import FAMILIES
 from titanlite.models.shrink import shrink_model
+from titanlite.parallel.split import stage_structure
 from titanlite.parallel.tensor import tensor_style
+from titanlite.runtime.errors import ConfigError
 
 CPU = torch.device("cpu")
 FLAVORS = [(name, flavor) for name, family in FAMILIES.items() for flavor in family.flavors]
@@ -106,7 +112,8 @@ def test_the_plan_covers_each_parameter_once(name: str, flavor: str) -> None:
     family = FAMILIES[name]
     config = replace(family.flavors[flavor], n_layers=3)
     model = on_meta(family, config)
-    units = family.structure(config).units
+    structure = family.structure(config)
+    units = stage_structure(structure, range(len(structure.units))).units  # those that share a parameter are one
     owners: dict[int, set[int]] = {}
     for index, unit in enumerate(units):
         for part in unit:
@@ -188,3 +195,51 @@ def test_config_json_round_trips(name: str, flavor: str) -> None:
     family = FAMILIES[name]
     written = json.loads(json.dumps(family.hugging_face.config_json(family.flavors[flavor]), allow_nan=False))
     assert family.hugging_face.config_from_json(written) == family.flavors[flavor]
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+
+
+def table(first: str) -> list[list[str]]:
+    """The cells of the rows of the table in docs/models.md whose first column is called `first`."""
+    _, _, rest = PAGE.partition(f"| {first} |")
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in rest.partition("\n\n")[0].split("\n")[2:]]
+
+
+def features(family: Family) -> list[str]:
+    config = family.flavors["debug"]
+    parameters = [name for name, _ in on_meta(family, config).named_parameters()]
+    styles = {*family.structure(config).tensor_styles.values()}
+    windows = getattr(config, "windows", ())
+
+    def leaves(ending: str) -> str:
+        found = (name.removesuffix(ending).rpartition(".")[2] for name in parameters if name.endswith(ending))
+        return ", ".join(dict.fromkeys(found))
+
+    norms = {"before": "attention_norm", "after": "attention_post_norm"}
+    return [
+        "all layers" if windows and all(windows) else "some layers" if any(windows) else "",
+        "Llama 3.1" if hasattr(config, "rope_low_freq_factor") else "YaRN" if hasattr(config, "rope_beta_fast") else "",
+        "some layers" if hasattr(config, "no_rope_interval") else "",
+        leaves(".bias"),
+        "each head" if "head_norm" in styles else "all heads" if "wide_norm" in styles else "",
+        " and ".join(place for place, norm in norms.items() if f"layers.0.{norm}.weight" in parameters),
+        "yes" if config.n_experts > 1 else "",
+        ", ".join(name for name, flavor in family.flavors.items() if flavor.tie_embeddings),
+    ]
+
+
+def test_the_table_of_features_is_that_of_the_code() -> None:
+    nothing = "\N{EN DASH}"
+    shown = {name.strip("`"): cells for name, *cells in table("family | windows")}
+    assert shown == {name: [each or nothing for each in features(family)] for name, family in FAMILIES.items()}
+
+
+@pytest.mark.parametrize(("example", "key", "reason"), [cells[1:4] for cells in table("combination")])
+def test_refused_combinations_are_refused(example: str, key: str, reason: str) -> None:
+    argv = example.strip("`").split()
+    axes = {f"--parallelism.{axis}" for axis in ("pp", "cp", "tp", "ep")}
+    degrees = [int(value) for name, value in pairwise(argv) if name in axes]
+    with pytest.raises(ConfigError) as error:
+        load_config(argv, world_size=prod(degrees), device_type="cpu")
+    assert any(each.key == key.strip("`") and reason in each.rule for each in error.value.problems), error.value

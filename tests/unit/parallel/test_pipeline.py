@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import titanlite.models.registry  # noqa: F401 - the families
-from titanlite.models.family import ModelConfig, Structure, resolve_model
+from titanlite.models.family import LanguageModel, ModelConfig, Structure, resolve_model
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import (
     SCHEDULES,
@@ -20,7 +19,7 @@ from titanlite.parallel.pipeline import (
     stage_owners,
 )
 from titanlite.parallel.recompute import ActivationCheckpointConfig
-from titanlite.parallel.split import assign_units, keep_units_, split_stages, unit_costs, unit_weights
+from titanlite.parallel.split import assign_units, keep_units_, split_stages, stage_structure, unit_costs, unit_weights
 
 STRUCTURE = Structure((("embedding",), *((f"layers.{index}",) for index in range(6)), ("norm", "output")), {}, {})
 
@@ -53,33 +52,48 @@ def test_the_split_is_optimal() -> None:
         assert sum(cost**2 for cost in found) == min(squares)
 
 
+def test_units_that_share_a_parameter_are_one_fsdp_unit() -> None:
+    _, structure = model_of(2, tied=True)
+    assert stage_structure(structure, range(4)).units == (
+        *(("layers.0",), ("layers.1",)),
+        ("tok_embeddings", "norm", "output"),
+    )
+    assert stage_structure(structure, range(2)).units == (("tok_embeddings",), ("layers.0",))
+
+
 def test_given_cuts_are_used() -> None:
     assert assign_units([1, 100, 1, 1], [1, 3], 3) == [range(1), range(1, 3), range(3, 4)]
 
 
-def model_of(layers: int) -> tuple[nn.Module, Structure]:
-    family, config = resolve_model(ModelConfig(overrides={"n_layers": layers}))
+def model_of(layers: int, *, tied: bool = False) -> tuple[LanguageModel, Structure]:
+    family, config = resolve_model(ModelConfig(overrides={"n_layers": layers, "tie_embeddings": tied}))
     with torch.device("meta"):
         return family.build(config), family.structure(config)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("split", [(), ("layers.1", "layers.2", "norm")])
-def test_stages_together_are_the_model(schedule: PipelineSchedule, split: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_together_are_the_model(schedule: PipelineSchedule, split: tuple[str, ...], tied: bool) -> None:
     section = ParallelismConfig(pp=4 // SCHEDULES[schedule].stages_per_rank, pp_schedule=schedule, pp_split=split)
     assert num_stages(section) == 4
     owned = sorted(stage for rank in range(section.pp) for stage in local_stages(section, rank))
     assert owned == [0, 1, 2, 3]
-    model, _ = model_of(5)
+    model, _ = model_of(5, tied=tied)
     names: list[str] = []
     for stage in owned:
-        part, structure = model_of(5)
+        part, structure = model_of(5, tied=tied)
         stages = split_stages(unit_weights(part, structure), structure, 10**9, section, ActivationCheckpointConfig())
-        stage_plan = keep_units_(part, structure, stages[stage])
+        keep_units_(part, structure, stages, stage, stage_owners(section))
+        stage_plan = stage_structure(structure, stages[stage])
         names += [name for name, _ in part.named_parameters()]
         assert all(stage_plan.blocks[name] == int(name.split(".")[1]) for name in stage_plan.blocks)
-    assert names == [name for name, _ in model.named_parameters()]
-    if split:
+    copies = ["tok_embeddings.weight"] if tied else []
+    assert names == [name for name, _ in model.named_parameters()] + copies
+    if tied:
+        shape = SCHEDULES[schedule]
+        assert part.holders == {copies[0]: (0,) if shape.placement == "v" else (0, section.pp - 1)}
+    elif split:
         assert names[-2:] == ["norm.weight", "output.weight"]
         assert {name.split(".")[0] for name, _ in part.named_parameters()} == {"norm", "output"}
 

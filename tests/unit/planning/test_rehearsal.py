@@ -27,7 +27,7 @@ def rehearsed(*settings: str, ranks: int = 8, rank: int = 0) -> Rehearsal:
     ("rank", "settings"),
     [
         (0, ("parallelism.gradient_sync=last", "parallelism.tp=2", "parallelism.dp_replicate=2")),
-        (4, ("parallelism.pp=2", "parallelism.tp=2", "optimizer.name=Muon")),
+        (4, ("parallelism.pp=2", "parallelism.tp=2", "optimizer.name=Muon", "model.tie_embeddings=true")),
         (0, ("model.tie_embeddings=true", "training.global_batch_size=32", "activation_checkpoint.mode=full")),
         (
             0,

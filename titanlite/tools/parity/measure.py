@@ -5,7 +5,7 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from titanlite.assembly.job import job_of
 from titanlite.assembly.model import build_model, build_optimizers, build_trainer
 from titanlite.batch import FILLER, IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
+from titanlite.models.family import parameters_of
 from titanlite.models.init import local_region
 from titanlite.optim.schedule import build_factors, build_schedule
 from titanlite.parallel.clip import clip_grad_norm_
@@ -157,16 +158,15 @@ def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path, own:
         loader.close()
 
 
-def named_parameters(trainer: Trainer) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(trainer: Trainer) -> Iterable[tuple[str, nn.Parameter]]:
     """The parameters of all model parts on this rank."""
-    for part in trainer.model_parts:
-        yield from part.named_parameters()
+    return parameters_of(trainer.model_parts).items()
 
 
 def measure_updates(trainer: Trainer, config: JobConfig, steps: int, folder: Path) -> dict[str, float | None]:
     """Measurement.updates: clip the reference's gradients and update with the configuration's own optimizer."""
     load_weights_(trainer, reference_file(folder, "weights", 0))
-    optimizer = build_optimizers(config, dict(named_parameters(trainer)), trainer.mesh, CPU)
+    optimizer = build_optimizers(config, parameters_of(trainer.model_parts), trainer.mesh, CPU)
     schedule = build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps)
     factors = build_factors(config.optimizer, config.training.steps)
     for step in range(steps):
@@ -176,7 +176,7 @@ def measure_updates(trainer: Trainer, config: JobConfig, steps: int, folder: Pat
         clip_grad_norm_(trainer.model_parts, clipping_norm(config, gradients), trainer.pp_group)
         optimizer.set_lr(schedule(step + 1), factors(step + 1))
         optimizer.step_if(torch.ones((), dtype=torch.bool))
-    return differences_from(dict(named_parameters(trainer)), reference_file(folder, "updated"))
+    return differences_from(parameters_of(trainer.model_parts), reference_file(folder, "updated"))
 
 
 def clipping_norm(config: JobConfig, gradients: Mapping[str, Tensor]) -> float:

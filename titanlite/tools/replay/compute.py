@@ -28,7 +28,7 @@ from titanlite.forward import on_device
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import last_row
 from titanlite.models.attention import pin_kernels
-from titanlite.models.family import saved_tensors
+from titanlite.models.family import parameters_of, saved_tensors
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.microbatches import rows_together
 from titanlite.ranks.distributed import World
@@ -260,7 +260,7 @@ def copy_in_float64(config: JobConfig, trainer: Trainer, mesh: Mesh, device: tor
 def take_step(trainer: Trainer, batches: Sequence[Batch], loader: Loader) -> RecordedStep:
     """Take a step; returns its numbers. On one process, each shard is the full gradient."""
     stats = trainer.train_step(batches)
-    names = [name for part in trainer.model_parts for name, _ in part.named_parameters()]
+    names = parameters_of(trainer.model_parts)
     return RecordedStep(
         trainer.step,
         int(stats.num_valid),
