@@ -203,12 +203,13 @@ def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
     if not problems:
         rules = Rules("parallelism", section, problems)
         rule = f"1 with the family {family.name!r}, whose structure has no tensor_styles"
-        styles = section.tp == 1 or family.structure(model).tensor_styles
+        structure = family.structure(model)
+        styles = section.tp == 1 or structure.tensor_styles
         rules.require("tp", styles, rule, "use dp_shard or pp, or add tensor_styles to its structure")
         problems += check_context(section, model, training.seq_len)
         problems += [] if of_mesh else check_experts(section, getattr(model, "n_experts", 1), world_size)
         layout = replace(section, dp_shard=resolve_degrees(section, world_size)["dp_shard"])
-        problems += check_pipeline(layout, family.structure(model), bit_equal=training.bit_equal)
+        problems += check_pipeline(layout, structure, bit_equal=training.bit_equal)
     compiled, backend = compiles_blocks(config.compile, model), config.compile.backend
     return [
         *problems,

@@ -184,9 +184,8 @@ def has_owners(section: OptimizerConfig, named: Mapping[str, Tensor], structure:
     return any(OPTIMIZERS[group.optimizer].takes_matrices for group in divide(section, named, structure))
 
 
-def names_of_muon(section: OptimizerConfig, named: Mapping[str, Tensor], structure: Structure) -> list[str]:
-    """The parameters that Muon updates, in the order in which it deals them out. named, structure: as for `divide`."""
-    groups = divide(section, named, structure)
+def names_of_muon(groups: Sequence[Group]) -> list[str]:
+    """The parameters that Muon updates, in the order in which it deals them out."""
     return [name for group in groups if group.optimizer == "Muon" for name in group.parameters]
 
 

@@ -1,7 +1,7 @@
 """Table of the optimizers, their construction, and their memory."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -103,38 +103,43 @@ def _optimizers(
     ]
 
 
-def memory_bytes(section: OptimizerConfig, shards: Mapping[str, Tensor], structure: Structure) -> tuple[int, int]:
+def memory_bytes(section: OptimizerConfig, groups: Sequence[Group]) -> tuple[int, int]:
     """(bytes of the state after a step, temporary bytes of an update), with those of the average of the weights.
     Allocates nothing of their size.
 
-    shards: this rank's, by name. Temporary: a copy of weights and state of optimizers that cannot skip an update, and
+    groups: of this rank's parts. Temporary: a copy of weights and state of optimizers that cannot skip an update, and
     a tensor of the size of each parameter, as of SGD's foreach form; for the others, tensors of the size of one
     parameter. Those of Muon depend on the mesh: titanlite/planning/owner_rounds.py.
     """
-    state, update = average_bytes(section.ema_decay, shards.values())
-    for group in divide(section, shards, structure):
-        # A step on a small parameter of each dtype. One on the meta device would import torch._dynamo: half a second.
-        samples = {
-            dtype: nn.Parameter(torch.zeros(2, 3, dtype=dtype))
-            for dtype in {p.dtype for p in group.parameters.values()}
-        }
-        named = {str(dtype): sample for dtype, sample in samples.items()}
-        (optimizer,) = _optimizers(section, [replace(group, parameters=named)], CPU, ShardGroups(), 0)
-        gated = GatedOptimizer([optimizer])
-        gated.init_state()
-        own = 0
-        for parameter in group.parameters.values():
-            for value in optimizer.state.get(samples[parameter.dtype], {}).values():
-                assert value.shape in ((), (2, 3)), "state must be of the parameter's shape, or a scalar"
-                own += value.itemsize * (parameter.numel() if value.dim() else 1)
+    state, update = average_bytes(section.ema_decay, [part for group in groups for part in group.parameters.values()])
+    for group in groups:
+        parts, options = group.parameters.values(), tuple(group.options.items())
+        samples = {part.dtype: _sample(section, group.optimizer, options, part.dtype) for part in parts}
+        own = sum(each * part.numel() + fixed for part in parts for each, fixed, _ in [samples[part.dtype]])
         state += own
+        _, _, optimizer = next(iter(samples.values()))
         if not skips_by_itself(optimizer):
-            weights = sum(parameter.numel() * parameter.itemsize for parameter in group.parameters.values())
-            update += own + 2 * weights
+            update += own + 2 * sum(part.numel() * part.itemsize for part in parts)
         elif isinstance(optimizer, SkippingOptimizer) and group.optimizer in WIDE_TENSORS:
-            largest = max(parameter.numel() for parameter in group.parameters.values())
+            largest = max(part.numel() for part in parts)
             wide = torch.promote_types(next(iter(samples)), torch.float32).itemsize
             rounds = group.optimizer == "AdamW" and section.state_rounding == "stochastic"
             temporary = WIDE_TENSORS[group.optimizer] * largest * wide + (rounding_bytes(largest) if rounds else 0)
             update = max(update, temporary)
     return state, update
+
+
+@lru_cache(maxsize=256)  # a search asks for the same for each stage
+def _sample(
+    section: OptimizerConfig, name: str, options: tuple[tuple[str, Any], ...], dtype: torch.dtype
+) -> tuple[int, int, torch.optim.Optimizer]:
+    """(bytes of the state of an element, bytes of the other state of a parameter, the optimizer), by a step on a small
+    parameter. One on the meta device would import torch._dynamo: half a second."""
+    sample = nn.Parameter(torch.zeros(2, 3, dtype=dtype))
+    group = Group("-", name, dict(options), {"sample": sample})
+    (optimizer,) = _optimizers(section, [group], CPU, ShardGroups(), 0)
+    GatedOptimizer([optimizer]).init_state()
+    values = list(optimizer.state.get(sample, {}).values())
+    assert all(value.shape in ((), (2, 3)) for value in values), "state must be of its parameter's shape, or a scalar"
+    sizes = [[value.itemsize for value in values if (value.dim() > 0) == is_full] for is_full in (True, False)]
+    return sum(sizes[0]), sum(sizes[1]), optimizer

@@ -1,6 +1,6 @@
 """Activation checkpointing: blocks save fewer activations in forward and recompute them in backward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -127,6 +127,12 @@ def recomputes(section: ActivationCheckpointConfig, index: int) -> bool:
     """Whether the block `index` of the full model is recomputed, in full or by operation."""
     by_layer = section.mode == "selective" and section.selective_policy == "layer"
     return section.mode in ("full", "selective") and (not by_layer or index % 2 == 0)
+
+
+def count_recomputed(section: ActivationCheckpointConfig, blocks: Sequence[int]) -> int:
+    """How many of these blocks are recomputed."""
+    alike = recomputes(section, 0) == recomputes(section, 1)
+    return len(blocks) * recomputes(section, 0) if alike else sum(recomputes(section, index) for index in blocks)
 
 
 def _recomputed(forward: Callable[..., Any], section: ActivationCheckpointConfig) -> Callable[..., Any]:

@@ -1,7 +1,8 @@
 """The split of a model into pipeline stages of equal time."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -28,31 +29,35 @@ def assign_units(costs: Sequence[int], cuts: Sequence[int], stages: int) -> list
 def _balanced(costs: Sequence[int], stages: int) -> list[int]:
     """The first unit of each stage."""
     totals = [0, *accumulate(costs)]
-    most, _ = _best_split(totals, stages, max)
-    return _best_split(totals, stages, lambda so_far, cost: so_far + cost * cost if cost <= most else math.inf)[1]
-
-
-def _best_split(totals: Sequence[int], stages: int, combine: Callable[[float, int], float]) -> tuple[float, list[int]]:
-    """(value, first unit of each stage) of the split with the smallest value.
-
-    combine(value of the previous stages, cost of a stage): value of the stages up to this one. totals: cost of all
-    units before each unit, and of all units.
-    """
-    best: list[tuple[float, list[int]]] = [(0, []), *[(math.inf, [])] * (len(totals) - 1)]
+    least, most = 0, totals[-1]  # the smallest maximum is between them
+    while least < most:
+        middle = (least + most) // 2
+        least, most = (least, middle) if _fewest_stages(totals, middle) <= stages else (middle + 1, most)
+    # of the units before `end`: (sum of the squared costs, first unit of each stage), infinite if there is no split
+    best: list[tuple[float, list[int]]] = [(0, []), *[(math.inf, [])] * len(costs)]
     for _ in range(stages):
         longer: list[tuple[float, list[int]]] = []
         for end, total in enumerate(totals):
             found: tuple[float, list[int]] = (math.inf, [])
-            for start in reversed(range(end)):
-                cost = total - totals[start]
-                if combine(0, cost) > found[0]:  # and so for all starts before it
-                    break
+            for start in range(end - 1, bisect_left(totals, total - most) - 1, -1):
                 value, starts = best[start]
-                if (value := combine(value, cost)) < math.inf:
+                value += (total - totals[start]) ** 2
+                if value <= found[0]:
                     found = min(found, (value, [*starts, start]))
             longer.append(found)
         best = longer
-    return best[-1]
+    return best[-1][1]
+
+
+def _fewest_stages(totals: Sequence[int], most: int) -> float:
+    """The fewest stages of a cost of at most `most` each. totals: cost of all units before each unit, and of all."""
+    start = count = 0
+    while start < len(totals) - 1:
+        end = bisect_right(totals, totals[start] + most) - 1
+        if end == start:
+            return math.inf  # a unit costs more
+        start, count = end, count + 1
+    return count
 
 
 def unit_weights(model: nn.Module, structure: Structure) -> list[int]:

@@ -5,15 +5,16 @@ that of the update by Muon. Not counted: scalars (the number of valid tokens, th
 collectives of the first step.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from titanlite.parallel.data import replicates_at_once
 from titanlite.parallel.mesh import GradientSync, ParallelismConfig
 from titanlite.parallel.pipeline import resolve_reshard_after_forward, splits_backward
-from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
-from titanlite.planning.pipeline_order import Action, count_gathers
+from titanlite.parallel.recompute import ActivationCheckpointConfig, count_recomputed
+from titanlite.planning.pipeline_order import Actions, count_gathers
 from titanlite.planning.stages import Stage
 
 Operation = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send"]
@@ -55,7 +56,7 @@ class StepShape:
     device_type: str
     sizes: Mapping[str, int]
     sync: GradientSync | None
-    actions: Sequence[Action]
+    actions: Actions
     schedule_steps: int
     microbatches: int
     rows: int
@@ -85,13 +86,9 @@ def exchanges(
     stage: Stage, section: ParallelismConfig, recompute: ActivationCheckpointConfig, shape: StepShape
 ) -> list[Traffic]:
     """The traffic of one stage within the computation of microbatches: over cp, ep and tp."""
-    return _real(
-        [
-            *_context_parallel(stage, section, recompute, shape),
-            *_expert_parallel(stage, section, recompute, shape),
-            *_tensor_parallel(stage, section, recompute, shape),
-        ]
-    )
+    degrees = {_context_parallel: shape.sizes["cp"], _expert_parallel: section.ep, _tensor_parallel: shape.sizes["tp"]}
+    of_axes = (traffic(stage, section, recompute, shape) for traffic, degree in degrees.items() if degree > 1)
+    return _real(chain.from_iterable(of_axes))
 
 
 def _real(found: Iterable[Traffic]) -> list[Traffic]:
@@ -112,10 +109,10 @@ def reduces_sums(shape: StepShape) -> bool:
     return shape.sync is None or (shape.sync == "last" and shape.microbatches > 1)
 
 
-def frees_after_forward(stage: Stage, section: ParallelismConfig, unit: int) -> bool:
-    """Whether FSDP unit number `unit` of the stage is freed between forward and backward."""
+def frees_after_forward(stage: Stage, section: ParallelismConfig) -> list[bool]:
+    """Whether each FSDP unit of the stage is freed between forward and backward."""
     policy = resolve_reshard_after_forward(section)
-    return policy == "always" or (policy == "default" and unit < len(stage.units) - 1)
+    return [policy in ("always", "default")] * (len(stage.units) - 1) + [policy == "always"]
 
 
 def reduced_sizes(stage: Stage, shape: StepShape) -> list[int]:
@@ -137,12 +134,13 @@ def _data_parallel(stage: Stage, section: ParallelismConfig, shape: StepShape) -
     gathers = gathered = expert_gathers = gathered_experts = 0
     syncs = range(shape.microbatches if shape.sync in ("every", "hybrid") else 0)
     frees = dict.fromkeys(syncs, True) | ({shape.microbatches - 1: True} if shape.sync else {})
+    is_freed = frees_after_forward(stage, section)
     of_unit = {
         freed: count_gathers(shape.actions, stage.index, frees_after_forward=freed, frees_after_backward=frees)
-        for freed in {frees_after_forward(stage, section, index) for index in range(len(stage.units))}
+        for freed in set(is_freed)
     }
     for index, unit in enumerate(stage.units):
-        count = shape.schedule_steps * of_unit[frees_after_forward(stage, section, index)]
+        count = shape.schedule_steps * of_unit[is_freed[index]]
         if shape.sync is not None and index == len(stage.units) - 1 and stage.units[0].block is None:
             # With several microbatches, fully_shard's backward prefetch gathers the last unit once more per step; not
             # if it has the tied embedding, which is in use then.
@@ -173,7 +171,7 @@ def _context_parallel(
     """Each block exchanges queries, keys, values and the result of attention per direction, and if it is recomputed; or
     gathers keys and values, also if it is recomputed, and scatters their gradients."""
     cp, backward = shape.sizes["cp"], len(stage.blocks) * shape.microbatches
-    forward = backward + sum(recomputes(recompute, index) for index in stage.blocks) * shape.microbatches
+    forward = backward + count_recomputed(recompute, stage.blocks) * shape.microbatches
     part = shape.positions * shape.exchanged * shape.param_bytes
     # of the choices and probabilities of each row's experts, for their balance
     balances = forward if shape.n_experts > 1 else 0
@@ -194,7 +192,7 @@ def _expert_parallel(
     """Each block sends counts and the rows of all choices, and results return, also if it is recomputed; their
     gradients take both ways once. Bytes if all experts are chosen equally often."""
     backward = len(stage.blocks) * shape.microbatches
-    forward = backward + sum(recomputes(recompute, index) for index in stage.blocks) * shape.microbatches
+    forward = backward + count_recomputed(recompute, stage.blocks) * shape.microbatches
     rows = shape.positions * shape.n_active * shape.dim * shape.param_bytes
     exchanged = forward * (2 * rows + shape.n_experts * 8) + backward * 2 * rows
     return [Traffic("ep", "all-to-all", 3 * forward + 2 * backward, exchanged, section.ep)]
@@ -206,7 +204,7 @@ def _tensor_parallel(
     """Each block gathers and scatters the residual stream twice per direction; embedding and head once each. Recomputed
     blocks gather again, and scatter again unless the policy keeps the scattered outputs."""
     tp, count = shape.sizes["tp"], shape.microbatches
-    again = sum(recomputes(recompute, index) for index in stage.blocks)
+    again = count_recomputed(recompute, stage.blocks)
     keeps_scattered = recompute.mode == "selective" and recompute.selective_policy == "op"
     # With early stop, recomputation skips the last scatter of a block, which backward does not need.
     scatters_again = 0 if keeps_scattered else 1 if recompute.early_stop else 2
@@ -248,5 +246,5 @@ def _pipeline(stage: Stage, section: ParallelismConfig, shape: StepShape) -> lis
 
 def remote_neighbors(stage: Stage, shape: StepShape) -> int:
     """How many of the previous and the next stage are on another rank."""
-    mine = {action.stage for action in shape.actions}
+    mine = shape.actions.stages
     return (not stage.is_last and stage.index + 1 not in mine) + (stage.index > 0 and stage.index - 1 not in mine)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,13 +20,13 @@ from titanlite.parallel.exact import BYTES_PER_ROW
 from titanlite.parallel.mesh import DATA_AXES, resolve_degrees, shard_logits
 from titanlite.parallel.microbatches import Microbatches, divide_step
 from titanlite.parallel.pipeline import local_stages, num_stages, splits_backward
-from titanlite.parallel.recompute import recomputes
-from titanlite.planning.activations import MicrobatchShape, activation_bytes
+from titanlite.parallel.recompute import count_recomputed
+from titanlite.planning.activations import ActivationBytes, MicrobatchShape, activation_bytes
 from titanlite.planning.communication import StepShape, Traffic, stage_traffic
 from titanlite.planning.owner_rounds import OwnerRounds, owner_rounds
-from titanlite.planning.pipeline_order import Action, bubble_share, schedule_order
+from titanlite.planning.pipeline_order import Actions, bubble_share, schedule_order
 from titanlite.planning.rank_memory import Memory, rank_memory
-from titanlite.planning.stages import Stage, plan_stages
+from titanlite.planning.stages import Blueprint, Stage, blueprint, plan_stages
 from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Problem
 
@@ -58,7 +59,7 @@ class Estimate:
     microbatches: int
     rows: int
     schedule_steps: int
-    order: Sequence[Sequence[Action]]
+    order: Sequence[Actions]
     stages: int
     filler_share: float
     ranks: tuple[RankPlan, ...]
@@ -130,7 +131,7 @@ def plan_step(config: JobConfig, sizes: Mapping[str, int]) -> Microbatches:
 
 
 def step_shape(
-    config: JobConfig, sizes: Mapping[str, int], step: Microbatches, actions: Sequence[Action], device_type: str
+    config: JobConfig, sizes: Mapping[str, int], step: Microbatches, actions: Actions, device_type: str
 ) -> StepShape:
     """sizes: degrees of the mesh axes. actions: of this rank, in one run of the schedule."""
     training, cp, tp = config.training, config.parallelism.cp, config.parallelism.tp
@@ -151,7 +152,7 @@ def step_shape(
         exchanged=heads * model.head_dim,
         n_experts=model.n_experts,
         n_active=model.n_active_experts,
-        wide_norms=list(family.structure(model).tensor_styles.values()).count("wide_norm"),
+        wide_norms=list(blueprint(config.model).structure.tensor_styles.values()).count("wide_norm"),
         loss_chunk=loss_chunk(config, model.vocab_size, device_type),
         shard_logits=_shards_logits(config),
         dim=model.dim,
@@ -180,14 +181,18 @@ def _recomputes_logits(config: JobConfig) -> bool:
 def _memory(
     config: JobConfig, stages: Sequence[Stage], shape: StepShape, owners: OwnerRounds, device_type: str
 ) -> Memory:
-    family, model = config.family, config.hyper_parameters
-    activations = activation_bytes(model, family.structure(model), microbatch_shape(config, shape, device_type))
+    activations = _activation_bytes(blueprint(config.model), microbatch_shape(config, shape, device_type))
     memory = rank_memory(
         stages, config.parallelism, config.activation_checkpoint, shape, activations, owners.temporary_bytes
     )
     if not config.training.bit_equal:
         return memory
     return replace(memory, buffers=memory.buffers + sum(stage.rows for stage in stages) * BYTES_PER_ROW)
+
+
+@lru_cache(maxsize=1024)  # the same for all ranks, and many layouts of a search
+def _activation_bytes(model: Blueprint, shape: MicrobatchShape) -> ActivationBytes:
+    return activation_bytes(model.hyper_parameters, model.structure, shape)
 
 
 def _owners(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> OwnerRounds:
@@ -240,7 +245,7 @@ def _flops(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> tupl
     block = (flops_per_token(model, config.training.seq_len) - output) // model.n_layers
     blocks = [index for stage in stages for index in stage.blocks]
     by_op = recompute.mode == "selective" and recompute.selective_policy == "op"
-    again = 0 if by_op else sum(recomputes(recompute, index) for index in blocks)
+    again = 0 if by_op else count_recomputed(recompute, blocks)
     tokens = shape.microbatches * shape.positions
     output *= any(stage.is_last for stage in stages)
     # each half of a split backward pass computes the logits again

@@ -2,8 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
-from itertools import islice
+from functools import cached_property, lru_cache
+from itertools import islice, pairwise
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -33,19 +33,67 @@ class Action(NamedTuple):
     microbatch: int
 
 
-def schedule_order(section: ParallelismConfig, num_microbatches: int) -> list[list[Action]]:
+class InFlight(NamedTuple):
+    """What a rank has at a moment. By stage: held, the microbatches between forward and backward; split, those of them
+    whose gradients wait for those of weights. reduced: the stages with gradients."""
+
+    held: Mapping[int, int]
+    split: Mapping[int, int]
+    reduced: frozenset[int]
+
+
+class Actions(tuple[Action, ...]):
+    """The actions of a rank in their order."""
+
+    @cached_property
+    def stages(self) -> frozenset[int]:
+        """The stages of the rank."""
+        return frozenset(action.stage for action in self)
+
+    @cached_property
+    def peaks(self) -> Sequence[InFlight]:
+        """The moments at which a rank may have most: after an action that adds something, and before one that frees
+        something. Equal ones once.
+
+        A stage has gradients from its first backward pass until its last, at whose end it reduces them. With a split
+        backward pass a microbatch counts until its weight gradients are done.
+        """
+        left = Counter(stage for kind, stage, _ in self if kind in ("backward", "weight_gradient"))
+        held, split, waiting, reduced = dict[int, int](), Counter[int](), set[tuple[int, int]](), set[int]()
+        found: dict[Any, InFlight] = {}
+        end = Action("backward", -1, -1)
+        for (kind, stage, index), following in pairwise((*self, end)):
+            if kind == "gather":
+                continue
+            adds = True
+            if kind == "forward":
+                held[stage] = held.get(stage, 0) + 1
+            elif kind == "input_gradient":
+                split[stage] += 1
+                waiting.add((stage, index))
+            else:
+                held[stage] -= 1
+                split[stage] -= (stage, index) in waiting
+                adds = stage not in reduced
+                reduced.add(stage)
+                left[stage] -= 1
+            if adds and following.kind not in ("forward", "input_gradient"):
+                now = InFlight(dict(held), dict(split), frozenset(stage for stage in reduced if left[stage]))
+                found.setdefault((tuple(held.items()), tuple(split.items()), now.reduced), now)
+        return tuple(found.values())
+
+
+def schedule_order(section: ParallelismConfig, num_microbatches: int) -> list[Actions]:
     """The ordered actions of each pipeline rank in one schedule step; without a pipeline: forward, backward, ...
 
     Orders of schedules with several stages per rank come from torch, including the gathers that its runtime adds.
     num_microbatches: must pass check_pipeline.
     """
-    if section.pp == 1:
-        return [one_stage_order(0, 0, num_microbatches)]
-    return list(_order(section.pp, section.pp_schedule, num_microbatches))
+    return list(_order(section.pp, section.pp_schedule if section.pp > 1 else "1F1B", num_microbatches))
 
 
 @lru_cache(maxsize=256)  # torch's schedules take seconds to build for many stages and microbatches
-def _order(pp: int, name: PipelineSchedule, num_microbatches: int) -> tuple[list[Action], ...]:
+def _order(pp: int, name: PipelineSchedule, num_microbatches: int) -> tuple[Actions, ...]:
     if name in ("GPipe", "1F1B"):
         ahead = [num_microbatches if name == "GPipe" else pp - 1 - rank for rank in range(pp)]
         return tuple(one_stage_order(rank, count, num_microbatches) for rank, count in enumerate(ahead))
@@ -63,19 +111,20 @@ def _order(pp: int, name: PipelineSchedule, num_microbatches: int) -> tuple[list
     return tuple(_with_gathers(list(_flatten(schedule.pipeline_order[rank]))) for rank in range(pp))
 
 
-def _with_gathers(actions: list[Action]) -> list[Action]:
+def _with_gathers(actions: list[Action]) -> Actions:
     """Add the gathers of torch's runtime, which gathers the next three stages and frees the others: a rank has two."""
     stages = list(dict.fromkeys(action.stage for action in actions))
-    return [*(Action("gather", stage, -1) for stage in stages), *actions]
+    return Actions([*(Action("gather", stage, -1) for stage in stages), *actions])
 
 
-def one_stage_order(stage: int, ahead: int, num_microbatches: int) -> list[Action]:
+def one_stage_order(stage: int, ahead: int, num_microbatches: int) -> Actions:
     """The 1F1B order after up to `ahead` forward passes: Narayanan et al., "PipeDream" (2019)."""
     ahead = min(ahead, num_microbatches)
     actions = [Action("forward", stage, index) for index in range(ahead)]
     for index in range(ahead, num_microbatches):
         actions += [Action("forward", stage, index), Action("backward", stage, index - ahead)]
-    return actions + [Action("backward", stage, index) for index in range(num_microbatches - ahead, num_microbatches)]
+    last = (Action("backward", stage, index) for index in range(num_microbatches - ahead, num_microbatches))
+    return Actions([*actions, *last])
 
 
 def _flatten(actions: Iterable[Any]) -> Iterable[Action]:
@@ -148,49 +197,36 @@ def simulate(
 
 
 def peak_in_flight(
-    actions: Iterable[Action],
+    actions: Actions,
     bytes_per_microbatch: Callable[[int], int],
     gradient_bytes: Callable[[int], int],
     split_bytes: Callable[[int], int] = lambda _: 0,
-) -> tuple[int, int, dict[int, int]]:
+) -> tuple[int, int, Mapping[int, int]]:
     """(bytes of the microbatches between forward and backward, bytes of gradients, number of these microbatches per
     stage), when the two sizes together are largest.
 
-    The functions are called with the stage, which has gradients from its first backward pass until its last, at whose
-    end it reduces them. With a split backward pass a microbatch counts until its weight gradients are done, which need
-    split_bytes more after those of inputs.
+    The functions are called with the stage. split_bytes: what a microbatch needs more between its gradients of inputs
+    and those of weights. See Actions.peaks.
     """
-    actions, held = list(actions), dict[int, int]()
-    left = Counter(stage for kind, stage, _ in actions if kind in ("backward", "weight_gradient"))
-    kept, gradients, with_gradients, split = 0, 0, set[int](), set[tuple[int, int]]()
-    most: tuple[int, int, dict[int, int]] = 0, 0, {}
-    for kind, stage, index in actions:
-        if kind == "forward":
-            held[stage] = held.get(stage, 0) + 1
-            kept += bytes_per_microbatch(stage)
-        elif kind == "input_gradient":
-            split.add((stage, index))
-            kept += split_bytes(stage)
-        elif kind in ("backward", "weight_gradient"):
-            held[stage] -= 1
-            kept -= bytes_per_microbatch(stage) + ((stage, index) in split) * split_bytes(stage)
-            if stage not in with_gradients:
-                with_gradients.add(stage)
-                gradients += gradient_bytes(stage)
-            left[stage] -= 1
-            gradients -= gradient_bytes(stage) * (not left[stage])
+    most: tuple[int, int, Mapping[int, int]] = 0, 0, {}
+    for held, split, reduced in actions.peaks:
+        kept = sum(count * bytes_per_microbatch(stage) for stage, count in held.items())
+        kept += sum(count * split_bytes(stage) for stage, count in split.items())
+        gradients = sum(map(gradient_bytes, reduced))
         if kept + gradients > most[0] + most[1]:
-            most = kept, gradients, dict(held)
+            most = kept, gradients, held
     return most
 
 
 def count_gathers(
-    actions: Iterable[Action], stage: int, *, frees_after_forward: bool, frees_after_backward: Mapping[int, bool]
+    actions: Actions, stage: int, *, frees_after_forward: bool, frees_after_backward: Mapping[int, bool]
 ) -> int:
     """Number of gathers of one FSDP unit of the stage in one run of the actions. The unit starts and ends freed.
 
     frees_after_backward: by microbatch; False if missing.
     """
+    if not (frees_after_forward or any(frees_after_backward.values())):
+        return int(stage in actions.stages)  # it is not freed before the end
     gathered, count = False, 0
     for action in actions:
         if action.stage != stage or action.kind == "weight_gradient":

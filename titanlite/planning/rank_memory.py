@@ -191,7 +191,7 @@ def data_parallel_bytes(
     if shape.sizes["dp_shard"] == 1:
         gathered = (sum(sizes) + max(sizes)) * shape.param_bytes
         return (gathered + 2 * max(calls) * shape.reduce_bytes,) * 2
-    is_freed = [frees_after_forward(stage, section, index) for index in range(len(sizes))]
+    is_freed = frees_after_forward(stage, section)
     stays = sum(size for size, freed in zip(sizes, is_freed, strict=True) if not freed)
     in_loss = stays + last * (1 + is_freed[-1])
     in_block = stays - last * (not is_freed[-1]) + sum(before) + before[-1]

@@ -183,6 +183,7 @@ class _Visit:
         self.model = config.hyper_parameters
         resolved = resolve_config(one_rank(config), world_size=1, device_type=profile.device)
         self.config = replace(resolved, parallelism=config.parallelism)
+        self.configs: dict[frozenset[tuple[str, Any]], JobConfig | None] = {}
         self.divisions: dict[tuple[Any, ...], tuple[Sequence[int], int]] = {}
         self.bounds: dict[tuple[tuple[str, Any], ...], Sequence[tuple[float, Settings]]] = {}
 
@@ -407,8 +408,11 @@ class _Visit:
         return _extrapolated(few, more, step.per_batch, config)
 
     def _checked(self, settings: Settings) -> JobConfig | None:
-        config = with_settings(self.config, settings)
-        return None if check_layout(config, self.world_size) else config
+        key = frozenset(settings.items())
+        if key not in self.configs:
+            config = with_settings(self.config, settings)
+            self.configs[key] = None if check_layout(config, self.world_size) else config
+        return self.configs[key]
 
     def _sizes(self, config: JobConfig) -> Mapping[str, int]:
         """The degrees of the mesh axes."""

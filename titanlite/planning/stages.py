@@ -13,7 +13,7 @@ from torch import Tensor
 from titanlite.config.schema import JobConfig
 from titanlite.models.experts import Experts
 from titanlite.models.family import FAMILIES, ModelConfig, Structure, resolve_model
-from titanlite.optim.groups import names_of_muon
+from titanlite.optim.groups import divide, names_of_muon
 from titanlite.optim.muon import flops
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.registry import memory_bytes
@@ -122,11 +122,13 @@ class _Shape:
 
 @dataclass(frozen=True, eq=False)  # one for each model, compared by identity
 class Blueprint:
-    """The parameters of a full model by unit. names: first module of each unit. blocks: index of the transformer block
-    of each unit, or None. weights: of unit_weights. buffers, block_buffers: elements of the model's own buffers, and of
-    each block's.
+    """The parameters of a full model with these hyper-parameters, by unit.
+
+    names: first module of each unit. blocks: index of the transformer block of each unit, or None. weights: of
+    unit_weights. buffers, block_buffers: elements of the model's own buffers, and of each block's.
     """
 
+    hyper_parameters: Any
     names: tuple[str, ...]
     units: tuple[tuple[_Shape, ...], ...]
     blocks: tuple[int | None, ...]
@@ -170,7 +172,8 @@ def _blueprint(family_name: str, hyper_parameters: Any) -> Blueprint:
     names = tuple(unit[0] for unit in structure.units)
     weights = tuple(unit_weights(model, structure))
     block_buffers = of_blocks // max(len(structure.blocks), 1)
-    return Blueprint(names, tuple(units), blocks, buffers - of_blocks, block_buffers, structure, weights)
+    own = buffers - of_blocks
+    return Blueprint(hyper_parameters, names, tuple(units), blocks, own, block_buffers, structure, weights)
 
 
 def plan_stages(config: JobConfig, sizes: Mapping[str, int]) -> list[Stage]:
@@ -182,9 +185,9 @@ def plan_stages(config: JobConfig, sizes: Mapping[str, int]) -> list[Stage]:
     shards, tp = sizes["dp_shard"] * sizes["cp"], sizes["tp"]
     wrapped = is_wrapped(shards * sizes["dp_replicate"] * tp, section.pp, dtypes)
     model = blueprint(config.model)
-    flops = config.family.flops_per_token(config.hyper_parameters, config.training.seq_len)
     split = _split(
-        *(model, section.pp, section.pp_schedule, tuple(section.pp_split), flops, config.activation_checkpoint)
+        *(model, config.model.family, config.training.seq_len),
+        *(section.pp, section.pp_schedule, tuple(section.pp_split), config.activation_checkpoint),
     )
     owners = tuple(stage_owners(section))
     return list(
@@ -202,14 +205,16 @@ def split_by_parameters(config: JobConfig) -> tuple[str, ...]:
 @cache
 def _split(
     model: Blueprint,
+    family: str,
+    seq_len: int,
     pp: int,
     schedule: PipelineSchedule,
     cuts: tuple[str, ...],
-    flops: int,
     recompute: ActivationCheckpointConfig,
 ) -> tuple[range, ...]:
     """The units of each stage."""
     section = ParallelismConfig(pp=pp, pp_schedule=schedule, pp_split=cuts)
+    flops = FAMILIES[family].flops_per_token(model.hyper_parameters, seq_len)
     return tuple(split_stages(model.weights, model.structure, flops, section, recompute))
 
 
@@ -230,8 +235,16 @@ def _stages(
     copies = holders(model.structure, split, owners)
     found: set[str | tuple[int, str]] = set()  # parameters of earlier stages, and with the rank that has them
     wide = torch.promote_types(stored, torch.float32).itemsize  # the dtype that init_buffers uses
-    stages = []
+    kinds, made = _kinds(model, optimizer), dict[tuple[int, ...], Stage]()
+    stages: list[Stage] = []
     for index, own in enumerate(split):
+        blocks = tuple(block for unit in own if (block := model.blocks[unit]) is not None)
+        is_last = index == len(split) - 1
+        alike = (is_last, *((index,) if model.structure.shared else (kinds[unit] for unit in own)))
+        if (same := made.get(alike)) is not None:  # it differs only in its place
+            placed = (replace(each, block=model.blocks[unit]) for each, unit in zip(same.units, own, strict=True))
+            stages.append(replace(same, index=index, units=tuple(placed), blocks=blocks))
+            continue
         units, parts = [], dict[str, Tensor]()
         shapes = {parameter.name: parameter for unit in own for parameter in model.units[unit]}
         numel = 0
@@ -251,19 +264,19 @@ def _stages(
                 elements, experts = (elements, experts + gathered) if is_apart else (elements + gathered, experts)
             replicated = [math.prod(parameter.shape) for parameter in parameters if parameter.tp is None]
             units.append(FSDPUnit(model.blocks[merged[-1]], elements, experts, tuple(replicated) if tp > 1 else ()))
-        blocks = tuple(block for unit in own if (block := model.blocks[unit]) is not None)
+        groups = divide(optimizer, parts, model.structure)
         stages.append(
             Stage(
                 index,
-                index == len(split) - 1,
+                is_last,
                 numel,
                 sum(part.numel() * part.element_size() for part in parts.values()),
-                *memory_bytes(optimizer, parts, model.structure),
+                *memory_bytes(optimizer, groups),
                 (model.buffers + len(blocks) * model.block_buffers) * wide,
                 tuple(units),
                 _matrices(
                     (shapes[name].shape, parts[name].shape, tp if shapes[name].tp is None else 1)
-                    for name in names_of_muon(optimizer, parts, model.structure)
+                    for name in names_of_muon(groups)
                 ),
                 sum(padded_rows(parameter.shape) for parameter in shapes.values()),
                 blocks,
@@ -275,7 +288,24 @@ def _stages(
                 ),
             )
         )
+        made[alike] = stages[-1]
     return tuple(stages)
+
+
+@cache
+def _kinds(model: Blueprint, optimizer: OptimizerConfig) -> tuple[int, ...]:
+    """For each unit the first one that has as many parameters of the same shapes, in the same groups."""
+    named = {each.name: torch.empty(each.shape, device="meta") for unit in model.units for each in unit}
+    groups = {
+        name: index
+        for index, group in enumerate(divide(optimizer, named, model.structure))
+        for name in group.parameters
+    }
+    first: dict[Any, int] = {}
+    return tuple(
+        first.setdefault((block is None, *((groups[each.name], replace(each, name="")) for each in unit)), index)
+        for index, (unit, block) in enumerate(zip(model.units, model.blocks, strict=True))
+    )
 
 
 def _matrices(parameters: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> tuple[Matrices, ...]:

@@ -25,7 +25,7 @@ from titanlite.optim.muon import muon_dtype
 from titanlite.parallel.compile import compiles_blocks
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import stage_owners
-from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputes
+from titanlite.parallel.recompute import ActivationCheckpointConfig, count_recomputed
 from titanlite.planning.activations import MicrobatchShape
 from titanlite.planning.communication import Operation, StepShape, Traffic, exchanges, reductions
 from titanlite.planning.estimate import Estimate, RankPlan, microbatch_shape
@@ -198,7 +198,15 @@ class Predictor:
 
     def of_kernels(self) -> StepTime:
         """The time of a step whose kernels follow each other without gaps."""
-        passes = {stage.index: self.passes(stage, rank.shape) for rank in self.plan.ranks for stage in rank.stages}
+        # most stages differ only in their place
+        shape, alike = self.plan.ranks[0].shape, dict[Any, PassSeconds]()
+        passes = {}
+        for stage in chain.from_iterable(rank.stages for rank in self.plan.ranks):
+            recomputed = count_recomputed(self.config.activation_checkpoint, stage.blocks)
+            key = stage.index == 0, stage.is_last, stage.parameter_bytes, len(stage.blocks), recomputed
+            if key not in alike:
+                alike[key] = self.passes(stage, shape)
+            passes[stage.index] = alike[key]
         if self.config.parallelism.pp > 1:
             return self.pipeline(passes)
         (rank,) = self.plan.ranks
@@ -247,7 +255,7 @@ class Predictor:
             # a memory budget recomputes what is cheap: elementwise operations
             each = units.again_by_op if by_op or recompute.mode == "memory_budget" else units.again
             is_budget = recompute.mode == "memory_budget"
-            recomputed = sum(is_budget or recomputes(recompute, index) for index in stage.blocks)
+            recomputed = count if is_budget else count_recomputed(recompute, stage.blocks)
             again["recomputation"] = recomputed * each
         forward = [times(units.block.forward, count)]
         into = [times(units.block.input_gradient, count)]

@@ -62,7 +62,7 @@ def planned_and_dealt(shards: int, tp: int, replicas: int) -> tuple[OwnerRounds,
             of_replica[matrix.replica] += matrix.division.size(0)
         broadcasts += replicas - of_replica.count(0)
         passed_on += sum(of_replica)
-    stage = Stage(0, True, 0, 0, 0, 0, 0, (), tuple(matrices), 0, (), wrapped=True)
+    stage = Stage(0, True, 0, 0, 0, 0, 0, (), tuple(matrices), 0, (), wrapped=True, shared=())
     planned = owner_rounds([stage], size, replicas, torch.float32, torch.float32, STEPS)
     return planned, (2 * len(rounds), sent + returned, broadcasts, passed_on), work
 

@@ -9,6 +9,7 @@ from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import SCHEDULES, local_stages, num_stages, schedule_class
 from titanlite.planning.pipeline_order import (
     Action,
+    Actions,
     bubble_share,
     count_gathers,
     one_stage_order,
@@ -75,10 +76,11 @@ def test_the_peak_is_the_maximum_of_bytes_not_of_microbatches() -> None:
     """Also of gradients: those of a stage exist between its first and its last backward pass."""
     order = [Action("forward", 0, 0), Action("forward", 0, 1), Action("backward", 0, 0), Action("forward", 1, 0)]
     order += [Action("input_gradient", 1, 0), Action("weight_gradient", 1, 0), Action("backward", 0, 1)]
+    actions = Actions(order)
     kept, gradients, split = [1, 5], [2, 9], [0, 3]
     arguments = kept.__getitem__, gradients.__getitem__
-    assert peak_in_flight(order, *arguments) == (6, 2, {0: 1, 1: 1})
-    assert peak_in_flight(order, *arguments, split.__getitem__) == (9, 2, {0: 1, 1: 1})
+    assert peak_in_flight(actions, *arguments) == (6, 2, {0: 1, 1: 1})
+    assert peak_in_flight(actions, *arguments, split.__getitem__) == (9, 2, {0: 1, 1: 1})
 
 
 @pytest.mark.parametrize(
