@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from tests.distributed import gradients
 from tests.distributed.gradients import replaced
-from tests.distributed.layouts import EVERY, EXPERTS, GATHER, LAST, OLMOE, PAIRS, QWEN3, TIED, Layout, schedule
+from tests.distributed.layouts import EVERY, EXPERTS, GATHER, LAST, OLMOE, PAIRS, QWEN2, QWEN3, TIED, Layout, schedule
 from titanlite import trainer as trainer_module
 from titanlite.assembly import model as build_module
 from titanlite.assembly.job import Job
@@ -52,6 +52,7 @@ SHARD_EXPERTS = Layout((1, 1, 2, 1), EXPERTS)
 CP_EXPERTS = Layout((1, 1, 1, 1), EXPERTS, cp=2)
 EP = Layout((1, 1, 2, 1), (*EXPERTS, "parallelism.ep=2"))
 EP_SHARD = Layout((1, 1, 4, 1), (*EXPERTS, "parallelism.ep=2"))
+TP_QWEN2 = Layout((1, 1, 1, 2), QWEN2)
 TP_QWEN3 = Layout((1, 1, 1, 2), QWEN3)
 TP_OLMOE = Layout((1, 1, 1, 2), OLMOE)
 REPLICATE = Layout((1, 2, 1, 1), LAST, accumulation=2)
@@ -252,8 +253,7 @@ def norm_in_single_precision(trainer: Trainer) -> None:
 def head_norms_not_summed_over_tp() -> Iterator[None]:
     """The gradient of the norm of queries and keys covers only the rank's heads. The loss of the step is correct."""
 
-    def forget(norm: nn.RMSNorm, group: object, x: Tensor) -> Tensor:
-        del group
+    def forget(norm: nn.RMSNorm, x: Tensor) -> Tensor:
         return rms_norm(x, norm.weight.to_local(grad_placements=[Replicate()]), norm.eps)
 
     kind, placement, _ = tensor_module._STYLES["head_norm"]
@@ -262,11 +262,25 @@ def head_norms_not_summed_over_tp() -> Iterator[None]:
 
 
 @contextmanager
+def biases_of_the_first_rank() -> Iterator[None]:
+    """Each rank of tp adds the first one's part of the biases of queries, keys and values."""
+
+    def of_first(linear: nn.Linear, gradient: Placement) -> Tensor | None:
+        del gradient
+        if linear.bias is None:
+            return None
+        assert isinstance(linear.bias, DTensor)
+        return linear.bias.full_tensor().chunk(linear.bias.device_mesh.size())[0]
+
+    with replaced(tensor_module, "_local_bias", of_first):
+        yield
+
+
+@contextmanager
 def wide_norms_of_own_heads() -> Iterator[None]:
     """Queries and keys are divided by the root mean square of the rank's heads instead of all heads."""
 
-    def own_heads(norm: nn.RMSNorm, group: object, x: Tensor) -> Tensor:
-        del group
+    def own_heads(norm: nn.RMSNorm, x: Tensor) -> Tensor:
         return rms_norm(x.flatten(2), norm.weight.to_local(), norm.eps).view_as(x)  # type: ignore[operator]
 
     styles = tensor_module._STYLES
@@ -553,8 +567,7 @@ def balance_of_own_rows(trainer: Trainer) -> None:
 
 @contextmanager
 def router_not_summed_over_tp() -> Iterator[None]:
-    def route(router: Router, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-        del group
+    def route(router: Router, x: Tensor) -> Tensor:
         return router_scores(x, router.weight.to_local())  # type: ignore[operator]
 
     styles = tensor_module._STYLES
@@ -637,6 +650,7 @@ OF_TENSORS = (
         "gradients of the norms of queries and keys not summed over tp (qwen3)",
         *(TP_QWEN3, head_norms_not_summed_over_tp, GRADIENT, "gradient of"),
     ),
+    Mistake("biases of the first rank (qwen2)", TP_QWEN2, biases_of_the_first_rank, GRADIENT, "gradient of"),
     Mistake("norm of the own heads (olmoe)", TP_OLMOE, wide_norms_of_own_heads, STEP, "choice of experts: "),
     Mistake(
         "gradient of the norm of all heads not summed over tp (olmoe)",
@@ -701,6 +715,7 @@ SOAK = (
     # similar to another one
     ("initial weights by torch's random numbers on DTensors", TP),
     ("a .float() in a norm", TP),
+    ("biases of the first rank (qwen2)", TP_QWEN2),
     ("gradients of the norms of queries and keys not summed over tp (qwen3)", TP_QWEN3),
     ("norm of the own heads (olmoe)", TP_OLMOE),
     ("loss not summed over positions", CP),

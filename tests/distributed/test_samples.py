@@ -20,7 +20,7 @@ from titanlite.models.family import resolve_model
 
 FOUR = (
     Layout((1, 2, 2, 1), QWEN3),
-    Layout((1, 1, 2, 2), TIED),
+    Layout((2, 1, 1, 2), TIED),
     Layout((2, 1, 2, 1), (*schedule("Interleaved1F1B"), *PAIRS), accumulation=3, rows=24),
     Layout((2, 1, 1, 2), (*schedule("ZBVZeroBubble"), *EVERY)),
 )

@@ -151,6 +151,10 @@ def test_a_family_is_a_choice_with_its_hyper_parameters() -> None:
             replace(FAMILY, needs={"rope_lo": LLAMA3.needs["rope_low_freq_factor"]}),
             "needs has rope_lo, which the hyper-",
         ),
+        (
+            replace(FAMILY, structure=lambda config: replace(LLAMA3.structure(config), shared={"norm.wight": ()})),
+            "the structure shares norm.wight, which is no parameter",
+        ),
         (styled(layers_0_atention="gather"), "tensor_styles has layers.0.atention, which the model does not have"),
         (styled(norm="nrom"), 'norm: "nrom" is no tensor style; they are gather, vocabulary, norm'),
         (styled(output="column", norm="row"), 'norm: tensor style "row" is for Linear, not RMSNorm'),

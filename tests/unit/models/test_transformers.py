@@ -282,6 +282,39 @@ def other_range(model: nn.Module) -> None:
     model.init_buffers(torch.device("cpu"))
 
 
+def wider_windows(model: nn.Module) -> None:
+    for layer in model.layers.values():
+        layer.attention.window += layer.attention.window > 0
+
+
+def all_rotated(model: nn.Module) -> None:
+    for layer in model.layers.values():
+        layer.attention.rotates = True
+
+
+def without_local_rope(model: nn.Module) -> None:
+    """Layers with a window have YaRN's rotary embeddings, too."""
+    model.local_rope = None
+
+
+def norm_of_the_sum(model: nn.Module) -> None:
+    """A norm after the residual sum in place of before it."""
+    block = model.layers["1"]
+
+    def forward(x: Tensor, *of_attention: Any) -> Tensor:
+        x = x + block.attention_post_norm(block.attention(x, *of_attention))
+        return block.ffn_post_norm(x + block.feed_forward(x))
+
+    block.forward = forward
+
+
+def half_bias(model: nn.Module) -> None:
+    """The second half of the queries has the bias of the first one, as with the wrong shard of it on a rank of tp."""
+    bias = model.layers["1"].attention.wq.bias
+    with torch.no_grad():
+        bias.view(2, -1)[1] = bias.view(2, -1)[0]
+
+
 def other_eps(model: nn.Module) -> None:
     model.norm.eps = 1.001e-3
 
@@ -303,6 +336,11 @@ MISTAKES = {
     "another epsilon": ("qwen3", other_eps),
     "attention is not scaled": ("yarn", unscaled_attention),
     "another range of pairs": ("yarn", other_range),
+    "a window of one position more": ("mistral, window", wider_windows),
+    "rotary embeddings in all layers": ("smollm3", all_rotated),
+    "YaRN in layers with a window": ("olmo3, scaled", without_local_rope),
+    "a norm after the residual sum": ("olmo2", norm_of_the_sum),
+    "the wrong part of a bias": ("qwen2", half_bias),
     "something in float32": ("llama3", in_single_precision),
 }
 
@@ -312,8 +350,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_detected(mistake: str) -> None:
     name, change = MISTAKES[mistake]
-    configs = {"llama3": SCALED, "qwen3": QWEN3, "yarn": YARN, "olmoe": OLMOE}
-    family, config = "qwen3" if name == "yarn" else name, configs[name]
+    family, config = {"llama3": ("llama3", SCALED), "yarn": ("qwen3", YARN)}.get(name) or CASES[name]
     found = differences(FAMILIES[family], config, change)
     assert found["logits"] > 10 * EXACT
     assert max(found.values()) > 100 * EXACT
