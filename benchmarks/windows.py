@@ -1,4 +1,5 @@
-"""Attention with a window, over sequence lengths: by bands, against full causal attention and a boolean mask.
+"""Attention with a window, over sequence lengths: by bands, against full causal attention and a boolean mask; and with
+capped scores, full and with the window, against plain operations and the eager attention of transformers' Gemma 2.
 
 One thread, one row; forward and backward. Every case runs in a process of its own; of two passes in each round, the
 faster one counts. The peak is that of the resident memory over the memory before the first pass, which has queries,
@@ -7,24 +8,40 @@ keys, values and their gradients. Ratios are to full causal attention in the sam
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.measuring import MIB, Row, peak_bytes, ratios, report, reset_peak
-from titanlite.models.attention import attend, may_see
+from titanlite.models.attention import additive_mask, attend, may_see
 from titanlite.ranks.launch import run_ranks
 
-CASES = ("full", "bands", "boolean mask")
+CASES = ("full", "bands", "boolean mask", "capped", "capped, window", "capped, plain", "capped, transformers")
+CAP = 50.0
 
 
 def attended(case: str, heads: tuple[Tensor, Tensor, Tensor], window: int) -> Tensor:
+    ids = torch.zeros(1, heads[0].shape[2], dtype=torch.int64)
     if case == "boolean mask":
-        ids = torch.zeros(1, heads[0].shape[2], dtype=torch.int64)
         mask = may_see(ids, window=window)
         return functional.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)
-    return attend(*heads, None, window if case == "bands" else 0)
+    if case == "capped, transformers":
+        # imported here: it takes seconds
+        from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+
+        module: Any = SimpleNamespace(num_key_value_groups=2, head_dim=64, training=True)
+        found: Tensor = eager_attention_forward(module, *heads, additive_mask(ids, heads[0].dtype), softcap=CAP)[0]
+        return found
+    if case == "capped, plain":
+        queries, keys, values = heads[0], *(x.repeat_interleave(2, dim=1) for x in heads[1:])
+        scores = CAP * torch.tanh(queries @ keys.mT / (8 * CAP))
+        return scores.masked_fill(~may_see(ids), -torch.inf).softmax(-1) @ values
+    return attend(
+        *heads, None, window if case in ("bands", "capped, window") else 0, cap=CAP * case.startswith("capped")
+    )
 
 
 def measure(case: str, seq_len: int, window: int, rounds: int) -> tuple[float, float]:

@@ -34,7 +34,19 @@ PROMISES = (
     Promise("3", "*recompute*", "recomputation changes no gradient", "titanlite/parallel/recompute.py"),
     *(
         Promise("3", f"{name},*", f"steps of {name} have the gradients of float64", f"titanlite/models/{name}.py")
-        for name in ("llama3", "mistral", "qwen2", "qwen3", "qwen3_moe", "olmo2", "olmo3", "olmoe", "smollm3")
+        for name in (
+            "gemma2",
+            "gemma3",
+            "llama3",
+            "mistral",
+            "qwen2",
+            "qwen3",
+            "qwen3_moe",
+            "olmo2",
+            "olmo3",
+            "olmoe",
+            "smollm3",
+        )
     ),
     Promise("3", "*", "steps have the gradients of float64", "titanlite/trainer.py"),
     Promise("4", "*graphs*", "blocks compile once, whatever the documents", "titanlite/parallel/compile.py"),

@@ -91,11 +91,11 @@ def small_model(setup: Setup, family: str) -> list[str]:
     if setup.tiny:
         sizes |= {"dim": 64, "ffn_dim": 96, "vocab_size": 131}
         seq_len, head_dim = 32, 16
-    if family.startswith(("mistral", "qwen3")):  # that of the others is dim / n_heads
+    if family.startswith(("gemma", "mistral", "qwen3")):  # that of the others is dim / n_heads
         sizes["head_dim"] = head_dim
-    if family in ("mistral", "olmo3"):
+    if family in ("gemma2", "gemma3", "mistral", "olmo3"):
         sizes["sliding_window"] = seq_len // 3
-    if family == "olmo3":
+    if family in ("gemma2", "gemma3", "olmo3"):
         sizes["full_interval"] = 2
     if family in EXPERTS:
         sizes |= {"n_experts": 8, "n_active_experts": 2}

@@ -98,12 +98,25 @@ MISTRAL = ("model.family=mistral", "model.head_dim=16", "model.sliding_window=5"
 OLMO3 = ("model.family=olmo3", *MISTRAL[2:], "model.full_interval=2", "model.rope_scaling_factor=4.0")
 QWEN2 = ("model.family=qwen2",)
 OLMO2 = ("model.family=olmo2",)
+GEMMA = (*MISTRAL[1:], "model.full_interval=2", "model.query_pre_attn_scalar=20", "model.logit_cap=2.0")
+GEMMA2 = ("model.family=gemma2", *GEMMA, "model.score_cap=0.2")
+GEMMA3 = ("model.family=gemma3", *GEMMA, "model.rope_local_theta=100.0", "model.rope_scaling_factor=8.0")
 SMOLLM3 = ("model.family=smollm3", "model.no_rope_interval=2")
 GATHER = ("parallelism.context_parallel=gather",)
 EP, EP3, EP4 = ("parallelism.ep=2",), ("parallelism.ep=3",), ("parallelism.ep=4",)
 EPS = (*EP, *EP3, *EP4)
 EIGHT = ("model.n_experts=8",)
-IMPLIED = (AOT, "activation_checkpoint.mode=selective", QWEN3[1], *EXPERTS[1:], SMOLLM3[1], *OLMO3[1:], *EIGHT, *EPS)
+IMPLIED = (
+    AOT,
+    "activation_checkpoint.mode=selective",
+    QWEN3[1],
+    *EXPERTS[1:],
+    SMOLLM3[1],
+    *OLMO3[1:],
+    *GEMMA2[1:],
+    *GEMMA3[1:],
+)
+IMPLIED += (*EIGHT, *EPS)
 SHORT = {
     QWEN3[0]: "qwen3",
     EXPERTS[0]: "qwen3_moe",
@@ -113,6 +126,8 @@ SHORT = {
     OLMO2[0]: "olmo2",
     OLMO3[0]: "olmo3",
     SMOLLM3[0]: "smollm3",
+    GEMMA2[0]: "gemma2",
+    GEMMA3[0]: "gemma3",
     "compile.enable=true": "compile",
     GATHER[0]: "gather",
     FULL[0]: "recompute full",
@@ -171,9 +186,9 @@ SLOW = (
     Layout((2, 1, 1, 1), (*schedule("GPipe"), *split("layers.1"))),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *LAST), accumulation=3, rows=24),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *COMPILE, *BY_OP)),
-    Layout((2, 1, 1, 1), (*schedule("DualPipeV"), *FULL, *TIED)),
+    Layout((2, 1, 1, 1), (*GEMMA3, *schedule("DualPipeV"), *FULL, *TIED)),
     Layout((1, 2, 2, 1), accumulation=3, rows=24),
-    Layout((1, 1, 2, 2), (*TIED, *LAST), accumulation=3, rows=24),
+    Layout((1, 1, 2, 2), (*GEMMA2, *TIED, *LAST), accumulation=3, rows=24),
     Layout((2, 1, 1, 2), (*OLMO3, *schedule("InterleavedZeroBubble"), *FULL, *PAIRS, *TIED), rows=8),
     # context parallelism: each axis beside it, and ranks that share a head of keys
     Layout((1, 1, 1, 1), (*GATHER, *MISTRAL), accumulation=3, rows=24, cp=2),
@@ -255,7 +270,7 @@ SOAK = (
     # each dense family on each axis
     *(
         Layout(mesh, (*family, *settings), cp=cp)
-        for family in (MISTRAL, QWEN2, OLMO2, OLMO3, SMOLLM3)
+        for family in (MISTRAL, QWEN2, OLMO2, OLMO3, SMOLLM3, (*GEMMA2, *TIED), (*GEMMA3, *TIED))
         for mesh, cp, settings in (
             ((1, 1, 2, 1), 1, FULL),
             ((1, 1, 1, 2), 1, BY_OP),
@@ -266,6 +281,7 @@ SOAK = (
             ((2, 1, 1, 2), 1, (*schedule("1F1B"), *PAIRS)),
         )
     ),
+    *(Layout((1, 1, 1, 2), (*family, *TIED, *CHUNKS), cp=2) for family in (GEMMA2, GEMMA3)),
     # norms whose squares are summed over tp
     Layout((1, 1, 1, 2), (*OLMOE, *BY_OP), cp=2),
 )

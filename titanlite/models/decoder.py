@@ -303,6 +303,8 @@ POST_NORM_STYLES: dict[str, TensorStyle] = {
     for name, style in TENSOR_STYLES.items()
 }
 """Those of a decoder whose blocks have their norms after attention and feed-forward."""
+ALL_NORM_STYLES = TENSOR_STYLES | POST_NORM_STYLES
+"""Those of a decoder with norms before and after attention and feed-forward."""
 EXPERT_STYLES: dict[str, TensorStyle] = {
     **{name: style for name, style in TENSOR_STYLES.items() if ".feed_forward." not in name},
     "layers.*.feed_forward.router": "router",
@@ -359,17 +361,18 @@ _FACTOR = Range("leave it out for the default", above=0, below=math.inf)
 _COEFFICIENT = Range("0.0 for none; 0.001 is usual", least=0, below=math.inf)
 RANGES = {
     **dict.fromkeys(("dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len"), _SIZE),
-    **dict.fromkeys(("n_active_experts", "rope_original_seq_len"), _SIZE),
+    **dict.fromkeys(("n_active_experts", "rope_original_seq_len", "query_pre_attn_scalar"), _SIZE),
     "n_layers": replace(_SIZE, most=10_000),
     "no_rope_interval": Range(
         "a number above model.n_layers for rotary embeddings in all layers", least=2, most=2**31 - 1
     ),
     "full_interval": Range("1 for full attention in all layers", least=1, most=2**31 - 1),
+    **dict.fromkeys(("logit_cap", "score_cap"), Range("0.0 for none", least=0, below=math.inf)),
     "sliding_window": Range("0 for none", least=0, most=2**31 - 1),
     "n_experts": Range("another family, such as qwen3, has one feed-forward layer per block", least=2, most=2**31 - 1),
     **dict.fromkeys(("norm_eps", "rope_low_freq_factor", "rope_high_freq_factor"), _FACTOR),
     **dict.fromkeys(("rope_beta_fast", "rope_beta_slow"), _FACTOR),
-    "rope_theta": replace(_FACTOR, above=1),
+    **dict.fromkeys(("rope_theta", "rope_local_theta"), replace(_FACTOR, above=1)),
     "rope_scaling_factor": Range("1.0 for no scaling", least=1, below=math.inf),
     **dict.fromkeys(("balance_loss", "z_loss"), _COEFFICIENT),
     "bias_rate": replace(_COEFFICIENT, below=1),
@@ -405,6 +408,15 @@ def check_head_width(config: DecoderConfig) -> list[Problem]:
     """Check that heads have an even width, for families with head_dim: embeddings rotate pairs."""
     rules = Rules("model", config)
     rules.require("head_dim", config.head_dim % 2 == 0, "even, since rotary embeddings rotate pairs", "128 is usual")
+    return rules.problems
+
+
+def check_windows(config: Any) -> list[Problem]:
+    """Check that layers have a window, for families in which each full_interval-th layer has none."""
+    rules = Rules("model", config)
+    if config.sliding_window == 0:  # a negative one is a problem already
+        rule, remedy = "at least 1 with model.full_interval above 1", "model.full_interval = 1 for full attention"
+        rules.require("sliding_window", config.full_interval == 1, rule, remedy)
     return rules.problems
 
 

@@ -26,6 +26,7 @@ BLOCK_NAMES = {
 }
 PRE_NORM_NAMES = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 POST_NORM_NAMES = {"attention_post_norm": "post_attention_layernorm", "ffn_post_norm": "post_feedforward_layernorm"}
+ALL_NORM_NAMES = {**PRE_NORM_NAMES, **POST_NORM_NAMES, "ffn_norm": "pre_feedforward_layernorm"}
 HEAD_NORM_NAMES = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
 FIELDS = {
     "dim": "hidden_size",
@@ -152,10 +153,17 @@ YARN = Scaling(
 """YaRN, without what other models change in it."""
 
 
-def window_field(fields: Mapping[str, Any]) -> int:
-    """The window; 0: none. transformers has one of 4,096 if the field is missing, and none if it is null."""
-    given = "sliding_window" not in fields or fields["sliding_window"] is not None
-    return int(read_field(fields, "sliding_window", int, 4096)) if given else 0
+def number_or_none(fields: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    """The number of a field; 0 if it is null, `default` if the field is missing, such as transformers' own default."""
+    given = name not in fields or fields[name] is not None
+    return read_field(fields, name, kind, default) if given else kind(0)
+
+
+def layer_kinds(interval: int, n_layers: int) -> list[str]:
+    """The kind of attention of each layer, in the words of transformers: full in those whose number, from 1, is a
+    multiple of the interval."""
+    numbers = range(1, n_layers + 1)
+    return ["sliding_attention" if interval < 1 or number % interval else "full_attention" for number in numbers]
 
 
 def fixed_interval(fields: Mapping[str, Any], name: str, layers: Callable[[int, int], list[Any]], interval: int) -> int:
@@ -172,23 +180,27 @@ def fixed_interval(fields: Mapping[str, Any], name: str, layers: Callable[[int, 
     )
 
 
-def rope_of_full_layers(fields: Mapping[str, Any]) -> dict[str, Any]:
+def rope_of_full_layers(fields: Mapping[str, Any], local: str | None = None) -> dict[str, Any]:
     """The fields with the rotary embeddings of layers of full attention as those of all layers.
 
-    transformers 5 writes them by kind of layer. Raises UserError if those of layers with a window are scaled, or have
-    another base. An attention_factor that is the one of YaRN's formula is left out.
+    local: the field for the base of layers with a window, if it may be another. transformers 5 writes rotary embeddings
+    by kind of layer. Raises UserError if those of layers with a window are scaled, or have another base that may not.
+    An attention_factor that is the one of YaRN's formula is left out.
     """
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     found = read_field(fields, name, dict, {})
     if "full_attention" in found:
         full = read_field(found, "full_attention", dict)
         others = read_field(found, "sliding_attention", dict, {"rope_theta": full.get("rope_theta")})
-        if others.get("rope_type", "default") != "default" or others.get("rope_theta") != full.get("rope_theta"):
+        is_other = local is None and others.get("rope_theta") != full.get("rope_theta")
+        if is_other or others.get("rope_type", "default") != "default":
             raise UserError(
                 f"config.json: {name}.sliding_attention = {others!r}: this family supports only unscaled rotary "
-                "embeddings with the base of full_attention"
+                f"embeddings{' with the base of full_attention' if local is None else ''}"
             )
         found = full
+        if local is not None and "rope_theta" in others:
+            fields = {**fields, local: others["rope_theta"]}
     factor, scale = found.get("attention_factor"), found.get("factor")
     if isinstance(factor, float) and isinstance(scale, int | float) and scale > 0:
         is_usual = math.isclose(factor, 0.1 * math.log(scale) + 1.0, rel_tol=1e-9)

@@ -341,6 +341,11 @@ class Attention(nn.Module):
         return out
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its approximation with a hyperbolic tangent."""
+    return functional.gelu(x, approximate="tanh")
+
+
 class FeedForward(nn.Module):
     """Gated linear unit (Shazeer, "GLU Variants Improve Transformer", 2020): w2(activation(w1 x) * w3 x); by default
     SwiGLU."""

@@ -19,7 +19,7 @@ from titanlite.models.decoder import (
     init,
 )
 from titanlite.models.family import Family
-from titanlite.models.hugging_face import DecoderFormat, window_field
+from titanlite.models.hugging_face import DecoderFormat, number_or_none
 from titanlite.models.layers import Attention
 from titanlite.runtime.errors import Problem
 
@@ -76,7 +76,7 @@ FORMAT = DecoderFormat(
     MistralConfig,
     check,
     fields={"sliding_window": "sliding_window"},
-    prepared=lambda fields: {**fields, "sliding_window": window_field(fields)},
+    prepared=lambda fields: {**fields, "sliding_window": number_or_none(fields, "sliding_window", int, 4096)},
     written=lambda config: {"sliding_window": config.sliding_window or None},
 )
 

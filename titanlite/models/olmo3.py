@@ -14,6 +14,7 @@ from titanlite.models.decoder import (
     WIDE_NORMS,
     Block,
     Decoder,
+    check_windows,
     decoder_structure,
     flops_per_token,
     init,
@@ -26,14 +27,15 @@ from titanlite.models.hugging_face import (
     YARN,
     DecoderFormat,
     fixed_interval,
+    layer_kinds,
+    number_or_none,
     read_field,
     rope_of_full_layers,
-    window_field,
 )
 from titanlite.models.layers import RotaryEmbedding
 from titanlite.models.olmo2 import Olmo2Config, attention
 from titanlite.models.qwen3 import NEEDS, check_yarn, yarn
-from titanlite.runtime.errors import Problem, Rules
+from titanlite.runtime.errors import Problem
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Olmo3Config(Olmo2Config):
 
     @property
     def windows(self) -> tuple[int, ...]:
-        kinds = _kinds(self.full_interval, self.n_layers)
+        kinds = layer_kinds(self.full_interval, self.n_layers)
         return tuple(self.sliding_window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
@@ -86,28 +88,22 @@ class Olmo3(Decoder):
 
 
 def check(config: Olmo3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
-    rules = Rules("model", config, [*olmo2.check(config, seq_len, tp, pp), *check_yarn(config)])
-    if config.sliding_window == 0:  # a negative one is a problem already
-        rule, remedy = "at least 1 with model.full_interval above 1", "model.full_interval = 1 for full attention"
-        rules.require("sliding_window", config.full_interval == 1, rule, remedy)
-    return rules.problems
-
-
-def _kinds(interval: int, n_layers: int) -> list[str]:
-    """The kind of attention of each layer, in the words of transformers."""
-    numbers = range(1, n_layers + 1)
-    return ["sliding_attention" if interval < 1 or number % interval else "full_attention" for number in numbers]
+    return [*olmo2.check(config, seq_len, tp, pp), *check_yarn(config), *check_windows(config)]
 
 
 def _prepared(fields: Mapping[str, Any]) -> dict[str, Any]:
     """With an interval for `layer_types`, and the rotary embeddings of layers that see all positions."""
-    interval = fixed_interval(fields, "layer_types", _kinds, read_field(fields, "full_attention_interval", int, 4))
-    own = {"layer_types": None, "full_attention_interval": interval, "sliding_window": window_field(fields)}
+    interval = fixed_interval(fields, "layer_types", layer_kinds, read_field(fields, "full_attention_interval", int, 4))
+    own = {
+        "layer_types": None,
+        "full_attention_interval": interval,
+        "sliding_window": number_or_none(fields, "sliding_window", int, 4096),
+    }
     return {**rope_of_full_layers(fields), **own}
 
 
 def _written(config: Olmo3Config) -> dict[str, Any]:
-    kinds = _kinds(config.full_interval, config.n_layers)
+    kinds = layer_kinds(config.full_interval, config.n_layers)
     fields: dict[str, Any] = {"layer_types": kinds, "sliding_window": config.sliding_window or None}
     if config.rope_theta != Olmo3Config.rope_theta:  # transformers reads another base for both kinds from here only
         rope = {"rope_type": "default", "rope_theta": config.rope_theta}

@@ -9,6 +9,8 @@ from torch import nn
 
 from titanlite.models.family import FAMILIES as FAMILIES
 from titanlite.models.family import ModelConfig, Structure, resolve_model
+from titanlite.models.gemma2 import GEMMA2
+from titanlite.models.gemma3 import GEMMA3
 from titanlite.models.llama3 import LLAMA3
 from titanlite.models.mistral import MISTRAL
 from titanlite.models.olmo2 import OLMO2
@@ -20,9 +22,8 @@ from titanlite.models.qwen3_moe import QWEN3_MOE
 from titanlite.models.smollm3 import SMOLLM3
 from titanlite.runtime.errors import Problem
 
-FAMILIES.update(
-    {family.name: family for family in (LLAMA3, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMO2, OLMO3, OLMOE, SMOLLM3)}
-)
+SHIPPED = (LLAMA3, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMO2, OLMO3, OLMOE, SMOLLM3, GEMMA2, GEMMA3)
+FAMILIES.update({family.name: family for family in SHIPPED})
 
 
 def full_parameters(section: ModelConfig) -> tuple[Mapping[str, nn.Parameter], Structure]:

@@ -122,8 +122,16 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
         chunk = max(chunk + part + own_ids * config.dim * (wide - size), own_ids * config.dim * wide)
     head_gradients = gathered + own_ids * config.dim * size
     return ActivationBytes(
-        # two norms, the inputs of wq, wk, wv and of w1, w3, attention, and of SwiGLU: both inputs, silu, the product
-        block=2 * norm + head_norm + 2 * gathered + attention + logsumexp + 4 * hidden + scores + routed + wide_input,
+        # the norms, the inputs of wq, wk, wv and of w1, w3, attention, and of SwiGLU: both inputs, silu, the product
+        block=norms_of_block(structure) * norm
+        + head_norm
+        + 2 * gathered
+        + attention
+        + logsumexp
+        + 4 * hidden
+        + scores
+        + routed
+        + wide_input,
         block_by_op=residual + heads + int(attended * wider) + logsumexp + 2 * hidden + row_outputs + scores,
         block_input=residual,
         # in the backward pass of w2: the gradients of both factors, and of the residual stream; of experts, also those
@@ -146,6 +154,11 @@ def _document_bytes(config: DecoderConfig, shape: MicrobatchShape, wide: int) ->
     keys = shape.seq_len if shape.gathers_keys else min(2 * shape.window_of(config) or shape.seq_len, shape.seq_len)
     pairs = queries * keys * shape.attention_bytes if shape.mask == "scores" else 0
     return shape.rows * (tables + pairs)
+
+
+def norms_of_block(structure: Structure) -> int:
+    """Number of norms of the residual stream in each block."""
+    return sum(style == "norm" and name.startswith("layers.") for name, style in structure.tensor_styles.items())
 
 
 def _norm_bytes(dim: int, vectors: int, size: int, wide: int) -> int:

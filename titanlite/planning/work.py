@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from titanlite.models.family import DecoderConfig, Structure
-from titanlite.planning.activations import MicrobatchShape
+from titanlite.planning.activations import MicrobatchShape, norms_of_block
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,7 @@ def block_work(
         linear_work(positions, dim, kv_dim, count=2),
         linear_work(positions, query_dim, dim),
         _attention(config, shape),
-        elementwise_work(*ops.norm(residual)),
-        elementwise_work(*ops.norm(residual)),
+        *(elementwise_work(*ops.norm(residual)) for _ in range(norms_of_block(structure))),
         elementwise_work(*ops.rotation(queries)),
         elementwise_work(*ops.rotation(keys)),
         # the residual stream; backward also adds up the gradients of the inputs of wq, wk and wv

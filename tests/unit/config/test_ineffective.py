@@ -26,6 +26,7 @@ ALWAYS = {
     *("model.vocab_size", "model.head_dim", "model.norm_eps", "model.rope_theta", "model.rope_scaling_factor"),
     *("model.max_seq_len", "model.tie_embeddings", "model.n_experts", "model.n_active_experts", "model.balance_loss"),
     *("model.z_loss", "model.bias_rate", "model.no_rope_interval", "model.full_interval", "model.sliding_window"),
+    *("model.query_pre_attn_scalar", "model.score_cap", "model.logit_cap", "model.rope_local_theta"),
     # eos also stops the texts that the run's model generates later, and exported models name all
     *("tokenizer.path", "tokenizer.bos", "tokenizer.eos", "tokenizer.chat_template"),
     *("data.num_streams", "data.shuffle", "data.document_mask", "data.num_workers", "data.ledger"),

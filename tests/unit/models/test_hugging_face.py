@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from titanlite.models.hugging_face import layer_kinds
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
 
@@ -242,6 +243,18 @@ def test_older_versions_read_the_written_config() -> None:
         ("olmo3", {"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor"),
         ("mistral", {"sliding_window": "64"}, "sliding_window"),
         ("qwen2", {"attention_bias": True}, "attention_bias"),
+        ("gemma2", {"sliding_window": None}, "sliding_window = 0"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
+        ("gemma2", {"attn_logit_softcapping": "50"}, "attn_logit_softcapping"),
+        ("gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 3}, "layer_types = .*at a fixed interval"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("gemma3", {"rope_scaling": YARN}, "rope_type = 'yarn'"),
+        (
+            "gemma3",
+            {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters.sliding_attention",
+        ),
     ],
 )
 def test_layers_that_a_family_does_not_have(family: str, changes: dict[str, Any], message: str) -> None:
@@ -260,3 +273,27 @@ def test_the_published_forms_of_layers_with_a_window() -> None:
     published = olmo3.config_json(FAMILIES["olmo3"].flavors["7B"])
     published["rope_scaling"]["attention_factor"] = 1.2079441541679836
     assert olmo3.config_from_json(published) == FAMILIES["olmo3"].flavors["7B"]
+
+
+def test_the_published_forms_of_gemma() -> None:
+    """Without the fields that transformers has by default, and with those of transformers 4 and 5."""
+    gemma2, gemma3 = FAMILIES["gemma2"], FAMILIES["gemma3"]
+    fields = gemma2.exported.config_json(gemma2.flavors["2B"])
+    left_out = ("layer_types", "sliding_window_pattern", "tie_word_embeddings", "final_logit_softcapping")
+    assert gemma2.exported.config_from_json(without(fields, *left_out)) == gemma2.flavors["2B"]
+    assert gemma2.exported.config_from_json(fields | {"final_logit_softcapping": None}).logit_cap == 0
+    sizes = {"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34, "sliding_window": 1024}
+    older = sizes | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    assert gemma3.exported.config_from_json(older) == gemma3.flavors["4B"]
+    kinds = {"full_attention": {"rope_theta": 2e6, "rope_type": "linear", "factor": 4.0}}
+    kinds["sliding_attention"] = {"rope_theta": 2e4, "rope_type": "default"}
+    changed = {"rope_theta": 2e6, "rope_local_theta": 2e4, "rope_scaling_factor": 4.0, "full_interval": 5}
+    newer = sizes | {"rope_parameters": kinds, "layer_types": layer_kinds(5, 34)}
+    assert gemma3.exported.config_from_json(newer) == replace(gemma3.flavors["4B"], **changed)
+    olmo3 = FAMILIES["olmo3"].exported
+    with pytest.raises(UserError, match="with the base of full_attention"):
+        olmo3.config_from_json(olmo3.config_json(FAMILIES["olmo3"].flavors["debug"]) | {"rope_parameters": kinds})
+
+
+def without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}

@@ -51,6 +51,17 @@ PUBLISHED: dict[tuple[str, str], tuple[Any, ...]] = {  # parameters, then SIZES
     ("olmo3", "32B"): (32_233_522_176, 5120, 64, 40, 8, 27_648, False),
     ("smollm3", "debug"): (5_745_920, 256, 6, 8, 4, 768, False),
     ("smollm3", "3B"): (3_075_098_624, 2048, 36, 16, 4, 11_008, True),
+    ("gemma2", "debug"): (6_928_640, 256, 6, 8, 4, 768, False),
+    ("gemma2", "2B"): (2_614_341_888, 2304, 26, 8, 4, 9216, True),
+    ("gemma2", "9B"): (9_241_705_984, 3584, 42, 16, 8, 14_336, True),
+    ("gemma2", "27B"): (27_227_128_320, 4608, 46, 32, 16, 36_864, True),
+    ("gemma3", "debug"): (6_929_408, 256, 6, 8, 4, 768, False),
+    ("gemma3", "270M"): (268_098_176, 640, 18, 4, 1, 2048, True),
+    ("gemma3", "1B"): (999_885_952, 1152, 26, 4, 1, 6912, True),
+    # the published ones have 416,866,032 parameters more in the vision tower, and 1152 x (dim + 1) in the projector
+    ("gemma3", "4B"): (3_880_263_168, 2560, 34, 8, 4, 10_240, True),
+    ("gemma3", "12B"): (11_766_034_176, 3840, 48, 16, 8, 15_360, True),
+    ("gemma3", "27B"): (27_009_346_304, 5376, 62, 32, 16, 21_504, True),
     ("olmoe", "debug"): (8_376_576, 256, 4, 4, 4, 256, False),
     ("olmoe", "1B-7B"): (6_919_161_856, 2048, 16, 16, 16, 1024, False),
 }
@@ -60,6 +71,7 @@ QWEN3 = {"norm_eps": 1e-6, "rope_theta": 1_000_000.0, "max_seq_len": 40_960, "ro
 OLMOE = {"norm_eps": 1e-5, "rope_theta": 10_000.0, "max_seq_len": 4096, "n_active_experts": 8, "balance_loss": 0.01}
 OLMO2 = {"norm_eps": 1e-6, "rope_theta": 500_000.0, "max_seq_len": 4096}
 SMOLLM3 = {"norm_eps": 1e-6, "rope_theta": 5_000_000.0, "max_seq_len": 65_536, "no_rope_interval": 4}
+GEMMA = {"norm_eps": 1e-6, "norm_offset": 1.0}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "llama3": LLAMA3 | {"vocab_size": 128_256},
     "mistral": {"head_dim": 128, "norm_eps": 1e-5},
@@ -69,6 +81,8 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "smollm3": SMOLLM3 | {"vocab_size": 128_256},
     "qwen3": QWEN3 | {"vocab_size": 151_936, "head_dim": 128},
     "qwen3_moe": QWEN3 | {"vocab_size": 151_936, "head_dim": 128, "n_experts": 128, "n_active_experts": 8},
+    "gemma2": GEMMA | {"rope_theta": 10_000.0, "max_seq_len": 8192, "score_cap": 50.0, "logit_cap": 30.0},
+    "gemma3": GEMMA | {"rope_theta": 1_000_000.0, "rope_local_theta": 10_000.0, "logit_cap": 0.0},
     "olmoe": OLMOE | {"vocab_size": 50_304, "n_experts": 64},
 }
 OF_DEBUG = {"vocab_size": 2000, "head_dim": 64, "n_experts": 8, "n_active_experts": 2}
@@ -102,7 +116,7 @@ def test_published_sizes(name: str, flavor: str) -> None:
     if name == "llama3":
         assert config.rope_scaling_factor == LLAMA3_FACTORS[flavor]
     assert count_parameters(family, config) == parameters
-    assert family.check(config, 4096, 2, 1) == []
+    assert family.check(config, 4096, min(2, config.n_kv_heads), 1) == []
 
 
 @pytest.mark.parametrize(
@@ -160,6 +174,13 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [  # family, overrides, keys of
         for name, value in {"full_interval": 0, "rope_beta_slow": 40.0, "dim": 250}.items()
     ),
     ("olmo2", {"dim": 250}, "dim"),
+    *(("gemma2", {name: -1.0}, name) for name in ("score_cap", "logit_cap")),
+    (
+        "gemma2",
+        {"sliding_window": 0, "head_dim": 7, "query_pre_attn_scalar": 0},
+        "sliding_window head_dim query_pre_attn_scalar",
+    ),
+    *(("gemma3", {name: 0.5}, name) for name in ("rope_local_theta", "rope_scaling_factor")),
     *(("olmoe", {name: 1.0}, name) for name in ("bias_rate", "rope_theta")),
 ]
 

@@ -21,7 +21,10 @@ from tests.plain_loss import cross_entropy_by_row
 from tests.unit.models.shaken import perturbed_model
 from titanlite.batch import IGNORE_INDEX
 from titanlite.models.family import Family, LanguageModel
+from titanlite.models.gemma2 import Gemma2Config
+from titanlite.models.gemma3 import Gemma3Config
 from titanlite.models.hugging_face import stored_tensors
+from titanlite.models.layers import RMSNorm
 from titanlite.models.llama3 import Llama3Config
 from titanlite.models.mistral import MistralConfig
 from titanlite.models.olmo2 import Olmo2Config
@@ -74,6 +77,20 @@ OLMO3_YARN = replace(
 )
 SMOLLM3 = Smollm3Config(32, 3, 4, 2, 48, VOCAB_SIZE, **SMALL, no_rope_interval=2)
 MISTRAL = MistralConfig(32, 2, 4, 2, 48, VOCAB_SIZE, **SMALL, head_dim=16)
+# small caps, since the scores and logits of these models are small
+GEMMA2 = Gemma2Config(
+    *(32, 3, 4, 2, 48, VOCAB_SIZE),
+    **SMALL | {"head_dim": 16, "tie_embeddings": False, "sliding_window": 7, "query_pre_attn_scalar": 20},
+    score_cap=0.2,
+    logit_cap=0.5,
+)
+GEMMA3 = Gemma3Config(
+    *(32, 4, 4, 2, 48, VOCAB_SIZE),
+    **SMALL | {"head_dim": 16, "tie_embeddings": False, "sliding_window": 7, "query_pre_attn_scalar": 20},
+    full_interval=3,
+    rope_local_theta=100.0,
+    rope_scaling_factor=8.0,
+)
 CASES = {
     "llama3": ("llama3", LLAMA3),
     "llama3, tied": ("llama3", replace(LLAMA3, tie_embeddings=True)),
@@ -108,6 +125,12 @@ CASES = {
     "olmo3, windows": ("olmo3", replace(OLMO3_YARN, full_interval=4)),
     "smollm3": ("smollm3", SMOLLM3),
     "smollm3, all rotated": ("smollm3", replace(SMOLLM3, no_rope_interval=4)),
+    "gemma2": ("gemma2", GEMMA2),
+    "gemma2, tied": ("gemma2", replace(GEMMA2, tie_embeddings=True)),
+    "gemma2, uncapped": ("gemma2", replace(GEMMA2, score_cap=0.0, logit_cap=0.0)),
+    "gemma3": ("gemma3", GEMMA3),
+    "gemma3, tied and unscaled": ("gemma3", replace(GEMMA3, tie_embeddings=True, rope_scaling_factor=1.0)),
+    "gemma3, windows and a cap": ("gemma3", replace(GEMMA3, full_interval=6, logit_cap=0.5)),
     "olmoe": ("olmoe", OLMOE),
     "olmoe, tied": ("olmoe", replace(OLMOE, tie_embeddings=True)),
     "olmoe, no shared heads": ("olmoe", replace(OLMOE, n_kv_heads=4)),
@@ -121,6 +144,8 @@ MODULES = (
         "models.olmo2.modeling_olmo2",
         "models.olmo3.modeling_olmo3",
         "models.smollm3.modeling_smollm3",
+        "models.gemma2.modeling_gemma2",
+        "models.gemma3.modeling_gemma3",
     ),
     *("models.olmoe.modeling_olmoe", "modeling_rope_utils"),
 )
@@ -132,11 +157,16 @@ class WideTorch:
     def __getattr__(self, name: str) -> Any:
         return torch.float64 if name in ("float32", "float") else getattr(torch, name)
 
+    def tensor(self, value: Any, **options: Any) -> Tensor:
+        is_float = isinstance(value, float)
+        return torch.tensor(value, **({"dtype": torch.float64} if is_float else {}), **options)
+
 
 @pytest.fixture
 def float64_islands() -> Iterator[None]:
     """Patch transformers to compute in float64 what it computes in float32."""
     patches = [patch(f"transformers.{module}.torch", WideTorch()) for module in MODULES]
+    patches.append(patch("torch.Tensor.float", torch.Tensor.double))
     for one in patches:
         one.start()
     yield
@@ -321,10 +351,42 @@ def other_eps(model: nn.Module) -> None:
 
 def in_single_precision(model: nn.Module) -> None:
     forward = model.layers["0"].forward
-    model.layers["0"].forward = lambda x, *others: forward(x.float().double(), *others)
+    model.layers["0"].forward = lambda x, *others: forward(x.to(torch.float32).double(), *others)
+
+
+def cap_after_the_mask(model: nn.Module) -> None:
+    """Masked scores become -cap in place of -inf."""
+
+    def capped(queries: Tensor, keys: Tensor, values: Tensor, _mask: None, *, cap: float) -> Tensor:
+        scores = queries.shape[-1] ** -0.5 * queries @ keys.repeat_interleave(2, 1).mT
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = cap * torch.tanh(scores.masked_fill(hidden, -torch.inf) / cap)
+        return scores.softmax(-1) @ values.repeat_interleave(2, 1)
+
+    model.layers["1"].attention.attend = capped  # without a window
+
+
+def without_offset(model: nn.Module) -> None:
+    """Published weights as those of other norms."""
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.offset = 0.0
+
+
+def swapped_bases(model: nn.Module) -> None:
+    model.rope, model.local_rope = model.local_rope, model.rope
+
+
+def scale_of_the_width(model: nn.Module) -> None:
+    for layer in model.layers.values():
+        layer.attention.query_factor = 1.0
 
 
 MISTAKES = {
+    "cap after the mask": ("gemma2", cap_after_the_mask),
+    "(1 + w) is forgotten": ("gemma2", without_offset),
+    "scores by the width of heads": ("gemma2", scale_of_the_width),
+    "rotary base of the other kind": ("gemma3", swapped_bases),
     "rotary pairs are adjacent": ("llama3", adjacent_pairs),
     "a head norm is missing": ("qwen3", missing_head_norm),
     "w1 and w3 swapped": ("llama3", swapped("layers.0.feed_forward.w1.weight", "layers.0.feed_forward.w3.weight")),
@@ -337,6 +399,7 @@ MISTAKES = {
     "attention is not scaled": ("yarn", unscaled_attention),
     "another range of pairs": ("yarn", other_range),
     "a window of one position more": ("mistral, window", wider_windows),
+    "a window of one position more, capped": ("gemma2", wider_windows),
     "rotary embeddings in all layers": ("smollm3", all_rotated),
     "YaRN in layers with a window": ("olmo3, scaled", without_local_rope),
     "a norm after the residual sum": ("olmo2", norm_of_the_sum),
@@ -354,6 +417,17 @@ def test_a_mistake_is_detected(mistake: str) -> None:
     found = differences(FAMILIES[family], config, change)
     assert found["logits"] > 10 * EXACT
     assert max(found.values()) > 100 * EXACT
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("name", "config"), [("gemma2", GEMMA2), ("gemma3", GEMMA3)])
+def test_embeddings_are_scaled_by_a_factor_rounded_to_their_dtype(name: str, config: Any, dtype: torch.dtype) -> None:
+    """Bit for bit as in transformers."""
+    config = replace(config, dim=160, n_heads=8)  # sqrt(160) is 12.649, and 12.625 in bfloat16
+    model = perturbed_model(FAMILIES[name], config)
+    other = transformers_model(FAMILIES[name], config, model)
+    expected = other.to(dtype).model.embed_tokens(batch()[0])
+    assert torch.equal(model.to(dtype).scaled(model.tok_embeddings(batch()[0])), expected)
 
 
 def test_rotary_scaling_changes_the_logits() -> None:

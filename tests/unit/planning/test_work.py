@@ -39,7 +39,7 @@ class Trace(TorchDispatchMode):
         if name in ("aten::mm", "aten::addmm", "aten::bmm"):
             first, second = inputs[-2:]
             self.flops += 2 * first.numel() * second.shape[-1]
-        elif "scaled_dot_product" not in name:
+        elif "scaled_dot_product" not in name and "capped_attention" not in name:
             results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             self.moved += sum(map(own_bytes, [*inputs, *results]))
         return result
@@ -60,7 +60,7 @@ def assert_close(work: Work, trace: Trace, *, moved: float = 0.1) -> None:
 @pytest.fixture(params=FAMILIES)
 def built(request: pytest.FixtureRequest) -> tuple[LanguageModel, Any, Any]:
     """The debug model of each family, its hyper-parameters and plan."""
-    bands = ["model.sliding_window=16"] if request.param in ("mistral", "olmo3") else []
+    bands = ["model.sliding_window=16"] if request.param in ("mistral", "olmo3", "gemma2", "gemma3") else []
     family_settings = (f"model.family={request.param}", "model.flavor=debug", LENGTH, *bands)
     config = small_config(1, *family_settings, "training.dtype=float32")
     family, hyper_parameters = resolve_model(config.model)
