@@ -12,7 +12,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.forward import ModelOnMesh
 from titanlite.metrics.meter import is_log_step
 from titanlite.models.attention import chosen_kernel, mask_form
-from titanlite.models.decoder import describe_size
+from titanlite.models.decoder import describe_size, uneven_flops
 from titanlite.models.family import DecoderConfig, LanguageModel, parameters_of
 from titanlite.models.head import output_layers_of
 from titanlite.models.init import init_parameters_
@@ -65,7 +65,8 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
         structure = family.structure(hyper_parameters)
         flops = family.flops_per_token(hyper_parameters, training.seq_len)
         layout = config.parallelism, config.activation_checkpoint
-        stages = split_stages(unit_weights(part, structure), structure, flops, *layout)
+        uneven = uneven_flops(hyper_parameters, training.seq_len)
+        stages = split_stages(unit_weights(part, structure), structure, flops, *layout, uneven)
         if not parts:
             require_layout(family, hyper_parameters, part, config.parallelism, stages)
         if config.parallelism.pp > 1:

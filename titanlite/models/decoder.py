@@ -351,9 +351,20 @@ def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
     As is usual for MFU, the full T x T products count although a causal kernel may skip half of them, and recomputation
     does not count. Source: Chowdhery et al., "PaLM" (2022), appendix B.
     """
+    return 6 * num_matmul_parameters(config) + sum(attention_flops(config, seq_len))
+
+
+def attention_flops(config: DecoderConfig, seq_len: int) -> list[int]:
+    """The part of the attention of each layer in flops_per_token."""
     heads = config.n_heads * config.head_dim
-    seen = sum(min(window or seq_len, seq_len) for window in config.windows)
-    return 6 * num_matmul_parameters(config) + 12 * seen * heads
+    return [12 * min(window or seq_len, seq_len) * heads for window in config.windows]
+
+
+def uneven_flops(config: Any, seq_len: int) -> list[int]:
+    """FLOPs per token of each block beyond those of the one with the fewest: of attention without a window, or with a
+    larger one. config: of any family; [] if it is no DecoderConfig."""
+    found = attention_flops(config, seq_len) if isinstance(config, DecoderConfig) else []
+    return [flops - min(found) for flops in found]
 
 
 _SIZE = Range("a positive number in this range", least=1, most=2**31 - 1)

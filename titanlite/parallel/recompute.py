@@ -129,10 +129,11 @@ def recomputes(section: ActivationCheckpointConfig, index: int) -> bool:
     return section.mode in ("full", "selective") and (not by_layer or index % 2 == 0)
 
 
-def count_recomputed(section: ActivationCheckpointConfig, blocks: Sequence[int]) -> int:
-    """How many of these blocks are recomputed."""
-    alike = recomputes(section, 0) == recomputes(section, 1)
-    return len(blocks) * recomputes(section, 0) if alike else sum(recomputes(section, index) for index in blocks)
+def recomputed_blocks(section: ActivationCheckpointConfig, blocks: Sequence[int]) -> Sequence[int]:
+    """Those of these blocks that are recomputed."""
+    if section.mode == "full" or inside_compilation(section):
+        return blocks
+    return [index for index in blocks if recomputes(section, index)]
 
 
 def _recomputed(forward: Callable[..., Any], section: ActivationCheckpointConfig) -> Callable[..., Any]:

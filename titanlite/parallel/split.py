@@ -81,23 +81,27 @@ def unit_costs(
     flops_per_token: int,
     section: ParallelismConfig,
     recompute: ActivationCheckpointConfig,
+    uneven: Sequence[int] = (),
 ) -> list[int]:
     """Time of each unit in a pipeline, as FLOPs for 3 tokens. An embedding takes no time.
 
-    weights: from unit_weights. flops_per_token: of the model, without recomputation. The blocks share what other units
-    leave of it by their weights: experts count as far as tokens use them, and attention by the length of the sequences.
+    weights: from unit_weights. flops_per_token: of the model, without recomputation. uneven: see uneven_flops. The
+    blocks share what these and other units leave of it by their weights: experts count as far as tokens use them, and
+    attention by the length of the sequences.
     A recomputed block has a second forward pass. So has the head in each backward pass, and its softmax in float32
     takes about as long as another: 1.2 of it by the plan, on an H100 with a width of 4,096.
     """
     blocks = [structure.blocks.get(unit[0]) for unit in structure.units]
     apart = sum(6 * weight for weight, block in zip(weights, blocks, strict=True) if block is None)
     shared = max(sum(weights) - apart // 6, 1)
+    even = max(flops_per_token - apart - sum(uneven), 0)
     head_passes = 5 + splits_backward(section)  # of a third of the 6 FLOPs of a weight each
     by_op = inside_compilation(recompute)  # which recomputes no matrix products
     return [
         head_passes * 6 * weight
         if block is None
-        else (3 + (recomputes(recompute, block) and not by_op)) * (max(flops_per_token - apart, 0) * weight // shared)
+        else (3 + (recomputes(recompute, block) and not by_op))
+        * (even * weight // shared + (uneven[block] if uneven else 0))
         for weight, block in zip(weights, blocks, strict=True)
     ]
 
@@ -108,12 +112,13 @@ def split_stages(
     flops_per_token: int,
     section: ParallelismConfig,
     recompute: ActivationCheckpointConfig,
+    uneven: Sequence[int] = (),
 ) -> list[range]:
     """The units of each stage of the full model: by pp_split, or balanced by time if it is empty. Arguments: as those
     of unit_costs."""
     names = [unit[0] for unit in structure.units]
     cuts = [names.index(name) for name in section.pp_split]
-    costs = unit_costs(weights, structure, flops_per_token, section, recompute)
+    costs = unit_costs(weights, structure, flops_per_token, section, recompute, uneven)
     return assign_units(costs, cuts, num_stages(section))
 
 

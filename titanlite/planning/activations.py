@@ -1,5 +1,6 @@
 """Compute the activation memory of a decoder's microbatch between its forward and its backward pass, analytically."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from titanlite.models.attention import MaskForm
@@ -37,24 +38,30 @@ class MicrobatchShape:
         """Of one rank."""
         return self.rows * self.seq_len // self.cp
 
-    def window_of(self, config: DecoderConfig) -> int:
-        """The largest window of the layers; 0 if a layer has none, or one of an entire row."""
-        largest = max(window or self.seq_len for window in config.windows)
-        return largest if largest < self.seq_len else 0
+    def windows(self, config: DecoderConfig) -> tuple[int, ...]:
+        """The window of each layer; 0 if it has none, or one of an entire row."""
+        return tuple(window if window < self.seq_len else 0 for window in config.windows)
+
+    def uses_bands(self, config: DecoderConfig, window: int) -> bool:
+        """Whether attention with this window computes bands, for which it copies keys and values. With a cap of the
+        scores, it does not."""
+        has_kernel = self.mask == "blocks" or getattr(config, "score_cap", 0.0) > 0
+        return window > 0 and not has_kernel and not self.gathers_keys
 
 
 @dataclass(frozen=True)
 class ActivationBytes:
     """Bytes on one rank that a microbatch keeps until its backward pass, by owner.
 
-    block: one transformer block; block_by_op: with the recompute policy "op"; block_input: with full recomputation.
-    block_backward: additional memory of the backward pass of one block. block_split: gradients that wait for those of
-    weights if the backward pass is split. embedding, head: first and last FSDP unit.
+    blocks: each transformer block; block_by_op: one with the recompute policy "op"; block_input: one with full
+    recomputation. block_backward: additional memory of the backward pass of one block. block_split: gradients that wait
+    for those of weights if the backward pass is split. embedding, head: first and last FSDP unit.
     loss: additional memory while the head computes the loss, or its gradients.
-    documents: mask and positions, shared by all blocks of a stage.
+    tables: of the positions of documents, shared by all blocks of a stage. masks: by window, shared by the blocks with
+    it. windows: of the blocks.
     """
 
-    block: int
+    blocks: tuple[int, ...]
     block_by_op: int
     block_input: int
     block_backward: int
@@ -62,7 +69,13 @@ class ActivationBytes:
     embedding: int
     head: int
     loss: int
-    documents: int
+    tables: int
+    masks: Mapping[int, int]
+    windows: tuple[int, ...]
+
+    def documents(self, blocks: Iterable[int]) -> int:
+        """Bytes of masks and positions for these blocks of a stage."""
+        return self.tables + sum(self.masks[window] for window in {self.windows[block] for block in blocks})
 
 
 def activation_bytes(config: DecoderConfig, structure: Structure, shape: MicrobatchShape) -> ActivationBytes:
@@ -83,15 +96,23 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
     residual = positions * config.dim * size // tp
     gathered = positions * config.dim * size
     heads = positions * (query_dim + 2 * kv_dim) * size // tp  # queries, keys, values
-    # of a window, each band of queries has copies of its own keys and of those of the band before
-    copies = 2 if shape.window_of(config) and shape.mask != "blocks" and not shape.gathers_keys else 1
-    attention_inputs = positions * (query_dim + 2 * copies * rows_of_keys * n_kv_heads * config.head_dim) * size // tp
     attended = positions * query_dim * size // tp
     # copies in a wider dtype: saved in place of queries, keys and values, and beside the result, as after an exchange
     wider = shape.attention_bytes / size
-    attention = (
-        int(attention_inputs * wider) + attended + (int(attended * wider) if wider > 1 or exchanges_heads else 0)
-    )
+    windows = shape.windows(config)
+
+    def attention(window: int) -> int:
+        queries, keys, band = 1.0, 1.0, 0
+        if shape.uses_bands(
+            config, window
+        ):  # each band has copies of its queries, of its keys and of those of the band before
+            later = 1 - window / shape.seq_len  # of the bands after the first one
+            queries, keys = (1 + later, 1 + 2 * later) if shape.mask is None else (1.0, 2.0)
+            band = 2 * window**2 * shape.attention_bytes if shape.mask is None else 0
+        inputs = positions * (queries * query_dim + 2 * keys * rows_of_keys * n_kv_heads * config.head_dim) * size / tp
+        is_copied = wider > 1 or exchanges_heads or shape.uses_bands(config, window)
+        return int(inputs * wider) + attended + (int(attended * wider) if is_copied else 0) + band
+
     logsumexp = positions * config.n_heads * wide // tp
     n_active = config.n_active_experts
     hidden = n_active * positions * config.ffn_dim * size // tp
@@ -121,17 +142,12 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
         part = min(PART_IDS, own_ids) * config.dim * (size + wide)
         chunk = max(chunk + part + own_ids * config.dim * (wide - size), own_ids * config.dim * wide)
     head_gradients = gathered + own_ids * config.dim * size
+    # the norms, the inputs of wq, wk, wv and of w1, w3, and of SwiGLU: both inputs, silu, the product
+    others = norms_of_block(structure) * norm + head_norm + 2 * gathered + logsumexp + 4 * hidden
+    others += scores + routed + wide_input
+    by_window = {window: others + attention(window) for window in set(windows)}
     return ActivationBytes(
-        # the norms, the inputs of wq, wk, wv and of w1, w3, attention, and of SwiGLU: both inputs, silu, the product
-        block=norms_of_block(structure) * norm
-        + head_norm
-        + 2 * gathered
-        + attention
-        + logsumexp
-        + 4 * hidden
-        + scores
-        + routed
-        + wide_input,
+        blocks=tuple(by_window[window] for window in windows),
         block_by_op=residual + heads + int(attended * wider) + logsumexp + 2 * hidden + row_outputs + scores,
         block_input=residual,
         # in the backward pass of w2: the gradients of both factors, and of the residual stream; of experts, also those
@@ -142,18 +158,30 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
         embedding=positions * 8,
         head=norm + (gathered if shape.recomputes_logits else head_gradients),
         loss=chunk + (head_gradients if shape.recomputes_logits else 0),
-        documents=_document_bytes(config, shape, wide),
+        tables=_table_bytes(config, shape, wide),
+        masks={window: _mask_bytes(shape, window) for window in set(windows)},
+        windows=windows,
     )
 
 
-def _document_bytes(config: DecoderConfig, shape: MicrobatchShape, wide: int) -> int:
-    """Cosines and sines per position, and one element per query and key. Block-mask tables are neglected."""
+def _table_bytes(config: DecoderConfig, shape: MicrobatchShape, wide: int) -> int:
+    """Cosines and sines per position; two of each if only some layers have a window, as in olmo3."""
     has_positions = shape.mask is not None or shape.cp > 1
-    tables = shape.seq_len // shape.cp * 2 * config.head_dim * wide if has_positions else 0
+    kinds = len({window > 0 for window in config.windows})
+    return shape.rows * shape.seq_len // shape.cp * 2 * kinds * config.head_dim * wide if has_positions else 0
+
+
+def _mask_bytes(shape: MicrobatchShape, window: int) -> int:
+    """One element per query and key; in bands, per query and key of its band and of the one before. The tables of block
+    masks are neglected."""
+    if shape.mask != "scores":
+        return 0
     queries = shape.seq_len // (shape.cp if shape.gathers_keys else 1)
-    keys = shape.seq_len if shape.gathers_keys else min(2 * shape.window_of(config) or shape.seq_len, shape.seq_len)
-    pairs = queries * keys * shape.attention_bytes if shape.mask == "scores" else 0
-    return shape.rows * (tables + pairs)
+    if window and not shape.gathers_keys:
+        queries, keys = -(-queries // window) * window, 2 * window
+    else:
+        keys = shape.seq_len
+    return shape.rows * queries * keys * shape.attention_bytes
 
 
 def norms_of_block(structure: Structure) -> int:

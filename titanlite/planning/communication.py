@@ -13,7 +13,7 @@ from typing import Literal
 from titanlite.parallel.data import replicates_at_once
 from titanlite.parallel.mesh import GradientSync, ParallelismConfig
 from titanlite.parallel.pipeline import resolve_reshard_after_forward, splits_backward
-from titanlite.parallel.recompute import ActivationCheckpointConfig, count_recomputed
+from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputed_blocks
 from titanlite.planning.pipeline_order import Actions, count_gathers
 from titanlite.planning.stages import Stage
 
@@ -171,7 +171,7 @@ def _context_parallel(
     """Each block exchanges queries, keys, values and the result of attention per direction, and if it is recomputed; or
     gathers keys and values, also if it is recomputed, and scatters their gradients."""
     cp, backward = shape.sizes["cp"], len(stage.blocks) * shape.microbatches
-    forward = backward + count_recomputed(recompute, stage.blocks) * shape.microbatches
+    forward = backward + len(recomputed_blocks(recompute, stage.blocks)) * shape.microbatches
     part = shape.positions * shape.exchanged * shape.param_bytes
     # of the choices and probabilities of each row's experts, for their balance
     balances = forward if shape.n_experts > 1 else 0
@@ -192,7 +192,7 @@ def _expert_parallel(
     """Each block sends counts and the rows of all choices, and results return, also if it is recomputed; their
     gradients take both ways once. Bytes if all experts are chosen equally often."""
     backward = len(stage.blocks) * shape.microbatches
-    forward = backward + count_recomputed(recompute, stage.blocks) * shape.microbatches
+    forward = backward + len(recomputed_blocks(recompute, stage.blocks)) * shape.microbatches
     rows = shape.positions * shape.n_active * shape.dim * shape.param_bytes
     exchanged = forward * (2 * rows + shape.n_experts * 8) + backward * 2 * rows
     return [Traffic("ep", "all-to-all", 3 * forward + 2 * backward, exchanged, section.ep)]
@@ -204,7 +204,7 @@ def _tensor_parallel(
     """Each block gathers and scatters the residual stream twice per direction; embedding and head once each. Recomputed
     blocks gather again, and scatter again unless the policy keeps the scattered outputs."""
     tp, count = shape.sizes["tp"], shape.microbatches
-    again = count_recomputed(recompute, stage.blocks)
+    again = len(recomputed_blocks(recompute, stage.blocks))
     keeps_scattered = recompute.mode == "selective" and recompute.selective_policy == "op"
     # With early stop, recomputation skips the last scatter of a block, which backward does not need.
     scatters_again = 0 if keeps_scattered else 1 if recompute.early_stop else 2

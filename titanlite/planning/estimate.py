@@ -10,7 +10,6 @@ import torch
 
 from titanlite.config.schema import JobConfig
 from titanlite.models.attention import attention_dtype, mask_form
-from titanlite.models.decoder import flops_per_token
 from titanlite.models.family import DecoderConfig
 from titanlite.models.head import tokens_per_chunk
 from titanlite.models.losses import extra_logits
@@ -20,13 +19,13 @@ from titanlite.parallel.exact import BYTES_PER_ROW
 from titanlite.parallel.mesh import DATA_AXES, resolve_degrees, shard_logits
 from titanlite.parallel.microbatches import Microbatches, divide_step
 from titanlite.parallel.pipeline import local_stages, num_stages, splits_backward
-from titanlite.parallel.recompute import count_recomputed
+from titanlite.parallel.recompute import recomputed_blocks
 from titanlite.planning.activations import ActivationBytes, MicrobatchShape, activation_bytes
 from titanlite.planning.communication import StepShape, Traffic, stage_traffic
 from titanlite.planning.owner_rounds import OwnerRounds, owner_rounds
 from titanlite.planning.pipeline_order import Actions, bubble_share, schedule_order
 from titanlite.planning.rank_memory import Memory, rank_memory
-from titanlite.planning.stages import Blueprint, Stage, blueprint, plan_stages
+from titanlite.planning.stages import Blueprint, Stage, block_flops, blueprint, plan_stages
 from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Problem
 
@@ -240,17 +239,17 @@ def _traffic(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> tu
 
 def _flops(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> tuple[int, int]:
     """RankPlan.flops and RankPlan.recomputed_flops."""
-    recompute, model = config.activation_checkpoint, config.hyper_parameters
+    recompute = config.activation_checkpoint
     output = 6 * shape.vocab_size * shape.dim
-    block = (flops_per_token(model, config.training.seq_len) - output) // model.n_layers
+    of_block = block_flops(blueprint(config.model), config.training.seq_len)
     blocks = [index for stage in stages for index in stage.blocks]
     by_op = recompute.mode == "selective" and recompute.selective_policy == "op"
-    again = 0 if by_op else count_recomputed(recompute, blocks)
+    again = 0 if by_op else sum(of_block[index] for index in recomputed_blocks(recompute, blocks))
     tokens = shape.microbatches * shape.positions
     output *= any(stage.is_last for stage in stages)
     # each half of a split backward pass computes the logits again
     logits_again = _recomputes_logits(config) + splits_backward(config.parallelism)
     # a forward pass is a third of a step
-    recomputed = (again * block + logits_again * output) // 3
-    flops = block * len(blocks) + output
+    recomputed = (again + logits_again * output) // 3
+    flops = sum(of_block[index] for index in blocks) + output
     return flops * tokens // shape.sizes["tp"], recomputed * tokens // shape.sizes["tp"]

@@ -135,7 +135,7 @@ def kept_bytes(
 ) -> int:
     """Bytes that one microbatch keeps on a stage from its forward to its backward pass."""
     kept = sum(_block_bytes(recompute, index, activations) for index in stage.blocks)
-    kept += activations.documents if stage.blocks else 0
+    kept += activations.documents(stage.blocks) if stage.blocks else 0
     kept += activations.embedding if stage.index == 0 else 0
     kept += activations.head if stage.is_last else 0
     if pipelined:
@@ -159,7 +159,7 @@ def backward_moments(
     """
     block = 0
     for index in stage.blocks[-1:]:
-        block = activations.block_backward + activations.block - _block_bytes(recompute, index, activations)
+        block = activations.block_backward + activations.blocks[index] - _block_bytes(recompute, index, activations)
     if stage.is_last:
         block -= activations.head  # which is free by then
     in_loss, in_block = data_parallel_bytes(stage, section, recompute, shape)
@@ -240,9 +240,10 @@ def keeps_casts(unit: FSDPUnit, recompute: ActivationCheckpointConfig) -> bool:
 
 
 def _block_bytes(recompute: ActivationCheckpointConfig, index: int, activations: ActivationBytes) -> int:
+    full = activations.blocks[index]
     if recompute.mode == "memory_budget":
-        return activations.block_input + int(recompute.memory_budget * (activations.block - activations.block_input))
+        return activations.block_input + int(recompute.memory_budget * (full - activations.block_input))
     if not recomputes(recompute, index):
-        return activations.block
+        return full
     by_op = recompute.mode == "selective" and recompute.selective_policy == "op"
     return activations.block_by_op if by_op else activations.block_input

@@ -25,7 +25,7 @@ from titanlite.optim.muon import muon_dtype
 from titanlite.parallel.compile import compiles_blocks
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import stage_owners
-from titanlite.parallel.recompute import ActivationCheckpointConfig, count_recomputed
+from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputed_blocks
 from titanlite.planning.activations import MicrobatchShape
 from titanlite.planning.communication import Operation, StepShape, Traffic, exchanges, reductions
 from titanlite.planning.estimate import Estimate, RankPlan, microbatch_shape
@@ -140,13 +140,19 @@ class PassSeconds:
 
 
 @dataclass(frozen=True)
-class UnitSeconds:
-    """Seconds of one microbatch, without communication. again: of the forward pass of a block, in full and with the
-    recompute policy "op"."""
+class BlockSeconds:
+    """Seconds of a transformer block. again: of its forward pass, in full and with the recompute policy "op"."""
 
-    block: PassSeconds
+    passes: PassSeconds
     again: float
     again_by_op: float
+
+
+@dataclass(frozen=True)
+class UnitSeconds:
+    """Seconds of one microbatch, without communication. blocks: by the window of their attention."""
+
+    blocks: Mapping[int, BlockSeconds]
     embedding: PassSeconds
     head: PassSeconds
 
@@ -158,13 +164,20 @@ def unit_seconds(
     """model: hyper-parameters of the family."""
     wide = torch.promote_types(timer.dtype, torch.float32)
     ops = Elementwise(timer.dtype.itemsize, wide.itemsize, on_cpu=timer.profile.device == "cpu", compiled=compiled)
-    block = block_work(model, FAMILIES[family].structure(model), microbatch, ep, ops)
+    structure = FAMILIES[family].structure(model)
+
+    def block_seconds(window: int) -> BlockSeconds:
+        work = block_work(model, structure, microbatch, ep, ops, window)
+        return BlockSeconds(
+            PassSeconds(*map(timer.parts, (work.forward, work.input_gradient, work.weight_gradient, work.again))),
+            timer.seconds(work.forward),
+            timer.seconds(replace(work.forward, products=(), attention=())),
+        )
+
     embedding, head = embedding_work(model, microbatch, ops), head_work(model, microbatch, ops)
     loss = (head.forward, head.input_gradient, head.weight_gradient, head.again)
     return UnitSeconds(
-        PassSeconds(*map(timer.parts, (block.forward, block.input_gradient, block.weight_gradient, block.again))),
-        timer.seconds(block.forward),
-        timer.seconds(replace(block.forward, products=(), attention=())),
+        {window: block_seconds(window) for window in set(microbatch.windows(model))},
         PassSeconds(timer.parts(embedding.forward), {}, timer.parts(embedding.weight_gradient), {}),
         PassSeconds(*({"loss": timer.seconds(work)} for work in loss)),
     )
@@ -183,6 +196,7 @@ class Predictor:
         self.on_host = profile.device == "cpu"
         model = config.hyper_parameters
         microbatch = microbatch_shape(config, plan.ranks[0].shape, profile.device)
+        self.windows = microbatch.windows(model)
         self.units = unit_seconds(
             *(self.timer, config.model.family, model, microbatch, config.parallelism.ep),
             compiled=compiles_blocks(config.compile, model),
@@ -202,8 +216,9 @@ class Predictor:
         shape, alike = self.plan.ranks[0].shape, dict[Any, PassSeconds]()
         passes = {}
         for stage in chain.from_iterable(rank.stages for rank in self.plan.ranks):
-            recomputed = count_recomputed(self.config.activation_checkpoint, stage.blocks)
-            key = stage.index == 0, stage.is_last, stage.parameter_bytes, len(stage.blocks), recomputed
+            recomputed = recomputed_blocks(self.config.activation_checkpoint, stage.blocks)
+            windows = (tuple(self.windows[index] for index in blocks) for blocks in (stage.blocks, recomputed))
+            key = stage.index == 0, stage.is_last, stage.parameter_bytes, *windows
             if key not in alike:
                 alike[key] = self.passes(stage, shape)
             passes[stage.index] = alike[key]
@@ -248,18 +263,21 @@ class Predictor:
 
     def passes(self, stage: Stage, shape: StepShape) -> PassSeconds:
         """Seconds of a microbatch on a stage, without data parallelism."""
-        units, recompute, count = self.units, self.config.activation_checkpoint, len(stage.blocks)
+        units, recompute = self.units, self.config.activation_checkpoint
+        blocks = Counter(self.windows[index] for index in stage.blocks)
         again: Seconds = {}
         if recompute.mode != "none":
-            by_op = recompute.mode == "selective" and recompute.selective_policy == "op"
             # a memory budget recomputes what is cheap: elementwise operations
-            each = units.again_by_op if by_op or recompute.mode == "memory_budget" else units.again
             is_budget = recompute.mode == "memory_budget"
-            recomputed = count if is_budget else count_recomputed(recompute, stage.blocks)
-            again["recomputation"] = recomputed * each
-        forward = [times(units.block.forward, count)]
-        into = [times(units.block.input_gradient, count)]
-        weights = [times(units.block.weight_gradient, count)]
+            by_op = is_budget or (recompute.mode == "selective" and recompute.selective_policy == "op")
+            recomputed = stage.blocks if is_budget else recomputed_blocks(recompute, stage.blocks)
+            again["recomputation"] = sum(
+                count * (units.blocks[window].again_by_op if by_op else units.blocks[window].again)
+                for window, count in Counter(self.windows[index] for index in recomputed).items()
+            )
+        forward = [times(units.blocks[window].passes.forward, count) for window, count in blocks.items()]
+        into = [times(units.blocks[window].passes.input_gradient, count) for window, count in blocks.items()]
+        weights = [times(units.blocks[window].passes.weight_gradient, count) for window, count in blocks.items()]
         if stage.index == 0:
             forward.append(units.embedding.forward)
             weights.append(units.embedding.weight_gradient)

@@ -146,9 +146,9 @@ def elementwise_work(forward: Work, backward: Work) -> PassWork:
 
 
 def block_work(
-    config: DecoderConfig, structure: Structure, shape: MicrobatchShape, ep: int, ops: Elementwise
+    config: DecoderConfig, structure: Structure, shape: MicrobatchShape, ep: int, ops: Elementwise, window: int = 0
 ) -> PassWork:
-    """The work of one transformer block, without its collectives."""
+    """The work of one transformer block, without its collectives. window: of its attention, see MicrobatchShape."""
     tp, dim = shape.tp, config.dim
     positions = shape.positions
     residual, gathered = positions * dim / tp, positions * dim
@@ -158,7 +158,7 @@ def block_work(
         linear_work(positions, dim, query_dim),
         linear_work(positions, dim, kv_dim, count=2),
         linear_work(positions, query_dim, dim),
-        _attention(config, shape),
+        _attention(config, shape, window),
         *(elementwise_work(*ops.norm(residual)) for _ in range(norms_of_block(structure))),
         elementwise_work(*ops.rotation(queries)),
         elementwise_work(*ops.rotation(keys)),
@@ -168,7 +168,7 @@ def block_work(
     styles = structure.tensor_styles.values()
     if "head_norm" in styles or "wide_norm" in styles:
         parts += [elementwise_work(*ops.norm(queries)), elementwise_work(*ops.norm(keys))]
-    if (window := shape.window_of(config)) and shape.mask != "blocks":
+    if shape.uses_bands(config, window):
         others = 1 - window / shape.seq_len  # of the bands after the first one
         forward = ops.copies(queries, 2) + ops.copies(others * queries, 2) + ops.copies(others * keys, 8)
         parts.append(elementwise_work(forward, ops.copies(queries, 4) + ops.copies(keys, 13)))
@@ -187,11 +187,13 @@ def block_work(
     return total(parts)
 
 
-def _attention(config: DecoderConfig, shape: MicrobatchShape) -> PassWork:
-    """With cp, a rank has entire rows of 1 / cp of the heads, or 1 / cp of the positions of all heads."""
+def _attention(config: DecoderConfig, shape: MicrobatchShape, window: int) -> PassWork:
+    """With cp, a rank has entire rows of 1 / cp of the heads, or 1 / cp of the positions of all heads. These see all
+    keys through a mask of scores, also with a window."""
     rows = max(shape.rows * config.n_heads // shape.tp // shape.cp, 1)
     seq_len = shape.seq_len
-    if window := shape.window_of(config):  # each band of queries with its own keys and those of the band before
+    if window and not (shape.gathers_keys and shape.mask == "scores"):
+        # each band of queries with its own keys and those of the band before
         rows, seq_len = 4 * rows * -(-seq_len // window), window
     forward, backward = (Attention(rows, seq_len, config.head_dim, is_backward) for is_backward in (False, True))
     return PassWork(Work(attention=(forward,), operations=1), Work(attention=(backward,), operations=1), Work())

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import titanlite.models.registry  # noqa: F401 - the families
+from titanlite.models.decoder import uneven_flops
 from titanlite.models.family import LanguageModel, ModelConfig, Structure, resolve_model
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import (
@@ -102,20 +103,23 @@ def test_stages_together_are_the_model(schedule: PipelineSchedule, split: tuple[
     ("mode", "schedule", "block", "head"),
     [("none", "1F1B", 3, 5), ("selective", "ZBVZeroBubble", 3, 6), ("full", "Interleaved1F1B", 4, 5)],
 )
-@pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama3", "qwen3_moe", "olmo3"])
 def test_the_cost_of_units_is_their_flops(
     family: str, mode: Any, schedule: PipelineSchedule, block: int, head: int
 ) -> None:
-    """Those of the model's formula, in which tokens use some of the experts, by the passes of each unit."""
+    """Those of the model's formula, in which tokens use some of the experts, by the passes of each unit. The last layer
+    of olmo3 has no window."""
     model, config = resolve_model(ModelConfig(family=family, overrides={"n_layers": 3}))
     with torch.device("meta"):
         weights = unit_weights(model.build(config), structure := model.structure(config))
     section, recompute = ParallelismConfig(pp=2, pp_schedule=schedule), ActivationCheckpointConfig(mode=mode)
     flops, output = model.flops_per_token(config, 4096), 6 * config.vocab_size * config.dim
-    embedding, *blocks, last = unit_costs(weights, structure, flops, section, recompute)
+    uneven = uneven_flops(config, 4096)
+    embedding, *blocks, last = unit_costs(weights, structure, flops, section, recompute, uneven)
     assert (embedding, last) == (0, head * output)
     assert sum(blocks) == pytest.approx(block * (flops - output), rel=1e-6)
-    assert len(set(blocks)) == 1
+    full = 12 * (4096 - 64) * config.dim if family == "olmo3" else 0
+    assert [cost - blocks[0] for cost in blocks] == [0, 0, (4 if mode == "full" else 3) * full]
 
 
 def test_stages_of_a_rank() -> None:

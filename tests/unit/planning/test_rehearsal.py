@@ -60,8 +60,8 @@ def test_finds_a_collective_that_is_not_planned(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_finds_a_plan_without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = estimate.activation_bytes
-    monkeypatch.setattr(estimate, "activation_bytes", lambda *args: replace(real(*args), loss=0))
+    real = estimate._activation_bytes
+    monkeypatch.setattr(estimate, "_activation_bytes", lambda *args: replace(real(*args), loss=0))
     assert rehearsed().ratio > 1.05
 
 

@@ -79,14 +79,19 @@ def shape_of(*, recomputes_logits: bool = False) -> MicrobatchShape:
 
 def test_a_block(built: tuple[LanguageModel, Any, Any]) -> None:
     model, config, plan = built
-    block, rope = model.get_submodule("layers.0"), model.get_submodule("rope")(None)
+    layers = {window: index for index, window in enumerate(shape_of().windows(config))}  # one with each window
+    for window, index in layers.items():
+        check_block(model.get_submodule(f"layers.{index}"), model.get_submodule("rope")(None), config, plan, window)
+
+
+def check_block(block: torch.nn.Module, rope: Any, config: Any, plan: Any, window: int) -> None:
     x = torch.randn(ROWS, SEQ_LEN, config.dim, requires_grad=True)
     with Trace() as forward:
         y = block(x, rope, None)
     gradient = torch.randn_like(y)
     with Trace() as backward:
         y.backward(gradient)
-    work = block_work(config, plan, shape_of(), 1, OPS)
+    work = block_work(config, plan, shape_of(), 1, OPS, window)
     assert_close(work.forward, forward)
     assert_close(work.input_gradient + work.weight_gradient, backward)
 
@@ -110,7 +115,14 @@ def test_the_embedding_and_the_loss() -> None:
     assert split.forward.flops == split.again.flops == split.input_gradient.flops == head.forward.flops // 3
 
 
-@pytest.mark.parametrize("settings", [["model.tie_embeddings=true"], ["parallelism.pp=2", "parallelism.tp=2"]])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model.tie_embeddings=true"],
+        ["parallelism.pp=2", "parallelism.tp=2"],
+        ["model.family=olmo3", "model.sliding_window=4", "parallelism.pp=2", "parallelism.tp=2"],
+    ],
+)
 def test_ranks_add_up_to_the_model(settings: list[str]) -> None:
     config = small_config(4, *settings, "activation_checkpoint.mode=full")
     family, model = resolve_model(config.model)
