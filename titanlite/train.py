@@ -40,7 +40,7 @@ from titanlite.ranks.network import connect
 from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.errors import DataError, UserError
 from titanlite.runtime.logging import keep_for_log_file, log
-from titanlite.runtime.process_state import PacedGarbageCollection
+from titanlite.runtime.process_state import PacedGarbageCollection, keep_freed_memory
 from titanlite.tools.plan.preview import preview
 from titanlite.trainer import Trainer
 
@@ -72,6 +72,8 @@ def main() -> None:
         parsed = read_command_line(sys.argv[1:])
         preview(parsed, [launched.size], launched.local_size)
         is_elastic, device_type = ELASTIC in environment, launched.device_type
+        if device_type == "cpu":
+            keep_freed_memory()
         used = most_ranks(parsed, launched.size, device_type=device_type) if is_elastic else launched.size
         config = resolve(parsed, world_size=used, device_type=device_type)
         store = connect(launched, config.comm)
