@@ -38,6 +38,7 @@ from titanlite.models import attention, experts
 from titanlite.optim import owners
 from titanlite.parallel import data, expert, own_code
 from titanlite.parallel.mesh import EXPERT_AXES, PARAMETER_AXES, Mesh
+from titanlite.planning.communication import LOADS
 from titanlite.planning.estimate import RankPlan, estimate
 from titanlite.ranks.distributed import World
 from titanlite.runtime.memory import GIB
@@ -322,6 +323,7 @@ def groups_of(mesh: Mesh) -> Iterator[tuple[str, dist.ProcessGroup]]:
         yield from ((axis, mesh.expert_mesh.get_group(axis)) for axis in EXPERT_AXES)
     if mesh.cp_group is not None:
         yield "cp", mesh.cp_group
+    yield LOADS, mesh.position_group
     if (shards := mesh.shard_groups().shards) is not None:
         yield "dp_shard x tp", shards
 

@@ -203,8 +203,9 @@ class Decoder(LanguageModel):
 
     def scaled(self, embeddings: Tensor) -> Tensor:
         """The embeddings times embedding_scale of the configuration, rounded to their dtype."""
-        scale = torch.tensor(self.config.embedding_scale, dtype=embeddings.dtype, device="cpu").item()
-        return embeddings if scale == 1 else embeddings * scale
+        if self.config.embedding_scale == 1:
+            return embeddings
+        return embeddings * torch.tensor(self.config.embedding_scale, dtype=embeddings.dtype, device="cpu").item()
 
     def tables(self, positions: Tensor | None) -> RotaryTables | ByWindow:
         """The rotary tables of all blocks of this stage, or those for each of their windows."""

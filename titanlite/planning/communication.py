@@ -5,10 +5,12 @@ that of the update by Muon. Not counted: scalars (the number of valid tokens, th
 collectives of the first step.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
+
+import torch
 
 from titanlite.parallel.data import replicates_at_once
 from titanlite.parallel.mesh import GradientSync, ParallelismConfig
@@ -89,6 +91,17 @@ def exchanges(
     degrees = {_context_parallel: shape.sizes["cp"], _expert_parallel: section.ep, _tensor_parallel: shape.sizes["tp"]}
     of_axes = (traffic(stage, section, recompute, shape) for traffic, degree in degrees.items() if degree > 1)
     return _real(chain.from_iterable(of_axes))
+
+
+LOADS = "dp_replicate x dp_shard"
+"""The axis over which the loads of experts are added up; dp_shard stands for dp_shard x cp."""
+
+
+def loads_traffic(stages: Sequence[Stage], shape: StepShape) -> list[Traffic]:
+    """The sum of the loads of all experts of a rank that have biases, once per step."""
+    blocks, ranks = sum(len(stage.blocks) for stage in stages), shape.sizes["dp_replicate"] * shape.sizes["dp_shard"]
+    loads = blocks * shape.n_experts * torch.int64.itemsize
+    return _real([Traffic(LOADS, "all-reduce", int(blocks > 0), loads, ranks)])
 
 
 def _real(found: Iterable[Traffic]) -> list[Traffic]:

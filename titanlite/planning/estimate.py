@@ -21,7 +21,7 @@ from titanlite.parallel.microbatches import Microbatches, divide_step
 from titanlite.parallel.pipeline import local_stages, num_stages, splits_backward
 from titanlite.parallel.recompute import recomputed_blocks
 from titanlite.planning.activations import ActivationBytes, MicrobatchShape, activation_bytes
-from titanlite.planning.communication import StepShape, Traffic, stage_traffic
+from titanlite.planning.communication import StepShape, Traffic, loads_traffic, stage_traffic
 from titanlite.planning.owner_rounds import OwnerRounds, owner_rounds
 from titanlite.planning.pipeline_order import Actions, bubble_share, schedule_order
 from titanlite.planning.rank_memory import Memory, rank_memory
@@ -98,7 +98,9 @@ def estimate(config: JobConfig, world_size: int, *, device_type: str) -> Estimat
         shape = step_shape(config, sizes, step, actions, device_type)
         owners = _owners(config, stages, shape)
         memory = _memory(config, stages, shape, owners, device_type)
-        traffic = *_traffic(config, stages, shape), *owners.traffic
+        has_biases = config.hyper_parameters.n_experts > 1 and config.hyper_parameters.bias_rate > 0
+        loads = loads_traffic(stages, shape) if has_biases else []
+        traffic = *_traffic(config, stages, shape), *owners.traffic, *loads
         ranks.append(RankPlan(pp_rank, shape, stages, memory, traffic, *_flops(config, stages, shape), owners))
     return Estimate(
         *(sizes, step.microbatches, step.size, shape.schedule_steps, order, num_stages(section), step.filler_share),

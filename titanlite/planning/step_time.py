@@ -27,7 +27,7 @@ from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import stage_owners
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputed_blocks
 from titanlite.planning.activations import MicrobatchShape
-from titanlite.planning.communication import Operation, StepShape, Traffic, exchanges, reductions
+from titanlite.planning.communication import LOADS, Operation, StepShape, Traffic, exchanges, reductions
 from titanlite.planning.estimate import Estimate, RankPlan, microbatch_shape
 from titanlite.planning.hardware.machine import Profile
 from titanlite.planning.pipeline_order import DURATION, Action, Kind, schedule_order, simulate
@@ -341,14 +341,15 @@ class Predictor:
 
     def update(self, rank: RankPlan) -> Seconds:
         """Seconds of the gradient norm, clipping and the optimizer: gradients are read three times and written once,
-        parameters and state read and written; of gradients sent for the sum over copies; and of owners, their matrix
-        products and their exchange."""
+        parameters and state read and written; of gradients sent for the sum over copies; of the loads of experts with
+        biases; and of owners, their matrix products and their exchange."""
         memory = rank.memory
         moved = 4 * memory.gradients + 2 * (memory.parameters + memory.optimizer)
         units = sum(len(stage.units) for stage in rank.stages)
         seconds = self.timer.seconds(Work(moved=moved, operations=20 * units))
         shared = (each for stage in rank.stages for each in stage.shared)
         seconds += sum(others * self.collective("pp", "send", size) for size, others in shared)
+        seconds += sum(self.traffic(part) for part in rank.traffic if part.axis == LOADS)
         return {"update": seconds + self.owners(rank)}
 
     def owners(self, rank: RankPlan) -> float:
@@ -375,6 +376,7 @@ class Predictor:
             "expert_shard": (shards // ep, tp * ep),
             "dp_shard": (shards, tp),
             "dp_shard x tp": (shards * tp, 1),
+            LOADS: (axes["dp_replicate"] * shards, tp),
             "dp_replicate": (axes["dp_replicate"], tp * shards),
             "pp": (axes["pp"], tp * shards * axes["dp_replicate"]),
         }[axis]

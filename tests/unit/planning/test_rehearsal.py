@@ -33,7 +33,7 @@ def rehearsed(*settings: str, ranks: int = 8, rank: int = 0) -> Rehearsal:
             0,
             (
                 *("model.family=qwen3_moe", "model.n_experts=8", "model.n_active_experts=2", "parallelism.ep=4"),
-                *("parallelism.cp=2", "activation_checkpoint.mode=selective"),
+                *("parallelism.cp=2", "activation_checkpoint.mode=selective", "model.bias_rate=0.001"),
             ),
         ),
     ],
