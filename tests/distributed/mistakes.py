@@ -11,11 +11,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from tests.distributed import gradients
 from tests.distributed.gradients import replaced
-from tests.distributed.layouts import EVERY, EXPERTS, GATHER, LAST, OLMOE, PAIRS, QWEN2, QWEN3, TIED, Layout, schedule
+from tests.distributed.layouts import (
+    EVERY,
+    EXPERTS,
+    GATHER,
+    GEMMA2,
+    LAST,
+    OLMOE,
+    PAIRS,
+    QWEN2,
+    QWEN3,
+    TIED,
+    Layout,
+    schedule,
+)
 from titanlite import trainer as trainer_module
 from titanlite.assembly import model as build_module
 from titanlite.assembly.job import Job
@@ -27,6 +40,7 @@ from titanlite.models import family
 from titanlite.models.attention import AttentionMask
 from titanlite.models.experts import Experts, MixtureOfExperts, Router, router_scores
 from titanlite.models.family import Init
+from titanlite.models.head import Scoring
 from titanlite.models.layers import rms_norm
 from titanlite.parallel import clip as clip_module
 from titanlite.parallel import context as context_module
@@ -54,6 +68,7 @@ EP = Layout((1, 1, 2, 1), (*EXPERTS, "parallelism.ep=2"))
 EP_SHARD = Layout((1, 1, 4, 1), (*EXPERTS, "parallelism.ep=2"))
 TP_QWEN2 = Layout((1, 1, 1, 2), QWEN2)
 TP_QWEN3 = Layout((1, 1, 1, 2), QWEN3)
+TP_GEMMA2 = Layout((1, 1, 1, 2), GEMMA2)
 TP_OLMOE = Layout((1, 1, 1, 2), OLMOE)
 REPLICATE = Layout((1, 2, 1, 1), LAST, accumulation=2)
 REPLICATE_EVERY = Layout((1, 2, 1, 1), EVERY, accumulation=2)
@@ -258,6 +273,30 @@ def head_norms_not_summed_over_tp() -> Iterator[None]:
 
     kind, placement, _ = tensor_module._STYLES["head_norm"]
     with patch.dict(tensor_module._STYLES, {"head_norm": (kind, placement, forget)}):
+        yield
+
+
+@contextmanager
+def uncapped_loss() -> Iterator[None]:
+    """The loss is that of logits without the soft cap, which those without labels have."""
+    scores = Scoring.scores
+
+    def of_uncapped(scoring: Scoring, *arguments: Tensor) -> Any:
+        return scores(replace(scoring, transform=None), *arguments)
+
+    with replaced(Scoring, "scores", of_uncapped):
+        yield
+
+
+@contextmanager
+def norms_without_offset() -> Iterator[None]:
+    """Ranks of tp multiply by the stored weights of norms, which are less by 1."""
+
+    def forget(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+        return rms_norm(x, tensor_module.local_weight(norm.weight, Partial()), norm.eps or 0.0)
+
+    kind, placement, _ = tensor_module._STYLES["norm"]
+    with patch.dict(tensor_module._STYLES, {"norm": (kind, placement, forget)}):
         yield
 
 
@@ -650,6 +689,8 @@ OF_TENSORS = (
         "gradients of the norms of queries and keys not summed over tp (qwen3)",
         *(TP_QWEN3, head_norms_not_summed_over_tp, GRADIENT, "gradient of"),
     ),
+    Mistake("loss of logits without their cap (gemma2)", TP_GEMMA2, uncapped_loss, STEP, "step 1, loss: "),
+    Mistake("norms without the 1 (gemma2)", TP_GEMMA2, norms_without_offset, STEP, "step 1, loss: "),
     Mistake("biases of the first rank (qwen2)", TP_QWEN2, biases_of_the_first_rank, GRADIENT, "gradient of"),
     Mistake("norm of the own heads (olmoe)", TP_OLMOE, wide_norms_of_own_heads, STEP, "choice of experts: "),
     Mistake(
@@ -715,6 +756,7 @@ SOAK = (
     # similar to another one
     ("initial weights by torch's random numbers on DTensors", TP),
     ("a .float() in a norm", TP),
+    ("norms without the 1 (gemma2)", TP_GEMMA2),
     ("biases of the first rank (qwen2)", TP_QWEN2),
     ("gradients of the norms of queries and keys not summed over tp (qwen3)", TP_QWEN3),
     ("norm of the own heads (olmoe)", TP_OLMOE),

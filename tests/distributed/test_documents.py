@@ -11,6 +11,7 @@ from tests.distributed.layouts import (
     COMPILE,
     FULL,
     GATHER,
+    GEMMA2,
     MISTRAL,
     PAIRS,
     QWEN3,
@@ -34,7 +35,7 @@ QUICK = (
     Layout((1, 1, 1, 1), GATHER, cp=2),
 )
 SLOW = (
-    Layout((1, 1, 1, 1), (*COMPILE, *BY_OP)),
+    Layout((1, 1, 1, 1), (*GEMMA2, *COMPILE, *BY_OP)),
     Layout((1, 1, 2, 1), FULL, accumulation=2),
     Layout((1, 2, 1, 1), BY_LAYER, accumulation=2),
     Layout((1, 1, 1, 2), (*QWEN3, *FULL)),
@@ -46,7 +47,7 @@ SLOW = (
     Layout((1, 1, 1, 1), BY_OP, accumulation=2, cp=4),
     Layout((1, 1, 1, 2), MISTRAL, cp=2),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *BY_OP), cp=2),
-    Layout((1, 1, 1, 2), (*GATHER, *QWEN3, *BY_OP), cp=2),
+    Layout((1, 1, 1, 2), (*GATHER, *GEMMA2, *BY_OP), cp=2),
     Layout((2, 1, 1, 1), (*GATHER, *MISTRAL, *schedule("DualPipeV")), cp=2),
 )
 

@@ -35,6 +35,8 @@ OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 """Names in Hugging Face format. Some folders store a tied output layer, too; it must equal the embedding."""
 _ROTARY_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Rotary frequencies, which older versions of transformers stored; they follow from config.json."""
+_OF_TEXT = re.compile(r"(?:language_model\.|(model\.)language_model\.)(.+)")
+"""Names of the text model's tensors in a model that wraps it, in both forms that transformers has had."""
 _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _MAX_FAULTS = 8
 
@@ -45,7 +47,8 @@ class ModelFolder:
 
     name: as given by the user. tensors: by titanlite's parameter names. num_tensors: how many are stored. tied: the
     stored copy of a tied embedding, if any. computed: names of stored tensors that are not read, since they follow from
-    config.json. generation_config: the content of generation_config.json, if any; see defaults_of_config.
+    config.json. left_out: those outside of the text model, if another model wraps it. generation_config: the content of
+    generation_config.json, if any; see defaults_of_config.
     """
 
     name: str
@@ -56,6 +59,7 @@ class ModelFolder:
     num_tensors: int
     tied: StoredTensor | None
     computed: tuple[str, ...]
+    left_out: tuple[str, ...]
     generation_config: bytes | None
 
     def files(self) -> list[Path]:
@@ -72,7 +76,9 @@ class ModelFolder:
         ours = str(dtype).removeprefix("torch.")
         conversion = f"{ours}" if stored == ours else f"converted from {stored} to {ours}"
         ignored = f", {len(self.computed)} rotary tables ignored" if self.computed else ""
-        return f"{self.num_tensors} tensors, {conversion}{ignored}"
+        parts = ", ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in self.left_out}))
+        left_out = f", {len(self.left_out)} of {parts} left out" if parts else ""
+        return f"{self.num_tensors} tensors, {conversion}{ignored}{left_out}"
 
     @property
     def tokenizer_file(self) -> Path | None:
@@ -131,6 +137,9 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
         files.read_json(GENERATION_FILE)
         generation_config = read_regular(path / GENERATION_FILE)
     found = _read_shards(files, *_listed_shards(files))
+    left_out: tuple[str, ...] = ()
+    if isinstance(fields.get("text_config"), dict):
+        fields, (found, left_out) = _text_fields(fields), _text_tensors(found)
     family, hyper_parameters = _model_of(name, fields, len(found))
     names = family.exported.names(hyper_parameters)
     tied = None
@@ -150,7 +159,9 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
         ours: found[theirs] if isinstance(theirs, str) else StoredStack(tuple(found[each] for each in theirs))
         for ours, theirs in names.items()
     }
-    return ModelFolder(name, path, family, hyper_parameters, tensors, len(stored), tied, computed, generation_config)
+    return ModelFolder(
+        name, path, family, hyper_parameters, tensors, len(stored), tied, computed, left_out, generation_config
+    )
 
 
 class _Files:
@@ -220,6 +231,21 @@ def _model_of(name: str, fields: Mapping[str, Any], num_tensors: int) -> tuple[F
         return known[kind], known[kind].exported.config_from_json(fields)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
+
+
+def _text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the text model in those of a model that wraps it, such as one of text and images."""
+    outside = {name: fields[name] for name in ("tie_word_embeddings", "quantization_config") if name in fields}
+    return {**outside, **fields["text_config"]}
+
+
+def _text_tensors(found: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """The tensors of the text model, by their names without the model that wraps it, and the names of all others."""
+    own = {name: match for name in found if (match := _OF_TEXT.fullmatch(name))}
+    tensors = {(match[1] or "") + match[2]: found[name] for name, match in own.items()}
+    if OUTPUT in found:
+        tensors[OUTPUT] = found[OUTPUT]
+    return tensors, tuple(name for name in found if name not in own and name != OUTPUT)
 
 
 def shard_of_tensors(index: Mapping[str, Any]) -> dict[str, str]:

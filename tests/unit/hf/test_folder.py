@@ -292,6 +292,25 @@ def test_rotary_frequencies_of_old_folders_are_ignored(tmp_path: Path) -> None:
         open_folder("it", tmp_path / "it")
 
 
+@pytest.mark.parametrize("form", ["language_model.{}", "model.language_model.{}"])
+def test_a_text_model_inside_another_model(tmp_path: Path, form: str) -> None:
+    """As in folders of Gemma 3 with images, of transformers before 4.52 and of later ones."""
+    written = write_model(tmp_path / "it", "gemma3", tie_embeddings=True)
+    is_new = form.startswith("model.")
+    renamed = {form.format(name.removeprefix("model.") if is_new else name): written[name] for name in written}
+    outside = {f"{'model.' * is_new}{name}": torch.ones(3) for name in ("vision_tower.x.weight", "projector.weight")}
+    save_file(renamed | outside, tmp_path / "it" / SINGLE)
+    edit("config.json", lambda fields: fields.update(model_type="gemma3", text_config={**fields}))(tmp_path / "it")
+    folder = open_folder("it", tmp_path / "it")
+    assert folder.describe(torch.float64) == f"{len(written)} tensors, float64, 2 of projector, vision_tower left out"
+    out = {"norm.weight": torch.empty(written["model.norm.weight"].shape, dtype=torch.float64)}
+    folder.fill_(out)
+    assert torch.equal(out["norm.weight"], written["model.norm.weight"])
+    add_tensors(tmp_path / "it", {form.format("layers.0.further.weight"): torch.ones(3)})
+    with pytest.raises(UserError, match=r"layers\.0\.further\.weight is not a tensor of this model"):
+        open_folder("it", tmp_path / "it")
+
+
 def test_links_may_lead_into_an_allowed_folder(made: Path, tmp_path: Path) -> None:
     """As in the hub's cache, whose snapshots are links to blobs beside them."""
     repository = tmp_path / "models--a--b"

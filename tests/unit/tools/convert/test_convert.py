@@ -115,8 +115,8 @@ def test_export_import_export_gives_the_same_bytes_and_transformers_loads_them(
 def test_a_folder_saved_by_transformers_is_the_same_model(tmp_path: Path, family: str) -> None:
     """With transformers' own fields and file names, and with rotary scaling if the family supports it."""
     described, config = FAMILIES[family].hugging_face, tiny(FAMILIES[family], vocab_size=VOCAB_SIZE)
-    if hasattr(config, "rope_scaling_factor"):
-        config = replace(config, rope_scaling_factor=4.0, rope_original_seq_len=16)
+    scaled = {"rope_scaling_factor": 4.0, "rope_original_seq_len": 16}
+    config = replace(config, **{name: value for name, value in scaled.items() if hasattr(config, name)})
     fields = {"model_type": described.model_type} | described.config_json(config)
     (tmp_path / "fields").mkdir()
     (tmp_path / "fields" / "config.json").write_text(json.dumps(fields))
