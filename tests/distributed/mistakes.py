@@ -282,7 +282,7 @@ def uncapped_loss() -> Iterator[None]:
     scores = Scoring.scores
 
     def of_uncapped(scoring: Scoring, *arguments: Tensor) -> Any:
-        return scores(replace(scoring, transform=None), *arguments)
+        return scores(replace(scoring, soft_cap=0.0), *arguments)
 
     with replaced(Scoring, "scores", of_uncapped):
         yield

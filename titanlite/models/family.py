@@ -49,6 +49,7 @@ class DecoderConfig:
     z_loss: float = 0.0
     bias_rate: float = 0.0
     logit_cap: float = 0.0
+    score_cap: float = 0.0
     norm_offset: ClassVar[float] = 0.0
     """Added to the weights of all norms."""
 

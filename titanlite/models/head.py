@@ -77,9 +77,9 @@ class Scoring(ABC):
 
     start: the first id whose weights this rank has, of `size` ids in all. group: the ranks that have the other parts
     (mesh axis tp); None: this rank has all. gathers: whether each rank gathers the scores of all ids, instead of two
-    numbers per token. transform: see OutputLayer.transform; None: the identity. loss: with its terms. shares: of a
-    token's values in each term, 1 / its denominator, (terms,). sums: the parts of this rank's share of each term,
-    (PARTS, terms), see parts_of, added up in place. Both None: without terms.
+    numbers per token. soft_cap: see OutputLayer. transform: that of a subclass, in place of the soft cap; None: it has
+    none. loss: with its terms. shares: of a token's values in each term, 1 / its denominator, (terms,). sums: the parts
+    of this rank's share of each term, (PARTS, terms), see parts_of, added up in place. Both None: without terms.
 
     Subclasses compute the loss and its gradient from scores, (tokens, ids), which they may overwrite. A gradient of the
     scores comes with a factor of each token, (tokens, 1), to be applied to smaller tensors; None: 1. weights: of the
@@ -91,6 +91,7 @@ class Scoring(ABC):
     size: int
     group: dist.ProcessGroup | None
     gathers: bool
+    soft_cap: float
     transform: Callable[[Tensor], Tensor] | None
     loss: Loss
     shares: Tensor | None
@@ -124,6 +125,9 @@ class Scoring(ABC):
         """Logits of a chunk, (tokens, ids), in at least float32: of this rank's ids, or of all if it gathers them; and
         the function that takes the gradient of these to the one before `transform`."""
         scores = self._products(x, weight, buffer)
+        if self.soft_cap and self.transform is None:
+            tanh = scores.div_(self.soft_cap).tanh_()
+            return tanh * self.soft_cap, lambda gradient: gradient.mul_(tanh.square_().neg_().add_(1.0))
         if self.transform is None:
             return scores, lambda gradient: gradient
         before = scores.detach().requires_grad_()
@@ -345,9 +349,9 @@ class OutputLayer(nn.Linear):
 
         x: (batch, seq_len, dim), in full on each rank of the tp axis. See LanguageModel.forward.
         """
-        has_transform = self.soft_cap != 0 or has_own(self, "transform", OutputLayer)
+        has_transform = has_own(self, "transform", OutputLayer)
         if labels is None:
-            return self.transform(super().forward(x)) if has_transform else super().forward(x)
+            return self.transform(super().forward(x)) if has_transform or self.soft_cap else super().forward(x)
         assert num_valid is not None, "labels without num_valid"
         weight, start, group = self.weight, 0, None
         if is_dtensor(weight):
@@ -363,7 +367,8 @@ class OutputLayer(nn.Linear):
         # A negative label is not valid.
         weights = (labels >= 0) / num_valid.clamp(min=1).to(wide).unsqueeze(1)
         transform = self.transform if has_transform else None
-        part = (chunk, start, self.out_features, group, gathers, transform, how.loss, *self._term_sums())
+        caps = (self.soft_cap, transform)
+        part = (chunk, start, self.out_features, group, gathers, *caps, how.loss, *self._term_sums())
         scoring = RegisteredLoss(*part) if is_registered else CrossEntropy(*part, how.exponentials)
         if self.misses is not None:
             is_miss = find_misses(x.flatten(0, 1), weight, labels.flatten(), scoring)

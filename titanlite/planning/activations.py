@@ -45,7 +45,7 @@ class MicrobatchShape:
     def uses_bands(self, config: DecoderConfig, window: int) -> bool:
         """Whether attention with this window computes bands, for which it copies keys and values. With a cap of the
         scores, it does not."""
-        has_kernel = self.mask == "blocks" or getattr(config, "score_cap", 0.0) > 0
+        has_kernel = self.mask == "blocks" or config.score_cap > 0
         return window > 0 and not has_kernel and not self.gathers_keys
 
 
@@ -134,7 +134,8 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
     columns = own_ids if shape.shard_logits else config.vocab_size
     # logits in the wide dtype and, if it differs, logits and their gradients in the compute dtype
     tokens = min(shape.loss_chunk, positions)
-    chunk = tokens * columns * (wide if wide == size else wide + 2 * size)
+    caps = wide if config.logit_cap else 0  # hyperbolic tangents
+    chunk = tokens * columns * (caps + (wide if wide == size else wide + 2 * size))
     if shape.extra_logits is not None:  # beside the own logits, those of all ids, if they are another tensor
         full = shape.extra_logits + (wide != size or tp > 1)
         chunk = tokens * (own_ids * size + int(full * config.vocab_size * wide))

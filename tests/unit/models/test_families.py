@@ -232,7 +232,7 @@ def features(family: Family) -> list[str]:
         found = (name.removesuffix(ending).rpartition(".")[2] for name in parameters if name.endswith(ending))
         return ", ".join(dict.fromkeys(found))
 
-    caps = {"scores": getattr(config, "score_cap", 0), "logits": config.logit_cap}
+    caps = {"scores": config.score_cap, "logits": config.logit_cap}
     scaling = {"rope_low_freq_factor": "Llama 3.1", "rope_beta_fast": "YaRN", "rope_scaling_factor": "linear"}
     norms = {"before": "attention_norm", "after": "attention_post_norm"}
     return [
