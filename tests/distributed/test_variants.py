@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.configuration import HAS_EACH_SCHEDULE
-from tests.distributed.layouts import BOUNDS, BY_OP, COMPILE, EXPERTS, FULL, GATHER, Layout, measure, schedule
+from tests.distributed.layouts import BOUNDS, BY_OP, COMPILE, EXPERTS, FULL, GATHER, TIED, Layout, measure, schedule
 from tests.distributed.program import REPOSITORY
 from tests.pool import run_ranks
 from titanlite.runtime.errors import ConfigError
@@ -93,7 +93,7 @@ def test_code_of_a_family_is_called_on_what_a_rank_has_or_refused() -> None:
     mask = "gives some of the queries, with their mask, another result"
     kept = "uses a result of layers.0.attention"
     table = [
-        *(("capped", layout, None) for layout in (HEADS, GATHERED, PIPELINE)),
+        *(("capped", layout, None) for layout in (HEADS, GATHERED, Layout((2, 1, 1, 1), TIED))),
         ("method", HEADS, None),
         ("biased", Layout((1, 1, 1, 2)), None),
         ("biased", Layout((1, 1, 2, 1), FULL), None),
