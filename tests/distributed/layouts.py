@@ -115,8 +115,9 @@ IMPLIED = (
     *OLMO3[1:],
     *GEMMA2[1:],
     *GEMMA3[1:],
+    *EIGHT,
+    *EPS,
 )
-IMPLIED += (*EIGHT, *EPS)
 SHORT = {
     QWEN3[0]: "qwen3",
     EXPERTS[0]: "qwen3_moe",
