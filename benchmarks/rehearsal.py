@@ -218,9 +218,9 @@ def fake_program(recorder: Recorder) -> Iterator[None]:
 
     exchange = expert.exchanged_feed_forward
 
-    def equal_loads(rows: Tensor, *args: Any, group: dist.ProcessGroup) -> Tensor:
+    def equal_loads(rows: Tensor, *args: Any, group: dist.ProcessGroup, **options: Any) -> Tensor:
         recorder.rows_of_experts = [[len(rows) // group.size()] * group.size()] * 2
-        return exchange(rows, *args, group=group)
+        return exchange(rows, *args, group=group, **options)
 
     def read(_: Tensor) -> list[list[int]]:
         recorder.read()

@@ -259,20 +259,20 @@ def _of_layer(layer: nn.Module, argument: Any) -> Any:
 
 
 def init(config: DecoderConfig, name: str) -> Init:
-    """Distribution of the parameter `name`: norms 1 less their offset, biases 0, matrices normal with std 0.02.
+    """Distribution of the parameter `name`: norms 1 less their offset, biases 0, others normal with std 0.02.
 
     The std of matrices that write into the residual stream (wo, w2) is multiplied by 1/sqrt(number of such matrices) =
     1/sqrt(2 * n_layers), so that the variance of the residual stream does not grow with depth (Radford et al., "GPT-2",
     2019, section 2.3).
     """
-    if name.endswith(".bias"):
+    if name.endswith(("_bias", ".bias")):
         return Init("constant", 0.0)
     module = name.removesuffix(".weight").rpartition(".")[2]
     if module == "norm" or module.endswith("_norm"):
         return Init("ones") if config.norm_offset == 0 else Init("constant", 1.0 - config.norm_offset)
     if module in ("wo", "w2"):
         return Init("normal", 0.02 / math.sqrt(2 * config.n_layers))
-    assert module in ("tok_embeddings", "output", "wq", "wk", "wv", "w1", "w3", "router"), (
+    assert module in ("tok_embeddings", "output", "wq", "wk", "wv", "w1", "w3", "router", "sinks"), (
         f"no initial distribution for {name}"
     )
     return Init("normal", 0.02)

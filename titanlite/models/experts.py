@@ -33,25 +33,50 @@ def router_scores(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return functional.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
 
 
-class ExpertsFunction(Protocol):
-    """SwiGLU of each row by its expert. rows: (rows, dim), sorted by expert; counts: of rows, int64 (n_experts,)."""
+Activation = Callable[[Tensor, Tensor], Tensor]
+"""Of the outputs of w1 and of w3: the input of w2."""
 
-    def __call__(self, rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor: ...
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return functional.silu(gate) * up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gate sigmoid(1.702 gate) (up + 1), with gate at most 7 and up from -7 to 7 (OpenAI, "gpt-oss-120b & gpt-oss-20b
+    Model Card", 2025, and the code published with the weights)."""
+    return functional.silu(1.702 * gate.clamp(max=7.0)) * (up.clamp(-7.0, 7.0) + 1.0) / 1.702
+
+
+class ExpertsFunction(Protocol):
+    """The output of each row's expert. rows: (rows, dim), sorted by expert; counts: of rows, int64 (n_experts,);
+    weights: see Experts.weights."""
+
+    def __call__(self, rows: Tensor, counts: Tensor, *weights: Tensor, activation: Activation) -> Tensor: ...
 
 
 class Experts(nn.Module):
-    """SwiGLU layers, stacked: w2[e](silu(w1[e] x) * w3[e] x) for expert e.
+    """Gated layers, stacked: w2[e] activation(w1[e] x, w3[e] x) for expert e, by default SwiGLU.
 
+    bias: whether they have w1_bias, w2_bias and w3_bias, (n_experts, outputs).
     feed_forward: computes them. Expert parallelism replaces it by one that exchanges rows between ranks.
     """
 
-    def __init__(self, n_experts: int, dim: int, hidden_dim: int) -> None:
+    def __init__(
+        self, n_experts: int, dim: int, hidden_dim: int, *, bias: bool = False, activation: Activation = swiglu
+    ) -> None:
         super().__init__()
         self.n_experts = n_experts
+        self.activation = activation
         self.feed_forward: ExpertsFunction = feed_forward
         self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        for name, outputs in {"w1_bias": hidden_dim, "w2_bias": dim, "w3_bias": hidden_dim}.items() if bias else ():
+            self.register_parameter(name, nn.Parameter(torch.empty(n_experts, outputs)))
+
+    def weights(self) -> dict[str, Tensor]:
+        """w1, w2, w3, and their biases if there are any. Attributes may be casts to the compute dtype."""
+        return {name: getattr(self, name) for name, _ in self.named_parameters(recurse=False)}
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Weighted sum of the chosen experts of each position.
@@ -59,17 +84,18 @@ class Experts(nn.Module):
         x: (batch, seq_len, dim); chosen: int64 (batch, seq_len, n_active), the experts of each position; weights: their
         weights, of the same shape, in promote_types(x.dtype, float32). Returns the shape and dtype of x.
         """
-        return self.weighted(x, chosen, weights, self.w1, self.w2, self.w3)
+        return self.weighted(x, chosen, weights, *self.weights().values())
 
-    def weighted(self, x: Tensor, chosen: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-        """`forward` with these weight matrices; with a part of the hidden features, a part of a sum."""
+    def weighted(self, x: Tensor, chosen: Tensor, weights: Tensor, *own: Tensor) -> Tensor:
+        """`forward` with these weights of the experts; with a part of the hidden features, a part of a sum."""
         experts = chosen.flatten()
         order = experts.argsort(stable=True)  # by expert, then by position
         inverse = inverse_permutation(order)
         counts = torch.zeros(self.n_experts, dtype=torch.int64, device=x.device)
         counts = counts.scatter_add(0, experts, torch.ones_like(experts))
         rows: Tensor = _ByExpert.apply(x.flatten(0, -2), order, inverse)  # type: ignore[no-untyped-call]
-        results = permuted(self.feed_forward(rows, counts, w1, w2, w3), inverse, order).view(*chosen.shape, -1)
+        results = self.feed_forward(rows, counts, *own, activation=self.activation)
+        results = permuted(results, inverse, order).view(*chosen.shape, -1)
         return (results.to(weights.dtype) * weights.unsqueeze(-1)).sum(dim=-2).to(x.dtype)
 
 
@@ -112,32 +138,34 @@ class _Permuted(torch.autograd.Function):
         return gradient[inverse], None, None
 
 
-def feed_forward(rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+def feed_forward(rows: Tensor, counts: Tensor, *weights: Tensor, activation: Activation = swiglu) -> Tensor:
     """The ExpertsFunction of experts that are all on this rank.
 
     In bfloat16 on CUDA the host does not read the counts, if dim and hidden_dim (per tp rank) are multiples of 8, as
     grouped matrix products need.
     """
-    is_aligned = rows.shape[1] % 8 == 0 and w1.shape[1] % 8 == 0
+    is_aligned = rows.shape[1] % 8 == 0 and weights[0].shape[1] % 8 == 0
     if rows.device.type == "cuda" and rows.dtype == torch.bfloat16 and len(rows) and is_aligned:
-        return grouped_feed_forward(rows, counts, w1, w2, w3)
+        return grouped_feed_forward(rows, counts, *weights, activation=activation)
     parts = rows.split(counts.tolist())
-    experts = zip(parts, w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
-    return torch.cat([_swiglu(functional.linear, part, one, two, three) for part, one, two, three in experts])
+    experts = zip(parts, *(weight.unbind() for weight in weights), strict=True)
+    return torch.cat([_gated(functional.linear, activation, *expert) for expert in experts])
 
 
-def grouped_feed_forward(rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+def grouped_feed_forward(rows: Tensor, counts: Tensor, *weights: Tensor, activation: Activation = swiglu) -> Tensor:
     """`feed_forward` by torch's grouped matrix products."""
     offsets = counts.cumsum(0, dtype=torch.int32)
 
-    def product(x: Tensor, weight: Tensor) -> Tensor:
-        return functional.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = functional.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
+        return out if bias is None else out + bias.repeat_interleave(counts, dim=0, output_size=len(x))
 
-    return _swiglu(product, rows, w1, w2, w3)
+    return _gated(product, activation, rows, *weights)
 
 
-def _swiglu(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    return product(functional.silu(product(x, w1)) * product(x, w3), w2)
+def _gated(product: Callable[..., Tensor], activation: Activation, x: Tensor, *weights: Tensor) -> Tensor:
+    (w1, w2, w3), (b1, b2, b3) = weights[:3], weights[3:] or (None, None, None)
+    return product(activation(product(x, w1, b1), product(x, w3, b3)), w2, b2)
 
 
 @dataclass(frozen=True)
@@ -158,10 +186,11 @@ class MixtureOfExperts(nn.Module):
     """Feed-forward layer of n_experts experts, of which each position uses the n_active_experts most probable.
 
     The probabilities are the softmax of the router's scores. The weights of the chosen experts are their probabilities,
-    divided by their sum if `normalize`. config: its balance_loss and z_loss are coefficients of these losses, whose
-    gradients each backward pass adds. bias_rate: if above 0, experts are chosen by probability plus `bias`, float32
-    (n_experts,), which `end_step` moves by this rate toward equal loads (Wang et al., "Auxiliary-Loss-Free Load
-    Balancing Strategy for Mixture-of-Experts", 2024); the weights do not contain it.
+    divided by their sum if `normalize`: the softmax of their scores alone. bias, activation: of the experts, see
+    Experts; with `bias`, the router has one, too. config: its balance_loss and z_loss are coefficients of these losses,
+    whose gradients each backward pass adds. bias_rate: if above 0, experts are chosen by probability plus the buffer
+    `bias`, float32 (n_experts,), which `end_step` moves by this rate toward equal loads (Wang et al.,
+    "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024); the weights do not contain it.
 
     placement: parallelism replaces it. num_rows, num_tokens: see start_step.
     step_load: positions of this rank that chose each expert, int64 (n_experts,), in the backward passes of this step;
@@ -172,7 +201,9 @@ class MixtureOfExperts(nn.Module):
     bias: Tensor | None
     watch = staticmethod(watch)
 
-    def __init__(self, config: DecoderConfig, *, normalize: bool = True) -> None:
+    def __init__(
+        self, config: DecoderConfig, *, normalize: bool = True, bias: bool = False, activation: Activation = swiglu
+    ) -> None:
         super().__init__()
         self.n_active = config.n_active_experts
         self.normalize = normalize
@@ -186,8 +217,8 @@ class MixtureOfExperts(nn.Module):
         self.step_sums: list[Tensor] = []
         self.load: Tensor | None = None
         self.router_sums: Tensor | None = None
-        self.router = Router(config.dim, config.n_experts)
-        self.experts = Experts(config.n_experts, config.dim, config.ffn_dim)
+        self.router = Router(config.dim, config.n_experts, bias=bias)
+        self.experts = Experts(config.n_experts, config.dim, config.ffn_dim, bias=bias, activation=activation)
         self.register_buffer("bias", torch.zeros(config.n_experts) if config.bias_rate else None)
 
     def init_buffers(self, device: torch.device) -> None:

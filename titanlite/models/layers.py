@@ -68,8 +68,8 @@ class YarnScaling:
 
     factor: by which long wavelengths are multiplied. theta: base of the wavelengths. beta_fast, beta_slow: pairs that
     make more than beta_fast turns within original_seq_len are unchanged, those with less than beta_slow are multiplied
-    by `factor`, those between are interpolated linearly in their index, between integer indexes, as in the code
-    published with the paper. Attention scores grow by table_factor^2.
+    by `factor`, those between are interpolated linearly in their index, between integer indexes if `truncates`, as in
+    the code published with the paper. Attention scores grow by table_factor^2.
     """
 
     factor: float
@@ -77,6 +77,7 @@ class YarnScaling:
     beta_fast: float
     beta_slow: float
     original_seq_len: int
+    truncates: bool = True
 
     @property
     def table_factor(self) -> float:
@@ -84,8 +85,10 @@ class YarnScaling:
 
     def apply(self, inv_freq: Tensor) -> Tensor:
         pairs = len(inv_freq)
-        first = max(math.floor(self._index(self.beta_fast, pairs)), 0)
-        last = min(math.ceil(self._index(self.beta_slow, pairs)), 2 * pairs - 1)
+        first, last = self._index(self.beta_fast, pairs), self._index(self.beta_slow, pairs)
+        if self.truncates:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
         stretched = torch.arange(pairs, dtype=inv_freq.dtype) - first
         stretched = (stretched / (last - first if last > first else 0.001)).clamp(0.0, 1.0)
         return inv_freq * (1.0 - stretched) + inv_freq / self.factor * stretched

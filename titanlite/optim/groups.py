@@ -39,8 +39,9 @@ def divide(section: OptimizerConfig, named: Mapping[str, Tensor], structure: Str
         index = next(iter(groups_of(section.groups, name)), -1)
         group = section.groups[index] if index >= 0 else DEFAULT
         given = group.optimizer
-        optimizer = default_optimizer(section, structure, name, parameter.dim()) if given == "auto" else given
-        is_asked = parameter.dim() >= 2 or group.weight_decay != -1 or not section.weight_decay_skip
+        is_matrix = has_matrices(name, parameter)
+        optimizer = default_optimizer(section, structure, name, is_matrix=is_matrix) if given == "auto" else given
+        is_asked = is_matrix or group.weight_decay != -1 or not section.weight_decay_skip
         decays = is_asked and not any(fnmatchcase(name, pattern) for pattern in section.weight_decay_skip)
         found.setdefault((index, optimizer, decays), {})[name] = parameter
     return [
@@ -69,7 +70,12 @@ def options_of(section: OptimizerConfig, group: GroupConfig, kind: OptimizerKind
     }
 
 
-def default_optimizer(section: OptimizerConfig, structure: Structure, name: str, dims: int) -> str:
+def has_matrices(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter is a matrix, or a stack of them: not a vector, nor the stacked biases of experts."""
+    return parameter.dim() >= 2 and not name.endswith("_bias")
+
+
+def default_optimizer(section: OptimizerConfig, structure: Structure, name: str, *, is_matrix: bool) -> str:
     """The optimizer of a parameter without a group's own. Muon: of matrices of blocks, and stacks of them, but for
     routers."""
     if section.name != "Muon":
@@ -77,7 +83,7 @@ def default_optimizer(section: OptimizerConfig, structure: Structure, name: str,
     in_block = any(name[: dot.start()] in structure.blocks for dot in re.finditer(r"\.", name))
     routers = (pattern for pattern, style in structure.tensor_styles.items() if style == "router")
     is_router = any(fnmatchcase(name, f"{pattern}.*") for pattern in routers)
-    return "Muon" if in_block and dims >= 2 and not is_router else "AdamW"
+    return "Muon" if in_block and is_matrix and not is_router else "AdamW"
 
 
 def groups_of(groups: Sequence[GroupConfig], name: str) -> dict[int, str]:
@@ -137,11 +143,9 @@ def _check_options(section: OptimizerConfig, named: Mapping[str, Tensor], struct
     of_group: dict[str, set[str]] = {}
     for group in divide(section, named, structure):
         of_group.setdefault(group.label, set()).add(group.optimizer)
-        small = [name for name, parameter in group.parameters.items() if parameter.dim() < 2]
+        small = [name for name, parameter in group.parameters.items() if not has_matrices(name, parameter)]
         if small and OPTIMIZERS[group.optimizer].takes_matrices:
-            rule = (
-                f'an optimizer that updates vectors: "{small[0]}" has one dimension, {group.optimizer} is for matrices'
-            )
+            rule = f'an optimizer that updates vectors: "{small[0]}" has no matrices, {group.optimizer} is for matrices'
             remedy = 'write "AdamW", or leave this parameter out of the group'
             problems.append(Problem(f"optimizer.{group.label}.optimizer", group.optimizer, rule, remedy))
     for index, each in enumerate(section.groups):

@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from titanlite.models.experts import Experts, feed_forward, inverse_permutation, permuted
+from titanlite.models.experts import Activation, Experts, feed_forward, inverse_permutation, permuted
 from titanlite.models.family import LanguageModel
 from titanlite.parallel.collectives import all_to_all
 from titanlite.parallel.tensor import local_weight, summed_part
 
-FEATURES = {"w1": 1, "w2": 2, "w3": 1}
-"""Dimension of the hidden features of each weight, (experts, features, features)."""
+FEATURES = {"w1": 1, "w2": 2, "w3": 1, "w1_bias": 1, "w2_bias": None, "w3_bias": 1}
+"""Dimension of the hidden features of each weight, (experts, features, features) or (experts, features); None: it has
+none."""
 
 
 def apply_expert_parallel(model: LanguageModel, mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> list[str]:
@@ -35,10 +36,11 @@ def apply_expert_parallel(model: LanguageModel, mesh: DeviceMesh, expert_mesh: D
     over = (mesh if expert_mesh is None else expert_mesh)[axes]
     found = [module for module in model.modules() if isinstance(module, Experts)]
     for experts in found:
-        for name, features in FEATURES.items():
-            placements = [Shard(0 if axis == "ep" else features) for axis in axes]
-            sharded = nn.Parameter(distribute_tensor(getattr(experts, name), over, placements))
-            setattr(experts, name, sharded)
+        for name, weight in experts.weights().items():
+            features = FEATURES[name]
+            over_tp = Replicate() if features is None else Shard(features)
+            placements = [Shard(0) if axis == "ep" else over_tp for axis in axes]
+            setattr(experts, name, nn.Parameter(distribute_tensor(weight, over, placements)))
         if expert_mesh is not None:
             experts.feed_forward = partial(exchanged_feed_forward, group=expert_mesh.get_group("ep"))
         experts.forward = partial(_forward, experts, mesh.get_group("tp") if tp else None)  # type: ignore[method-assign]
@@ -46,17 +48,26 @@ def apply_expert_parallel(model: LanguageModel, mesh: DeviceMesh, expert_mesh: D
 
 
 def _forward(experts: Experts, tp: dist.ProcessGroup | None, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    matrices = (local_weight(experts.w1), local_weight(experts.w2), local_weight(experts.w3))
-    result = experts.weighted(x, chosen, weights, *matrices)
+    own = (_own_part(name, weight, tp) for name, weight in experts.weights().items())
+    result = experts.weighted(x, chosen, weights, *own)
     return result if tp is None else summed_part(result, tp)
 
 
+def _own_part(name: str, weight: Tensor, tp: dist.ProcessGroup | None) -> Tensor:
+    if tp is None or FEATURES[name] is not None:
+        return local_weight(weight)
+    # The results are parts of a sum over tp, of which one rank adds the bias. So is its gradient.
+    assert isinstance(weight, DTensor)
+    local: Tensor = weight.to_local(grad_placements=[*weight.placements[:-1], Partial()])
+    return local * float(tp.rank() == 0)
+
+
 def exchanged_feed_forward(
-    rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *, group: dist.ProcessGroup
+    rows: Tensor, counts: Tensor, *weights: Tensor, activation: Activation, group: dist.ProcessGroup
 ) -> Tensor:
     """The ExpertsFunction of experts of which each rank of `group` has an equal number, in the order of the ranks.
 
-    w1, w2, w3: those of this rank. Results return in the order of `rows`.
+    weights: those of this rank. Results return in the order of `rows`.
     """
     size = group.size()
     sent = counts.view(size, -1)  # (ep, experts of each)
@@ -67,7 +78,7 @@ def exchanged_feed_forward(
     experts = experts.repeat_interleave(received.flatten(), output_size=sum(origin))
     order = experts.argsort(stable=True)
     inverse = inverse_permutation(order)
-    results = feed_forward(permuted(arrived, order, inverse), received.sum(dim=0), w1, w2, w3)
+    results = feed_forward(permuted(arrived, order, inverse), received.sum(dim=0), *weights, activation=activation)
     return _exchanged(permuted(results, inverse, order), origin, to, group)
 
 

@@ -277,7 +277,7 @@ def _try(model: LanguageModel, use: Callable[[Tensor], object] = id) -> str | No
     with ExitStack() as stack, torch.enable_grad():
         for module in model.modules():
             if isinstance(module, Experts):  # their sizes depend on values
-                stack.enter_context(replaced(module, "feed_forward", lambda rows, *_: rows))
+                stack.enter_context(replaced(module, "feed_forward", lambda rows, *_, **_options: rows))
         try:
             use(model(torch.zeros(1, 8, dtype=torch.int64, device="meta")))
         except Exception as error:

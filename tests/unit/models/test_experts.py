@@ -13,10 +13,12 @@ from titanlite.models.experts import (
     Placement,
     Router,
     balance,
+    clamped_swiglu,
     count_choices,
     end_step,
     feed_forward,
     grouped_feed_forward,
+    swiglu,
 )
 from titanlite.models.qwen3_moe import QWEN3_MOE
 
@@ -31,9 +33,12 @@ SMALL = replace(
 )
 
 
-def mixture(balance_loss: float = 0.0, z_loss: float = 0.0, bias_rate: float = 0.0) -> MixtureOfExperts:
+def mixture(
+    balance_loss: float = 0.0, z_loss: float = 0.0, bias_rate: float = 0.0, *, bias: bool = False
+) -> MixtureOfExperts:
     rates = {"balance_loss": balance_loss, "z_loss": z_loss, "bias_rate": bias_rate}
-    model = MixtureOfExperts(replace(SMALL, **rates)).double()
+    activation = clamped_swiglu if bias else swiglu
+    model = MixtureOfExperts(replace(SMALL, **rates), bias=bias, activation=activation).double()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, generator=generator)
@@ -46,13 +51,22 @@ def rows() -> Tensor:
 
 def plain(model: MixtureOfExperts, x: Tensor) -> Tensor:
     """All experts on all positions, weighted by 0 where they are not chosen."""
-    probabilities = (x @ model.router.weight.T).softmax(-1)
+    b1, b2, b3 = (getattr(model.experts, f"w{number}_bias", 0.0) for number in (1, 2, 3))
+    scores = x @ model.router.weight.T + (0.0 if model.router.bias is None else model.router.bias)
+    probabilities = scores.softmax(-1)
     chosen = torch.zeros_like(probabilities).scatter(-1, probabilities.topk(N_ACTIVE).indices, 1.0)
     weights = chosen * probabilities
     weights = weights / weights.sum(-1, keepdim=True)
-    hidden = functional.silu(torch.einsum("btd,ehd->bteh", x, model.experts.w1))
-    hidden = hidden * torch.einsum("btd,ehd->bteh", x, model.experts.w3)
-    return torch.einsum("bteh,edh,bte->btd", hidden, model.experts.w2, weights)
+    gate = torch.einsum("btd,ehd->bteh", x, model.experts.w1) + b1
+    up = torch.einsum("btd,ehd->bteh", x, model.experts.w3) + b3
+    if model.router.bias is None:
+        hidden = functional.silu(gate) * up
+    else:
+        assert min(gate.max(), up.max(), -up.min()) > 7.0
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        hidden = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    out = torch.einsum("bteh,edh->bted", hidden, model.experts.w2) + b2
+    return torch.einsum("bted,bte->btd", out, weights)
 
 
 def gradients(out: Tensor, model: MixtureOfExperts, x: Tensor) -> list[Tensor]:
@@ -60,8 +74,10 @@ def gradients(out: Tensor, model: MixtureOfExperts, x: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(out, [x, *model.parameters()], upstream))
 
 
-def test_results_and_gradients_are_those_of_plain_formulas() -> None:
-    model, x = mixture(), rows()
+@pytest.mark.parametrize("bias", [False, True])
+def test_results_and_gradients_are_those_of_plain_formulas(bias: bool) -> None:
+    """With biases, also the activation of gpt-oss, of which some inputs are clamped."""
+    model, x = mixture(bias=bias), rows()
     out, expected = model(x), plain(model, x)
     assert torch.allclose(out, expected, rtol=0, atol=1e-12)
     for found, right in zip(gradients(out, model, x), gradients(expected, model, x), strict=True):
@@ -102,7 +118,7 @@ def test_the_router_computes_in_float32_for_a_bfloat16_model() -> None:
 def test_grouped_products_are_those_of_a_loop() -> None:
     """In sizes that the kernels of GPUs accept; the third expert has no rows."""
     generator = torch.Generator().manual_seed(0)
-    shapes = ((24, 16), (4, 32, 16), (4, 16, 32), (4, 32, 16))
+    shapes = ((24, 16), (4, 32, 16), (4, 16, 32), (4, 32, 16), (4, 32), (4, 16), (4, 32))
     inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
     rows, *matrices = inputs
     counts = torch.tensor([7, 12, 0, 5])
