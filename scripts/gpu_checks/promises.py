@@ -37,6 +37,7 @@ PROMISES = (
         for name in (
             "gemma2",
             "gemma3",
+            "gpt_oss",
             "llama3",
             "mistral",
             "qwen2",

@@ -80,7 +80,7 @@ def matmul_flops(setup: Setup) -> float:
     return 2 * size**3 / setup.seconds(lambda: left @ right)
 
 
-EXPERTS = ("qwen3_moe", "olmoe")
+EXPERTS = ("qwen3_moe", "olmoe", "gpt_oss")
 """Families with experts. Compared in float64 only: in lower precision, near ties choose other experts."""
 
 
@@ -91,11 +91,11 @@ def small_model(setup: Setup, family: str) -> list[str]:
     if setup.tiny:
         sizes |= {"dim": 64, "ffn_dim": 96, "vocab_size": 131}
         seq_len, head_dim = 32, 16
-    if family.startswith(("gemma", "mistral", "qwen3")):  # that of the others is dim / n_heads
+    if family.startswith(("gemma", "gpt_oss", "mistral", "qwen3")):  # that of the others is dim / n_heads
         sizes["head_dim"] = head_dim
-    if family in ("gemma2", "gemma3", "mistral", "olmo3"):
+    if family in ("gemma2", "gemma3", "gpt_oss", "mistral", "olmo3"):
         sizes["sliding_window"] = seq_len // 3
-    if family in ("gemma2", "gemma3", "olmo3"):
+    if family in ("gemma2", "gemma3", "gpt_oss", "olmo3"):
         sizes["full_interval"] = 2
     if family in EXPERTS:
         sizes |= {"n_experts": 8, "n_active_experts": 2}

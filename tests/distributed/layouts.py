@@ -101,6 +101,7 @@ OLMO2 = ("model.family=olmo2",)
 GEMMA = (*MISTRAL[1:], "model.full_interval=2", "model.query_pre_attn_scalar=20", "model.logit_cap=2.0")
 GEMMA2 = ("model.family=gemma2", *GEMMA, "model.score_cap=0.2")
 GEMMA3 = ("model.family=gemma3", *GEMMA, "model.rope_local_theta=100.0", "model.rope_scaling_factor=8.0")
+GPT_OSS = ("model.family=gpt_oss", *EXPERTS[1:], *MISTRAL[2:], "model.full_interval=2")
 SMOLLM3 = ("model.family=smollm3", "model.no_rope_interval=2")
 GATHER = ("parallelism.context_parallel=gather",)
 EP, EP3, EP4 = ("parallelism.ep=2",), ("parallelism.ep=3",), ("parallelism.ep=4",)
@@ -129,6 +130,7 @@ SHORT = {
     SMOLLM3[0]: "smollm3",
     GEMMA2[0]: "gemma2",
     GEMMA3[0]: "gemma3",
+    GPT_OSS[0]: "gpt_oss",
     "compile.enable=true": "compile",
     GATHER[0]: "gather",
     FULL[0]: "recompute full",
@@ -183,6 +185,7 @@ SLOW = (
     Layout((1, 1, 2, 1), (*COMPILE, *BY_OP, *LAST), accumulation=3, rows=24),
     Layout((1, 1, 1, 2), (*QWEN2, *BY_OP, *CHUNKS), accumulation=3, rows=24),
     Layout((1, 1, 1, 2), OLMOE),
+    Layout((1, 1, 2, 2), (*GPT_OSS, *EP)),
     Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"), *TIED)),
     Layout((2, 1, 1, 1), (*schedule("GPipe"), *split("layers.1"))),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *LAST), accumulation=3, rows=24),
@@ -283,6 +286,21 @@ SOAK = (
         )
     ),
     *(Layout((1, 1, 1, 2), (*family, *TIED, *CHUNKS), cp=2) for family in (GEMMA2, GEMMA3)),
+    *(
+        Layout(mesh, (*GPT_OSS, *settings), cp=cp)
+        for mesh, cp, settings in (
+            ((1, 1, 2, 1), 1, FULL),
+            ((1, 1, 2, 1), 1, EP),
+            ((1, 1, 1, 2), 1, BY_OP),
+            ((1, 2, 1, 1), 1, TIED),
+            ((2, 1, 1, 1), 1, (*schedule("ZBVZeroBubble"), *depth(3))),
+            ((1, 1, 1, 1), 2, ()),
+            ((1, 1, 1, 1), 2, GATHER),
+            ((1, 1, 1, 2), 2, ()),
+            ((2, 1, 1, 2), 1, (*schedule("1F1B"), *PAIRS)),
+            ((1, 1, 2, 2), 1, (*EP, *FULL)),
+        )
+    ),
     # norms whose squares are summed over tp
     Layout((1, 1, 1, 2), (*OLMOE, *BY_OP), cp=2),
 )

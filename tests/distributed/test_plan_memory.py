@@ -43,6 +43,7 @@ MISTRAL = ["model.family=mistral", "model.head_dim=32", "model.sliding_window=64
 OLMO2 = ["model.family=olmo2"]
 OLMO3 = ["model.family=olmo3", "model.sliding_window=64", "model.full_interval=2"]
 GEMMA2 = ["model.family=gemma2", *MISTRAL[1:]]
+GPT_OSS = ["model.family=gpt_oss", *EXPERTS[1:], *MISTRAL[1:], "model.full_interval=2"]
 OLMOE = ["model.family=olmoe", *EXPERTS[1:]]
 DTYPE = {
     "float32": ["training.dtype=float32"],
@@ -63,6 +64,7 @@ KEPT_LAYOUTS = {
     "1 process, olmo3": (1, OLMO3),
     "1 process, gemma2": (1, GEMMA2),
     "1 process, experts": (1, EXPERTS),
+    "1 process, gpt_oss": (1, GPT_OSS),
     "tp 2, experts": (2, [*EXPERTS, "parallelism.tp=2"]),
     "ep 2, experts": (2, [*EXPERTS, "parallelism.ep=2", "parallelism.fsdp_reshard_after_forward=never"]),
     "tp 2, olmoe": (2, [*OLMOE, "parallelism.tp=2"]),
@@ -278,7 +280,10 @@ def peak_errors(layout: str, dtype: str) -> dict[str, list[float]]:
     [
         ("1 process", "float32"),
         pytest.param("1 process", "bfloat16", marks=pytest.mark.soak),
-        *(pytest.param(f"1 process, {name}", "float32", marks=pytest.mark.soak) for name in ("mistral", "olmo3")),
+        *(
+            pytest.param(f"1 process, {name}", "float32", marks=pytest.mark.soak)
+            for name in ("mistral", "olmo3", "gpt_oss")
+        ),
         *(pytest.param(f"1 process, {name}", "bfloat16", marks=pytest.mark.soak) for name in ("qwen3", "gemma2")),
         *(pytest.param("1 process, experts", dtype, marks=pytest.mark.soak) for dtype in ("float32", "bfloat16")),
     ],

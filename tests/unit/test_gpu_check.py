@@ -173,7 +173,8 @@ def test_answers_that_are_not_masked(setup: Setup, monkeypatch: pytest.MonkeyPat
 
 def test_an_expert_that_is_chosen_by_no_position(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     choose = experts.feed_forward
-    monkeypatch.setattr(experts, "feed_forward", lambda rows, counts, *weights: choose(rows, counts.roll(1), *weights))
+    rolled = lambda rows, counts, *weights, **options: choose(rows, counts.roll(1), *weights, **options)  # noqa: E731
+    monkeypatch.setattr(experts, "feed_forward", rolled)
     assert "off by" in failure(lambda: steps.compare(setup, "olmoe", "float64", True))
 
 

@@ -17,8 +17,21 @@ from torch import Tensor
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer_files import TEMPLATES, TOKENIZER_FILES, TOKENIZER_JSON
 from titanlite.hf.generation_defaults import GENERATION_FILE, defaults_of_config
-from titanlite.hf.safetensors import SUFFIX, StoredStack, StoredTensor, read_box_, read_header, read_object
-from titanlite.models.family import FAMILIES, Family
+from titanlite.hf.safetensors import (
+    BLOCKS,
+    GROUP,
+    SCALES,
+    SUFFIX,
+    Stored,
+    StoredMxfp4,
+    StoredRows,
+    StoredStack,
+    StoredTensor,
+    read_box_,
+    read_header,
+    read_object,
+)
+from titanlite.models.family import FAMILIES, Family, StoredName, StoredPart
 from titanlite.models.hugging_face import stored_names
 from titanlite.models.init import local_region
 from titanlite.runtime.errors import UserError
@@ -55,7 +68,7 @@ class ModelFolder:
     path: Path
     family: Family
     hyper_parameters: Any
-    tensors: Mapping[str, StoredTensor | StoredStack]
+    tensors: Mapping[str, Stored]
     num_tensors: int
     tied: StoredTensor | None
     computed: tuple[str, ...]
@@ -143,7 +156,7 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
     family, hyper_parameters = _model_of(name, fields, len(found))
     names = family.exported.names(hyper_parameters)
     tied = None
-    stored = [theirs for name in names.values() for theirs in stored_names(name)]
+    stored = dict.fromkeys(theirs for name in names.values() for theirs in stored_names(name))
     if EMBEDDING in stored and OUTPUT not in stored:
         tied = found.pop(OUTPUT, None)
     computed = tuple(stored_name for stored_name in found if _ROTARY_TABLE.fullmatch(stored_name))
@@ -155,13 +168,20 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
     if faults:
         more = [f"and {len(faults) - _MAX_FAULTS} more"] if len(faults) > _MAX_FAULTS else []
         raise UserError("\n".join([f"{name} does not match its {CONFIG_FILE}:", *faults[:_MAX_FAULTS], *more]))
-    tensors = {
-        ours: found[theirs] if isinstance(theirs, str) else StoredStack(tuple(found[each] for each in theirs))
-        for ours, theirs in names.items()
-    }
+    tensors = {ours: _located(found, theirs) for ours, theirs in names.items()}
+    count = len(found) - len(computed)
     return ModelFolder(
-        name, path, family, hyper_parameters, tensors, len(stored), tied, computed, left_out, generation_config
+        name, path, family, hyper_parameters, tensors, count, tied, computed, left_out, generation_config
     )
+
+
+def _located(found: Mapping[str, StoredTensor], name: StoredName) -> Stored:
+    if isinstance(name, str):
+        return found[name]
+    if isinstance(name, tuple):
+        return StoredStack(tuple(found[each] for each in name))
+    whole = found.get(name.name) or StoredMxfp4(found[name.name + BLOCKS], found[name.name + SCALES])
+    return StoredRows(whole, name.start, name.step)
 
 
 class _Files:
@@ -221,8 +241,12 @@ def _model_of(name: str, fields: Mapping[str, Any], num_tensors: int) -> tuple[F
     if not isinstance(kind, str) or kind not in known:
         supported = " or ".join(map(repr, known))
         raise UserError(f"{name}: {CONFIG_FILE}: model_type is {kind!r}; choose a model of type {supported}")
-    if fields.get("quantization_config"):
-        raise UserError(f"{name}: {CONFIG_FILE}: quantization_config: quantized models are not supported")
+    quantization = fields.get("quantization_config") or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    supported = known[kind].exported.quantization
+    if quantization and method != (supported or None):
+        only = f"only those of quant_method {supported!r}" if supported else "quantized models are not supported"
+        raise UserError(f"{name}: {CONFIG_FILE}: quantization_config: {only}")
     for key in _COUNTS:  # before anything is computed from them
         value = fields.get(key)
         if type(value) is int and not 1 <= value <= (num_tensors if key == "num_hidden_layers" else 2**31):
@@ -314,21 +338,36 @@ def _shapes(family: Family, hyper_parameters: Any) -> dict[str, tuple[int, ...]]
 
 def _faults(
     found: Mapping[str, StoredTensor],
-    names: Mapping[str, str | tuple[str, ...]],
+    names: Mapping[str, StoredName],
     shapes: Mapping[str, tuple[int, ...]],
     computed: Collection[str],
 ) -> Iterator[str]:
-    expected_names = set(computed)
+    expected_shapes: dict[str, tuple[int, ...]] = {}
     for ours, name in names.items():
-        expected_names.update(stored_names(name))
-        expected = shapes[ours] if isinstance(name, str) else shapes[ours][1:]
-        for theirs in stored_names(name):
-            if theirs not in found:
-                tied = f': if it is tied to {EMBEDDING}, add "tie_word_embeddings": true to {CONFIG_FILE}'
-                yield f"{theirs} is missing{tied if theirs == OUTPUT else ''}"
-                continue
-            shape = found[theirs].shape
-            if shape != expected:
-                transposed = ": it is transposed" if len(shape) > 1 and shape == expected[::-1] else ""
-                yield f"{theirs} has shape {shape}; by {CONFIG_FILE} it must be {expected}{transposed}"
-    yield from (f"{theirs} is not a tensor of this model" for theirs in found if theirs not in expected_names)
+        expected_shapes |= _stored_shapes(found, name, shapes[ours])
+    for theirs, expected in expected_shapes.items():
+        if theirs not in found:
+            tied = f': if it is tied to {EMBEDDING}, add "tie_word_embeddings": true to {CONFIG_FILE}'
+            yield f"{theirs} is missing{tied if theirs == OUTPUT else ''}"
+            continue
+        shape = found[theirs].shape
+        if shape != expected:
+            transposed = ": it is transposed" if len(shape) > 1 and shape == expected[::-1] else ""
+            yield f"{theirs} has shape {shape}; by {CONFIG_FILE} it must be {expected}{transposed}"
+        elif (found[theirs].dtype == torch.uint8) != theirs.endswith((BLOCKS, SCALES)):
+            yield f"{theirs} has dtype {found[theirs].dtype}; {BLOCKS} and {SCALES} have torch.uint8, and only these"
+    others = (theirs for theirs in found if theirs not in expected_shapes and theirs not in computed)
+    yield from (f"{theirs} is not a tensor of this model" for theirs in others)
+
+
+def _stored_shapes(
+    found: Mapping[str, StoredTensor], name: StoredName, shape: tuple[int, ...]
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of the stored tensors of a parameter of this shape."""
+    if not isinstance(name, StoredPart):
+        return dict.fromkeys(stored_names(name), shape if isinstance(name, str) else shape[1:])
+    n_experts, rows, *columns = (shape[0], name.step * shape[1], *shape[2:])
+    if name.name not in found and columns and name.name + BLOCKS in found:
+        scales = (n_experts, rows, columns[0] // GROUP)
+        return {name.name + BLOCKS: (*scales, GROUP // 2), name.name + SCALES: scales}
+    return {name.name: (n_experts, *columns, rows)}

@@ -14,7 +14,7 @@ from functools import reduce
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -38,6 +38,8 @@ MAX_COMMAS = 12 * MAX_TENSORS
 _WRITE_AGAIN = "download the file again, or write it with the safetensors library"
 _BLOCK_BYTES = 2**23
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Ends of the names of the two tensors, of dtype U8, that store one in MXFP4."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,83 @@ class StoredStack:
         return (len(self.tensors), *self.tensors[0].shape)
 
 
+GROUP = 32
+"""Values of MXFP4 with the same scale: two in each byte, the first one in its lower half."""
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Values of 1 bit of mantissa and 2 bits of exponent; the highest of the 4 bits is the sign."""
+
+
+@dataclass(frozen=True)
+class StoredMxfp4:
+    """A stack of matrices in MXFP4 (Open Compute Project, "OCP Microscaling Formats (MX) Specification", 2023).
+
+    blocks: (experts, out, in / 32, 16) bytes; scales: (experts, out, in / 32) exponents of 2, plus 127.
+    """
+
+    blocks: StoredTensor
+    scales: StoredTensor
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
+    """It has all values."""
+
+    def rows(self, expert: int, rows: range, columns: range) -> Tensor:
+        """Some (out, in) of an expert, in float32. Raises UserError for a scale that means NaN."""
+        groups = range(columns.start // GROUP, -(-columns.stop // GROUP))
+        parts = []
+        for stored, last in ((self.blocks, (GROUP // 2,)), (self.scales, ())):
+            box = torch.empty(1, rows.stop - rows.start, len(groups), *last, dtype=torch.uint8)
+            read_box_(box, stored, (expert, rows.start, groups.start, *(0 for _ in last)))
+            parts.append(box[0, :: rows.step].to(torch.int64))
+        blocks, scales = parts
+        if (scales == 255).any():
+            raise UserError(f"{self.scales.file}: a scale of MXFP4 is 255, which means NaN; {_WRITE_AGAIN}")
+        codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2)
+        values = torch.tensor((*_FP4, *(-value for value in _FP4)))[codes]
+        first = columns.start - GROUP * groups.start
+        return torch.ldexp(values, scales.unsqueeze(-1) - 127).flatten(1)[:, first : first + len(columns)]
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """A parameter of experts, (experts, out, in) or (experts, out): the rows start, start + step, … of a tensor that is
+    stored as (experts, in, rows) or (experts, rows), or in MXFP4. See StoredPart in models/family.py."""
+
+    tensor: StoredTensor | StoredMxfp4
+    start: int
+    step: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if isinstance(self.tensor, StoredMxfp4):
+            n_experts, rows, groups, _ = self.tensor.blocks.shape
+            return n_experts, rows // self.step, groups * GROUP
+        n_experts, *others, rows = self.tensor.shape
+        return (n_experts, rows // self.step, *others)
+
+    def read_(self, out: Tensor, offset: Sequence[int]) -> None:
+        """See read_box_."""
+        first = self.start + self.step * offset[1]
+        rows = range(first, first + self.step * (out.shape[1] - 1) + 1, self.step)
+        for expert, part in enumerate(out, offset[0]):
+            if isinstance(self.tensor, StoredMxfp4):
+                part.copy_(self.tensor.rows(expert, rows, range(offset[2], offset[2] + out.shape[2])))
+                continue
+            box = torch.empty(1, *out.shape[2:], rows.stop - rows.start, dtype=self.dtype)
+            read_box_(box, self.tensor, (expert, *offset[2:], rows.start))
+            part.copy_(box[0, ..., :: self.step].t())
+
+
+Stored = StoredTensor | StoredStack | StoredRows
+
+
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """Check a file's header and return its tensors by name. Reads no tensor.
 
-    Stricter than the library: names are unique, dtypes are floating-point, and the tensors fill the file without gap or
-    overlap. Raises UserError, which names the entry and the rule; OSError.
+    Stricter than the library: names are unique, dtypes are floating-point (except in MXFP4), and the tensors fill the
+    file without gap or overlap. Raises UserError, which names the entry and the rule; OSError.
     """
     with open_regular(file) as opened:
         size = os.fstat(opened.fileno()).st_size
@@ -134,7 +208,8 @@ def _stored(file: Path, name: str, entry: Any, data: int) -> StoredTensor:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise UserError(f"the entry of {name} must have exactly dtype, shape and data_offsets; {_WRITE_AGAIN}")
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(kind, str) or kind not in _DTYPES:
+    dtypes = _DTYPES | ({"U8": torch.uint8} if name.endswith((BLOCKS, SCALES)) else {})
+    if not isinstance(kind, str) or kind not in dtypes:
         raise UserError(
             f"tensor {name} has dtype {reprlib.repr(kind)}; convert the model to one of {', '.join(_DTYPES)} "
             "(quantized models are not supported)"
@@ -147,7 +222,7 @@ def _stored(file: Path, name: str, entry: Any, data: int) -> StoredTensor:
         )
     if len(shape) > MAX_DIMS:
         raise UserError(f"tensor {name} has {len(shape):,} dimensions, more than {MAX_DIMS}; {_WRITE_AGAIN}")
-    tensor = StoredTensor(file, _DTYPES[kind], tuple(shape), data + offsets[0])
+    tensor = StoredTensor(file, dtypes[kind], tuple(shape), data + offsets[0])
     if offsets[1] - offsets[0] != tensor.num_bytes:
         raise UserError(
             f"tensor {name}, {kind} of shape {tensor.shape}, has {offsets[1] - offsets[0]:,} bytes instead of "
@@ -160,7 +235,7 @@ def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
-def read_box_(out: Tensor, stored: StoredTensor | StoredStack, offset: Sequence[int]) -> None:
+def read_box_(out: Tensor, stored: Stored, offset: Sequence[int]) -> None:
     """Fill `out`, with its dtype and on its device, with the box at `offset` of a stored tensor.
 
     Reads no other bytes of the file. Raises UserError if the file cannot be read, or was truncated meanwhile.
@@ -170,6 +245,9 @@ def read_box_(out: Tensor, stored: StoredTensor | StoredStack, offset: Sequence[
     if isinstance(stored, StoredStack):
         for part, tensor in zip(out, stored.tensors[offset[0] : offset[0] + len(out)], strict=True):
             read_box_(part, tensor, offset[1:])
+        return
+    if isinstance(stored, StoredRows):
+        stored.read_(out, offset)
         return
     width = stored.dtype.itemsize
     buffer = torch.empty(min(_BLOCK_BYTES // width, out.numel()), dtype=stored.dtype, device="cpu")

@@ -186,11 +186,11 @@ class MixtureOfExperts(nn.Module):
     """Feed-forward layer of n_experts experts, of which each position uses the n_active_experts most probable.
 
     The probabilities are the softmax of the router's scores. The weights of the chosen experts are their probabilities,
-    divided by their sum if `normalize`: the softmax of their scores alone. bias, activation: of the experts, see
-    Experts; with `bias`, the router has one, too. config: its balance_loss and z_loss are coefficients of these losses,
-    whose gradients each backward pass adds. bias_rate: if above 0, experts are chosen by probability plus the buffer
-    `bias`, float32 (n_experts,), which `end_step` moves by this rate toward equal loads (Wang et al.,
-    "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024); the weights do not contain it.
+    divided by their sum if `normalize`: the softmax of their scores alone. bias: whether router and experts have
+    biases. config: its balance_loss and z_loss are coefficients of these losses, whose gradients each backward pass
+    adds. bias_rate: if above 0, experts are chosen by probability plus the buffer `bias`, float32 (n_experts,), which
+    `end_step` moves by this rate toward equal loads (Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for
+    Mixture-of-Experts", 2024); the weights do not contain it.
 
     placement: parallelism replaces it. num_rows, num_tokens: see start_step.
     step_load: positions of this rank that chose each expert, int64 (n_experts,), in the backward passes of this step;
@@ -201,9 +201,7 @@ class MixtureOfExperts(nn.Module):
     bias: Tensor | None
     watch = staticmethod(watch)
 
-    def __init__(
-        self, config: DecoderConfig, *, normalize: bool = True, bias: bool = False, activation: Activation = swiglu
-    ) -> None:
+    def __init__(self, config: DecoderConfig, *, normalize: bool = True, bias: bool = False) -> None:
         super().__init__()
         self.n_active = config.n_active_experts
         self.normalize = normalize
@@ -218,6 +216,7 @@ class MixtureOfExperts(nn.Module):
         self.load: Tensor | None = None
         self.router_sums: Tensor | None = None
         self.router = Router(config.dim, config.n_experts, bias=bias)
+        activation = clamped_swiglu if config.clamped else swiglu
         self.experts = Experts(config.n_experts, config.dim, config.ffn_dim, bias=bias, activation=activation)
         self.register_buffer("bias", torch.zeros(config.n_experts) if config.bias_rate else None)
 

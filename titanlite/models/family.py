@@ -50,6 +50,8 @@ class DecoderConfig:
     bias_rate: float = 0.0
     logit_cap: float = 0.0
     score_cap: float = 0.0
+    clamped: ClassVar[bool] = False
+    """Whether the activation of experts is clamped_swiglu, not swiglu."""
     norm_offset: ClassVar[float] = 0.0
     """Added to the weights of all norms."""
 
@@ -218,25 +220,40 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
+class StoredPart:
+    """Where transformers stores a parameter of experts: the rows start, start + step, … of each expert's matrix or
+    vector in the tensor `name`. It stores matrices as (experts, in, out), so rows are columns there."""
+
+    name: str
+    start: int = 0
+    step: int = 1
+
+
+StoredName = str | tuple[str, ...] | StoredPart
+
+
+@dataclass(frozen=True)
 class HuggingFace:
     """A family in the format of Hugging Face's `transformers`.
 
     Weights are identical in both formats: (out, in), rotary pairs half a head apart. Only their names differ, and
-    parameters that are stacked here are stored one by one there.
+    parameters that are stacked here are stored one by one there, or as a StoredPart.
 
     model_type, architecture: the family's model_type and model class in config.json.
-    names(config): maps each parameter of the full model to its name in transformers, or to those of its parts along the
-    first dimension, in order; a tied parameter appears once, under its first name.
+    names(config): maps each parameter of the full model to its name in transformers, to those of its parts along the
+    first dimension, in order, or to a StoredPart; a tied parameter appears once, under its first name.
     config_json(config): the fields of config.json for the hyper-parameters.
     config_from_json(fields): the hyper-parameters in config.json. Raises UserError with the field's name if a field is
     missing, or has a value that the family does not support.
+    quantization: the quant_method of folders that store each StoredPart in fewer bits; "": none.
     """
 
     model_type: str
     architecture: str
-    names: Callable[[Any], dict[str, str | tuple[str, ...]]]
+    names: Callable[[Any], dict[str, StoredName]]
     config_json: Callable[[Any], dict[str, Any]]
     config_from_json: Callable[[Mapping[str, Any]], Any]
+    quantization: Literal["", "mxfp4"] = ""
 
 
 @dataclass(frozen=True)

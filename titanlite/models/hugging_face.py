@@ -5,13 +5,14 @@ A missing field, or a value that no decoder here supports, raises UserError.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any, get_type_hints
 
+import torch
 from torch import Tensor
 
-from titanlite.models.family import HuggingFace
+from titanlite.models.family import HuggingFace, StoredName, StoredPart
 from titanlite.runtime.errors import Problem, UserError
 
 MODULE_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
@@ -124,19 +125,22 @@ class Scaling:
     """A scaling of rotary embeddings in config.json.
 
     kind: its rope_type. fields: the field of each hyper-parameter. optional: hyper-parameters whose field may be
-    absent. supported: further fields, with their single supported value.
+    absent. supported: further fields, with their single supported value. required: those of them that must be present,
+    and are written, since their default in transformers is another value.
     """
 
     kind: str
     fields: dict[str, str]
     optional: tuple[str, ...] = ()
     supported: dict[str, Any] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
 
     def written(self, config: Any) -> dict[str, Any] | None:
         """The fields for the hyper-parameters; None if the factor is 1."""
         if config.rope_scaling_factor == 1.0:
             return None
-        return {"rope_type": self.kind} | {theirs: getattr(config, ours) for ours, theirs in self.fields.items()}
+        fields = {theirs: getattr(config, ours) for ours, theirs in self.fields.items()}
+        return {"rope_type": self.kind} | fields | {name: self.supported[name] for name in self.required}
 
 
 YARN = Scaling(
@@ -164,6 +168,18 @@ def layer_kinds(interval: int, n_layers: int) -> list[str]:
     multiple of the interval."""
     numbers = range(1, n_layers + 1)
     return ["sliding_attention" if interval < 1 or number % interval else "full_attention" for number in numbers]
+
+
+def window_fields(fields: Mapping[str, Any], interval: int, window: int) -> dict[str, Any]:
+    """The fields with an interval for `layer_types`. interval, window: the defaults of transformers. Raises
+    UserError."""
+    found = read_field(fields, "full_attention_interval", int, interval)
+    own = {
+        "layer_types": None,
+        "full_attention_interval": fixed_interval(fields, "layer_types", layer_kinds, found),
+        "sliding_window": number_or_none(fields, "sliding_window", int, window),
+    }
+    return {**fields, **own}
 
 
 def fixed_interval(fields: Mapping[str, Any], name: str, layers: Callable[[int, int], list[Any]], interval: int) -> int:
@@ -213,8 +229,9 @@ class DecoderFormat:
     """The format of a decoder family.
 
     config_type: its hyper-parameters, a dataclass. check: of the family. fields: those that differ from FIELDS.
-    norm_names: of the norms of the residual stream. block_names: those beside them and BLOCK_NAMES. biases: modules of
-    a block that have one. supported: fields with a single supported value, which are also written, in place of
+    norm_names: of the norms of the residual stream. block_names: those beside them and BLOCK_NAMES. own_names: of
+    parameters of a block, with their last part; with any, the experts are among them. biases: modules of a block that
+    have one. supported: fields with a single supported value, which are also written, in place of
     SUPPORTED_VALUES where both have them. required: those of them that must be present, since their default in
     transformers is another value. scaling: the supported one, if any. prepared: the fields of config.json with one for
     each hyper-parameter, raising UserError. written: further fields to write, or other values.
@@ -225,6 +242,7 @@ class DecoderFormat:
     fields: dict[str, str] = field(default_factory=dict)
     norm_names: dict[str, str] = field(default_factory=lambda: PRE_NORM_NAMES)
     block_names: dict[str, str] = field(default_factory=dict)
+    own_names: dict[str, str | StoredPart] = field(default_factory=dict)
     biases: tuple[str, ...] = ()
     supported: dict[str, Any] = field(default_factory=dict)
     required: tuple[str, ...] = ()
@@ -235,13 +253,14 @@ class DecoderFormat:
     def hugging_face(self, model_type: str, architecture: str) -> HuggingFace:
         return HuggingFace(model_type, architecture, self.names, self.config_json, self.config_from_json)
 
-    def names(self, config: Any) -> dict[str, str | tuple[str, ...]]:
+    def names(self, config: Any) -> dict[str, StoredName]:
         """Names of all parameters in transformers, by their names in titanlite."""
-        names = BLOCK_NAMES | self.norm_names | self.block_names
+        names = BLOCK_NAMES
         if config.n_experts > 1:
             names = {ours: theirs for ours, theirs in names.items() if not ours.startswith("feed_forward")}
             names["feed_forward.router"] = "mlp.gate"
-        found: dict[str, str | tuple[str, ...]] = {
+        names = names | self.norm_names | self.block_names
+        found: dict[str, StoredName] = {
             f"layers.{index}.{ours}.{kind}": f"model.layers.{index}.{theirs}.{kind}"
             for index in range(config.n_layers)
             for ours, theirs in names.items()
@@ -250,10 +269,14 @@ class DecoderFormat:
         for ours, theirs in MODULE_NAMES.items():
             if ours != "output" or not config.tie_embeddings:
                 found[f"{ours}.weight"] = f"{theirs}.weight"
-        for index in range(config.n_layers if config.n_experts > 1 else 0):
-            for ours, theirs in EXPERT_NAMES.items():
+        for index in range(config.n_layers):
+            prefix = f"model.layers.{index}."
+            for own, part in self.own_names.items():
+                inside = prefix + part if isinstance(part, str) else replace(part, name=prefix + part.name)
+                found[f"layers.{index}.{own}"] = inside
+            for ours, theirs in EXPERT_NAMES.items() if config.n_experts > 1 and not self.own_names else ():
                 found[f"layers.{index}.feed_forward.experts.{ours}"] = tuple(
-                    f"model.layers.{index}.mlp.experts.{expert}.{theirs}.weight" for expert in range(config.n_experts)
+                    f"{prefix}mlp.experts.{expert}.{theirs}.weight" for expert in range(config.n_experts)
                 )
         return found
 
@@ -278,7 +301,10 @@ class DecoderFormat:
         names = self._fields()
         if self.scaling is not None:
             refuse_other(scaling, self.scaling.supported)
-            values |= self._read(scaling, self.scaling.fields, self.scaling.optional) if scaling else {}
+            for name in self.scaling.required if scaling else ():
+                read_field(scaling, name, type(self.scaling.supported[name]))
+            unscaled = {"rope_scaling_factor": 1.0}
+            values |= self._read(scaling, self.scaling.fields, self.scaling.optional) if scaling else unscaled
             names |= self.scaling.fields
         config = self.config_type(**values)
         refuse_invalid(self.check(config, 1, 1, 1), names)
@@ -316,11 +342,32 @@ class DecoderFormat:
         }
 
 
-def stored_names(name: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The names of the stored tensors of a parameter, of which HuggingFace.names has one or several."""
-    return (name,) if isinstance(name, str) else name
+def stored_names(name: StoredName) -> tuple[str, ...]:
+    """The names of the stored tensors of a parameter."""
+    return (name,) if isinstance(name, str) else (name.name,) if isinstance(name, StoredPart) else name
 
 
-def stored_tensors(parameter: Tensor, name: str | tuple[str, ...]) -> dict[str, Tensor]:
-    """The stored tensors of a parameter by their names, as views."""
-    return {name: parameter} if isinstance(name, str) else dict(zip(name, parameter.unbind(), strict=True))
+def stored_tensors(tensors: Mapping[str, Tensor], names: Mapping[str, StoredName]) -> dict[str, Tensor]:
+    """The stored tensors of parameters by their names, as views if they are not put together of several. tensors: by
+    titanlite's names, with all parts of a stored tensor. names: see HuggingFace."""
+    found: dict[str, Tensor] = {}
+    parts: dict[str, dict[int, Tensor]] = {}
+    for ours, tensor in tensors.items():
+        name = names[ours]
+        if isinstance(name, StoredPart):
+            parts.setdefault(name.name, {})[name.start] = tensor
+        else:
+            found |= {name: tensor} if isinstance(name, str) else dict(zip(name, tensor.unbind(), strict=True))
+    for theirs, by_start in parts.items():
+        rows = [by_start[start] for start in range(len(by_start))]
+        joined = rows[0] if len(rows) == 1 else torch.stack(rows, dim=2).flatten(1, 2)
+        found[theirs] = joined.mT if joined.dim() == 3 else joined
+    return found
+
+
+def parameter_of(stored: Mapping[str, Tensor], name: StoredName) -> Tensor:
+    """A parameter from stored tensors: the inverse of `stored_tensors`."""
+    if isinstance(name, StoredPart):
+        whole = stored[name.name]
+        return (whole.mT if whole.dim() == 3 else whole)[:, name.start :: name.step]
+    return stored[name] if isinstance(name, str) else torch.stack([stored[each] for each in name])

@@ -1,7 +1,7 @@
 """OLMo 3 (Team OLMo, "Olmo 3", 2025): OLMo 2 with attention to the last positions only in most layers. YaRN stretches
 the rotary embeddings of the others."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,11 +26,9 @@ from titanlite.models.hugging_face import (
     POST_NORM_NAMES,
     YARN,
     DecoderFormat,
-    fixed_interval,
     layer_kinds,
-    number_or_none,
-    read_field,
     rope_of_full_layers,
+    window_fields,
 )
 from titanlite.models.layers import RotaryEmbedding
 from titanlite.models.olmo2 import Olmo2Config, attention
@@ -91,17 +89,6 @@ def check(config: Olmo3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
     return [*olmo2.check(config, seq_len, tp, pp), *check_yarn(config), *check_windows(config)]
 
 
-def _prepared(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """With an interval for `layer_types`, and the rotary embeddings of layers that see all positions."""
-    interval = fixed_interval(fields, "layer_types", layer_kinds, read_field(fields, "full_attention_interval", int, 4))
-    own = {
-        "layer_types": None,
-        "full_attention_interval": interval,
-        "sliding_window": number_or_none(fields, "sliding_window", int, 4096),
-    }
-    return {**rope_of_full_layers(fields), **own}
-
-
 def _written(config: Olmo3Config) -> dict[str, Any]:
     kinds = layer_kinds(config.full_interval, config.n_layers)
     fields: dict[str, Any] = {"layer_types": kinds, "sliding_window": config.sliding_window or None}
@@ -118,7 +105,8 @@ FORMAT = DecoderFormat(
     norm_names=POST_NORM_NAMES,
     block_names=HEAD_NORM_NAMES,
     scaling=YARN,
-    prepared=_prepared,
+    # of the rotary embeddings, those of layers that see all positions
+    prepared=lambda fields: window_fields(rope_of_full_layers(fields), 4, 4096),
     written=_written,
 )
 

@@ -11,6 +11,7 @@ from titanlite.models.family import FAMILIES as FAMILIES
 from titanlite.models.family import ModelConfig, Structure, resolve_model
 from titanlite.models.gemma2 import GEMMA2
 from titanlite.models.gemma3 import GEMMA3
+from titanlite.models.gpt_oss import GPT_OSS
 from titanlite.models.llama3 import LLAMA3
 from titanlite.models.mistral import MISTRAL
 from titanlite.models.olmo2 import OLMO2
@@ -22,7 +23,7 @@ from titanlite.models.qwen3_moe import QWEN3_MOE
 from titanlite.models.smollm3 import SMOLLM3
 from titanlite.runtime.errors import Problem
 
-SHIPPED = (LLAMA3, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMO2, OLMO3, OLMOE, SMOLLM3, GEMMA2, GEMMA3)
+SHIPPED = (LLAMA3, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMO2, OLMO3, OLMOE, SMOLLM3, GEMMA2, GEMMA3, GPT_OSS)
 FAMILIES.update({family.name: family for family in SHIPPED})
 
 

@@ -21,6 +21,7 @@ from titanlite.runtime.torch_internals import (
 
 SAVED_OPS: tuple[Any, ...] = (
     torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
     *fused_attention_operations(),
     torch.ops.higher_order.flex_attention,
     torch.ops.titanlite.capped_attention.default,

@@ -143,8 +143,10 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
         part = min(PART_IDS, own_ids) * config.dim * (size + wide)
         chunk = max(chunk + part + own_ids * config.dim * (wide - size), own_ids * config.dim * wide)
     head_gradients = gathered + own_ids * config.dim * size
-    # the norms, the inputs of wq, wk, wv and of w1, w3, and of SwiGLU: both inputs, silu, the product
-    others = norms_of_block(structure) * norm + head_norm + 2 * gathered + logsumexp + 4 * hidden
+    # the norms, the inputs of wq, wk, wv and of w1, w3, and of SwiGLU: both inputs, silu, the product; of the clamped
+    # one also the clamped input of silu, and the other factor
+    kept = 6 if config.clamped else 4
+    others = norms_of_block(structure) * norm + head_norm + 2 * gathered + logsumexp + kept * hidden
     others += scores + routed + wide_input
     by_window = {window: others + attention(window) for window in set(windows)}
     return ActivationBytes(

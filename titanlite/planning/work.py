@@ -105,8 +105,11 @@ class Elementwise:
         moved = elements * (3 * self.size + 4 * self.wide + casts)
         return Work(moved=moved, operations=3), Work(moved=moved, operations=4)
 
-    def swiglu(self, elements: float) -> tuple[Work, Work]:
-        """(forward, backward) of silu(a) * b."""
+    def swiglu(self, elements: float, *, clamped: bool = False) -> tuple[Work, Work]:
+        """(forward, backward) of silu(a) * b, or of experts.clamped_swiglu, which are not compiled."""
+        if clamped:
+            each = elements * self.size
+            return Work(moved=15 * each, operations=7), Work(moved=22 * each, operations=11)
         if self.compiled:
             each = elements * self.size
             return Work(moved=3 * each, operations=1), Work(moved=6 * each, operations=1)
@@ -172,6 +175,8 @@ def block_work(
         others = 1 - window / shape.seq_len  # of the bands after the first one
         forward = ops.copies(queries, 2) + ops.copies(others * queries, 2) + ops.copies(others * keys, 8)
         parts.append(elementwise_work(forward, ops.copies(queries, 4) + ops.copies(keys, 13)))
+    if "heads" in styles:  # the results without the sink, scaled, and the product with their gradients
+        parts.append(elementwise_work(ops.copies(queries), ops.copies(queries, 2)))
     if tp > 1:  # two gathers and two scatters, each with a copy
         parts.append(elementwise_work(ops.copies(gathered, 4), ops.copies(gathered, 4)))
     if config.n_experts > 1:
@@ -211,7 +216,7 @@ def _experts(config: DecoderConfig, shape: MicrobatchShape, ep: int, ops: Elemen
         linear_work(positions, dim, config.n_experts, is_wide=True),
         linear_work(of_expert, dim, hidden, count=2 * own),
         linear_work(of_expert, hidden, dim, count=own),
-        elementwise_work(*(_times(part, own) for part in ops.swiglu(of_expert * hidden))),
+        elementwise_work(*(_times(part, own) for part in ops.swiglu(of_expert * hidden, clamped=config.clamped))),
         # forward: rows by expert, results in one tensor and by position, weighted and added up
         elementwise_work(
             Work(moved=(6 * rows + 2 * positions * dim) * ops.size + 3 * rows * ops.wide, operations=40),

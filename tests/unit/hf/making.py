@@ -40,9 +40,10 @@ def write_model(
     found = FAMILIES[family]
     config = tiny(found, **changes)
     names = found.hugging_face.names(config)
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in weights(found, config).items():
-        tensors |= {theirs: part.clone() for theirs, part in stored_tensors(tensor.to(dtype), names[name]).items()}
+    own = {name: tensor.to(dtype) for name, tensor in weights(found, config).items()}
+    tensors = {
+        theirs: part.clone(memory_format=torch.contiguous_format) for theirs, part in stored_tensors(own, names).items()
+    }
     folder.mkdir(parents=True)
     about = {"model_type": found.hugging_face.model_type, "architectures": [found.hugging_face.architecture]}
     (folder / "config.json").write_text(json.dumps(about | found.hugging_face.config_json(config)))

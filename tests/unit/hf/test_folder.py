@@ -18,7 +18,8 @@ from tests.unit.hf.making import write_model
 from titanlite.generation.model import empty_model
 from titanlite.hf.folder import open_folder
 from titanlite.hf.generation_defaults import GenerationDefaults, read_generation_defaults, with_eos
-from titanlite.models.hugging_face import stored_tensors
+from titanlite.hf.safetensors import read_box_
+from titanlite.models.hugging_face import parameter_of, stored_tensors
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.json_files import JsonError
@@ -241,9 +242,7 @@ def test_all_tensors_are_read_into_the_model(tmp_path: Path, family: str, shards
         read = folder.fill_(own)
     assert {os.path.dirname(path) for path in opened} == {str(tmp_path / "it")}
     assert read == sum(tensor.nbytes for tensor in written.values())
-    stored: dict[str, Tensor] = {}
-    for name, tensor in own.items():
-        stored |= stored_tensors(tensor, names[name])
+    stored = stored_tensors(own, names)
     assert stored.keys() == written.keys()
     assert all(torch.equal(tensor, written[name].float()) for name, tensor in stored.items())
     assert folder.describe(torch.float32) == f"{len(written)} tensors, converted from bfloat16 to float32"
@@ -381,3 +380,62 @@ def test_eos_of_the_run_comes_first_and_everything_else_is_kept() -> None:
     assert json.loads(with_eos(b"{}", [5])) == {"eos_token_id": 5}
     with pytest.raises(JsonError):
         read_generation_defaults(b"[1]")
+
+
+def pack(folder: Path) -> dict[str, Tensor]:
+    """Store the matrices of experts in MXFP4, with random bytes; returns them as transformers reads them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # imported here: it takes seconds
+
+    tensors, expected = load_file(folder / SINGLE), dict[str, Tensor]()
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith("_proj")]:
+        experts, columns, rows = tensors.pop(name).shape
+        blocks = torch.randint(256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(118, 132, (experts, rows, columns // 32), generator=generator, dtype=torch.uint8)
+        scales[0, 0, 0], scales[0, 1, 0] = 0, 250
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = convert_moe_packed_tensors(blocks, scales)
+    save_file(tensors, folder / SINGLE)
+    edit("config.json", lambda c: c.update(quantization_config={"quant_method": "mxfp4"}))(folder)
+    return expected
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """Bit for bit as transformers reads them: entire parameters, and a part as a rank has it."""
+    write_model(tmp_path / "it", "gpt_oss", torch.bfloat16, dim=64, ffn_dim=96)
+    expected = pack(tmp_path / "it")
+    folder = open_folder("it", tmp_path / "it")
+    names = folder.family.hugging_face.names(folder.hyper_parameters)
+    for name, stored in names.items():
+        if name.endswith((".w1", ".w2", ".w3")):
+            right = parameter_of(expected, stored)
+            found = torch.empty(right.shape, dtype=torch.bfloat16)
+            folder.fill_({name: found})
+            assert torch.equal(found, right)
+            part = torch.empty(1, 5, 23)
+            read_box_(part, folder.tensors[name], (1, 7, 20))
+            assert torch.equal(part, right[1:2, 7:12, 20:43].float())
+    assert folder.describe(torch.bfloat16).endswith("tensors, bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda t: t.pop("model.layers.0.mlp.experts.down_proj_scales"), "down_proj_scales is missing"),
+        (lambda t: t["model.layers.1.mlp.experts.down_proj_scales"].fill_(255), "a scale of MXFP4 is 255"),
+        (lambda t: t.update({"model.norm_blocks": torch.zeros(2, dtype=torch.uint8)}), "model.norm_blocks is not"),
+    ],
+)
+def test_damaged_mxfp4(tmp_path: Path, damage: Callable[[dict[str, Tensor]], None], message: str) -> None:
+    write_model(tmp_path / "it", "gpt_oss", dim=64, ffn_dim=96)
+    pack(tmp_path / "it")
+    tensors = load_file(tmp_path / "it" / SINGLE)
+    damage(tensors)
+    save_file(tensors, tmp_path / "it" / SINGLE)
+
+    def read() -> None:
+        folder = open_folder("it", tmp_path / "it")
+        folder.fill_({name: torch.empty(stored.shape) for name, stored in folder.tensors.items()})
+
+    with pytest.raises(UserError, match=message):
+        read()

@@ -37,8 +37,8 @@ def mixture(
     balance_loss: float = 0.0, z_loss: float = 0.0, bias_rate: float = 0.0, *, bias: bool = False
 ) -> MixtureOfExperts:
     rates = {"balance_loss": balance_loss, "z_loss": z_loss, "bias_rate": bias_rate}
-    activation = clamped_swiglu if bias else swiglu
-    model = MixtureOfExperts(replace(SMALL, **rates), bias=bias, activation=activation).double()
+    model = MixtureOfExperts(replace(SMALL, **rates), bias=bias).double()
+    model.experts.activation = clamped_swiglu if bias else swiglu
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, generator=generator)

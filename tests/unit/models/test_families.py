@@ -54,18 +54,20 @@ def test_every_hyper_parameter_is_documented(family: Family) -> None:
     assert field_texts(family.config_type).keys() == {field.name for field in fields(family.config_type)}
 
 
-def capped_flops(queries: Any, keys: Any, *_others: Any, backward: int = 1, **_options: Any) -> int:
-    """As of plain products, although capped attention skips some scores, and computes them again."""
+def kernel_flops(queries: Any, keys: Any, *_others: Any, backward: int = 1, **_options: Any) -> int:
+    """As of plain products, although these kernels skip some scores, and compute them again."""
     rows, heads, n_queries, head_dim = queries
     return backward * 4 * rows * heads * n_queries * keys[2] * head_dim
 
 
-CAPPED = {
-    torch.ops.titanlite.capped_attention: capped_flops,
-    torch.ops.titanlite.capped_attention_backward: lambda _gradient, *shapes, **options: capped_flops(
-        *shapes, backward=2, **options
-    ),
-}
+KERNELS: dict[Any, Any] = {}
+for kernel in (torch.ops.titanlite.capped_attention, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu):
+    KERNELS[kernel] = kernel_flops
+for kernel in (
+    torch.ops.titanlite.capped_attention_backward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+):
+    KERNELS[kernel] = lambda _gradient, *shapes, **options: kernel_flops(*shapes, backward=2, **options)
 
 
 @every_family
@@ -85,7 +87,7 @@ def test_flops_match_the_counter_of_torch(family: Family, tied: bool) -> None:
     heads = {"n_heads": 4, "n_kv_heads": 4}  # with shared heads, the counter would miss their copies
     config = small(family, tie_embeddings=tied, **heads)
     model, tokens = perturbed_model(family, config), some_tokens(2, 16)
-    with FlopCounterMode(display=False, custom_mapping=CAPPED) as counter, sdpa_kernel(SDPBackend.MATH):
+    with FlopCounterMode(display=False, custom_mapping=KERNELS) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens).sum().backward()
     assert counter.get_total_flops() == family.flops_per_token(config, 16) * tokens.numel()
 
@@ -113,7 +115,7 @@ def test_initial_distributions_by_role(family: Family) -> None:
         if "norm" in name:
             value = 1.0 if init.kind == "ones" else init.value
             assert (init.kind, value + config.norm_offset) in (("ones", 1.0), ("constant", 1.0))
-        elif name.endswith(".bias"):
+        elif name.endswith((".bias", "_bias")):
             assert (init.kind, init.value) == ("constant", 0.0)
         else:
             std = residual if name.removesuffix(".weight").endswith(("wo", "w2")) else 0.02
@@ -203,7 +205,8 @@ def test_a_bfloat16_model_computes_in_bfloat16_outside_float32_islands(family: F
             left.copy_(right)
         logits, expected = rounded(some_tokens(2, 33)), exact(some_tokens(2, 33))
     assert logits.dtype == torch.bfloat16
-    assert ((logits - expected).norm() / expected.norm()).item() < 0.05
+    bound = 0.1 if family.name == "gpt_oss" else 0.05  # transformers' own gpt_oss is off by 0.084
+    assert ((logits - expected).norm() / expected.norm()).item() < bound
 
 
 @pytest.mark.parametrize(("name", "flavor"), FLAVORS)
@@ -232,6 +235,7 @@ def features(family: Family) -> list[str]:
         found = (name.removesuffix(ending).rpartition(".")[2] for name in parameters if name.endswith(ending))
         return ", ".join(dict.fromkeys(found))
 
+    biases = [leaves(".bias"), *(["experts"] if leaves("_bias") else [])]
     caps = {"scores": config.score_cap, "logits": config.logit_cap}
     scaling = {"rope_low_freq_factor": "Llama 3.1", "rope_beta_fast": "YaRN", "rope_scaling_factor": "linear"}
     norms = {"before": "attention_norm", "after": "attention_post_norm"}
@@ -239,10 +243,11 @@ def features(family: Family) -> list[str]:
         "all layers" if windows and all(windows) else "some layers" if any(windows) else "",
         next((name for key, name in scaling.items() if hasattr(config, key)), ""),
         "some layers" if hasattr(config, "no_rope_interval") else "",
-        leaves(".bias"),
+        ", ".join(each for each in biases if each),
         "each head" if "head_norm" in styles else "all heads" if "wide_norm" in styles else "",
         " and ".join(place for place, norm in norms.items() if f"layers.0.{norm}.weight" in parameters),
         ", ".join(name for name, cap in caps.items() if cap),
+        "yes" if "heads" in styles else "",
         "yes" if config.n_experts > 1 else "",
         ", ".join(name for name, flavor in family.flavors.items() if flavor.tie_embeddings),
     ]

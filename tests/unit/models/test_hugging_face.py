@@ -48,7 +48,22 @@ QWEN3_30B_A3B = """{
     "rope_scaling": null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": null,
     "tie_word_embeddings": false, "use_sliding_window": false, "vocab_size": 151936
 }"""
+GPT_OSS_20B = """{
+    "architectures": ["GptOssForCausalLM"], "attention_bias": true, "attention_dropout": 0.0, "eos_token_id": 200002,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+    "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": [LAYERS], "max_position_embeddings": 131072,
+    "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+    "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": false, "pad_token_id": 199999,
+    "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"}, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": false
+    },
+    "rope_theta": 150000, "router_aux_loss_coef": 0.001, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": false, "use_cache": true, "vocab_size": 201088
+}""".replace("LAYERS", ", ".join(12 * ['"sliding_attention", "full_attention"']))
 PUBLISHED = {
+    "gpt_oss": (GPT_OSS_20B, "20B"),
     "llama3": (LLAMA_3_2_1B, "1B"),
     "qwen3": (QWEN3_8B, "8B"),
     "olmoe": (OLMOE_1B_7B, "1B-7B"),
@@ -191,6 +206,11 @@ def test_a_wrong_field_is_named(family: str) -> None:
         ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob = True"),
         ("olmoe", {"head_dim": 64}, "head_dim = 64: this family supports only 128"),
         ("olmoe", {"rope_scaling": YARN}, "rope_type = 'yarn': this family supports only 'default'"),
+        ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit = 6.0"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias = False"),
+        ("gpt_oss", {"rope_scaling": YARN}, "truncate is missing"),
+        ("gpt_oss", {"rope_scaling": YARN | {"truncate": True}}, "truncate = True"),
+        ("gpt_oss", {"sliding_window": None, "layer_types": ["full_attention"]}, "layer_types = "),
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob = False"),
         ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob is missing"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers = "),

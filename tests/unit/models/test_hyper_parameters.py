@@ -63,6 +63,9 @@ PUBLISHED: dict[tuple[str, str], tuple[Any, ...]] = {  # parameters, then SIZES
     ("gemma3", "12B"): (11_766_034_176, 3840, 48, 16, 8, 15_360, True),
     ("gemma3", "27B"): (27_009_346_304, 5376, 62, 32, 16, 21_504, True),
     ("olmoe", "debug"): (8_376_576, 256, 4, 4, 4, 256, False),
+    ("gpt_oss", "debug"): (8_140_080, 256, 4, 4, 2, 256, False),
+    ("gpt_oss", "20B"): (20_914_757_184, 2880, 24, 64, 8, 2880, False),
+    ("gpt_oss", "120B"): (116_829_156_672, 2880, 36, 64, 8, 2880, False),
     ("olmoe", "1B-7B"): (6_919_161_856, 2048, 16, 16, 16, 1024, False),
 }
 LLAMA3 = {"norm_eps": 1e-5, "rope_theta": 500_000.0, "max_seq_len": 131_072, "rope_original_seq_len": 8192}
@@ -72,6 +75,7 @@ OLMOE = {"norm_eps": 1e-5, "rope_theta": 10_000.0, "max_seq_len": 4096, "n_activ
 OLMO2 = {"norm_eps": 1e-6, "rope_theta": 500_000.0, "max_seq_len": 4096}
 SMOLLM3 = {"norm_eps": 1e-6, "rope_theta": 5_000_000.0, "max_seq_len": 65_536, "no_rope_interval": 4}
 GEMMA = {"norm_eps": 1e-6, "norm_offset": 1.0}
+GPT_OSS = {"norm_eps": 1e-5, "rope_theta": 150_000.0, "max_seq_len": 131_072, "rope_scaling_factor": 32.0}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "llama3": LLAMA3 | {"vocab_size": 128_256},
     "mistral": {"head_dim": 128, "norm_eps": 1e-5},
@@ -83,6 +87,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": QWEN3 | {"vocab_size": 151_936, "head_dim": 128, "n_experts": 128, "n_active_experts": 8},
     "gemma2": GEMMA | {"rope_theta": 10_000.0, "max_seq_len": 8192, "score_cap": 50.0, "logit_cap": 30.0},
     "gemma3": GEMMA | {"rope_theta": 1_000_000.0, "rope_local_theta": 10_000.0, "logit_cap": 0.0},
+    "gpt_oss": GPT_OSS | {"vocab_size": 201_088, "head_dim": 64, "n_active_experts": 4},
     "olmoe": OLMOE | {"vocab_size": 50_304, "n_experts": 64},
 }
 OF_DEBUG = {"vocab_size": 2000, "head_dim": 64, "n_experts": 8, "n_active_experts": 2}
@@ -174,6 +179,10 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [  # family, overrides, keys of
         for name, value in {"full_interval": 0, "rope_beta_slow": 40.0, "dim": 250}.items()
     ),
     ("olmo2", {"dim": 250}, "dim"),
+    *(
+        ("gpt_oss", {name: value}, name)
+        for name, value in {"head_dim": 7, "n_active_experts": 9, "rope_beta_slow": 40.0, "sliding_window": 0}.items()
+    ),
     *(("gemma2", {name: -1.0}, name) for name in ("score_cap", "logit_cap")),
     (
         "gemma2",

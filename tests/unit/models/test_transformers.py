@@ -6,7 +6,7 @@ comparison patches them to float64; the comparison without patches has the toler
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from titanlite.batch import IGNORE_INDEX
 from titanlite.models.family import Family, LanguageModel
 from titanlite.models.gemma2 import Gemma2Config
 from titanlite.models.gemma3 import Gemma3Config
-from titanlite.models.hugging_face import stored_tensors
+from titanlite.models.gpt_oss import GptOssConfig
+from titanlite.models.hugging_face import parameter_of, stored_names, stored_tensors
 from titanlite.models.layers import RMSNorm
 from titanlite.models.llama3 import Llama3Config
 from titanlite.models.mistral import MistralConfig
@@ -76,6 +77,21 @@ OLMO3_YARN = replace(
     OLMO3, rope_scaling_factor=8.0, rope_beta_fast=4.0, rope_beta_slow=0.5, rope_original_seq_len=32, max_seq_len=256
 )
 SMOLLM3 = Smollm3Config(32, 3, 4, 2, 48, VOCAB_SIZE, **SMALL, no_rope_interval=2)
+GPT_OSS = GptOssConfig(
+    *(32, 3, 4, 2, 24, VOCAB_SIZE),
+    head_dim=16,
+    norm_eps=1e-3,
+    rope_theta=1000.0,
+    max_seq_len=256,
+    n_experts=6,
+    n_active_experts=3,
+    balance_loss=0.0,
+    sliding_window=7,
+    rope_scaling_factor=1.0,
+)
+GPT_OSS_YARN = replace(
+    GPT_OSS, rope_scaling_factor=8.0, rope_beta_fast=4.0, rope_beta_slow=0.5, rope_original_seq_len=32
+)
 MISTRAL = MistralConfig(32, 2, 4, 2, 48, VOCAB_SIZE, **SMALL, head_dim=16)
 # small caps, since the scores and logits of these models are small
 GEMMA2 = Gemma2Config(
@@ -123,6 +139,9 @@ CASES = {
     "olmo3, scaled": ("olmo3", OLMO3_YARN),
     "olmo3, full attention": ("olmo3", replace(OLMO3_YARN, full_interval=1)),
     "olmo3, windows": ("olmo3", replace(OLMO3_YARN, full_interval=4)),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss, scaled": ("gpt_oss", GPT_OSS_YARN),
+    "gpt_oss, windows, all active": ("gpt_oss", replace(GPT_OSS, full_interval=4, n_active_experts=6, n_kv_heads=4)),
     "smollm3": ("smollm3", SMOLLM3),
     "smollm3, all rotated": ("smollm3", replace(SMOLLM3, no_rope_interval=4)),
     "gemma2": ("gemma2", GEMMA2),
@@ -146,6 +165,7 @@ MODULES = (
         "models.smollm3.modeling_smollm3",
         "models.gemma2.modeling_gemma2",
         "models.gemma3.modeling_gemma3",
+        "models.gpt_oss.modeling_gpt_oss",
     ),
     *("models.olmoe.modeling_olmoe", "modeling_rope_utils"),
 )
@@ -174,13 +194,13 @@ def float64_islands() -> Iterator[None]:
         one.stop()
 
 
-def stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Views of a transformers model's tensors by their names in files: it stacks the matrices of experts."""
+def stored(tensors: dict[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    """Views of a transformers model's tensors by their names in files: it stacks the matrices of most experts."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         prefix, _, stack = name.rpartition(".")
         kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(stack)
-        if kinds is None:
+        if kinds is None or name in names:
             found[name] = tensor
             continue
         for index, expert in enumerate(tensor.unbind()):
@@ -201,11 +221,10 @@ def transformers_model(family: Family, config: Any, model: LanguageModel, **chan
         transformers.AutoConfig.for_model(family.hugging_face.model_type, **fields)
     )
     other = other.to(torch.float64)
-    names, weights = family.hugging_face.names(config), dict[str, Tensor]()
-    for name, parameter in model.named_parameters():
-        weights |= stored_tensors(parameter.detach(), names[name])
+    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights = stored_tensors(own, family.hugging_face.names(config))
     with torch.no_grad():
-        parameters = stored(dict(other.named_parameters()))
+        parameters = stored(dict(other.named_parameters()), weights)
         assert parameters.keys() == weights.keys()
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
@@ -239,11 +258,12 @@ def differences(family: Family, config: Any, change: Callable[[nn.Module], None]
     mean = F.cross_entropy(expected.flatten(0, 1), labels.flatten())  # the mean over all valid tokens
     loss.backward()
     mean.backward()
-    gradients = stored({name: parameter.grad for name, parameter in other.named_parameters()})
+    names = family.hugging_face.names(config)
+    expected_names = {each for name in names.values() for each in stored_names(name)}
+    gradients = stored({name: parameter.grad for name, parameter in other.named_parameters()}, expected_names)
     found = {"logits": relative(logits, expected), "loss": relative(loss, mean)}
-    for name, stored_name in family.hugging_face.names(config).items():
-        parts = stored_tensors(model.get_parameter(name).grad, stored_name)
-        found[name] = relative(torch.stack([*parts.values()]), torch.stack([gradients[part] for part in parts]))
+    for name, stored_name in names.items():
+        found[name] = relative(model.get_parameter(name).grad, parameter_of(gradients, stored_name))
     return found
 
 
@@ -283,6 +303,47 @@ def norms_by_head(model: nn.Module) -> None:
 
 def normalized_weights(model: nn.Module) -> None:
     model.layers["0"].feed_forward.normalize = True
+
+
+def sinks_left_out(model: nn.Module) -> None:
+    """They do not take part in the sum of the softmax."""
+    for layer in model.layers.values():
+        attend = layer.attention.attend
+        layer.attention.attend = lambda *x, sinks, attend=attend, **window: attend(*x, **window) + 0 * sinks.sum()
+
+
+def unclamped_up(model: nn.Module) -> None:
+    experts = model.layers["1"].feed_forward.experts
+    experts.activation = lambda gate, up: F.silu(1.702 * gate.clamp(max=7.0)) * (up + 1.0) / 1.702
+
+
+def unweighted_bias(model: nn.Module) -> None:
+    """The bias of each chosen expert is added as it is."""
+    experts = model.layers["1"].feed_forward.experts
+    weighted, bias = experts.weighted, experts.w2_bias
+
+    def changed(x: Tensor, chosen: Tensor, weights: Tensor, *own: Tensor) -> Tensor:
+        return weighted(x, chosen, weights, *own) + ((1 - weights).unsqueeze(-1) * bias[chosen]).sum(dim=-2)
+
+    experts.weighted = changed
+
+
+def softmax_before_the_choice(model: nn.Module) -> None:
+    model.layers["0"].feed_forward.normalize = False
+
+
+def whole_indexes(model: nn.Module) -> None:
+    model.rope.scaling = replace(model.rope.scaling, truncates=True)
+    model.init_buffers(torch.device("cpu"))
+
+
+def not_interleaved(model: nn.Module) -> None:
+    """Rows of w1 and w3 in halves, as if the folder had them one after the other."""
+    experts = model.layers["0"].feed_forward.experts
+    with torch.no_grad():
+        both = torch.stack((experts.w1, experts.w3), dim=2).flatten(1, 2)
+        for weight, half in zip((experts.w1, experts.w3), both.chunk(2, dim=1), strict=True):
+            weight.copy_(half)
 
 
 def swapped(first: str, second: str) -> Callable[[nn.Module], None]:
@@ -405,6 +466,12 @@ MISTAKES = {
     "a norm after the residual sum": ("olmo2", norm_of_the_sum),
     "the wrong part of a bias": ("qwen2", half_bias),
     "something in float32": ("llama3", in_single_precision),
+    "sinks are left out of the sum": ("gpt_oss, scaled", sinks_left_out),
+    "up is not clamped": ("gpt_oss, scaled", unclamped_up),
+    "the bias of an expert is not weighted": ("gpt_oss, scaled", unweighted_bias),
+    "softmax before the choice": ("gpt_oss, scaled", softmax_before_the_choice),
+    "YaRN between whole indexes": ("gpt_oss, scaled", whole_indexes),
+    "gate and up are not interleaved": ("gpt_oss, scaled", not_interleaved),
 }
 
 

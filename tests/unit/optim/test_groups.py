@@ -54,11 +54,13 @@ def test_muon_by_default_has_the_matrices_of_blocks_of_each_family() -> None:
         others = {name for name, kind in kinds.items() if kind == "AdamW"}
         assert others >= {"tok_embeddings.weight", "norm.weight"}
         assert all(
-            name.endswith((".bias", "norm.weight", "embeddings.weight", "output.weight", "router.weight"))
+            name.endswith(
+                ("bias", "sinks.weight", "norm.weight", "embeddings.weight", "output.weight", "router.weight")
+            )
             for name in others
         )
         assert all(not fnmatch.fnmatch(name, "*norm*") for name in kinds.keys() - others)
-        if family in ("qwen3_moe", "olmoe"):
+        if family in ("qwen3_moe", "olmoe", "gpt_oss"):
             assert {name.split(".")[-1] for name in kinds.keys() - others} >= {"w1", "w2", "w3"}
             assert any("router" in name for name in others)
 

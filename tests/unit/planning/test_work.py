@@ -60,7 +60,7 @@ def assert_close(work: Work, trace: Trace, *, moved: float = 0.1) -> None:
 @pytest.fixture(params=FAMILIES)
 def built(request: pytest.FixtureRequest) -> tuple[LanguageModel, Any, Any]:
     """The debug model of each family, its hyper-parameters and plan."""
-    bands = ["model.sliding_window=16"] if request.param in ("mistral", "olmo3", "gemma2", "gemma3") else []
+    bands = ["model.sliding_window=16"] if request.param in ("mistral", "olmo3", "gemma2", "gemma3", "gpt_oss") else []
     family_settings = (f"model.family={request.param}", "model.flavor=debug", LENGTH, *bands)
     config = small_config(1, *family_settings, "training.dtype=float32")
     family, hyper_parameters = resolve_model(config.model)

@@ -15,6 +15,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.hf.folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from titanlite.hf.generation_defaults import GENERATION_FILE, read_generation_defaults, with_eos
 from titanlite.hf.safetensors import SUFFIX, write_tensors
+from titanlite.models.family import StoredName
 from titanlite.models.hugging_face import stored_names, stored_tensors
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
@@ -96,7 +97,7 @@ def _write_weights(run: SavedRun, folder: Path, dtype: torch.dtype, shard_bytes:
     assert names.keys() <= shapes.keys(), "the family maps a name that the run does not have"
     _require_no_others(run, {name: shape for name, shape in shapes.items() if name not in names})
     sizes = {name: prod(shapes[name]) * dtype.itemsize for name in names}
-    shards = list(_shards(sizes, shard_bytes))
+    shards = list(_shards(_together(names, sizes), sizes, shard_bytes))
     count, stem = len(shards), SINGLE_FILE.removesuffix(SUFFIX)
     files = [f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]
     files = files if count > 1 else [SINGLE_FILE]
@@ -130,24 +131,33 @@ def _require_no_others(run: SavedRun, others: Mapping[str, tuple[int, ...]]) -> 
         )
 
 
-def _stored(tensors: Mapping[str, Tensor], names: Mapping[str, str | tuple[str, ...]]) -> dict[str, Tensor]:
-    """The tensors as they are stored. The library refuses tensors that share memory, so parts are copied."""
-    stored: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        parts = stored_tensors(tensor, names[name])
-        stored |= parts if len(parts) == 1 else {theirs: part.clone() for theirs, part in parts.items()}
-    return stored
+def _stored(tensors: Mapping[str, Tensor], names: Mapping[str, StoredName]) -> dict[str, Tensor]:
+    """The tensors as they are stored: contiguous, and without shared memory, which the library refuses."""
+    alone = {name for name in names.values() if isinstance(name, str)}
+    return {
+        name: tensor if name in alone else tensor.clone(memory_format=torch.contiguous_format)
+        for name, tensor in stored_tensors(tensors, names).items()
+    }
 
 
-def _shards(sizes: Mapping[str, int], limit: int) -> Iterator[Sequence[str]]:
-    """Names in order, per shard: as many as the limit allows, and at least one."""
+def _together(names: Mapping[str, StoredName], sizes: Mapping[str, int]) -> list[list[str]]:
+    """The parameters in order, in groups that are stored as one tensor."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in sizes:
+        groups.setdefault(stored_names(names[name]), []).append(name)
+    return [*groups.values()]
+
+
+def _shards(groups: Sequence[Sequence[str]], sizes: Mapping[str, int], limit: int) -> Iterator[Sequence[str]]:
+    """Names in order, per shard: as many groups as the limit allows, and at least one."""
     shard: list[str] = []
     filled = 0
-    for name, size in sizes.items():
+    for group in groups:
+        size = sum(sizes[name] for name in group)
         if shard and filled + size > limit:
             yield shard
             shard, filled = [], 0
-        shard.append(name)
+        shard += group
         filled += size
     yield shard
 
