@@ -199,7 +199,7 @@ class Transcript:
         num_read = self._reading.columns
         pairs = zip(prompt[:-1], self._tokens[:num_read], strict=False)
         shared = next((column for column, (new, old) in enumerate(pairs) if new != old), min(len(prompt) - 1, num_read))
-        self._reading.rewind(shared, capacity=len(prompt) + max_new_tokens)
+        shared = self._reading.rewind(shared, capacity=len(prompt) + max_new_tokens)
         self._tokens = list(prompt)
         new = torch.tensor([prompt[shared:]], device=self._reading.device)
         for (token,) in _after(self._reading, new, sampling, max_new_tokens, eos_ids):

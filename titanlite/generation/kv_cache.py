@@ -35,6 +35,7 @@ class Reading:
         self._dtype = parameter.dtype
         self._padding = torch.tensor(padding, device=parameter.device).unsqueeze(1)
         self._masks: dict[int, Tensor | None] = {}
+        self.caches: list[KeyValueCache] = []
 
     def read(self, tokens: Tensor) -> Tensor:
         """Logits (rows, columns, vocab_size) of the next columns. tokens: int64 (rows, columns)."""
@@ -45,25 +46,32 @@ class Reading:
         self.columns += tokens.shape[1]
         return logits
 
-    def rewind(self, columns: int, *, capacity: int) -> None:
-        """Forget all columns from `columns` on, and make room for `capacity` in total."""
+    def rewind(self, columns: int, *, capacity: int) -> int:
+        """Forget all columns from `columns` on, or all if a window before them is no longer in memory, and make room
+        for `capacity` in total. Returns how many columns are left."""
         assert columns <= self.columns
-        self.columns, self.capacity = columns, max(self.capacity, capacity)
+        self.columns = columns if all(cache.has_window_before(columns) for cache in self.caches) else 0
+        self.capacity = max(self.capacity, capacity)
+        return self.columns
+
+    def first_seen(self, window: int) -> int:
+        """The first column that the next one sees with this window."""
+        return max(self.columns - window + 1, 0) if window else 0
 
     def mask(self, count: int, window: int) -> Tensor | None:
-        """Of the `count` columns being read, for attention with this window: 0 or -inf, (rows, 1, count, all columns up
-        to them); None: causal. Built once per call of `read`."""
+        """Of the `count` columns being read, for attention with this window: 0 or -inf, (rows, 1, count, all columns
+        from `first_seen` up to them); None: causal. Built once per call of `read`."""
         if window not in self._masks:
             self._masks[window] = self._mask_of(count, window)
         return self._masks[window]
 
     def _mask_of(self, count: int, window: int) -> Tensor | None:
         length = self.columns + count
-        sees_all = (count == 1 or self.columns == 0) and not 0 < window < length
+        sees_all = count == 1 or (self.columns == 0 and not 0 < window < length)
         if sees_all and not self._is_padded:
             return None
-        seen = torch.arange(length, device=self.device)
-        queries, first = seen[self.columns :].unsqueeze(1), self._padding.unsqueeze(2)
+        seen = torch.arange(self.first_seen(window), length, device=self.device)
+        queries, first = seen[-count:].unsqueeze(1), self._padding.unsqueeze(2)
         visible = ((seen <= queries) & (seen >= first)) | (seen == queries)
         if window:
             visible &= queries - seen < window
@@ -83,9 +91,10 @@ class Rereading:
         """Number of columns read so far."""
         return sum(tokens.shape[1] for tokens in self._tokens)
 
-    def rewind(self, columns: int, *, capacity: int) -> None:  # noqa: ARG002
-        """Forget all columns from `columns` on."""
+    def rewind(self, columns: int, *, capacity: int) -> int:  # noqa: ARG002
+        """Forget all columns from `columns` on. Returns how many are left."""
         self._tokens = [torch.cat(self._tokens, dim=1)[:, :columns]] if self._tokens else []
+        return columns
 
     def read(self, tokens: Tensor) -> Tensor:
         """Logits (rows, 1, vocab_size) of the last column; 0 for a row that has only padding so far."""
@@ -99,12 +108,19 @@ class Rereading:
 
 
 class KeyValueCache:
-    """Replaces the `attend` of one Attention: attends to all columns read so far, in buffers of the full capacity."""
+    """Replaces the `attend` of one Attention: attends to all columns read so far, in buffers of the full capacity; with
+    a window, to the last ones, in buffers of up to two windows, or of one and the columns read at once."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
+        self._window = 0
+        self._first = 0  # the column at which the buffers begin
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
+
+    def has_window_before(self, column: int) -> bool:
+        """Whether the buffers have all columns that `column` sees."""
+        return self._first <= max(column - self._window + 1, 0)
 
     def __call__(
         self,
@@ -118,25 +134,33 @@ class KeyValueCache:
     ) -> Tensor:
         """Like attend in models/attention.py; `mask` is None, since each row is one document."""
         assert mask is None, "rows of several documents cannot be read incrementally"
-        begin, count = self._reading.columns, queries.shape[2]
-        own = self._reading.mask(count, window)
-        keys = self._keys = self._append(self._keys, keys, begin)
-        values = self._values = self._append(self._values, values, begin)
-        keys, values = (x[:, :, : begin + count] for x in (keys, values))
+        reading, count = self._reading, queries.shape[2]
+        own, seen, end = reading.mask(count, window), reading.first_seen(window), reading.columns + count
+        self._window = window
+        size = min(reading.capacity, window + max(window, count)) if window else reading.capacity
+        is_full = self._keys is None or end - self._first > self._keys.shape[2]
+        first = seen if is_full or reading.columns == 0 else self._first
+        keys = self._keys = self._append(self._keys, keys, first, size)
+        values = self._values = self._append(self._values, values, first, size)
+        self._first = first
+        keys, values = (x[:, :, seen - first : end - first] for x in (keys, values))
         if cap:
             capped: Tensor = capped_attention(queries, keys, values, own, 0, cap)[0]
             return capped
         return attend_to_scores(queries, keys, values, own, is_causal=own is None and count > 1, sinks=sinks)
 
-    def _append(self, buffer: Tensor | None, new: Tensor, begin: int) -> Tensor:
-        """The buffer (rows, heads, capacity, head_dim), with the new columns written into it."""
+    def _append(self, buffer: Tensor | None, new: Tensor, first: int, size: int) -> Tensor:
+        """The buffer (rows, heads, columns, head_dim), from column `first` on, with the new columns written into it; at
+        least of `size` columns if it was full."""
         rows, heads, count, width = new.shape
-        if buffer is None or buffer.shape[2] < self._reading.capacity:
-            larger = new.new_empty(rows, heads, self._reading.capacity, width)
-            if buffer is not None:
-                larger[:, :, :begin] = buffer[:, :, :begin]
-            buffer = larger
-        buffer[:, :, begin : begin + count] = new
+        begin = self._reading.columns
+        if buffer is None or begin + count - first > buffer.shape[2]:
+            old, buffer = buffer, new.new_empty(rows, heads, size, width)
+        else:
+            old = buffer if first != self._first else None
+        if old is not None:
+            buffer[:, :, : begin - first] = old[:, :, first - self._first : begin - self._first].clone()
+        buffer[:, :, begin - first : begin - first + count] = new
         return buffer
 
 
@@ -154,7 +178,8 @@ def remembering(model: LanguageModel, padding: Sequence[int], capacity: int) -> 
     kernels = [layer.attend for layer in layers]
     reading = Reading(model, padding, capacity)
     for layer in layers:
-        layer.attend = KeyValueCache(reading)
+        layer.attend = cache = KeyValueCache(reading)
+        reading.caches.append(cache)
     try:
         yield reading
     finally:

@@ -13,6 +13,7 @@ from titanlite.generation.kv_cache import Reading, Rereading, remembering
 from titanlite.models.attention import attend
 from titanlite.models.family import LanguageModel
 from titanlite.models.layers import Attention
+from titanlite.models.llama3 import Llama3
 from titanlite.runtime.errors import UserError
 
 NEW = 30
@@ -26,6 +27,13 @@ def written(
     """All new tokens of each prompt."""
     steps = list(generate(model, prompts, sampling, max_new_tokens=count, eos_ids=()))
     return [[token for token in row if token is not None] for row in zip(*steps, strict=True)]
+
+
+def with_windows(model: Llama3, windows: tuple[int, int]) -> Llama3:
+    """The model with these windows of its layers."""
+    for layer, window in zip(model.layers.values(), windows, strict=True):
+        layer.attention.window = window  # type: ignore[union-attr, assignment]
+    return model
 
 
 def without_cache(model: LanguageModel, prompt: Sequence[int], sampling: Sampling, row: int) -> list[int]:
@@ -59,22 +67,25 @@ def test_a_text_is_the_same_without_cache_and_without_other_prompts(
 
 @pytest.mark.parametrize("parts", [[9], [4, 4, 1], [1] * 9, [8, 1]])
 @pytest.mark.parametrize(
-    ("dtype", "windows"), [(torch.float64, (0, 0)), (torch.float64, (5, 0)), (torch.float32, (0, 0))]
+    ("dtype", "windows"),
+    [(torch.float64, (0, 0)), (torch.float64, (5, 0)), (torch.float64, (1, 3)), (torch.float32, (0, 0))],
 )
 def test_incremental_logits_equal_those_of_the_full_row(
     parts: list[int], dtype: torch.dtype, windows: tuple[int, int]
 ) -> None:
     """Rows with and without padding, read in parts, then token by token."""
     bound = 1e-12 if dtype == torch.float64 else 1e-4
-    model = tiny(dtype)
-    for layer, window in zip(model.layers.values(), windows, strict=True):
-        layer.attention.window = window  # type: ignore[union-attr, assignment]
+    model = with_windows(tiny(dtype), windows)
     texts = torch.randint(61, (3, 40), generator=torch.Generator().manual_seed(3))
     for padding in ([0, 8, 3], [0, 0, 0]):
         rows = [[0] * missing + text[: 40 - missing] for missing, text in zip(padding, texts.tolist(), strict=True)]
         columns = torch.tensor(rows).split([*parts, *[1] * 31], dim=1)
         with remembering(model, padding, 40) as reading:
             found = torch.cat([reading.read(part) for part in columns], dim=1)
+            assert isinstance(reading, Reading)
+            for cache, window in zip(reading.caches, windows, strict=True):
+                assert cache._keys is not None
+                assert cache._keys.shape[2] == (max(2 * window, window + max(parts)) if window else 40)
         assert found.isfinite().all()
         for row, missing in enumerate(padding):
             with torch.no_grad():
@@ -147,24 +158,27 @@ def test_the_model_is_restored_afterwards() -> None:
     after.sum().backward()
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
-def test_a_transcript_reads_only_what_has_changed(sampling: Sampling) -> None:
-    """Prompts that extend the row, that change it in the middle, that are its beginning, and after an interrupt."""
-    model, shapes = tiny(), []
+@pytest.mark.parametrize(
+    ("sampling", "windows", "changes"), [(GREEDY, (0, 0), 10), (DRAWN, (0, 0), 10), (GREEDY, (3, 0), 16)]
+)
+def test_a_transcript_reads_only_what_has_changed(sampling: Sampling, windows: tuple[int, int], changes: int) -> None:
+    """Prompts that extend the row, that change it in the middle, that are its beginning, and after an interrupt.
+    changes: tokens to read after the change, all if a window before it is no longer in memory."""
+    model, shapes = with_windows(tiny(), windows), []
     model.register_forward_pre_hook(lambda _module, arguments: shapes.append(arguments[0].shape[1]))
     (first,) = written(model, PROMPTS[:1], sampling, count=5)
     extended = [*PROMPTS[0], *first, 4, 9]
     changed = [*extended[:6], 60, *extended[7:]]
     with remembering(model, [0], 0) as reading:
         row = Transcript(reading)
-        for prompt, unread in ((PROMPTS[0], 9), (extended, 3), (extended, 1), (changed, 10), (changed[:4], 1)):
+        for prompt, unread in ((PROMPTS[0], 9), (extended, 3), (extended, 1), (changed, changes), (changed[:4], 1)):
             shapes.clear()
             answer = row.answer(prompt, sampling, max_new_tokens=5, eos_ids=())
             begun = [next(answer)]
             assert shapes == [unread]
             if prompt is not changed:  # whose answer is abandoned
                 begun += answer
-            assert begun == without_cache(tiny(), prompt, sampling, 0)[: len(begun)]
+            assert begun == without_cache(with_windows(tiny(), windows), prompt, sampling, 0)[: len(begun)]
 
 
 def test_a_model_of_another_architecture_reads_all_columns_again(monkeypatch: pytest.MonkeyPatch) -> None:
