@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.distributed.drawing import drawing_families
-from tests.distributed.layouts import ALL_OPTIMIZERS, EXPERTS, GATHER
+from tests.distributed.layouts import ALL_OPTIMIZERS, EXPERTS, GATHER, GEMMA2
 from tests.distributed.resuming import Outcome, Start, numbers, start_runs, write_text
 from titanlite.assembly.run import Run
 from titanlite.data.ledger import read_ledger
@@ -219,7 +219,12 @@ def check_numbers(folder: Path, rel: float) -> None:
     [
         pytest.param(ROUND, (), id="round", marks=pytest.mark.soak),
         pytest.param(INTERLEAVED, ("model.n_layers=4",), id="interleaved", marks=pytest.mark.soak),
-        pytest.param(TIED, ("model.tie_embeddings=true", "optimizer.ema_decay=0.8"), id="tied", marks=pytest.mark.soak),
+        pytest.param(
+            TIED,
+            (*GEMMA2, "model.tie_embeddings=true", "optimizer.ema_decay=0.8"),
+            id="gemma2, tied",
+            marks=pytest.mark.soak,
+        ),
         pytest.param(
             DEALT_OUT,
             (*BIASED, *ALL_OPTIMIZERS, "optimizer.ema_decay=0.8"),
