@@ -16,15 +16,15 @@ from titanlite.runtime.torch_internals import share_parameter
 
 
 class SharedParameters:
-    """The parameters of this rank of which other ranks have copies.
-
-    group: the ranks of the pp axis. holders: see LanguageModel.holders.
-    """
+    """The parameters of this rank of which other ranks have copies. A collective over `group`, the ranks of the pp
+    axis."""
 
     def __init__(self, model_parts: Sequence[LanguageModel], group: dist.ProcessGroup) -> None:
         self._group = group
         parameters, holders = parameters_of(model_parts), holders_in(model_parts)
         self._copied = [(parameters[name], ranks) for name, ranks in holders.items() if len(ranks) > 1]
+        # NCCL: the first call in a group must be one of all its ranks, and some may have no copy.
+        dist.all_reduce(torch.zeros((), device=next(iter(parameters.values())).device), group=group)
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
