@@ -5,11 +5,9 @@ titanlite. Rows with comparable = yes have the same precision, attention kernel 
 CRC-32 of their settings: even ones may be fitted (GAPS and its neighbors in titanlite/planning/step_time.py),
 odd ones are held out, and nothing is chosen by them.
 
-torchtitan's H100s have 96 GB of HBM2e at 2.4 TB/s and are limited to 500 W; the data sheet's have 700 W. The dynamic
-power of a processor grows with the third power of its clock, so the rates of its computation are scaled by
-(500 / 700) ^ (1 / 3). The policy "op/2" recomputes every second matrix product; titanlite's "op" keeps all, and half of
-the products of a forward pass are added. Figures with float8 are compared with predictions for bfloat16, since
-titanlite has no float8.
+torchtitan's H100s have 96 GB of HBM2e at 2.4 TB/s and are limited to 500 W, as the profile h100_500w. The policy "op/2"
+recomputes every second matrix product; titanlite's "op" keeps all, and half of the products of a forward pass are
+added. Figures with float8 are compared with predictions for bfloat16, since titanlite has no float8.
 """
 
 import csv
@@ -26,30 +24,16 @@ from titanlite.planning.hardware.machine import Grid, Profile, load_profile
 from titanlite.planning.step_time import UNCERTAINTY, predict
 
 ROWS = Path(__file__).with_suffix(".csv")
-POWER = (500 / 700) ** (1 / 3)
-
-
-def scaled(grid: Grid, factor: float) -> Grid:
-    return Grid(grid.sizes, tuple(factor * value for value in grid.values))
 
 
 def profile_of(hardware: str) -> Profile:
     """The shipped profile, with the changes of the source's card. Links per node are as the profile has them."""
     name, _, card = hardware.partition("@")
     sheet = load_profile(name)
-    if card == "40GB":
-        return replace(sheet, memory_gib=39.5, memory=scaled(sheet.memory, 1555 / 2039))
-    if card != "500W":
+    if card != "40GB":
         return sheet
-    return replace(
-        sheet,
-        memory_gib=94.0,
-        matmul={dtype: scaled(grid, POWER) for dtype, grid in sheet.matmul.items()},
-        attention={
-            dtype: {name: scaled(grid, POWER) for name, grid in of.items()} for dtype, of in sheet.attention.items()
-        },
-        memory=scaled(sheet.memory, 2.4e12 / 3.35e12),
-    )
+    memory = Grid(sheet.memory.sizes, tuple(1555 / 2039 * value for value in sheet.memory.values))
+    return replace(sheet, memory_gib=39.5, memory=memory)
 
 
 def predicted(row: dict[str, str], profile: Profile) -> float:

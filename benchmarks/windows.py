@@ -1,5 +1,6 @@
-"""Attention with a window, over sequence lengths: by bands, against full causal attention and a boolean mask; and with
-capped scores, full and with the window, against plain operations and the eager attention of transformers' Gemma 2.
+"""Attention with a window, over sequence lengths: by bands, against full causal attention, a boolean mask, and both
+forms of transformers' Mistral with its own mask; and with capped scores, full and with the window, against plain
+operations and the eager attention of transformers' Gemma 2.
 
 One thread, one row; forward and backward. Every case runs in a process of its own; of two passes in each round, the
 faster one counts. The peak is that of the resident memory over the memory before the first pass, which has queries,
@@ -19,7 +20,10 @@ from benchmarks.measuring import MIB, Row, peak_bytes, ratios, report, reset_pea
 from titanlite.models.attention import additive_mask, attend, may_see
 from titanlite.ranks.launch import run_ranks
 
-CASES = ("full", "bands", "boolean mask", "capped", "capped, window", "capped, plain", "capped, transformers")
+CASES = (
+    *("full", "bands", "boolean mask", "transformers sdpa", "transformers eager"),
+    *("capped", "capped, window", "capped, plain", "capped, transformers"),
+)
 CAP = 50.0
 
 
@@ -28,6 +32,8 @@ def attended(case: str, heads: tuple[Tensor, Tensor, Tensor], window: int) -> Te
     if case == "boolean mask":
         mask = may_see(ids, window=window)
         return functional.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)
+    if case.startswith("transformers"):
+        return by_transformers(case.split()[1], heads, window)
     if case == "capped, transformers":
         # imported here: it takes seconds
         from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
@@ -42,6 +48,22 @@ def attended(case: str, heads: tuple[Tensor, Tensor, Tensor], window: int) -> Te
     return attend(
         *heads, None, window if case in ("bands", "capped, window") else 0, cap=CAP * case.startswith("capped")
     )
+
+
+def by_transformers(kind: str, heads: tuple[Tensor, Tensor, Tensor], window: int) -> Tensor:
+    """Attention as Mistral's module computes it between its projections, with its mask. kind: "sdpa" or "eager"."""
+    from transformers import MistralConfig
+    from transformers.masking_utils import create_sliding_window_causal_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.mistral.modeling_mistral import eager_attention_forward
+
+    config = MistralConfig(sliding_window=window)
+    config._attn_implementation = kind
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True, training=True)
+    mask = create_sliding_window_causal_mask(config, torch.empty(1, heads[0].shape[2], 1), None, None)
+    function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager_attention_forward)
+    found: Tensor = function(module, *heads, mask, scaling=64**-0.5, sliding_window=window)[0]
+    return found
 
 
 def measure(case: str, seq_len: int, window: int, rounds: int) -> tuple[float, float]:

@@ -12,15 +12,16 @@ from titanlite.runtime.errors import UsageError
 from titanlite.runtime.peak_flops import peak_flops
 
 TILE = 128
-PROCESSORS = {"h100": 132, "h200": 132, "a100": 108, "b200": 148, "mi300x": 304}
+PROCESSORS = {"h100": 132, "h100_500w": 132, "h200": 132, "a100": 108, "b200": 148, "mi300x": 304}
 DEVICES = {
     "h100": "NVIDIA H100 80GB HBM3",
+    "h100_500w": "NVIDIA H100 80GB HBM3",
     "h200": "NVIDIA H200",
     "a100": "NVIDIA A100-SXM4-80GB",
     "b200": "NVIDIA B200",
     "mi300x": "AMD Instinct MI300X",
 }
-REACHED = {"h100": 717e12, "h200": 755e12, "a100": 267.9e12, "b200": 1429e12, "mi300x": 781.9e12}
+REACHED = {"h100": 717e12, "h100_500w": 641e12, "h200": 755e12, "a100": 267.9e12, "b200": 1429e12, "mi300x": 781.9e12}
 """FLOP/s of large bfloat16 products, as the sources of the profiles say."""
 
 
