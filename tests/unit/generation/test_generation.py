@@ -67,15 +67,21 @@ def test_a_text_is_the_same_without_cache_and_without_other_prompts(
 
 @pytest.mark.parametrize("parts", [[9], [4, 4, 1], [1] * 9, [8, 1]])
 @pytest.mark.parametrize(
-    ("dtype", "windows"),
-    [(torch.float64, (0, 0)), (torch.float64, (5, 0)), (torch.float64, (1, 3)), (torch.float32, (0, 0))],
+    ("dtype", "windows", "cap"),
+    [
+        *((torch.float64, windows, 0.0) for windows in ((0, 0), (5, 0), (1, 3))),
+        (torch.float64, (5, 0), 0.2),
+        (torch.float32, (0, 0), 0.0),
+    ],
 )
 def test_incremental_logits_equal_those_of_the_full_row(
-    parts: list[int], dtype: torch.dtype, windows: tuple[int, int]
+    parts: list[int], dtype: torch.dtype, windows: tuple[int, int], cap: float
 ) -> None:
-    """Rows with and without padding, read in parts, then token by token."""
+    """Rows with and without padding, read in parts, then token by token. cap: of the scores of attention."""
     bound = 1e-12 if dtype == torch.float64 else 1e-4
     model = with_windows(tiny(dtype), windows)
+    for layer in model.layers.values():
+        layer.attention.cap = cap  # type: ignore[union-attr, assignment]
     texts = torch.randint(61, (3, 40), generator=torch.Generator().manual_seed(3))
     for padding in ([0, 8, 3], [0, 0, 0]):
         rows = [[0] * missing + text[: 40 - missing] for missing, text in zip(padding, texts.tolist(), strict=True)]
