@@ -3,7 +3,8 @@
 The first table times forward and backward passes of a layer on random rows: titanlite's, with the products that it
 chooses for the device and the dtype; the same with torch's grouped products, which are also its own choice in bfloat16
 on CUDA; the loop of transformers, which looks up the positions of each expert, over a list of matrices per expert and
-over stacked ones; and a dense SwiGLU layer with the FLOPs of a position's experts. Only titanlite's layers count loads
+over stacked ones; the same of gpt-oss, with biases and the clamped SwiGLU, beside the module of transformers; and a
+dense SwiGLU layer with the FLOPs of a position's experts. Only titanlite's layers count loads
 and add the losses of the router. A round runs `--steps` passes of each layer, in one process and in an order that
 alternates. On a CPU, the process has one thread and its CPU time counts; on a GPU, the time until the last kernel ends.
 
@@ -15,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,8 @@ from benchmarks.measuring import (
     wait_for_all,
 )
 from titanlite.models.experts import MixtureOfExperts, grouped_feed_forward, router_scores
+from titanlite.models.gpt_oss import GPT_OSS
+from titanlite.models.hugging_face import stored_tensors
 from titanlite.models.layers import FeedForward
 from titanlite.models.qwen3_moe import QWEN3_MOE
 from titanlite.ranks.launch import run_ranks
@@ -100,8 +103,11 @@ def build_layers(shape: Shape, dim: int, dtype: torch.dtype, device: torch.devic
     router, experts = titanlite.router.weight.detach(), titanlite.experts
     gate_up, down = torch.cat((experts.w1, experts.w3), dim=1).detach(), experts.w2.detach()
     lists = [nn.ParameterList(nn.Parameter(matrix.clone()) for matrix in stacked) for stacked in (gate_up, down)]
+    gpt_oss, theirs = gpt_oss_layers(sizes, dtype, device)
     return {
         "titanlite": titanlite,
+        "titanlite, gpt-oss": gpt_oss,
+        "transformers, gpt-oss": theirs,
         "titanlite, grouped products": grouped,
         "loop, list of matrices": Loop(nn.Parameter(router.clone()), n_active, *lists),
         "loop, stacked matrices": Loop(
@@ -109,6 +115,26 @@ def build_layers(shape: Shape, dim: int, dtype: torch.dtype, device: torch.devic
         ),
         "dense": dense,
     }
+
+
+def gpt_oss_layers(sizes: dict[str, int], dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, nn.Module]:
+    """Layers of gpt-oss with the same weights: titanlite's, and that of transformers."""
+    # imported here: it takes seconds
+    from transformers.models.gpt_oss import modeling_gpt_oss
+
+    library: Any = modeling_gpt_oss
+
+    config = replace(GPT_OSS.flavors["debug"], **sizes, balance_loss=0.0)
+    fields = GPT_OSS.exported.config_json(config)
+    with torch.device(device):
+        ours = MixtureOfExperts(config, bias=True).to(dtype)
+        theirs = library.GptOssMLP(library.GptOssConfig(**fields, experts_implementation="eager")).to(dtype)
+    for weight in ours.parameters():
+        nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+    named = {f"layers.0.feed_forward.{name}": weight.detach() for name, weight in ours.named_parameters()}
+    stored = stored_tensors(named, GPT_OSS.exported.names(config))
+    theirs.load_state_dict({name.removeprefix("model.layers.0.mlp."): weight for name, weight in stored.items()})
+    return ours, theirs
 
 
 def time_layers(
@@ -125,7 +151,8 @@ def time_layers(
     def run(layer: nn.Module) -> None:
         layer.zero_grad()
         x.grad = None
-        layer(x).backward(upstream)
+        out = layer(x)
+        (out[0] if isinstance(out, tuple) else out).backward(upstream)
 
     sides = {name: partial(run, layer) for name, layer in layers.items()}
     for side in sides.values():

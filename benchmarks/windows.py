@@ -1,6 +1,6 @@
 """Attention with a window, over sequence lengths: by bands, against full causal attention, a boolean mask, and both
-forms of transformers' Mistral with its own mask; and with capped scores, full and with the window, against plain
-operations and the eager attention of transformers' Gemma 2.
+forms of transformers' Mistral with its own mask; and with capped scores, and with sinks, full and with the window,
+against plain operations and the eager attention of transformers' Gemma 2 and gpt-oss.
 
 One thread, one row; forward and backward. Every case runs in a process of its own; of two passes in each round, the
 faster one counts. The peak is that of the resident memory over the memory before the first pass, which has queries,
@@ -20,14 +20,15 @@ from benchmarks.measuring import MIB, Row, peak_bytes, ratios, report, reset_pea
 from titanlite.models.attention import additive_mask, attend, may_see
 from titanlite.ranks.launch import run_ranks
 
+OWN = ("", ", window", ", plain", ", transformers")
 CASES = (
     *("full", "bands", "boolean mask", "transformers sdpa", "transformers eager"),
-    *("capped", "capped, window", "capped, plain", "capped, transformers"),
+    *(f"{kind}{own}" for kind in ("capped", "sinks") for own in OWN),
 )
 CAP = 50.0
 
 
-def attended(case: str, heads: tuple[Tensor, Tensor, Tensor], window: int) -> Tensor:
+def attended(case: str, heads: tuple[Tensor, Tensor, Tensor], window: int, sinks: Tensor) -> Tensor:
     ids = torch.zeros(1, heads[0].shape[2], dtype=torch.int64)
     if case == "boolean mask":
         mask = may_see(ids, window=window)
@@ -41,13 +42,23 @@ def attended(case: str, heads: tuple[Tensor, Tensor, Tensor], window: int) -> Te
         module: Any = SimpleNamespace(num_key_value_groups=2, head_dim=64, training=True)
         found: Tensor = eager_attention_forward(module, *heads, additive_mask(ids, heads[0].dtype), softcap=CAP)[0]
         return found
-    if case == "capped, plain":
+    if case == "sinks, transformers":
+        from transformers.models.gpt_oss import modeling_gpt_oss
+
+        module = SimpleNamespace(num_key_value_groups=2, training=True, sinks=sinks)
+        eager: Any = modeling_gpt_oss.eager_attention_forward
+        of_heads: Tensor = eager(module, *heads, additive_mask(ids, heads[0].dtype), 0.125)[0]
+        return of_heads
+    if case.endswith("plain"):
         queries, keys, values = heads[0], *(x.repeat_interleave(2, dim=1) for x in heads[1:])
-        scores = CAP * torch.tanh(queries @ keys.mT / (8 * CAP))
-        return scores.masked_fill(~may_see(ids), -torch.inf).softmax(-1) @ values
-    return attend(
-        *heads, None, window if case in ("bands", "capped, window") else 0, cap=CAP * case.startswith("capped")
-    )
+        scores = queries @ keys.mT / 8
+        if case.startswith("capped"):
+            return (CAP * torch.tanh(scores / CAP)).masked_fill(~may_see(ids), -torch.inf).softmax(-1) @ values
+        column = sinks.view(-1, 1, 1).expand(1, -1, scores.shape[2], 1)
+        return torch.cat((scores.masked_fill(~may_see(ids), -torch.inf), column), -1).softmax(-1)[..., :-1] @ values
+    kinds: dict[str, dict[str, Any]] = {"capped": {"cap": CAP}, "sinks": {"sinks": sinks}}
+    options = kinds.get(case.partition(",")[0], {})
+    return attend(*heads, None, window if "window" in case or case == "bands" else 0, **options)
 
 
 def by_transformers(kind: str, heads: tuple[Tensor, Tensor, Tensor], window: int) -> Tensor:
@@ -71,11 +82,12 @@ def measure(case: str, seq_len: int, window: int, rounds: int) -> tuple[float, f
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, n, seq_len, 64, generator=generator).requires_grad_() for n in (8, 4, 4))
+    sinks = torch.randn(8, generator=generator).requires_grad_()
     query.grad, key.grad, value.grad = (torch.zeros_like(x) for x in (query, key, value))
     start, seconds = reset_peak(), []
     for _ in range(rounds):
         begin = time.thread_time()
-        attended(case, (query, key, value), window).sum().backward()
+        attended(case, (query, key, value), window, sinks).sum().backward()
         seconds.append(time.thread_time() - begin)
     return (peak_bytes() - start) / MIB, min(seconds)
 

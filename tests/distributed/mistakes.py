@@ -20,6 +20,7 @@ from tests.distributed.layouts import (
     EXPERTS,
     GATHER,
     GEMMA2,
+    GPT_OSS,
     LAST,
     OLMOE,
     PAIRS,
@@ -41,7 +42,7 @@ from titanlite.models.attention import AttentionMask
 from titanlite.models.experts import Experts, MixtureOfExperts, Router, router_scores
 from titanlite.models.family import Init
 from titanlite.models.head import Scoring
-from titanlite.models.layers import rms_norm
+from titanlite.models.layers import Scalar, rms_norm
 from titanlite.parallel import clip as clip_module
 from titanlite.parallel import context as context_module
 from titanlite.parallel import expert as expert_module
@@ -69,6 +70,8 @@ EP_SHARD = Layout((1, 1, 4, 1), (*EXPERTS, "parallelism.ep=2"))
 TP_QWEN2 = Layout((1, 1, 1, 2), QWEN2)
 TP_QWEN3 = Layout((1, 1, 1, 2), QWEN3)
 TP_GEMMA2 = Layout((1, 1, 1, 2), GEMMA2)
+TP_GPT_OSS = Layout((1, 1, 1, 2), GPT_OSS)
+CP_GPT_OSS = Layout((1, 1, 1, 1), GPT_OSS, cp=2)
 TP_OLMOE = Layout((1, 1, 1, 2), OLMOE)
 REPLICATE = Layout((1, 2, 1, 1), LAST, accumulation=2)
 REPLICATE_EVERY = Layout((1, 2, 1, 1), EVERY, accumulation=2)
@@ -339,6 +342,46 @@ def wide_norms_not_summed_backward() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def sinks_of_the_first_rank() -> Iterator[None]:
+    """Each rank of tp has the sinks of the first one's heads."""
+
+    def first(scalar: Scalar) -> Tensor:
+        assert isinstance(scalar.weight, DTensor)
+        return scalar.weight.full_tensor().chunk(scalar.weight.device_mesh.size())[0]
+
+    styles = tensor_module._STYLES
+    with patch.dict(styles, {"heads": (*styles["heads"][:2], first)}):
+        yield
+
+
+@contextmanager
+def output_bias_on_each_rank() -> Iterator[None]:
+    """Each rank of tp adds the bias of wo to its part of the sum."""
+
+    def project(linear: nn.Linear, x: Tensor) -> Tensor:
+        bias = tensor_module._local_bias(linear, Partial())
+        product = nn.functional.linear(x, tensor_module.local_weight(linear.weight), bias)
+        return tensor_module.summed_part(product, tensor_module._group(linear))
+
+    styles = tensor_module._STYLES
+    with patch.dict(styles, {"row": (*styles["row"][:2], project)}):
+        yield
+
+
+@contextmanager
+def bias_of_experts_on_each_rank() -> Iterator[None]:
+    """Each rank of tp adds the biases of w2 to its part of the sum."""
+
+    def whole(name: str, weight: DTensor, tp: dist.ProcessGroup | None) -> Tensor:
+        del tp
+        placements = [Partial()] if expert_module.FEATURES[name] is None else None
+        return weight.to_local(grad_placements=placements)
+
+    with replaced(expert_module, "_own_part", whole):
+        yield
+
+
 # Context parallelism --------------------------------------------------------------------------------------------------
 
 
@@ -382,6 +425,18 @@ def documents_of_own_positions(trainer: Trainer) -> None:
         return arguments | {"document_ids": own.repeat(1, trainer.mesh.degrees["cp"])}
 
     trainer.forward_arguments = repeated  # type: ignore[method-assign]
+
+
+@contextmanager
+def sinks_of_other_heads() -> Iterator[None]:
+    """Each rank has the sinks of the heads of another one."""
+    exchange = context_module.attend_over_heads
+
+    def shifted(*arguments: Any, sinks: Tensor, **options: Any) -> Tensor:
+        return exchange(*arguments, sinks=sinks.roll(len(sinks) // 2), **options)
+
+    with replaced(context_module, "attend_over_heads", shifted):
+        yield
 
 
 @contextmanager
@@ -692,6 +747,12 @@ OF_TENSORS = (
     Mistake("loss of logits without their cap (gemma2)", TP_GEMMA2, uncapped_loss, STEP, "step 1, loss: "),
     Mistake("norms without the 1 (gemma2)", TP_GEMMA2, norms_without_offset, STEP, "step 1, loss: "),
     Mistake("biases of the first rank (qwen2)", TP_QWEN2, biases_of_the_first_rank, GRADIENT, "gradient of"),
+    Mistake("sinks of the first rank's heads (gpt_oss)", TP_GPT_OSS, sinks_of_the_first_rank, STEP, "step 1, "),
+    Mistake("bias of wo added on each rank (gpt_oss)", TP_GPT_OSS, output_bias_on_each_rank, GRADIENT, "gradient of"),
+    Mistake(
+        "biases of experts added on each rank (gpt_oss)",
+        *(TP_GPT_OSS, bias_of_experts_on_each_rank, GRADIENT, "gradient of"),
+    ),
     Mistake("norm of the own heads (olmoe)", TP_OLMOE, wide_norms_of_own_heads, STEP, "choice of experts: "),
     Mistake(
         "gradient of the norm of all heads not summed over tp (olmoe)",
@@ -705,6 +766,7 @@ OF_CONTEXT = (
     Mistake("loss multiplied by cp", CP, changed(loss_times_cp), STEP, "step 1, "),
     Mistake("valid tokens of own positions", CP, changed(valid_tokens_of_own_positions), STEP, "valid tokens"),
     Mistake("loss not summed over positions", CP, changed(loss_of_own_positions), LOSS, "step 1, loss"),
+    Mistake("sinks of another rank's heads (gpt_oss)", CP_GPT_OSS, sinks_of_other_heads, STEP, "step 1, "),
     Mistake("heads in another order", CP, heads_in_another_order, STEP, "step 1, "),
     Mistake("gather: masks of adjacent queries", CP_GATHER, masks_of_adjacent_queries, STEP, "step 1, "),
     Mistake("gather: gradients of own queries", CP_GATHER, gradients_of_own_queries, GRADIENT, "gradient of"),
@@ -759,6 +821,8 @@ SOAK = (
     ("norms without the 1 (gemma2)", TP_GEMMA2),
     ("biases of the first rank (qwen2)", TP_QWEN2),
     ("gradients of the norms of queries and keys not summed over tp (qwen3)", TP_QWEN3),
+    ("bias of wo added on each rank (gpt_oss)", TP_GPT_OSS),
+    ("sinks of another rank's heads (gpt_oss)", CP_GPT_OSS),
     ("norm of the own heads (olmoe)", TP_OLMOE),
     ("loss not summed over positions", CP),
     ("gather: masks of adjacent queries", CP_GATHER),

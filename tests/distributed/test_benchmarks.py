@@ -128,7 +128,7 @@ def test_report_of_context(tmp_path: Path) -> None:
 def test_report_of_experts(tmp_path: Path) -> None:
     experts.main(((4, 16, 2),), dim=32, tokens=64, rounds=2, steps=1, json=tmp_path)
     layers, steps = tables(tmp_path / "experts.json").values()
-    assert [len(row["CPU (ms)"]) for row in layers] == [2] * 5
+    assert [len(row["CPU (ms)"]) for row in layers] == [2] * 7
     assert layers[0]["time / titanlite"] == layers[-1]["time / dense"] == [1.0, 1.0]
     assert [row["layout"] for row in steps] == ["dp_shard 2, ep 1", "dp_shard 2, ep 2"]
     for row in steps:
@@ -139,13 +139,16 @@ def test_report_of_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("n_experts", [8, 64])
 def test_the_compared_layers_compute_the_same(n_experts: int) -> None:
     """All mixtures; 64 experts on 16 positions leave some without positions."""
-    *mixtures, dense = experts.build_layers((n_experts, 16, 2), 32, torch.float32, torch.device("cpu")).values()
+    layers = experts.build_layers((n_experts, 16, 2), 32, torch.float32, torch.device("cpu"))
+    dense, *gpt_oss = (layers.pop(name) for name in ("dense", "titanlite, gpt-oss", "transformers, gpt-oss"))
     x = torch.randn(1, 16, 32, generator=torch.Generator().manual_seed(2), requires_grad=True)
-    results = [layer(x) for layer in mixtures]
-    gradients = [torch.autograd.grad(out.square().sum(), x)[0] for out in results]
-    for found in (results, gradients):
-        assert found[0].norm() > 0
-        assert all(torch.allclose(found[0], other, rtol=1e-5, atol=1e-4) for other in found[1:])
+    for mixtures in (layers.values(), gpt_oss):
+        returned = [layer(x) for layer in mixtures]
+        results = [out[0] if isinstance(out, tuple) else out for out in returned]
+        gradients = [torch.autograd.grad(out.square().sum(), x)[0] for out in results]
+        for found in (results, gradients):
+            assert found[0].norm() > 0
+            assert all(torch.allclose(found[0], other, rtol=1e-5, atol=1e-4) for other in found[1:])
     assert dense(x).shape == x.shape
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.distributed.drawing import drawing_families
-from tests.distributed.layouts import ALL_OPTIMIZERS, EXPERTS, GATHER, GEMMA2
+from tests.distributed.layouts import ALL_OPTIMIZERS, EXPERTS, GATHER, GEMMA2, GPT_OSS
 from tests.distributed.resuming import Outcome, Start, numbers, start_runs, write_text
 from titanlite.assembly.run import Run
 from titanlite.data.ledger import read_ledger
@@ -232,6 +232,7 @@ def check_numbers(folder: Path, rel: float) -> None:
         ),
         pytest.param(MUON, (*BIASED, *ALL_OPTIMIZERS), id="muon", marks=pytest.mark.soak),
         pytest.param(FOUR, ("model.n_layers=4",), id="four", marks=pytest.mark.soak),
+        pytest.param((*DEALT_OUT, *MUON), GPT_OSS, id="gpt_oss", marks=pytest.mark.soak),
         pytest.param(
             (ROUND[1], (2, ("parallelism.tp=2", SYNC))),
             ("training.dtype=bfloat16",),
