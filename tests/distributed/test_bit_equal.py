@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from tests.distributed.gradients import CPU, build_on_mesh, full_tensor, local_batches
-from tests.distributed.layouts import ALL_OPTIMIZERS, EXPERTS, QWEN3
+from tests.distributed.layouts import ALL_OPTIMIZERS, EXPERTS, GEMMA2, QWEN3
 from tests.distributed.reference import global_batch, small_config
 from tests.distributed.test_watch import PLUGIN
 from tests.pool import run_ranks
@@ -141,7 +141,7 @@ SOAK: Table = {
     "noted values, term": (WATCHING, [((1, 1, 5, 1, 1), ())]),
     "cancelling": (("loss.name=cancelling",), [((1, 1, 3, 1, 1), ()), ((1, 2, 2, 1, 1), ()), ((2, 1, 1, 1, 1), ())]),
     "Lion": (("optimizer.name=Lion",), [((1, 2, 1, 1, 1), ()), ((2, 1, 2, 1, 1), ())]),
-    "tied": (("model.tie_embeddings=true",), [((1, 2, 1, 1, 1), ()), ((1, 1, 3, 1, 1), (EVERY,))]),
+    "gemma2, tied": (("model.tie_embeddings=true", *GEMMA2), [((1, 2, 1, 1, 1), ()), ((1, 1, 3, 1, 1), (EVERY,))]),
 }
 NEEDS_MORE = {
     "tp": (((1, 1, 1, 1, 2), ()), [((1, 2, 1, 1, 2), ()), ((1, 1, 2, 1, 2), (EVERY,)), ((2, 1, 1, 1, 2), ())]),

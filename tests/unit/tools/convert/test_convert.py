@@ -406,6 +406,17 @@ def test_a_folder_with_different_results_is_deleted(
     assert [path.name for path in tmp_path.iterdir()] == []
 
 
+@pytest.mark.slow
+def test_a_folder_with_norms_that_have_the_1_of_gemma_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["import", str(source(tmp_path / "original", None, "gemma2")), "--out", str(tmp_path / "run")])
+    changed = written_with(lambda name, tensor: tensor + 1 if "norm" in name else tensor)
+    monkeypatch.setattr(export_run, "write_tensors", changed)
+    with pytest.raises(UserError, match="the exported folder was deleted"):
+        export(tmp_path / "run", tmp_path / "out")
+
+
 @pytest.mark.parametrize(("most", "compared"), [(80 + 64, True), (70, False)])
 def test_a_window_is_compared_with_more_tokens_than_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], most: int, compared: bool
