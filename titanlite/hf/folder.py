@@ -32,7 +32,7 @@ from titanlite.hf.safetensors import (
     read_object,
 )
 from titanlite.models.family import FAMILIES, Family, StoredName, StoredPart
-from titanlite.models.hugging_face import stored_names
+from titanlite.models.hugging_face import stored_names, unknown_fields
 from titanlite.models.init import local_region
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.json_files import JsonError, read_regular
@@ -60,8 +60,8 @@ class ModelFolder:
 
     name: as given by the user. tensors: by titanlite's parameter names. num_tensors: how many are stored. tied: the
     stored copy of a tied embedding, if any. computed: names of stored tensors that are not read, since they follow from
-    config.json. left_out: those outside of the text model, if another model wraps it. generation_config: the content of
-    generation_config.json, if any; see defaults_of_config.
+    config.json. left_out: those outside of the text model, if another model wraps it. unknown: fields of config.json
+    that no family reads. generation_config: the content of generation_config.json, if any; see defaults_of_config.
     """
 
     name: str
@@ -73,6 +73,7 @@ class ModelFolder:
     tied: StoredTensor | None
     computed: tuple[str, ...]
     left_out: tuple[str, ...]
+    unknown: tuple[str, ...]
     generation_config: bytes | None
 
     def files(self) -> list[Path]:
@@ -91,7 +92,8 @@ class ModelFolder:
         ignored = f", {len(self.computed)} rotary tables ignored" if self.computed else ""
         parts = ", ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in self.left_out}))
         left_out = f", {len(self.left_out)} of {parts} left out" if parts else ""
-        return f"{self.num_tensors} tensors, {conversion}{ignored}{left_out}"
+        unknown = f"; unknown fields of {CONFIG_FILE}: {', '.join(self.unknown)}" if self.unknown else ""
+        return f"{self.num_tensors} tensors, {conversion}{ignored}{left_out}{unknown}"
 
     @property
     def tokenizer_file(self) -> Path | None:
@@ -170,9 +172,9 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
         raise UserError("\n".join([f"{name} does not match its {CONFIG_FILE}:", *faults[:_MAX_FAULTS], *more]))
     tensors = {ours: _located(found, theirs) for ours, theirs in names.items()}
     count = len(found) - len(computed)
-    return ModelFolder(
-        name, path, family, hyper_parameters, tensors, count, tied, computed, left_out, generation_config
-    )
+    unknown = tuple(unknown_fields(family.exported.config_json(hyper_parameters), fields))
+    unread = (computed, left_out, unknown)
+    return ModelFolder(name, path, family, hyper_parameters, tensors, count, tied, *unread, generation_config)
 
 
 def _located(found: Mapping[str, StoredTensor], name: StoredName) -> Stored:

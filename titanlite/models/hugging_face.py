@@ -4,7 +4,7 @@ A missing field, or a value that no decoder here supports, raises UserError.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any, get_type_hints
@@ -59,6 +59,17 @@ SUPPORTED_VALUES = {
 NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 """For families of which transformers would add special tokens of its own: it does not train a pad_token_id."""
 
+_READ_ELSEWHERE = (
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "layer_types", "quantization_config"),
+    *("num_local_experts", "output_router_logits", "attn_logit_softcapping", "use_sliding_window"),
+)
+_NOT_OF_THE_MODEL = (
+    *("model_type", "architectures", "_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "pretraining_tp", "cache_implementation"),
+    # other names of fields, or details of them
+    *("max_window_layers", "_sliding_window_pattern", "sliding_window_size", "experts_per_token"),
+    "initial_context_length",
+)
 _TOO_LARGE = 2**40
 """Integers from here on are invalid in any model; computing with them might not terminate."""
 
@@ -78,6 +89,13 @@ def read_field(fields: Mapping[str, Any], name: str, kind: type, default: Any = 
         what = "is missing" if value is None else f"is {value!r}, not of type {kind.__name__}"
         raise UserError(f"config.json: {name} {what}: write the model's value, or download the file again")
     return value
+
+
+def unknown_fields(written: Collection[str], fields: Mapping[str, Any]) -> list[str]:
+    """Names of fields of config.json that no family reads, and that may change what the model computes. written: those
+    that the family writes, and reads."""
+    known = {*written, *_READ_ELSEWHERE, *_NOT_OF_THE_MODEL}
+    return sorted(name for name, value in fields.items() if value is not None and name not in known)
 
 
 def refuse_other(fields: Mapping[str, Any], supported: Mapping[str, Any]) -> None:

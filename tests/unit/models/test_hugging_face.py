@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from titanlite.models.hugging_face import layer_kinds
+from titanlite.models.hugging_face import layer_kinds, unknown_fields
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
 
@@ -293,6 +293,13 @@ def test_the_published_forms_of_layers_with_a_window() -> None:
     published = olmo3.config_json(FAMILIES["olmo3"].flavors["7B"])
     published["rope_scaling"]["attention_factor"] = 1.2079441541679836
     assert olmo3.config_from_json(published) == FAMILIES["olmo3"].flavors["7B"]
+
+
+def test_fields_that_no_family_reads_are_named() -> None:
+    for name, (text, flavor) in PUBLISHED.items():
+        written = FAMILIES[name].exported.config_json(FAMILIES[name].flavors[flavor])
+        assert unknown_fields(written, json.loads(text)) == []
+        assert unknown_fields(written, {"new_gate": 1.0, "old_gate": None, "a_scale": 2}) == ["a_scale", "new_gate"]
 
 
 def test_the_published_forms_of_gemma() -> None:

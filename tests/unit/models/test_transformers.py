@@ -24,7 +24,7 @@ from titanlite.models.family import Family, LanguageModel
 from titanlite.models.gemma2 import Gemma2Config
 from titanlite.models.gemma3 import Gemma3Config
 from titanlite.models.gpt_oss import GptOssConfig
-from titanlite.models.hugging_face import parameter_of, stored_names, stored_tensors
+from titanlite.models.hugging_face import parameter_of, stored_names, stored_tensors, unknown_fields
 from titanlite.models.layers import RMSNorm
 from titanlite.models.llama3 import Llama3Config
 from titanlite.models.mistral import MistralConfig
@@ -544,6 +544,7 @@ def test_config_json_round_trips_through_transformers(tmp_path: Path, warnings: 
         saved = json.loads((tmp_path / "saved" / "config.json").read_text())
         assert "rope_parameters" in saved
         assert hf.config_from_json(saved) == config
+        assert unknown_fields(fields, saved) == []
     assert warnings == []
     transformers.LlamaConfig(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 0.5})
     assert warnings != [], "the handler receives no warnings"
