@@ -124,6 +124,7 @@ PLANNED = [
     (6, [*EXPERTS, "data.num_streams=6"]),
     (4, [*EXPERTS, *PIPELINE, "parallelism.ep=2", "model.bias_rate=1e-3"]),
     (2, ["model.family=olmoe", "parallelism.tp=2"]),
+    (4, ["model.family=gpt_oss", *ADAMW, "parallelism.ep=2", "parallelism.tp=2", "parallelism.dp_shard=2", *MUON]),
     (2, ["model.family=qwen3", "parallelism.tp=2"]),
     (4, [*EXPERTS, "parallelism.ep=2", "parallelism.tp=2", "parallelism.dp_shard=2", *MUON]),
     (6, [*EXPERTS, "data.num_streams=6", *MUON]),
