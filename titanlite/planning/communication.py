@@ -130,8 +130,7 @@ def frees_after_forward(stage: Stage, section: ParallelismConfig) -> list[bool]:
 
 def reduced_sizes(stage: Stage, shape: StepShape) -> list[int]:
     """Elements of the gradients that are reduced in one call, for each call of a reduction of the stage."""
-    sizes = [size for unit in stage.units for size in (unit.elements, unit.experts) if size]
-    return [sum(sizes)] if reduces_at_once(stage, shape) else sizes
+    return [sum(stage.reduced)] if reduces_at_once(stage, shape) else stage.reduced
 
 
 def reduces_at_once(stage: Stage, shape: StepShape) -> bool:

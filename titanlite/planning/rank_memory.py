@@ -177,7 +177,7 @@ def data_parallel_bytes(
     the next one: in the loss, that of the previous microbatch. If the gradients of several microbatches are added up,
     all units stay gathered, see gradient_bytes.
     """
-    sizes = [unit.size for unit in stage.units]
+    sizes = stage.sizes
     if not stage.wrapped:
         casts = sum(sizes) * shape.param_bytes != stage.parameter_bytes
         return (cast_bytes(stage, recompute, shape),) * 2 if casts else (0, 0)
@@ -203,7 +203,7 @@ def data_parallel_bytes(
 
 def gradient_bytes(stage: Stage, shape: StepShape) -> int:
     """Bytes of the gradients of a stage between the microbatches of a step."""
-    elements = sum(unit.size for unit in stage.units)
+    elements = sum(stage.sizes)
     if stage.wrapped and reduces_sums(shape):
         return elements * shape.reduce_bytes
     if stage.wrapped and shape.sync == "hybrid":  # reduced over dp_shard only
@@ -219,7 +219,7 @@ def reduction_bytes(stage: Stage, shape: StepShape) -> tuple[int, int]:
     """
     if not stage.wrapped:
         return 0, 0
-    sizes, calls = [unit.size for unit in stage.units], reduced_sizes(stage, shape)
+    sizes, calls = stage.sizes, reduced_sizes(stage, shape)
     if reduces_at_once(stage, shape):
         return sum(sizes) * (shape.param_bytes + 2 * shape.reduce_bytes), 0
     if reduces_sums(shape):
@@ -230,8 +230,8 @@ def reduction_bytes(stage: Stage, shape: StepShape) -> tuple[int, int]:
 
 def cast_bytes(stage: Stage, recompute: ActivationCheckpointConfig, shape: StepShape) -> int:
     """Peak bytes of cast parameters: those that backward needs again, one unit in use, and its gradient."""
-    kept = sum(unit.size for unit in stage.units if keeps_casts(unit, recompute))
-    return (kept + 2 * max(unit.size for unit in stage.units)) * shape.param_bytes
+    kept = sum(size for unit, size in zip(stage.units, stage.sizes, strict=True) if keeps_casts(unit, recompute))
+    return (kept + 2 * max(stage.sizes)) * shape.param_bytes
 
 
 def keeps_casts(unit: FSDPUnit, recompute: ActivationCheckpointConfig) -> bool:

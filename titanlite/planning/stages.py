@@ -42,11 +42,6 @@ class FSDPUnit:
     experts: int
     replicated_over_tp: tuple[int, ...]
 
-    @property
-    def size(self) -> int:
-        """Elements of all parameters when gathered."""
-        return self.elements + self.experts
-
 
 @dataclass(frozen=True)
 class Matrices:
@@ -100,6 +95,16 @@ class Stage:
     blocks: tuple[int, ...]
     wrapped: bool
     shared: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Elements of the parameters of each unit when gathered."""
+        return [unit.elements + unit.experts for unit in self.units]
+
+    @cached_property
+    def reduced(self) -> list[int]:
+        """Elements of each gradient that is reduced in a call of its own, if units are not reduced at once."""
+        return [size for unit in self.units for size in (unit.elements, unit.experts) if size]
 
 
 @dataclass(frozen=True)

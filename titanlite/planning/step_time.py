@@ -311,7 +311,7 @@ class Predictor:
         of the computation of all microbatches, behind which a GPU hides the communication; 0: nothing is hidden."""
         shape, count = rank.shape, rank.shape.microbatches
         units = [unit for stage in rank.stages for unit in stage.units]
-        elements = sum(unit.size for unit in units)
+        elements = sum(sum(stage.sizes) for stage in rank.stages)
         accumulated = Work(
             moved=3 * (count - 1) * elements * shape.reduce_bytes, operations=(count - 1) * 9 * len(units)
         )
