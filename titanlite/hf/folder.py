@@ -260,9 +260,10 @@ def _model_of(name: str, fields: Mapping[str, Any], num_tensors: int) -> tuple[F
 
 
 def _text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the text model in those of a model that wraps it, such as one of text and images."""
+    """Fields of the text model in those of a model that wraps it, such as one of text and images; "wrapper" is the type
+    of that."""
     outside = {name: fields[name] for name in ("tie_word_embeddings", "quantization_config") if name in fields}
-    return {**outside, **fields["text_config"]}
+    return {**fields["text_config"], **outside, "wrapper": fields.get("model_type")}
 
 
 def _text_tensors(found: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:

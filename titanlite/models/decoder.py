@@ -75,6 +75,21 @@ class ExpertHyperParameters(DecoderConfig):
     not from or to 0."""
 
 
+@dataclass(frozen=True)
+class WindowHyperParameters(DecoderConfig):
+    """Those of decoders with a window in all layers but each full_interval-th one."""
+
+    sliding_window: int = 4096
+    """Positions that each one sees, its own included, in most layers."""
+    full_interval: int = 2
+    """Each layer whose number, from 1, is a multiple of it sees all positions."""
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        numbers = range(1, self.n_layers + 1)
+        return tuple(self.sliding_window if number % self.full_interval else 0 for number in numbers)
+
+
 class ByWindow(dict[int, Any]):
     """An argument of blocks, such as the mask, by the window of their attention."""
 

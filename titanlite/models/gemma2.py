@@ -15,6 +15,7 @@ from titanlite.models.decoder import (
     Block,
     Decoder,
     HyperParameters,
+    WindowHyperParameters,
     check_decoder,
     check_head_width,
     check_windows,
@@ -27,17 +28,16 @@ from titanlite.models.hugging_face import (
     ALL_NORM_NAMES,
     NO_SPECIAL_TOKENS,
     DecoderFormat,
-    fixed_interval,
-    layer_kinds,
     number_or_none,
-    read_field,
+    window_fields,
+    written_windows,
 )
 from titanlite.models.layers import Attention, FeedForward, gelu_tanh
 from titanlite.runtime.errors import Problem
 
 
 @dataclass(frozen=True)
-class GemmaConfig(HyperParameters):
+class GemmaConfig(WindowHyperParameters, HyperParameters):
     """Hyper-parameters of Gemma 2 and 3."""
 
     head_dim: int = 256
@@ -45,20 +45,11 @@ class GemmaConfig(HyperParameters):
     norm_eps: float = 1e-6
     max_seq_len: int = 8192
     tie_embeddings: bool = True
-    sliding_window: int = 4096
-    """Positions that each one sees, its own included, in most layers."""
-    full_interval: int = 2
-    """Each layer whose number, from 1, is a multiple of it sees all positions."""
     query_pre_attn_scalar: int = 256
     """Scores are divided by its square root."""
     logit_cap: float = 30.0
     """Logits are logit_cap x tanh(logits / logit_cap); 0.0: they are not capped."""
     norm_offset: ClassVar[float] = 1.0
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        kinds = layer_kinds(self.full_interval, self.n_layers)
-        return tuple(self.sliding_window if kind == "sliding_attention" else 0 for kind in kinds)
 
     @property
     def embedding_scale(self) -> float:
@@ -118,20 +109,13 @@ def check(config: GemmaConfig, seq_len: int, tp: int, pp: int) -> list[Problem]:
 def prepared(fields: Mapping[str, Any], interval: int, caps: Mapping[str, float]) -> dict[str, Any]:
     """Fields of config.json with an interval for `layer_types`, and 0 for a window or cap that is null. interval, caps:
     where the fields are missing."""
-    interval = read_field(fields, "sliding_window_pattern", int, interval)
-    return {
-        **fields,
-        "layer_types": None,
-        "sliding_window_pattern": fixed_interval(fields, "layer_types", layer_kinds, interval),
-        "sliding_window": number_or_none(fields, "sliding_window", int, 4096),
-        **{name: number_or_none(fields, name, float, cap) for name, cap in caps.items()},
-    }
+    own = window_fields(fields, interval, 4096, "sliding_window_pattern")
+    return own | {name: number_or_none(fields, name, float, cap) for name, cap in caps.items()}
 
 
 def written(config: GemmaConfig, caps: Mapping[str, float]) -> dict[str, Any]:
     """Further fields of config.json. caps: null if they are 0."""
-    kinds = layer_kinds(config.full_interval, config.n_layers)
-    return NO_SPECIAL_TOKENS | {"layer_types": kinds} | {name: cap or None for name, cap in caps.items()}
+    return NO_SPECIAL_TOKENS | written_windows(config) | {name: cap or None for name, cap in caps.items()}
 
 
 FIELDS = {

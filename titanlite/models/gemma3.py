@@ -20,7 +20,15 @@ from titanlite.models.decoder import (
 )
 from titanlite.models.family import Family
 from titanlite.models.gemma2 import FIELDS, SUPPORTED, GemmaConfig, check, gemma_block, prepared, written
-from titanlite.models.hugging_face import ALL_NORM_NAMES, HEAD_NORM_NAMES, DecoderFormat, Scaling, rope_of_full_layers
+from titanlite.models.hugging_face import (
+    ALL_NORM_NAMES,
+    HEAD_NORM_NAMES,
+    DecoderFormat,
+    Scaling,
+    read_field,
+    refuse_other,
+    rope_of_full_layers,
+)
 from titanlite.models.layers import Attention, LinearScaling, RotaryEmbedding
 
 
@@ -97,7 +105,10 @@ CAP = "final_logit_softcapping"
 
 def _prepared(fields: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in fields.items() if value is not None or name in ("sliding_window", CAP)}
-    full = prepared(TEXT_DEFAULTS | given, interval=6, caps={CAP: 0.0})
+    if "wrapper" in fields:
+        refuse_other(fields, {CAP: None})  # transformers does not cap the logits of models that wrap this one
+    interval = read_field(fields, "sliding_window_pattern", int, 6)
+    full = prepared(TEXT_DEFAULTS | given, interval=interval, caps={CAP: 0.0})
     return rope_of_full_layers(full, "rope_local_base_freq")
 
 

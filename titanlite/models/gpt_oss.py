@@ -12,6 +12,7 @@ from titanlite.models.decoder import (
     Decoder,
     ExpertHyperParameters,
     HyperParameters,
+    WindowHyperParameters,
     check_decoder,
     check_head_width,
     check_windows,
@@ -21,14 +22,14 @@ from titanlite.models.decoder import (
 )
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.family import Family, StoredPart
-from titanlite.models.hugging_face import YARN, DecoderFormat, layer_kinds, window_fields
+from titanlite.models.hugging_face import YARN, DecoderFormat, window_fields, written_windows
 from titanlite.models.layers import Attention, YarnScaling
 from titanlite.models.qwen3 import NEEDS, check_yarn, yarn
-from titanlite.runtime.errors import Problem
+from titanlite.runtime.errors import Problem, UserError
 
 
 @dataclass(frozen=True)
-class GptOssConfig(ExpertHyperParameters, HyperParameters):
+class GptOssConfig(ExpertHyperParameters, WindowHyperParameters, HyperParameters):
     """Hyper-parameters of the gpt_oss family. Each may be given in [model] and overrides the flavor's value."""
 
     head_dim: int = 64
@@ -37,9 +38,6 @@ class GptOssConfig(ExpertHyperParameters, HyperParameters):
     max_seq_len: int = 131_072
     n_active_experts: int = 4
     sliding_window: int = 128
-    """Positions that each one sees, its own included, in most layers."""
-    full_interval: int = 2
-    """Each layer whose number, from 1, is a multiple of it sees all positions."""
     rope_scaling_factor: float = 32.0
     """Factor by which YaRN stretches long rotary wavelengths; 1.0: no scaling."""
     rope_beta_fast: float = 32.0
@@ -49,11 +47,6 @@ class GptOssConfig(ExpertHyperParameters, HyperParameters):
     rope_original_seq_len: int = 4096
     """Context length before the scaling."""
     clamped: ClassVar[bool] = True
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        kinds = layer_kinds(self.full_interval, self.n_layers)
-        return tuple(self.sliding_window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
 _20B = GptOssConfig(dim=2880, n_layers=24, n_heads=64, n_kv_heads=8, ffn_dim=2880, vocab_size=201_088, n_experts=32)
@@ -104,14 +97,16 @@ def check(config: GptOssConfig, seq_len: int, tp: int, pp: int) -> list[Problem]
 
 def _prepared(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Of the published quantization, only the tensors tell; see hf/safetensors.py."""
+    if not fields.get("rope_scaling") and not fields.get("rope_parameters"):
+        raise UserError(
+            'config.json: rope_scaling is missing: write the scaling of the model, or {"rope_type": "default"} for '
+            "none; versions of transformers differ in what they take"
+        )
     return {**window_fields(fields, 2, 128), "quantization_config": None}
 
 
 def _written(config: GptOssConfig) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "layer_types": layer_kinds(config.full_interval, config.n_layers),
-        "sliding_window": config.sliding_window or None,
-    }
+    fields = written_windows(config)
     if config.rope_scaling_factor == 1.0:  # without it, transformers scales
         fields["rope_scaling"] = {"rope_type": "default"}
     return fields

@@ -135,6 +135,9 @@ def rope_fields(fields: Mapping[str, Any], scaled: str | None = None) -> tuple[f
             "config.json: rope_theta is missing: add the value that the model was trained with; transformers would "
             "fall back to 10000.0, the value of Llama 1 and 2"
         )
+    original = "original_max_position_embeddings"
+    if kind == scaled and original in found:
+        refuse_other(fields, {original: found[original]})  # transformers takes the field outside of the scaling
     return read_field(found, "rope_theta", float), found if kind == scaled else {}
 
 
@@ -188,16 +191,24 @@ def layer_kinds(interval: int, n_layers: int) -> list[str]:
     return ["sliding_attention" if interval < 1 or number % interval else "full_attention" for number in numbers]
 
 
-def window_fields(fields: Mapping[str, Any], interval: int, window: int) -> dict[str, Any]:
-    """The fields with an interval for `layer_types`. interval, window: the defaults of transformers. Raises
-    UserError."""
-    found = read_field(fields, "full_attention_interval", int, interval)
-    own = {
-        "layer_types": None,
-        "full_attention_interval": fixed_interval(fields, "layer_types", layer_kinds, found),
-        "sliding_window": number_or_none(fields, "sliding_window", int, window),
-    }
-    return {**fields, **own}
+def window_fields(
+    fields: Mapping[str, Any], interval: int, window: int, name: str = "full_attention_interval"
+) -> dict[str, Any]:
+    """The fields with an interval, in the field `name`, for `layer_types`. interval, window: those of transformers if
+    the fields are missing: without `layer_types`, it does not read `name`. Raises UserError."""
+    if fields.get("layer_types"):
+        interval = read_field(fields, name, int, interval)
+    interval = fixed_interval(fields, "layer_types", layer_kinds, interval)
+    found = number_or_none(fields, "sliding_window", int, window)
+    is_unused = interval == 1 and found == fields.get("max_position_embeddings")  # see written_windows
+    return {**fields, "layer_types": None, name: interval, "sliding_window": 0 if is_unused else found}
+
+
+def written_windows(config: Any) -> dict[str, Any]:
+    """The fields of windows. Without one, that of all positions: transformers needs a number even for a model that
+    does not use it."""
+    kinds = layer_kinds(config.full_interval, config.n_layers)
+    return {"layer_types": kinds, "sliding_window": config.sliding_window or config.max_seq_len}
 
 
 def fixed_interval(fields: Mapping[str, Any], name: str, layers: Callable[[int, int], list[Any]], interval: int) -> int:
@@ -223,11 +234,13 @@ def rope_of_full_layers(fields: Mapping[str, Any], local: str | None = None) -> 
     """
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     found = read_field(fields, name, dict, {})
-    if "full_attention" in found:
-        full = read_field(found, "full_attention", dict)
-        others = read_field(found, "sliding_attention", dict, {"rope_theta": full.get("rope_theta")})
+    if local is not None and name == "rope_scaling" and fields.get("rope_parameters"):
+        raise UserError("config.json: rope_scaling and rope_parameters: this family reads only one of both: remove one")
+    if {"full_attention", "sliding_attention"} & found.keys():
+        full = read_field(found, "full_attention", dict, {})
+        others = read_field(found, "sliding_attention", dict, {} if local else {"rope_theta": full.get("rope_theta")})
         is_other = local is None and others.get("rope_theta") != full.get("rope_theta")
-        if is_other or others.get("rope_type", "default") != "default":
+        if is_other or {"default"} != {others.get(key) or "default" for key in ("rope_type", "type")}:
             raise UserError(
                 f"config.json: {name}.sliding_attention = {others!r}: this family supports only unscaled rotary "
                 f"embeddings{' with the base of full_attention' if local is None else ''}"

@@ -14,6 +14,7 @@ from titanlite.models.decoder import (
     WIDE_NORMS,
     Block,
     Decoder,
+    WindowHyperParameters,
     check_windows,
     decoder_structure,
     flops_per_token,
@@ -26,9 +27,9 @@ from titanlite.models.hugging_face import (
     POST_NORM_NAMES,
     YARN,
     DecoderFormat,
-    layer_kinds,
     rope_of_full_layers,
     window_fields,
+    written_windows,
 )
 from titanlite.models.layers import RotaryEmbedding
 from titanlite.models.olmo2 import Olmo2Config, attention
@@ -37,14 +38,11 @@ from titanlite.runtime.errors import Problem
 
 
 @dataclass(frozen=True)
-class Olmo3Config(Olmo2Config):
+class Olmo3Config(WindowHyperParameters, Olmo2Config):
     """Hyper-parameters of the olmo3 family. Each may be given in [model] and overrides the flavor's value."""
 
     max_seq_len: int = 65_536
-    sliding_window: int = 4096
-    """Positions that each one sees, its own included, in most layers."""
     full_interval: int = 4
-    """Each layer whose number, from 1, is a multiple of it sees all positions."""
     rope_scaling_factor: float = 1.0
     """Factor by which YaRN stretches long rotary wavelengths of layers that see all positions; 1.0: no scaling."""
     rope_beta_fast: float = 32.0
@@ -53,11 +51,6 @@ class Olmo3Config(Olmo2Config):
     """Pairs that make fewer turns than this within rope_original_seq_len are stretched by the full factor."""
     rope_original_seq_len: int = 8192
     """Context length before the scaling."""
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        kinds = layer_kinds(self.full_interval, self.n_layers)
-        return tuple(self.sliding_window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
 _7B = Olmo3Config(
@@ -90,8 +83,7 @@ def check(config: Olmo3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
 
 
 def _written(config: Olmo3Config) -> dict[str, Any]:
-    kinds = layer_kinds(config.full_interval, config.n_layers)
-    fields: dict[str, Any] = {"layer_types": kinds, "sliding_window": config.sliding_window or None}
+    fields = written_windows(config)
     if config.rope_theta != Olmo3Config.rope_theta:  # transformers reads another base for both kinds from here only
         rope = {"rope_type": "default", "rope_theta": config.rope_theta}
         fields["rope_parameters"] = {"full_attention": rope | (YARN.written(config) or {}), "sliding_attention": rope}

@@ -210,6 +210,8 @@ def test_a_wrong_field_is_named(family: str) -> None:
         ("gpt_oss", {"attention_bias": False}, "attention_bias = False"),
         ("gpt_oss", {"rope_scaling": YARN}, "truncate is missing"),
         ("gpt_oss", {"rope_scaling": YARN | {"truncate": True}}, "truncate = True"),
+        ("gpt_oss", {"rope_scaling": None}, "rope_scaling is missing"),
+        ("gpt_oss", {"original_max_position_embeddings": 8192}, "original_max_position_embeddings = 8192"),
         ("gpt_oss", {"sliding_window": None, "layer_types": ["full_attention"]}, "layer_types = "),
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob = False"),
         ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob is missing"),
@@ -270,10 +272,15 @@ def test_older_versions_read_the_written_config() -> None:
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ("gemma3", {"rope_scaling": YARN}, "rope_type = 'yarn'"),
-        (
-            "gemma3",
-            {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
-            "rope_parameters.sliding_attention",
+        ("gemma3", {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}}, "only one of both"),
+        ("gemma3", {"wrapper": "gemma3", "final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        *(
+            (
+                "gemma3",
+                {"rope_parameters": {"full_attention": {}, "sliding_attention": {kind: "linear", "factor": 2.0}}},
+                "rope_parameters.sliding_attention",
+            )
+            for kind in ("rope_type", "type")
         ),
     ],
 )
@@ -306,8 +313,10 @@ def test_the_published_forms_of_gemma() -> None:
     """Without the fields that transformers has by default, and with those of transformers 4 and 5."""
     gemma2, gemma3 = FAMILIES["gemma2"], FAMILIES["gemma3"]
     fields = gemma2.exported.config_json(gemma2.flavors["2B"])
-    left_out = ("layer_types", "sliding_window_pattern", "tie_word_embeddings", "final_logit_softcapping")
-    assert gemma2.exported.config_from_json(without(fields, *left_out)) == gemma2.flavors["2B"]
+    left_out = ("layer_types", "tie_word_embeddings", "final_logit_softcapping")
+    for pattern in (2, 3):  # transformers does not read it
+        fields["sliding_window_pattern"] = pattern
+        assert gemma2.exported.config_from_json(without(fields, *left_out)) == gemma2.flavors["2B"]
     assert gemma2.exported.config_from_json(fields | {"final_logit_softcapping": None}).logit_cap == 0
     sizes = {"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34, "sliding_window": 1024}
     older = sizes | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
@@ -317,6 +326,9 @@ def test_the_published_forms_of_gemma() -> None:
     changed = {"rope_theta": 2e6, "rope_local_theta": 2e4, "rope_scaling_factor": 4.0, "full_interval": 5}
     newer = sizes | {"rope_parameters": kinds, "layer_types": layer_kinds(5, 34)}
     assert gemma3.exported.config_from_json(newer) == replace(gemma3.flavors["4B"], **changed)
+    for left_out, key in {"full_attention": "rope_theta", "sliding_attention": "rope_local_theta"}.items():
+        read_config = gemma3.exported.config_from_json(newer | {"rope_parameters": without(kinds, left_out)})
+        assert getattr(read_config, key) == getattr(gemma3.flavors["4B"], key)
     olmo3 = FAMILIES["olmo3"].exported
     with pytest.raises(UserError, match="with the base of full_attention"):
         olmo3.config_from_json(olmo3.config_json(FAMILIES["olmo3"].flavors["debug"]) | {"rope_parameters": kinds})
