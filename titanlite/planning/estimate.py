@@ -93,12 +93,14 @@ def estimate(config: JobConfig, world_size: int, *, device_type: str) -> Estimat
     step = plan_step(config, sizes)
     order = schedule_order(section, step.per_batch if section.pp > 1 else step.batches)
     planned = plan_stages(config, sizes)
+    has_biases = config.hyper_parameters.n_experts > 1 and config.hyper_parameters.bias_rate > 0
+    of_first = step_shape(config, sizes, step, order[0], device_type)
+    activations = _activations(config, of_first, device_type)
     for pp_rank, actions in enumerate(order):
         stages = tuple(planned[index] for index in local_stages(section, pp_rank))
-        shape = step_shape(config, sizes, step, actions, device_type)
+        shape = replace(of_first, actions=actions)
         owners = _owners(config, stages, shape)
-        memory = _memory(config, stages, shape, owners, device_type)
-        has_biases = config.hyper_parameters.n_experts > 1 and config.hyper_parameters.bias_rate > 0
+        memory = _memory(config, stages, shape, owners, activations)
         loads = loads_traffic(stages, shape) if has_biases else []
         traffic = *_traffic(config, stages, shape), *owners.traffic, *loads
         ranks.append(RankPlan(pp_rank, shape, stages, memory, traffic, *_flops(config, stages, shape), owners))
@@ -116,7 +118,8 @@ def estimate_memory(
     step = plan_step(config, sizes)
     order = schedule_order(config.parallelism, step.per_batch)
     shape = step_shape(config, sizes, step, order[pp_rank], device_type)
-    return _memory(config, stages, shape, _owners(config, stages, shape), device_type)
+    owners, activations = _owners(config, stages, shape), _activations(config, shape, device_type)
+    return _memory(config, stages, shape, owners, activations)
 
 
 def plan_step(config: JobConfig, sizes: Mapping[str, int]) -> Microbatches:
@@ -180,9 +183,8 @@ def _recomputes_logits(config: JobConfig) -> bool:
 
 
 def _memory(
-    config: JobConfig, stages: Sequence[Stage], shape: StepShape, owners: OwnerRounds, device_type: str
+    config: JobConfig, stages: Sequence[Stage], shape: StepShape, owners: OwnerRounds, activations: ActivationBytes
 ) -> Memory:
-    activations = _activation_bytes(blueprint(config.model), microbatch_shape(config, shape, device_type))
     memory = rank_memory(
         stages, config.parallelism, config.activation_checkpoint, shape, activations, owners.temporary_bytes
     )
@@ -191,7 +193,11 @@ def _memory(
     return replace(memory, buffers=memory.buffers + sum(stage.rows for stage in stages) * BYTES_PER_ROW)
 
 
-@lru_cache(maxsize=1024)  # the same for all ranks, and many layouts of a search
+def _activations(config: JobConfig, shape: StepShape, device_type: str) -> ActivationBytes:
+    return _activation_bytes(blueprint(config.model), microbatch_shape(config, shape, device_type))
+
+
+@lru_cache(maxsize=1024)  # the same for many layouts of a search
 def _activation_bytes(model: Blueprint, shape: MicrobatchShape) -> ActivationBytes:
     return activation_bytes(model.hyper_parameters, model.structure, shape)
 

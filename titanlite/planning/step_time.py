@@ -241,14 +241,14 @@ class Predictor:
         microbatches = plan.microbatches // plan.schedule_steps
         busy, end = _schedule_time(section.pp, section.pp_schedule, microbatches, seconds, send_s)
         # Stages end with the reduction of their gradients and the update.
-        tails = [
-            added(
-                self.data_parallel(rank, 0.0, 0.0),
-                self.update(rank),
-                times(self.input(rank), plan.microbatches if rank.pp_rank == 0 else 0),
-            )
-            for rank in plan.ranks
-        ]
+        tails, alike = [], dict[Any, Seconds]()  # most ranks differ only in their place
+        for rank in plan.ranks:
+            stages = ((tuple(stage.sizes), stage.shared) for stage in rank.stages)
+            key = rank.pp_rank == 0, rank.traffic, rank.memory.parameters, rank.memory.optimizer, rank.owners, *stages
+            if key not in alike:
+                taken = times(self.input(rank), plan.microbatches if rank.pp_rank == 0 else 0)
+                alike[key] = added(self.data_parallel(rank, 0.0, 0.0), self.update(rank), taken)
+            tails.append(alike[key])
         total = plan.schedule_steps * end + max(map(_sum, tails))
         work = sum(plan.schedule_steps * time + _sum(tail) for time, tail in zip(busy, tails, strict=True))
         # Idle ranks leave their share to the others.
