@@ -1,7 +1,7 @@
 """OLMo 3 (Team OLMo, "Olmo 3", 2025): OLMo 2 with attention to the last positions only in most layers. YaRN stretches
 the rotary embeddings of the others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,6 +27,8 @@ from titanlite.models.hugging_face import (
     POST_NORM_NAMES,
     YARN,
     DecoderFormat,
+    read_field,
+    rope_fields,
     rope_of_full_layers,
     window_fields,
     written_windows,
@@ -34,7 +36,7 @@ from titanlite.models.hugging_face import (
 from titanlite.models.layers import RotaryEmbedding
 from titanlite.models.olmo2 import Olmo2Config, attention
 from titanlite.models.qwen3 import NEEDS, check_yarn, yarn
-from titanlite.runtime.errors import Problem
+from titanlite.runtime.errors import Problem, UserError
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,18 @@ def check(config: Olmo3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
     return [*olmo2.check(config, seq_len, tp, pp), *check_yarn(config), *check_windows(config)]
 
 
+def _prepared(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """With the rotary embeddings of layers that see all positions."""
+    found = window_fields(rope_of_full_layers(fields), 4, 4096)
+    theta, _ = rope_fields(found, YARN.kind)
+    if theta != Olmo3Config.rope_theta and "full_attention" not in read_field(fields, "rope_parameters", dict, {}):
+        raise UserError(
+            f"config.json: rope_theta = {theta}: versions of transformers differ in the base of layers with a window: "
+            "write rope_parameters with full_attention and sliding_attention"
+        )
+    return found
+
+
 def _written(config: Olmo3Config) -> dict[str, Any]:
     fields = written_windows(config)
     if config.rope_theta != Olmo3Config.rope_theta:  # transformers reads another base for both kinds from here only
@@ -97,8 +111,7 @@ FORMAT = DecoderFormat(
     norm_names=POST_NORM_NAMES,
     block_names=HEAD_NORM_NAMES,
     scaling=YARN,
-    # of the rotary embeddings, those of layers that see all positions
-    prepared=lambda fields: window_fields(rope_of_full_layers(fields), 4, 4096),
+    prepared=_prepared,
     written=_written,
 )
 

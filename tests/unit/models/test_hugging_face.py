@@ -254,6 +254,7 @@ def test_older_versions_read_the_written_config() -> None:
         ("smollm3", {"no_rope_layer_interval": 0, "no_rope_layers": None}, "no_rope_layer_interval"),
         ("olmo3", {"layer_types": ["full_attention", "sliding_attention"] * 3}, "layer_types = .*at a fixed interval"),
         ("olmo3", {"layer_types": ["chunked_attention"] * 6}, "layer_types = .*at a fixed interval"),
+        ("olmo3", {"rope_theta": 1e4}, "rope_theta = 10000.0: versions of transformers differ"),
         ("olmo3", {"sliding_window": -1}, "sliding_window = -1"),
         ("olmo3", {"sliding_window": None}, "sliding_window = 0: at least 1 with model.full_interval above 1"),
         ("olmo3", {"num_hidden_layers": 8}, "layer_types = .*at a fixed interval"),
