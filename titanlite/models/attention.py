@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -180,15 +180,22 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def causal_blocks(seq_len: int, window: int, device: torch.device) -> BlockMask:
     """The `block_mask` of rows that are one document."""
+    # Dynamo warns about a cache that it meets.
+    return (_causal_blocks if torch.compiler.is_compiling() else _kept_causal_blocks)(seq_len, window, device)
 
+
+def _causal_blocks(seq_len: int, window: int, device: torch.device) -> BlockMask:
     def visible(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = query >= key
         return seen & (query - key < window) if window else seen
 
-    # Dynamo warns about a cache that it meets.
     build: Any = create_block_mask if torch.compiler.is_compiling() else compiled(create_block_mask)
     built: BlockMask = build(visible, None, None, seq_len, seq_len, device=device)
     return built
+
+
+_kept_causal_blocks = lru_cache(maxsize=8)(_causal_blocks)
+"""For all layers with this window, in all steps."""
 
 
 def attend(

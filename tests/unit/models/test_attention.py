@@ -195,6 +195,8 @@ def test_capped_scores_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "mask_form", lambda *_: "blocks")
     for function in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
         assert relative(function(*inputs, None, 9, cap=1.5), expected) < 1e-14
+    of_layers = [attention.causal_blocks(SEQ_LEN, 9, inputs[0].device) for _ in range(2)]
+    assert of_layers[0] is of_layers[1]
 
 
 @pytest.mark.soak  # compiles for half a minute
