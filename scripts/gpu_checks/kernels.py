@@ -12,8 +12,8 @@ from torch.nn import functional
 from gpu_checks.rows import Emit, Found, WrongError, require_errors, run_case
 from gpu_checks.workload import Setup, difference
 from titanlite.models.attention import attend, attention_mask, document_arguments, pin_kernels
+from titanlite.models.experts import clamped_swiglu, grouped_feed_forward, swiglu
 from titanlite.models.experts import feed_forward as expert_loop
-from titanlite.models.experts import grouped_feed_forward
 from titanlite.models.family import Structure
 from titanlite.models.head import LossComputation, OutputLayer
 from titanlite.models.layers import FeedForward, RMSNorm, RotaryEmbedding
@@ -26,6 +26,7 @@ SUMS = 256
 """Roundings that float32 may need in addition, for sums of up to 14,336 terms. With TF32 it would need 8,000."""
 THETA = 10_000.0
 DTYPES = (torch.float32, torch.bfloat16)
+WINDOW = 130
 STARTS = (0, 130, 131, 256)
 """First positions of the documents of a row, on both sides of the edge of a block of 128."""
 EXPERT_ROWS = (0, 1, 130, 7, 0, 86, 0)
@@ -107,11 +108,28 @@ def kernels(setup: Setup) -> dict[str, Kernel]:
     narrow = 96 if setup.tiny else 1536
     matrices = ((narrow, dim), (dim, narrow), (narrow, dim))  # of an expert; those of all lie one below the other
     experts = ((1, sum(EXPERT_ROWS), dim), *((len(EXPERT_ROWS) * out, features) for out, features in matrices))
+    biases = tuple((len(EXPERT_ROWS) * out,) for out, _ in matrices)
     own = part_of_rows(torch.arange(seq_len).unsqueeze(0), 0, 2, "gather").squeeze(0)
     with torch.device("meta"):  # their weights are inputs of the kernels
         feed_forward, output, norm = FeedForward(dim, wide), OutputLayer(dim, vocab), RMSNorm(dim, 1e-5)
     output.computation = LossComputation(chunk_tokens=48)  # does not divide the tokens
+
+    def variant(window: int, cap: float, has_sinks: bool, documents: bool) -> Kernel:
+        def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+            mask = attention_mask(ids.to(device), q.dtype, head_dim, window=window) if documents else None
+            return attend(q, k, v, mask, window, sinks, cap)
+
+        expected = partial(_attention, ids if documents else torch.zeros(2, seq_len), window=window, cap=cap)
+        return Kernel(run, expected, (*heads, (heads[0][1],)) if has_sinks else heads, 8)
+
+    variants = {"window": (WINDOW, 0.0, False), "sinks, window": (WINDOW, 0.0, True), "sinks": (0, 0.0, True)}
+    variants |= {"capped": (0, 2.0, False), "capped, window": (WINDOW, 2.0, False)}
     return {
+        **{
+            f"attention, {name}{', documents' * documents}": variant(*arguments, documents)
+            for name, arguments in variants.items()
+            for documents in (False, True)
+        },
         "product": Kernel(lambda x, w: x @ w.T, lambda x, w: x @ w.T, ((rows, dim), (wide, dim)), 2),
         "attention, causal": Kernel(
             lambda q, k, v: attend(q, k, v, None), partial(_attention, torch.zeros(2, seq_len)), heads, 4
@@ -134,6 +152,7 @@ def kernels(setup: Setup) -> dict[str, Kernel]:
             partial(_module, feed_forward), _swiglu, ((1, rows, dim), (wide, dim), (dim, wide), (wide, dim)), 6
         ),
         "experts": Kernel(partial(_experts, True), partial(_experts, False), experts, 6),
+        "experts, biases": Kernel(partial(_experts, True), partial(_experts, False), (*experts, *biases), 12),
         "embedding": Kernel(
             lambda w: functional.embedding(labels.clamp(min=0).to(device), w),
             lambda w: w[labels.clamp(min=0)],
@@ -155,14 +174,27 @@ def _document_ids(seq_len: int) -> Tensor:
     return document_arguments(positions)["document_ids"]
 
 
-def _attention(ids: Tensor, queries: Tensor, keys: Tensor, values: Tensor, own: Tensor | slice = slice(None)) -> Tensor:
+def _attention(
+    ids: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sinks: Tensor | None = None,
+    own: Tensor | slice = slice(None),
+    window: int = 0,
+    cap: float = 0.0,
+) -> Tensor:
     groups = queries.shape[1] // keys.shape[1]
     keys, values = (tensor.repeat_interleave(groups, 1) for tensor in (keys, values))
     seq_len = ids.shape[1]
     seen = torch.ones(seq_len, seq_len, dtype=torch.bool).tril() & (ids.unsqueeze(2) == ids.unsqueeze(1))
-    seen = seen[:, own]
+    seen = (seen.triu(1 - window) if window else seen)[:, own]
     scores = queries @ keys.transpose(-2, -1) / math.sqrt(queries.shape[-1])
-    return scores.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1) @ values
+    scores = (cap * (scores / cap).tanh() if cap else scores).masked_fill(~seen.unsqueeze(1), -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1) @ values
+    sink = sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sink), -1).softmax(-1)[..., :-1] @ values
 
 
 def _rotate(angles: Tensor, x: Tensor) -> Tensor:
@@ -187,10 +219,12 @@ def _swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
 
 
 def _experts(fast: bool, x: Tensor, *weights: Tensor) -> Tensor:
-    """fast: by grouped products in bfloat16, as in training on CUDA; otherwise the loop over experts."""
+    """fast: by grouped products in bfloat16, as in training on CUDA; otherwise the loop over experts. With biases, the
+    activation is that of gpt_oss."""
     function = grouped_feed_forward if fast and x.dtype == torch.bfloat16 else expert_loop
     counts = torch.tensor(EXPERT_ROWS, device=x.device)
-    return function(x[0], counts, *(weight.unflatten(0, (len(EXPERT_ROWS), -1)) for weight in weights))
+    own = (weight.unflatten(0, (len(EXPERT_ROWS), -1)) for weight in weights)
+    return function(x[0], counts, *own, activation=clamped_swiglu if len(weights) > 3 else swiglu)
 
 
 def _loss(head: OutputLayer, labels: Tensor, recomputes: bool, x: Tensor, weight: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,15 @@ def test_a_kernel_without_its_mask(setup: Setup, monkeypatch: pytest.MonkeyPatch
     assert "result off by" in failure(lambda: kernels.compare(kernel, torch.bfloat16, setup.device))
 
 
+def test_a_kernel_without_its_options(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = kernels.attend
+    monkeypatch.setattr(kernels, "attend", lambda q, k, v, mask, *_options: attend(q, k, v, mask))
+    texts = {"window": "off by", "capped": "off by", "sinks": "appears to not have been used"}
+    for name, text in texts.items():
+        kernel = kernels.kernels(setup)[f"attention, {name}"]
+        assert text in failure(partial(kernels.compare, kernel, torch.bfloat16, setup.device))
+
+
 def test_a_product_in_lower_precision(setup: Setup) -> None:
     """As with TF32: inputs are rounded to fewer digits than float32 has."""
     kernel = kernels.kernels(setup)["product"]
@@ -102,7 +112,9 @@ def test_a_product_in_lower_precision(setup: Setup) -> None:
 def test_rows_of_the_wrong_expert(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     grouped = kernels.grouped_feed_forward
     monkeypatch.setattr(
-        kernels, "grouped_feed_forward", lambda rows, counts, *weights: grouped(rows, counts.roll(1), *weights)
+        kernels,
+        "grouped_feed_forward",
+        lambda rows, counts, *weights, **options: grouped(rows, counts.roll(1), *weights, **options),
     )
     kernel = kernels.kernels(setup)["experts"]
     assert "result off by" in failure(lambda: kernels.compare(kernel, torch.bfloat16, setup.device))
