@@ -1,4 +1,4 @@
-"""The plan against the real program of any rank of thousands, on fake tensors. Takes 10 minutes; no GPU.
+"""The plan against the real program of any rank of thousands, on fake tensors. Takes 12 minutes; no GPU.
 
 Each case builds one rank by titanlite's own code, on tensors without data and with torch's process group that sends
 nothing, and runs two optimizer steps with few microbatches. The second one is compared with `titanlite plan`: calls and
@@ -35,6 +35,7 @@ from titanlite.assembly.job import job_of
 from titanlite.batch import Batch, count_sequences
 from titanlite.config.schema import JobConfig
 from titanlite.models import attention, experts
+from titanlite.models.decoder import Decoder
 from titanlite.optim import owners
 from titanlite.parallel import data, expert, own_code
 from titanlite.parallel.mesh import EXPERT_AXES, PARAMETER_AXES, Mesh
@@ -66,14 +67,29 @@ CASES: dict[str, Case] = {
             "training.global_batch_size=16",
         ),
     ),
+    "gemma3 12B, pp 2 x tp 2": (
+        *("llama3_8b", 16, (0,)),
+        (
+            *("model.family=gemma3", "model.flavor=12B", "parallelism.pp=2", "parallelism.tp=2"),
+            *("parallelism.pp_schedule=Interleaved1F1B", "training.seq_len=4096", "training.global_batch_size=16"),
+        ),
+    ),
+    "gpt-oss 20B, ep 4 x tp 2": (
+        *("qwen3_30b_a3b", 16, (0,)),
+        (
+            *("model.family=gpt_oss", "model.flavor=20B", "parallelism.ep=4", "parallelism.tp=2"),
+            "training.global_batch_size=32",
+        ),
+    ),
 }
-"""Configuration, number of ranks, the rehearsed ones (of pipelines: first, middle and last), and settings that replace
+"""Configuration, number of ranks, the rehearsed ones (of pipelines: first, middle and last; of gemma3's, whose last
+chunk of the loss has as few positions as what counts as scalars, the first), and settings that replace
 those of the file. The batches are cut: two microbatches per step, four with pp 2, and 16 with pp 16."""
 
 GAPS = {
     "compile": "off: blocks run operation by operation, as planned; compiled blocks keep less",
     "norms": "titanlite's function for CPUs, which keeps the same tensors as the GPU's kernel",
-    "attention": "the kernel for CPUs, in the compute dtype, which keeps the same tensors",
+    "attention": "the kernel for CPUs, in the compute dtype, which keeps the same tensors; not with sinks in a window",
     "experts": "the host reads equal numbers of rows for all ranks",
     "streams": "none: memory that a stream returns later is not measured, nor is the allocator",
     "initial weights": "not drawn",
@@ -226,11 +242,16 @@ def fake_program(recorder: Recorder) -> Iterator[None]:
         recorder.read()
         return recorder.rows_of_experts
 
+    def scaled(model: Decoder, embeddings: Tensor) -> Tensor:  # whose scale is rounded on the host, without a read
+        scale = model.config.embedding_scale
+        return embeddings if scale == 1 else embeddings * scale
+
     grouped = {"feed_forward": experts.grouped_feed_forward}  # as on a GPU
     patches: list[tuple[Any, dict[str, Any]]] = [
         (nn.Module, {"to_empty": to_empty}),
         (_fsdp_param, {name: noted(getattr(_fsdp_param, name)) for name in ("alloc_storage", "free_storage")}),
         (assembly, {"init_parameters_": lambda *_: None}),
+        (Decoder, {"scaled": scaled}),
         (attention, {"attention_dtype": lambda _, dtype: dtype}),
         (data, {"replicates_at_once": lambda *_: False}),
         (experts, grouped),

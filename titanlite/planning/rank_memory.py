@@ -154,8 +154,9 @@ def backward_moments(
     """Moments at which the memory of the stage may have its peak, beside all that its microbatches keep: (working
     memory of the computation, data-parallel memory), in bytes.
 
-    The moments are the loss on the last stage, and the backward pass of the last block, which is the first one in this
-    pass, when all others still keep their activations.
+    The moments are the loss on the last stage; the backward pass of the last block, which is the first one in this
+    pass, when all others still keep their activations; and, if gradients of microbatches are added up, that of the
+    embedding, whose own gradient may be larger than what the microbatch has kept.
     """
     block = 0
     for index in stage.blocks[-1:]:
@@ -163,7 +164,11 @@ def backward_moments(
     if stage.is_last:
         block -= activations.head  # which is free by then
     in_loss, in_block = data_parallel_bytes(stage, section, recompute, shape)
-    return [(block, in_block), *([(activations.loss, in_loss)] if stage.is_last else [])]
+    moments = [(block, in_block), *([(activations.loss, in_loss)] if stage.is_last else [])]
+    if stage.index == 0 and stage.wrapped and reduces_sums(shape) and not reduces_at_once(stage, shape):
+        kept = kept_bytes(stage, recompute, activations, section.pp > 1)
+        moments.append((-kept, (sum(stage.sizes) + stage.sizes[0]) * shape.param_bytes))
+    return moments
 
 
 def data_parallel_bytes(

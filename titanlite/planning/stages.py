@@ -278,7 +278,7 @@ def _stages(
                 found |= {parameter.name, (owners[index], parameter.name)}
                 gathered = math.prod(part) * ranks  # all other ranks pad their shards to the size of the first one
                 elements, experts = (elements, experts + gathered) if is_apart else (elements + gathered, experts)
-            replicated = [math.prod(parameter.shape) for parameter in parameters if parameter.tp is None]
+            replicated = [math.prod(parameter.part(tp, ep)) for parameter in parameters if parameter.tp is None]
             units.append(FSDPUnit(model.blocks[merged[-1]], elements, experts, tuple(replicated) if tp > 1 else ()))
         groups = divide(optimizer, parts, model.structure)
         stages.append(

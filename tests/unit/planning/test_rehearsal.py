@@ -16,6 +16,8 @@ SMALL = (
     *("model.vocab_size=32768", "model.max_seq_len=256", "training.seq_len=256", "training.local_batch_size=2"),
     "training.global_batch_size=16",
 )
+GEMMA3 = ("model.family=gemma3", "model.head_dim=16", "model.sliding_window=64", "parallelism.pp=2")
+GPT_OSS = ("model.family=gpt_oss", "model.head_dim=16", "model.sliding_window=64", "model.n_experts=16")
 
 
 def rehearsed(*settings: str, ranks: int = 8, rank: int = 0) -> Rehearsal:
@@ -36,6 +38,8 @@ def rehearsed(*settings: str, ranks: int = 8, rank: int = 0) -> Rehearsal:
                 *("parallelism.cp=2", "activation_checkpoint.mode=selective", "model.bias_rate=0.001"),
             ),
         ),
+        (0, (*GEMMA3, "parallelism.pp_schedule=Interleaved1F1B")),  # peak: the gradient of the embedding
+        (0, (*GPT_OSS, "parallelism.ep=2", "parallelism.tp=2")),
     ],
 )
 def test_plan_equals_a_rank_of_a_small_model(rank: int, settings: tuple[str, ...]) -> None:
