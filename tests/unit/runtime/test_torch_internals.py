@@ -13,6 +13,7 @@ import torch._functorch.config
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -51,6 +52,18 @@ def test_rendezvous_of_nodes() -> None:
     assert internals.hosts_of_nodes(handler) == {"w0": 2, "w1": 1}
     handler._state_holder.state.complete = True
     assert internals.hosts_of_nodes(handler, is_restart=True) == {"w0": 1}
+
+
+def test_private_names_in_other_modules() -> None:
+    """Those of objects and base classes, which the rule of test_architecture does not see."""
+    assert all(callable(getattr(LocalElasticAgent, name)) for name in ("_rendezvous", "_monitor_workers"))
+    store = dist.HashStore()
+    handler = DynamicRendezvousHandler.from_backend("run", store, C10dRendezvousBackend(store, "run"), 1, 1)
+    assert handler._bootstrap_store_info is None
+    layer = nn.Linear(1, 1)
+    layer.register_buffer("table", torch.ones(1), persistent=False)
+    assert (layer._non_persistent_buffers_set, [*layer._parameters]) == ({"table"}, ["weight", "bias"])
+    assert torch.ops.aten.view.default._schema.returns[0].alias_info is not None
 
 
 def test_functional_collectives(group: dist.ProcessGroup) -> None:
