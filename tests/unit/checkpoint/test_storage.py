@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -224,7 +225,20 @@ def names_in(data: bytes) -> set[tuple[str, str]]:
 
 
 def test_the_allow_list_is_minimal(saved: tuple[Path, dict[str, FileRecord]]) -> None:
-    assert names_in((saved[0] / METADATA_FILE).read_bytes()) == _ALLOWED
+    assert names_in((saved[0] / METADATA_FILE).read_bytes()) - {("builtins", "getattr")} == _ALLOWED
+
+
+@pytest.mark.parametrize("kind", [_MEM_FORMAT_ENCODING, Metadata])
+def test_members_of_an_enumeration_as_python_3_11_2_pickles_them(tmp_path: Path, kind: type) -> None:
+    class Member:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return getattr, (kind, "TORCH_CONTIGUOUS_FORMAT")
+
+    (tmp_path / METADATA_FILE).write_bytes(pickle.dumps(Member()))
+    is_member = kind is _MEM_FORMAT_ENCODING
+    reason = "does not contain the metadata" if is_member else "names builtins.getattr, which is not allowed"
+    with pytest.raises(InvalidCheckpointError, match=reason):
+        read_shapes(tmp_path)
 
 
 FORBIDDEN = [
