@@ -1,6 +1,8 @@
-"""Attention with a window, over sequence lengths: by bands, against full causal attention, a boolean mask, and both
-forms of transformers' Mistral with its own mask; and with capped scores, and with sinks, full and with the window,
-against plain operations and the eager attention of transformers' Gemma 2 and gpt-oss.
+"""Attention with a window, capped scores and sinks, over sequence lengths.
+
+A window by bands, against full causal attention, a boolean mask, and both forms of transformers' Mistral with its own
+mask; capped scores and sinks, full and with the window, against plain operations and the eager attention of
+transformers' Gemma 2 and gpt-oss.
 
 One thread, one row; forward and backward. Every case runs in a process of its own; of two passes in each round, the
 faster one counts. The peak is that of the resident memory over the memory before the first pass, which has queries,
