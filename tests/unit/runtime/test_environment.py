@@ -144,6 +144,7 @@ for _ in range(4):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc only")
 @pytest.mark.parametrize(("environment", "is_kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "0"}, False)])
 def test_freed_memory_serves_the_next_step(environment: dict[str, str], is_kept: bool) -> None:
