@@ -19,6 +19,8 @@ from titanlite.assembly.run import Run, build_run
 from titanlite.batch import StepStats
 from titanlite.ranks.distributed import World
 
+pytestmark = pytest.mark.slow
+
 
 def build(folder: str, *settings: str) -> Run:
     """Build the run as training does, replacing the tests' process group."""
@@ -55,7 +57,6 @@ def timeouts_of_a_run(folder: str) -> tuple[list[float], list[float], bool]:
     return at_start, timeouts(), used <= {group.group_name for group in run.trainer.mesh.groups}
 
 
-@pytest.mark.slow
 def test_all_groups_have_the_configured_timeout(tmp_path: Path) -> None:
     for at_start, later, complete in run_ranks(timeouts_of_a_run, 4, str(tmp_path)):
         assert set(at_start) == {77.0}
@@ -77,7 +78,6 @@ def determinism_of_a_run(folder: str, deterministic: str) -> list[object]:
     ]
 
 
-@pytest.mark.slow
 def test_deterministic_algorithms_are_set_as_configured(tmp_path: Path) -> None:
     def found(deterministic: str) -> list[object]:
         (tmp_path / deterministic).mkdir()

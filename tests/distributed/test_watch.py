@@ -18,6 +18,8 @@ from tests.pool import run_ranks
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.meter import Meter
 
+pytestmark = pytest.mark.slow
+
 PLUGIN = Path(__file__).with_name("watching_family.py")
 RATE = 0.5
 SETTINGS = (
