@@ -13,6 +13,8 @@ import pytest
 
 from tests.distributed.program import REPOSITORY, Program, clean_environment
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = REPOSITORY / "scripts" / "slurm.sbatch"
 NODES = 2
 
@@ -33,8 +35,6 @@ sys.exit(max(abs(task.wait()) for task in tasks))
 NODE = f"""#!{sys.executable}
 import os, signal, sys, time
 from pathlib import Path
-
-pytestmark = pytest.mark.slow
 signals, end = [], Path("end")
 def say(*words):
     os.write(1, " ".join(["node", *words, "\\n"]).encode())  # at once: the nodes share the file
