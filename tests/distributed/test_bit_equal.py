@@ -78,12 +78,14 @@ QUICK: Table = {
         (),
         [((1, 1, 2, 1, 1), ()), ((1, 2, 1, 1, 1), (EVERY,)), ((2, 1, 1, 1, 1), (schedule("ZBVZeroBubble"),))],
     ),
+    "cancelling": (("loss.name=cancelling",), [((1, 1, 2, 1, 1), (EVERY,)), ((1, 2, 1, 1, 1), ())]),
+}
+TWO: Table = {
     "two rows, bfloat16": (
         (*PAIRS, "training.mixed_precision_param=bfloat16", "optimizer.ema_decay=0.9"),
         [((1, 1, 2, 1, 1), (EVERY, FULL)), ((2, 1, 1, 1, 1), (EVERY,))],
     ),
     "noted values, term": (WATCHING, [((1, 2, 1, 1, 1), ()), ((2, 1, 1, 1, 1), ())]),
-    "cancelling": (("loss.name=cancelling",), [((1, 1, 2, 1, 1), (EVERY,)), ((1, 2, 1, 1, 1), ())]),
     "experts": (EXPERTS, [((1, 1, 2, 1, 1), (EVERY,))]),
 }
 FOUR: Table = {
@@ -275,13 +277,14 @@ def test_mistakes_in_the_sum_of_gradients_are_seen(mistake: str) -> None:
 
 
 @pytest.mark.slow
-def test_four_ranks_have_the_bits_of_one() -> None:
+def test_more_cases_and_four_ranks_have_the_bits_of_one() -> None:
+    compare(TWO)
     compare(FOUR)
 
 
 @pytest.mark.soak
 def test_all_layouts_have_the_bits_of_one_process() -> None:
-    count = sum(len(cases) for table in (QUICK, FOUR, SOAK) for _, cases in table.values())
+    count = sum(len(cases) for table in (QUICK, TWO, FOUR, SOAK) for _, cases in table.values())
     assert count == 72, "docs/numerics.md has this number"
     compare(SOAK)
     for alone, cases in NEEDS_MORE.values():

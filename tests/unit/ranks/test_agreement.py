@@ -99,8 +99,11 @@ def test_rank_0_shares_its_result_or_its_error(error: Exception, text: str) -> N
     assert may_pass(caught.value) == may_pass(error)
     assert share_from_rank_0("works", lambda: (1, "a"), first, store, 5) == [1, "a"]
     assert share_from_rank_0("works", lambda: (2, "b"), other, store, 5) == [1, "a"]
+
+
+def test_a_late_rank_0_is_named() -> None:
     with pytest.raises(LateRanksError, match="no message within 1 s from rank 0"):
-        share_from_rank_0("late", lambda: 1, other, store, 1)
+        share_from_rank_0("late", lambda: 1, World(1, 1, 2, "cpu"), dist.HashStore(), 1)
 
 
 @pytest.mark.parametrize(("error", "text"), ERRORS)
