@@ -30,27 +30,27 @@ from tests.distributed.layouts import (
     schedule,
 )
 from tests.distributed.mistakes import Around
-from tests.distributed.program import REPOSITORY
 from tests.distributed.reference import Reference, global_batch, plain_model
 from tests.distributed.test_mistakes import first_difference, measured, references
 from tests.pool import run_ranks
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
-from titanlite.models.head import Scoring
+from titanlite.models.head import CrossEntropy, Scoring
 from titanlite.models.losses import Loss
 from titanlite.parallel.mesh import PipelineSchedule
 from titanlite.trainer import Trainer
 
 SMOOTHED = (f"loss.name={LOSS.name}",)
-Z_LOSS = (f'job.plugins=["{REPOSITORY / "examples" / "z_loss.py"}"]', 'loss.terms=["z_loss"]')
+Z_LOSS = ("loss.z_loss=0.1",)
 TP = Layout((1, 1, 1, 2), (*SMOOTHED, *CHUNKS))
+Z_LOSS_TP = Layout((1, 1, 1, 2), (*Z_LOSS, *CHUNKS, *COMPILE))
 SHARD = Layout((1, 1, 2, 1), (*SMOOTHED, *EVERY, *CHUNKS), accumulation=2, streams=9)  # has filler rows
 LAYOUTS = (
     TP,
     SHARD,
     Layout((2, 1, 1, 1), (*SMOOTHED, *schedule("ZBVZeroBubble"), *depth(3), *PAIRS, *CHUNKS)),
     Layout((1, 1, 1, 1), (*SMOOTHED, *CHUNKS), cp=2),
-    Layout((1, 1, 1, 2), (*Z_LOSS, *CHUNKS, *COMPILE)),
+    Z_LOSS_TP,
     Layout((1, 2, 1, 1), (*Z_LOSS, *EVERY, *FULL), accumulation=2),
     Layout((2, 1, 1, 1), (*Z_LOSS, *schedule("InterleavedZeroBubble"), *PAIRS)),
     Layout((1, 1, 1, 1), (*Z_LOSS, *GATHER), cp=2),
@@ -66,6 +66,8 @@ SOAK = (
     Layout((1, 1, 2, 1), (*SMOOTHED, *LAST), accumulation=3, rows=24, cp=2),
     Layout((1, 1, 2, 2), (*SMOOTHED, *COMPILE)),
     Layout((1, 1, 4, 1), (*SMOOTHED, *EXPERTS, *EP)),
+    Layout((2, 1, 1, 2), (*Z_LOSS, *schedule("ZBVZeroBubble"), *depth(4), *PAIRS, *CHUNKS), accumulation=2),
+    Layout((1, 1, 1, 2), (*Z_LOSS, *GATHER, *TIED), cp=2),
 )
 
 
@@ -170,11 +172,29 @@ def filler_counts() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def z_loss_of_each_tp_rank() -> Iterator[None]:
+    """Each rank of tp adds the z-loss of all ids."""
+    right = CrossEntropy._slopes
+
+    def slopes(scoring: CrossEntropy, logsumexp: Tensor, labels: Tensor, shares: Tensor) -> Any:
+        assert scoring.group is not None
+        return right(scoring, logsumexp, labels, shares * scoring.group.size())
+
+    def term_shares(trainer: Trainer) -> list[Tensor]:
+        sums = [head.term_sums for head in trainer.heads_with_terms if head.term_sums is not None]
+        return [parts for each in sums for parts in each.unbind(1)]
+
+    with replaced(CrossEntropy, "_slopes", slopes), replaced(Trainer, "term_shares", term_shares):
+        yield
+
+
 MISTAKES: list[tuple[Layout, Around, set[str]]] = [
     (SHARD, mean_of_each_microbatch, {"gradient", "grad_norm", "terms"}),
     (SHARD, counts_of_this_rank, {"gradient", "grad_norm", "terms"}),
     (SHARD, filler_counts, {"gradient", "grad_norm", "terms"}),
     (TP, logits_of_this_rank, {"gradient", "grad_norm", "loss", "terms"}),
+    (Z_LOSS_TP, z_loss_of_each_tp_rank, {"gradient", "grad_norm", "terms"}),
 ]
 
 

@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import PLUGIN_LOGGERS, MetricsConfig
 from titanlite.metrics.records import Record
 from titanlite.metrics.slow_loggers import BackgroundLogger
+from titanlite.models.head import check_terms
+from titanlite.models.losses import TERMS
 from titanlite.models.registry import FAMILIES
 from titanlite.models.watch import STATISTICS, Watched
 from titanlite.optim.optimizer import Arguments, GatedOptimizer, OptimizerConfig
@@ -96,19 +99,23 @@ def test_the_optimizer_is_radam_and_can_skip() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_the_z_loss_is_beside_the_cross_entropy() -> None:
-    arguments = ["--job.plugins", f'["{EXAMPLES / "z_loss.py"}"]', "--loss.terms", '["z_loss"]']
+def test_terms_are_beside_the_cross_entropy() -> None:
+    arguments = ["--job.plugins", f'["{EXAMPLES / "max_z.py"}"]', "--loss.terms", '["max_z"]', "--loss.z_loss", "0.1"]
     config, problems = parse_config(arguments)
     assert problems == []
     logits = torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    (values,) = config.loss.chosen.term_values(logits, torch.zeros(3, dtype=torch.int64))
-    assert torch.allclose(values, 1e-4 * logits.exp().sum(1).log() ** 2)
+    z_loss, max_z = config.loss.chosen.term_values(logits, torch.zeros(3, dtype=torch.int64))
+    assert torch.allclose(z_loss, 0.1 * logits.exp().sum(1).log() ** 2)
+    assert torch.allclose(max_z, 2e-4 * logits.amax(1) ** 2)
     assert config.loss.is_cross_entropy  # perplexity and bits per byte
-    assert not config.loss.chosen.needs_logits  # sharded logits, and the compiled loss
+    assert not replace(config.loss, terms=()).chosen.needs_logits  # sharded logits, and the compiled loss
     with pytest.raises(ConfigError, match="each term once"):
-        load_config([*arguments[:3], '["z_loss", "z_loss"]'], world_size=1, device_type="cpu", checks_files=False)
-    _, (problem,) = parse_config([*arguments[:3], '["zloss"]'])
-    assert 'did you mean "z_loss"?' in problem.remedy
+        load_config([*arguments[:3], '["max_z", "max_z"]'], world_size=1, device_type="cpu", checks_files=False)
+    _, (problem,) = parse_config([*arguments[:3], '["maxz"]'])
+    assert 'did you mean "max_z"?' in problem.remedy
+    with patch.dict(TERMS, {"z_loss": TERMS["max_z"]}):
+        (problem,) = check_terms(replace(config.loss, terms=("z_loss",)))
+    assert (problem.key, problem.rule) == ("loss.z_loss", "0 with another term of the name z_loss")
 
 
 def test_logits_are_capped_with_and_without_labels() -> None:

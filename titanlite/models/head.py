@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.models.family import has_own
-from titanlite.models.losses import CROSS_ENTROPY, LOSSES, TERMS, Loss
+from titanlite.models.losses import CROSS_ENTROPY, LOSSES, TERMS, Loss, z_loss
 from titanlite.models.watch import PARTS, parts_of, watch
 from titanlite.runtime.dtensors import is_dtensor
 from titanlite.runtime.errors import Problem, Rules
@@ -47,14 +47,18 @@ class LossConfig:
     least float32, and at most 4,096; on a CPU 128 MiB, and at most 256. With a narrower compute dtype, two copies in
     this dtype exist beside them."""
 
+    z_loss: float = setting(0.0, "0 for none; 1e-4 is usual", least=0)
+    """Coefficient of the z-loss, the mean over tokens of the squared logarithm of the sum of the exponentials of the
+    logits, a term of the objective; 0: none. Not that of routers, model.z_loss."""
     terms: tuple[str, ...] = ()
     """Further terms of the objective, that plugins have registered (docs/models.md)."""
 
     @property
     def chosen(self) -> Loss:
         """The loss with all its terms. The section must be valid."""
-        loss = LOSSES[self.name]
-        return replace(loss, terms={**loss.terms, **{name: TERMS[name] for name in self.terms}}) if self.terms else loss
+        loss, own = LOSSES[self.name], {"z_loss": z_loss(self.z_loss)} if self.z_loss else {}
+        more = own | {name: TERMS[name] for name in self.terms}
+        return replace(loss, terms={**loss.terms, **more}) if more else loss
 
     @property
     def is_cross_entropy(self) -> bool:
@@ -65,6 +69,9 @@ class LossConfig:
 def check_terms(section: LossConfig) -> list[Problem]:
     """Check that no term is chosen twice. The name of the loss must be valid."""
     rules, own = Rules("loss", section), LOSSES[section.name].terms
+    has_one = "z_loss" in {*own, *section.terms}
+    rule, remedy = "0 with another term of the name z_loss", "set one of them"
+    rules.require("z_loss", not (section.z_loss and has_one), rule, remedy)
     twice = [name for name in section.terms if name in own or section.terms.count(name) > 1]
     of_loss = f', and none that loss.name = "{section.name}" has: {", ".join(own)}' if own else ""
     rules.require("terms", not twice, f"each term once{of_loss}", "remove it")

@@ -7,6 +7,7 @@ A loss is computed per token, so that it can be computed in chunks, on any mesh,
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -87,6 +88,17 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """The cross-entropy of each token in nats, in plain torch. The output layer computes it without logits of the full
     vocabulary."""
     return functional.cross_entropy(logits, labels.clamp(min=0), reduction="none")
+
+
+def z_loss(coefficient: float) -> Term:
+    """coefficient * log(Z)^2, where Z is the sum of the exponentials of a token's logits (Chowdhery et al., "PaLM",
+    2022, section 5): the cross-entropy alone does not change if all logits of a token grow by the same number."""
+    return Term(partial(_z_loss, coefficient=coefficient), of="logsumexp")
+
+
+def _z_loss(logsumexp: Tensor, labels: Tensor, coefficient: float) -> Tensor:
+    del labels
+    return coefficient * logsumexp.square()
 
 
 CROSS_ENTROPY = Loss("cross_entropy", cross_entropy)

@@ -210,7 +210,7 @@ LOGGED = {
     "optimizer.momentum_shape",
     *("optimizer.newton_schulz_steps", "optimizer.newton_schulz_coefficients"),
     *("optimizer.newton_schulz_dtype", "optimizer.adjust_lr", "optimizer.state_dtype", "optimizer.state_rounding"),
-    *("optimizer.ema_decay", "loss.name", "loss.terms"),
+    *("optimizer.ema_decay", "loss.name", "loss.terms", "loss.z_loss"),
     *("lr_schedule.warmup_steps", "lr_schedule.decay", "lr_schedule.decay_steps", "lr_schedule.decay_ratio"),
     *("lr_schedule.final_decay_steps", "lr_schedule.min_lr_factor"),
     *("debug.seed", "debug.deterministic", "faults.spike_factor", "faults.on_spike"),

@@ -38,7 +38,7 @@ ALWAYS = {
     # also of the norm that is logged
     *("training.bit_equal", "training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce"),
     *(f"parallelism.{key}" for key in ("layout", "dp_replicate", "dp_shard", "cp", "ep", "tp", "pp")),
-    *("activation_checkpoint.mode", "compile.enable", "loss.name", "loss.terms", "loss.chunk_tokens"),
+    *("activation_checkpoint.mode", "compile.enable", "loss.name", "loss.z_loss", "loss.terms", "loss.chunk_tokens"),
     *("optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.ema_decay"),
     # refused, if the optimizer of the group lacks them
     *(f"optimizer.groups.{key}" for key in ("parameters", "optimizer", "lr_factor", "weight_decay")),
