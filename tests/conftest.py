@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.durations import pytest_runtest_logreport, pytest_terminal_summary  # noqa: F401 these are hooks
+from tests.stores import faulty_store, moto_server, store  # noqa: F401 these are fixtures
 
 # for the fork server, which imports test modules ahead of time
 REPOSITORY = str(Path(__file__).resolve().parents[1])
