@@ -16,6 +16,8 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.parallel import mesh
 from titanlite.runtime.errors import Problem
 from titanlite.runtime.settings import Needs, settings_of
+from titanlite.storage.address import is_address
+from titanlite.storage.config import StorageConfig
 
 SEARCHED = ("parallelism", "activation_checkpoint")
 """Sections of which a search of layouts chooses keys that are not given, so that any other key may have an effect."""
@@ -59,6 +61,12 @@ class Facts:
         sequences = most_sequences(training.global_batch_size, self.config.data.num_streams, degree)
         return training.local_batch_size == -1 or sequences > training.local_batch_size
 
+    def uses_store(self) -> bool:
+        """Whether checkpoints or data are in a store."""
+        section = self.config.checkpoint
+        paths = [section.folder, section.initial_load_path, *(source.path for source in self.sources)]
+        return any(map(is_address, paths))
+
     def syncs(self) -> bool:
         """Whether parallelism.gradient_sync decides when gradients are reduced."""
         section = self.config.parallelism
@@ -72,6 +80,7 @@ class Facts:
         return self.is_searched or section.pp == 1 or section.gradient_sync == "every" or not is_given
 
 
+_STORE = Needs("checkpoints or data at an address, such as s3://BUCKET/NAME", Facts.uses_store)
 _TEXT = Needs("a source of text, not of tokens", Facts.has_text)
 _DOCUMENTS = Needs("a source of documents, not of tokens or conversations", Facts.has_documents)
 ACROSS: Mapping[str, Needs] = {
@@ -95,6 +104,7 @@ ACROSS: Mapping[str, Needs] = {
         "several processes per pipeline stage",
         lambda facts: facts.is_searched or facts.world_size > facts.config.parallelism.pp,
     ),
+    **{f"storage.{name}": _STORE for name in settings_of(StorageConfig)},
     "comm.save_timeout_s": Needs(
         "checkpoint.enable = true or an initial_load_path",
         lambda facts: facts.config.checkpoint.enable or facts.config.checkpoint.initial_load_path,

@@ -29,6 +29,7 @@ from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import optimizers_of
 from titanlite.runtime.errors import ConfigError, Problem, UsageError
 from titanlite.runtime.text import counted
+from titanlite.storage.store import apply_settings
 
 CONFIG_COPY = "config.toml"
 """The resolved configuration of a run, in its dump folder."""
@@ -142,6 +143,7 @@ def resolve(
     chooses the layout later. With --strict, settings without effect are problems.
     """
     any_layout |= parsed.config.parallelism.layout == "auto"
+    apply_settings(parsed.config.storage)  # the checks read stores
     world_size = 1 if any_layout else world_size
     too_long = check_path_lengths(parsed.config) if checks_files else []
     problems = [*parsed.problems, *too_long]

@@ -21,6 +21,7 @@ from titanlite.ranks.distributed import CommConfig
 from titanlite.runtime.determinism import DebugConfig
 from titanlite.runtime.memory import MemoryConfig
 from titanlite.runtime.settings import Affects, setting
+from titanlite.storage.config import StorageConfig
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class JobConfig:
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     comm: CommConfig = field(default_factory=CommConfig)
+    storage: StorageConfig = field(default_factory=StorageConfig)
 
     @property
     def family(self) -> Family:

@@ -1,6 +1,7 @@
-"""Retry reads that fail with a transient error, with exponential backoff."""
+"""Retry reads, and requests to stores, that fail with a transient error, with exponential backoff."""
 
 import errno
+import random
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,9 @@ TRANSIENT_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 TRANSPORT_ERRORS = {"TransportError", "ClientConnectionError", "ClientPayloadError", "FSTimeoutError"}
 """Names of the base classes of connection errors in HTTP libraries. Names, since the version of huggingface_hub
 determines which of these libraries is installed."""
+
+
+_RANDOM = random.SystemRandom()
 
 
 def is_transient(error: BaseException) -> bool:
@@ -59,28 +63,38 @@ def http_status(error: BaseException) -> int | None:
     return status if isinstance(status, int) else None
 
 
-def retrying(what: str, read: Callable[[], T], delays_s: Sequence[float] = DELAYS_S, sleep: Sleep = time.sleep) -> T:
+def retrying(
+    what: str,
+    read: Callable[[], T],
+    delays_s: Sequence[float] = DELAYS_S,
+    sleep: Sleep = time.sleep,
+    *,
+    verb: str = "read",
+    transient: Callable[[BaseException], bool] = is_transient,
+    jitter: float = 0.0,
+) -> T:
     """Return the result of `read()`, retried after each of `delays_s` if it fails with a transient error.
 
-    what: description of the content, for messages. Other errors are raised at once. Raises UserError after the last
-    attempt.
+    what: description of the content, for messages; verb: of what is done with it. transient: see is_transient. jitter:
+    the part of each delay that is random, so that many ranks do not repeat their requests at the same time. Other
+    errors are raised at once. Raises UserError after the last attempt.
     """
     start = time.monotonic()
     for delay_s in delays_s:
         try:
             return read()
         except Exception as error:
-            if not is_transient(error):
+            if not transient(error):
                 raise
-            log.warning("cannot read %s, retrying in %g s: %s", what, delay_s, reason(error))
-        sleep(delay_s)
+            log.warning("cannot %s %s, retrying in %g s: %s", verb, what, delay_s, reason(error))
+        sleep(delay_s * (1 - jitter * _RANDOM.random()))
     try:
         return read()
     except Exception as error:
-        if not is_transient(error):
+        if not transient(error):
             raise
         raise UserError(
-            f"cannot read {what}: {len(delays_s) + 1} attempts in {time.monotonic() - start:.0f} s, last "
+            f"cannot {verb} {what}: {len(delays_s) + 1} attempts in {time.monotonic() - start:.0f} s, last "
             f"error: {reason(error)}; check that its disk or server can be reached from this host, then restart"
         ) from error
 

@@ -142,6 +142,7 @@ CASES = [
     ("profiling.interval 100", "--profiling.enable_trace", "", 1),
     ("samples.interval 5", SAMPLES, "", 1),
     ("comm.save_timeout_s 5", SAVE, "", 1),
+    ("storage.timeout_s 5", "--checkpoint.initial_load_path s3://bucket/run", "", 1),
 ]
 
 

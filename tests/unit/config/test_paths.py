@@ -20,6 +20,7 @@ TEXT_KEYS = {name: key for name, key in KEYS.items() if key.type in (str, tuple[
 NO_PATHS = {
     *("job.description", "model.flavor", "tokenizer.bos", "tokenizer.eos", "parallelism.pp_split", "compile.backend"),
     *("optimizer.weight_decay_skip", "optimizer.groups.0.parameters", "metrics.project", "metrics.group"),
+    *("storage.endpoint", "storage.region", "storage.profile"),
     *("metrics.tags", "metrics.columns", "metrics.statistics", "samples.prompts", "loss.terms"),
     *(f"{of}.sources.0.{key}" for of in ("data", "validation")
       for key in ("field", "name", "split", "subset", "revision")),

@@ -1,0 +1,76 @@
+"""Addresses of objects in a store, such as s3://bucket/run: the counterpart of Path for folders that are no folders."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanlite.runtime.errors import UserError
+
+EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "memory": ""}
+"""Protocol of an address -> the extra of titanlite that installs its client; "": none is needed."""
+KINDS = "s3://, gs://, az:// or memory://"
+
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
+
+
+def is_address(text: str) -> bool:
+    """Whether the text names a place in a store, of any protocol, and not a path."""
+    return _ADDRESS.fullmatch(text) is not None
+
+
+@dataclass(frozen=True, order=True)
+class Address:
+    """A place in a store: of one object, or of all objects below it. path: bucket and key, without "/" at the end."""
+
+    protocol: str
+    path: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Address":
+        """Raises UserError if it is not a valid address of a store that titanlite knows."""
+        found = _ADDRESS.fullmatch(text)
+        if found is None or found[1] not in EXTRAS:
+            raise UserError(f"{text!r} is not the address of a store: it begins with {KINDS}")
+        protocol, path = found.groups()
+        parts = path.rstrip("/").split("/")
+        if not parts[0] or any(part in ("", ".", "..") for part in parts) or re.search(r"[\0-\x1f?#]", path):
+            raise UserError(
+                f'{text!r}: write it as {protocol}://BUCKET/NAME/..., without empty parts, ".", "..", "?" and "#"'
+            )
+        return cls(protocol, "/".join(parts))
+
+    @property
+    def bucket(self) -> str:
+        return self.path.partition("/")[0]
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> "Address":
+        """The place that contains it; a bucket is its own parent."""
+        return Address(self.protocol, self.path.rpartition("/")[0] or self.path)
+
+    def with_name(self, name: str) -> "Address":
+        return self.parent / name
+
+    def is_relative_to(self, other: "Address") -> bool:
+        """Whether it is `other` or lies below it."""
+        return self.protocol == other.protocol and f"{self.path}/".startswith(f"{other.path}/")
+
+    def __truediv__(self, name: str) -> "Address":
+        return Address(self.protocol, f"{self.path}/{name}")
+
+    def __str__(self) -> str:
+        return f"{self.protocol}://{self.path}"
+
+
+Place = Path | Address
+"""A folder or file: local, or in a store."""
+
+
+def place(text: str, folder: str | Path = "") -> Place:
+    """The place that a setting names: an address, or a path, which is relative to `folder`. Raises UserError."""
+    return Address.parse(text) if is_address(text) else Path(folder, text)
