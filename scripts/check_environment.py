@@ -15,7 +15,7 @@ import tomllib
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?P<clauses>(?:[<>]=?[\d.]+,?)*)")
+REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?:\[\w+\])?(?P<clauses>(?:[<>]=?[\d.]+,?)*)")
 
 
 def requirements(extras: list[str]) -> list[str]:

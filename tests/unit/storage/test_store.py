@@ -6,15 +6,16 @@ from uuid import uuid4
 
 import pytest
 
+from tests.stores import Bucket
 from titanlite.runtime.errors import UserError
 from titanlite.storage import store as store_module
 from titanlite.storage.address import Address, is_address, place
 from titanlite.storage.store import PART_BYTES, Facts, Store, in_parallel
 
 
-@pytest.fixture(params=["memory"])
+@pytest.fixture(params=["memory", "s3"])
 def objects(request: pytest.FixtureRequest) -> Store:
-    bucket = f"{request.param}://{uuid4().hex}"
+    bucket = request.getfixturevalue("store").address if request.param == "s3" else f"memory://{uuid4().hex}"
     return Store(Address.parse(f"{bucket}/run"))
 
 
@@ -76,6 +77,14 @@ def test_an_object_appears_complete_or_not_at_all(objects: Store, num_bytes: int
     assert objects.abort_uploads() == 0
 
 
+def test_unfinished_uploads_of_others_stay(store: Bucket) -> None:
+    mine, other = Store(Address.parse(f"{store.address}/run")), Store(Address.parse(f"{store.address}/run2"))
+    for each in (mine, other):
+        each._s3("write", "object", "create_multipart_upload", Key=f"{each.address.name}/object")
+    assert mine.abort_uploads() == 1
+    assert other.abort_uploads() == 1
+
+
 def test_a_forked_process_reads(objects: Store) -> None:
     objects.write("x", b"content")
     child = os.fork()
@@ -112,6 +121,16 @@ def test_a_failed_request(monkeypatch: pytest.MonkeyPatch, failures: list[Except
     with pytest.raises(UserError, match="cannot read memory://bucket/failing/x: ") as caught:
         store.read("x")
     assert expected in str(caught.value)
+
+
+def test_a_missing_bucket_and_a_missing_package(store: Bucket) -> None:  # noqa: ARG001
+    missing = Store(Address.parse("s3://missing/run"))
+    for call in (missing.list, missing.children, lambda: missing.write("x", b""), lambda: missing.create("x", b"")):
+        with pytest.raises(UserError, match="the bucket missing does not exist: create it, or fix the address"):
+            call()
+    pytest.importorskip("fsspec")
+    with pytest.raises(UserError, match=r"pip install 'titanlite\[azure\]'"):
+        Store(Address.parse("az://container/run")).list()
 
 
 def test_addresses() -> None:
