@@ -148,6 +148,8 @@ ALL_OPTIMIZERS = (
     *("optimizer.name=Muon", 'optimizer.groups.0.parameters=["output.weight"]', "optimizer.groups.0.optimizer=Lion"),
     *("optimizer.groups.0.lr_factor=0.1", 'optimizer.groups.1.parameters=["*.router.weight"]'),
     *("optimizer.groups.1.optimizer=SGD", "optimizer.momentum=0.9", "optimizer.state_dtype=bfloat16"),
+    *("optimizer.normuon_beta2=0.9", "optimizer.orthogonalization=polar_express"),
+    "optimizer.cautious_weight_decay=true",
 )
 """Muon for most matrices, and each other optimizer for some parameters."""
 

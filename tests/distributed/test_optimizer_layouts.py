@@ -17,7 +17,8 @@ from tests.distributed.layouts import EP, EXPERTS, FULL, GATHER, PAIRS, TIED, La
 from tests.distributed.reference import backward, global_batch, plain_model
 from tests.pool import run_ranks
 from titanlite.config.schema import JobConfig
-from titanlite.optim.muon import Muon
+from titanlite.optim import muon
+from titanlite.optim.muon import POLAR_EXPRESS, Muon, scale_rows_
 from titanlite.optim.owners import Matrix, Owners
 from titanlite.runtime.dtensors import local_part
 
@@ -29,33 +30,39 @@ SETTINGS = (
     *(f"optimizer.momentum={MOMENTUM}", "training.max_norm=0", f"training.steps={STEPS}"),
     *("optimizer.weight_decay_end=0", f"optimizer.momentum_start={START}", "optimizer.momentum_steps=4"),
 )
+BETA2 = 0.8
+NORMUON = (
+    *(f"optimizer.normuon_beta2={BETA2}", "optimizer.orthogonalization=polar_express"),
+    "optimizer.cautious_weight_decay=true",
+)
 LAYOUTS = (
     Layout((1, 1, 1, 1), EXPERTS),
-    Layout((1, 1, 2, 1), (*EXPERTS, *EP)),
+    Layout((1, 1, 1, 1), (*EXPERTS, *NORMUON)),
+    Layout((1, 1, 2, 1), (*EXPERTS, *EP, *NORMUON)),
     Layout((1, 2, 1, 1), accumulation=3, rows=24),
-    Layout((1, 1, 1, 2), EXPERTS),
+    Layout((1, 1, 1, 2), (*EXPERTS, *NORMUON)),
     Layout((2, 1, 1, 1), (*EXPERTS, *schedule("ZBVZeroBubble"), *depth(3), *PAIRS)),
     Layout((1, 1, 1, 1), (*EXPERTS, *EP), cp=2),
-    Layout((1, 1, 2, 2), TIED),
-    Layout((1, 2, 2, 1), (*EXPERTS, *EP, *FULL)),
+    Layout((1, 1, 2, 2), (*TIED, *NORMUON)),
+    Layout((1, 2, 2, 1), (*EXPERTS, *EP, *FULL, *NORMUON)),
 )
 """One to four ranks, in the default suite."""
 SOAK = (
     Layout((1, 1, 4, 1)),
     Layout((1, 1, 4, 1), (*EXPERTS, *EP)),
-    Layout((1, 4, 1, 1)),
+    Layout((1, 4, 1, 1), NORMUON),
     Layout((1, 1, 1, 4), ("model.n_kv_heads=4",)),
     Layout((1, 1, 3, 1), (*EXPERTS, "parallelism.ep=3"), streams=8),
-    Layout((1, 2, 1, 2)),
-    Layout((2, 2, 1, 1), schedule("Interleaved1F1B")),
+    Layout((1, 2, 1, 2), NORMUON),
+    Layout((2, 2, 1, 1), (*schedule("Interleaved1F1B"), *NORMUON)),
     Layout((2, 1, 1, 2), (*schedule("1F1B"), *PAIRS)),
     Layout((1, 1, 2, 1), (*GATHER, *TIED), cp=2),
     Layout((1, 1, 1, 2), cp=2),
     Layout((1, 2, 1, 1), EXPERTS, cp=2),
     Layout((1, 1, 2, 2), (*EXPERTS, *EP)),
     Layout((1, 2, 2, 2)),
-    Layout((2, 1, 2, 2), (*EXPERTS, *EP, *schedule("1F1B"), *PAIRS)),
-    Layout((1, 1, 2, 2), (*EXPERTS, "model.n_experts=8", "parallelism.ep=4"), cp=2),
+    Layout((2, 1, 2, 2), (*EXPERTS, *EP, *schedule("1F1B"), *PAIRS, *NORMUON)),
+    Layout((1, 1, 2, 2), (*EXPERTS, "model.n_experts=8", "parallelism.ep=4", *NORMUON), cp=2),
     Layout((2, 2, 2, 1), schedule("ZBVZeroBubble")),
 )
 """Three to eight ranks."""
@@ -65,14 +72,20 @@ def is_muons(name: str, parameter: Tensor) -> bool:
     return name.startswith("layers.") and parameter.dim() >= 2 and "router" not in name
 
 
-def orthogonalized(matrix: Tensor) -> Tensor:
-    """Five Newton-Schulz iterations of a matrix, of its transpose if it is tall."""
+def orthogonalized(matrix: Tensor, *, is_polar: bool) -> Tensor:
+    """Five iterations of a matrix, of its transpose if it is tall."""
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / x.square().sum().sqrt()
-    for _ in range(5):
+    x = x / x.square().sum().sqrt() / (1.01 if is_polar else 1)
+    for a, b, c in POLAR_EXPRESS[:5] if is_polar else [(3.4445, -4.775, 2.0315)] * 5:
+        x = x / 1.01 if is_polar else x
         gram = x @ x.mT
-        x = 3.4445 * x - 4.775 * gram @ x + 2.0315 * gram @ gram @ x
+        x = a * x + b * gram @ x + c * gram @ gram @ x
     return x.mT if matrix.shape[0] > matrix.shape[1] else x
+
+
+def decay_(weights: Tensor, before: Tensor, update: Tensor, decay: float, *, is_cautious: bool) -> None:
+    """Add the weight decay of a step. update: of another sign than the change of the weights."""
+    weights.sub_(LR * decay * before * (update * before >= 0 if is_cautious else 1))
 
 
 def expected_weights(config: JobConfig, rows: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -83,17 +96,20 @@ def expected_weights(config: JobConfig, rows: int) -> tuple[dict[str, Tensor], d
     others = [(name, parameter) for name, parameter in named.items() if not is_muons(name, parameter)]
     norms = [parameter for name, parameter in others if "norm" in name]
     rest = [parameter for name, parameter in others if "norm" not in name]
-    adamw = torch.optim.AdamW(
-        [{"params": rest, "weight_decay": DECAY}, {"params": norms, "weight_decay": 0.0}], lr=LR, betas=(0.9, 0.95)
-    )
+    adamw = torch.optim.AdamW([*rest, *norms], lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+    is_cautious, has_squares = config.optimizer.cautious_weight_decay, config.optimizer.normuon_beta2 != -1
+    squares = {name: torch.zeros_like(value[..., :1]) for name, value in before.items()}
     momentum = {name: torch.zeros_like(value) for name, value in before.items()}
     for step in range(STEPS):
         decay = DECAY * (1 - (step + 1) / STEPS)
         share = START + (MOMENTUM - START) * min((step + 1) / 4, 1)
-        adamw.param_groups[0]["weight_decay"] = decay
         model.zero_grad()
         backward(model, config, global_batch("silent_ranks", step, rows), step + 1)
+        earlier = [parameter.detach().clone() for parameter in rest]
         adamw.step()
+        with torch.no_grad():
+            for parameter, old in zip(rest, earlier, strict=True):
+                decay_(parameter, old, old - parameter, decay, is_cautious=is_cautious)
         for name, parameter in named.items():
             if not is_muons(name, parameter):
                 continue
@@ -101,10 +117,18 @@ def expected_weights(config: JobConfig, rows: int) -> tuple[dict[str, Tensor], d
             momentum[name].lerp_(parameter.grad, 1 - share)
             direction = parameter.grad.lerp(momentum[name], share)
             stack = direction if direction.dim() == 3 else direction[None]
-            found = torch.stack([orthogonalized(matrix) for matrix in stack]).view_as(parameter)
+            is_polar = config.optimizer.orthogonalization == "polar_express"
+            found = torch.stack([orthogonalized(matrix, is_polar=is_polar) for matrix in stack]).view_as(parameter)
+            if has_squares:
+                squares[name] = BETA2 * squares[name] + (1 - BETA2) * found.square().mean(-1, keepdim=True)
+                scaled = found / (squares[name].sqrt() + 1e-10)
+                norms_of = [each.square().sum((-2, -1), keepdim=True).sqrt() for each in (found, scaled)]
+                found = scaled * (norms_of[0] / norms_of[1])
             factor = LR * 0.2 * math.sqrt(max(parameter.shape[-2:]))
+            old = parameter.detach().clone()
             with torch.no_grad():
-                parameter.mul_(1 - LR * decay).sub_(factor * found)
+                parameter.sub_(factor * found)
+                decay_(parameter, old, found, decay, is_cautious=is_cautious)
     return before, {name: parameter.detach() for name, parameter in named.items()}
 
 
@@ -114,7 +138,7 @@ _expected: dict[tuple[str, int], tuple[dict[str, Tensor], dict[str, Tensor]]] = 
 def errors(layout: Layout) -> dict[str, float]:
     """The error of each parameter's change, relative to it, on the ranks that have the parameter."""
     config = layout.config(*SETTINGS)
-    key = repr(config.model), layout.rows
+    key = repr((config.model, config.optimizer)), layout.rows
     if key not in _expected:
         _expected[key] = expected_weights(config, layout.rows)
     before, after = _expected[key]
@@ -212,6 +236,17 @@ def momentum_of_each_replica() -> Iterator[None]:
 
 
 @contextmanager
+def no_row_norms() -> Iterator[None]:
+    """The mean squares of rows do not reach the owners, which scale by those of this step."""
+
+    def scale(matrix: Tensor, squares: Tensor, beta2: float) -> Tensor:
+        return scale_rows_(matrix, torch.zeros_like(squares), beta2)
+
+    with replaced(muon, "scale_rows_", scale):
+        yield
+
+
+@contextmanager
 def decay_twice() -> Iterator[None]:
     original = Muon.step
 
@@ -229,6 +264,7 @@ MISTAKES: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "local orthogonalization": local_orthogonalization,
     "stale owner": stale_owner,
     "momentum of each replica": momentum_of_each_replica,
+    "owner without row norms": no_row_norms,
     "decay twice": decay_twice,
 }
 PLANTED = (
@@ -237,6 +273,7 @@ PLANTED = (
     ("stale owner", Layout((1, 1, 2, 1))),
     ("stale owner", Layout((1, 2, 1, 1))),
     ("momentum of each replica", Layout((1, 2, 1, 1))),
+    ("owner without row norms", Layout((1, 1, 2, 1), NORMUON)),
     ("decay twice", Layout((1, 1, 2, 1))),
 )
 

@@ -17,8 +17,9 @@ EagerAdamW = without_compiler(torch.optim.AdamW)
 EagerSGD = without_compiler(torch.optim.SGD)
 
 
-class AdamWInBfloat16(SkippingOptimizer):
-    """AdamW (Loshchilov, Hutter, "Decoupled Weight Decay Regularization", 2019) whose moments are bfloat16.
+class ComposedAdamW(SkippingOptimizer):
+    """AdamW (Loshchilov, Hutter, "Decoupled Weight Decay Regularization", 2019) of single operations, for moments in
+    bfloat16 and cautious weight decay, which torch's kernel lacks.
 
     It computes in promote_types(dtype of the weights, float32).
 
@@ -28,8 +29,10 @@ class AdamWInBfloat16(SkippingOptimizer):
     """
 
     def __init__(self, arguments: Arguments) -> None:
-        super().__init__(arguments.groups, {"lr": arguments.section.lr, "eps": arguments.section.eps})
-        self._seed = arguments.seed if arguments.section.state_rounding == "stochastic" else None
+        section = arguments.section
+        super().__init__(arguments.groups, {"lr": section.lr, "eps": section.eps})
+        self._dtype = torch.bfloat16 if section.state_dtype == "bfloat16" else None
+        self._seed = arguments.seed if self._dtype and section.state_rounding == "stochastic" else None
         self._names = {
             parameter: name
             for group in self.param_groups
@@ -37,7 +40,7 @@ class AdamWInBfloat16(SkippingOptimizer):
         }
 
     def zero_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        first, second = (torch.zeros_like(parameter, dtype=torch.bfloat16, requires_grad=False) for _ in range(2))
+        first, second = (torch.zeros_like(parameter, dtype=self._dtype, requires_grad=False) for _ in range(2))
         step = torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)
         return {"step": step, "exp_avg": first, "exp_avg_sq": second}
 
@@ -55,7 +58,7 @@ class AdamWInBfloat16(SkippingOptimizer):
             gradient = local_part(parameter.grad).to(wide)
             step = state["step"].add_(ok).to(torch.float64)
             first, second = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
-            means = first.to(wide).lerp_(gradient, 1 - beta1), second.to(wide).lerp_(gradient.square(), 1 - beta2)
+            means = first.to(wide).lerp(gradient, 1 - beta1), second.to(wide).lerp(gradient.square(), 1 - beta2)
             denominator = (means[1] / (1 - beta2**step)).sqrt_().add_(group["eps"])
             update = (means[0] / (1 - beta1**step)).div_(denominator)
             update_weights_(weights, update, group, ok)
@@ -64,7 +67,7 @@ class AdamWInBfloat16(SkippingOptimizer):
 
     def _rounded(self, means: Sequence[Tensor], parameter: Tensor, step: Tensor) -> list[Tensor]:
         if self._seed is None:
-            return [mean.to(torch.bfloat16) for mean in means]
+            return [mean.to(self._dtype or parameter.dtype) for mean in means]
         _, shape, offset = local_region(parameter)
         return round_to_bfloat16(means, self._seed, step, self._names[parameter], shape, offset)
 
@@ -108,8 +111,8 @@ class AlignedAdamW(SkippingOptimizer):
 
 
 def build_adamw(arguments: Arguments) -> torch.optim.Optimizer:
-    if arguments.section.state_dtype == "bfloat16":
-        return AdamWInBfloat16(arguments)
+    if arguments.section.state_dtype == "bfloat16" or arguments.section.cautious_weight_decay:
+        return ComposedAdamW(arguments)
     if arguments.bit_equal:
         return AlignedAdamW(arguments)
     return EagerAdamW(arguments.groups, lr=arguments.section.lr, eps=arguments.section.eps, fused=True)

@@ -67,6 +67,7 @@ def options_of(section: OptimizerConfig, group: GroupConfig, kind: OptimizerKind
         "weight_decay": value("weight_decay") if decays else 0.0,
         "betas": (section.beta1, value("beta2")),
         "momentum": kind.momentum if section.momentum == -1 else section.momentum,
+        "cautious": section.cautious_weight_decay,
     }
 
 
@@ -202,6 +203,8 @@ def kinds_of_state(section: OptimizerConfig, named: Mapping[str, Tensor], struct
     def kind(group: Group) -> str:
         if group.optimizer == "SGD" and group.options["momentum"] > 0:
             return "SGD with momentum"
+        if group.optimizer == "Muon" and section.normuon_beta2 != -1:
+            return "Muon with mean squares of rows"
         is_small = group.optimizer == "AdamW" and section.state_dtype == "bfloat16"
         return "AdamW with bfloat16 moments" if is_small else group.optimizer
 

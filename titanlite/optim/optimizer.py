@@ -52,7 +52,15 @@ _ROUNDS = Needs(
     'optimizer.state_dtype = "bfloat16" and AdamW',
     lambda section: section.state_dtype == "bfloat16" and "AdamW" in optimizers_of(section),
 )
+_FIXED = Needs(
+    'the optimizer Muon and optimizer.orthogonalization = "newton_schulz"',
+    lambda section: section.orthogonalization == "newton_schulz" and _uses("Muon").is_met(section),
+)
 _SHRINKS = Needs("weight decay", lambda section: any(each.weight_decay > 0 for each in (section, *section.groups)))
+_DECOUPLES = Needs(
+    "weight decay and AdamW, Muon or Lion",
+    lambda section: _SHRINKS.is_met(section) and _uses("AdamW", "Muon", "Lion").is_met(section),
+)
 _SHRINKS_BY_STEP = Needs("optimizer.weight_decay_end", lambda section: section.weight_decay_end != -1)
 _WARMS_UP = Needs("optimizer.momentum_start", lambda section: section.momentum_start != -1)
 
@@ -86,9 +94,12 @@ class OptimizerConfig:
     """Length of the way to `momentum`: a number of steps, or a text as in [lr_schedule]."""
     momentum_shape: str = setting("linear", needs=_WARMS_UP)
     """Shape of this way, as lr_schedule.decay."""
+    orthogonalization: Literal["newton_schulz", "polar_express"] = setting("newton_schulz", needs=_uses("Muon"))
+    """Muon: coefficients of the iterations. newton_schulz: the same in all, newton_schulz_coefficients; polar_express:
+    others in each, the best ones for singular values from 0.001 to 1 (Amsel et al. 2025)."""
     newton_schulz_steps: int = setting(5, "5 is the usual number", least=1, needs=_uses("Muon"))
     """Muon: iterations of the orthogonalization."""
-    newton_schulz_coefficients: tuple[float, ...] = setting((3.4445, -4.775, 2.0315), needs=_uses("Muon"))
+    newton_schulz_coefficients: tuple[float, ...] = setting((3.4445, -4.775, 2.0315), needs=_FIXED)
     """Muon: a, b, c of an iteration, a X + b (X X^T) X + c (X X^T)^2 X."""
     newton_schulz_dtype: Literal["auto", "float64", "float32", "bfloat16"] = setting("auto", needs=_uses("Muon"))
     """Muon: dtype of the orthogonalization, and of the matrices that ranks exchange for it. auto: bfloat16 if the model
@@ -96,8 +107,13 @@ class OptimizerConfig:
     adjust_lr: Literal["match_rms_adamw", "original"] = setting("match_rms_adamw", needs=_uses("Muon"))
     """Muon: factor of the update of a matrix (m, n). match_rms_adamw: 0.2 sqrt(max(m, n)), the size of AdamW's updates,
     so that lr and weight_decay are AdamW's; original: sqrt(max(1, m / n))."""
+    normuon_beta2: float = setting(-1.0, "0.95 is the usual value", least=0, below=1, unset=-1, needs=_uses("Muon"))
+    """Muon: decay of the mean square of each row of updates, by whose root the rows are divided (NorMuon, Li et al.
+    2025); -1: rows are not scaled."""
     weight_decay: float = setting(0.1, "0 switches weight decay off", least=0)
     """Decoupled weight decay (AdamW, Muon, Lion), or added to the gradient (SGD)."""
+    cautious_weight_decay: bool = setting(False, needs=_DECOUPLES)
+    """Whether weight decay leaves out the elements that the update moves away from 0 (Chen et al. 2025). Not of SGD."""
     weight_decay_end: float = setting(-1.0, "0 switches it off at the end", least=0, unset=-1, needs=_SHRINKS)
     """Weight decay at the last step; that of groups changes in proportion. -1: it does not change."""
     weight_decay_shape: str = setting("linear", needs=_SHRINKS_BY_STEP)
@@ -131,7 +147,7 @@ class Arguments:
     """What an optimizer is built from.
 
     bit_equal: whether the update of an element must not depend on where this rank's shard ends.
-    groups: torch's parameter groups: pairs of name and parameter, lr_factor, weight_decay, betas, momentum, decays.
+    groups: torch's parameter groups: pairs of name and parameter, lr_factor, weight_decay, betas, momentum, cautious.
     shard_groups: the ranks that hold parts of the parameters. seed: of random numbers.
     """
 
@@ -195,9 +211,13 @@ def update_weights_(
 ) -> None:
     """weights <- (1 - lr * weight_decay) * weights - lr * factor * direction if `ok`, in the dtype of `direction`.
 
-    weights, direction: of the same shape; this rank's. group: see Arguments.groups, with its lr.
+    weights, direction: of the same shape; this rank's. group: see Arguments.groups, with its lr. If it is cautious,
+    elements that have another sign than their direction do not decay (Chen et al., "Cautious Weight Decay", 2025).
     """
-    updated = weights.to(direction.dtype) * (1 - group["lr"] * group["weight_decay"])
+    before = weights.to(direction.dtype)
+    updated = before * (1 - group["lr"] * group["weight_decay"])
+    if group["cautious"] and group["weight_decay"]:
+        updated = torch.where(direction.sign().mul_(before) >= 0, updated, before)
     updated.sub_(direction, alpha=group["lr"] * factor)
     weights.copy_(torch.where(ok, updated.to(weights.dtype), weights))
 

@@ -31,10 +31,10 @@ class Division:
     parts: tuple[Part | None, ...]
     senders: tuple[int, ...]
 
-    def size(self, rank: int) -> int:
-        """Elements of a rank's part."""
+    def size(self, rank: int, extra: int = 0) -> int:
+        """Elements of a rank's part, with `extra` further columns."""
         part = self.parts[rank]
-        return 0 if part is None else _elements(part)
+        return 0 if part is None else _elements(part) + extra * (part[0].stop - part[0].start)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +60,15 @@ class Matrix:
 class Owners:
     """Owners of all matrices of some parameters. A collective: the same parameters in the same order on all ranks.
 
-    cost: of a matrix of (rows, columns), in any unit.
+    cost: of a matrix of (rows, columns), in any unit. extra: columns that each part has behind its own ones, of numbers
+    of its rows: those of parts with the same rows are equal.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], groups: ShardGroups, cost: Callable[[int, int], float]) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], groups: ShardGroups, cost: Callable[[int, int], float], extra: int = 0
+    ) -> None:
         self._groups = groups
+        self.extra = extra
         self._device = local_part(parameters[0]).device
         self.rank, self.replica, self.size, self.replicas = 0, 0, 1, 1
         ranks = [dist.get_rank() if dist.is_initialized() else 0]
@@ -87,7 +91,7 @@ class Owners:
         """Call `use` with this rank's part of function(matrix), for each matrix of which it has a part.
 
         part: returns this rank's part of a matrix, in `dtype`; called once for each. function: keeps shape and dtype;
-        called by owners only.
+        called by owners only. All of them with the extra columns.
         """
         nothing = torch.empty(0, dtype=dtype, device=self._device)
         for matrices in self.rounds:
@@ -108,7 +112,7 @@ class Owners:
 
     def _use(self, matrices: Sequence[Matrix], computed: Tensor, use: Callable[[Matrix, Tensor], None]) -> None:
         """Pass the results of one replica to all, and use them. computed: those of this rank's replica."""
-        sizes = [matrix.division.size(self.rank) for matrix in matrices]
+        sizes = [matrix.division.size(self.rank, self.extra) for matrix in matrices]
         if not sum(sizes):  # the same for this rank in all replicas
             return
         results, replica = computed, matrices[0].replica
@@ -117,7 +121,7 @@ class Owners:
             dist.broadcast(results, group=self._groups.replicas, group_src=replica)
         for matrix, piece in zip(matrices, results.split(sizes), strict=True):
             if (place := matrix.division.parts[self.rank]) is not None:
-                use(matrix, piece.view([each.stop - each.start for each in place]))
+                use(matrix, piece.view(place[0].stop - place[0].start, -1))
 
     def _computed(
         self,
@@ -141,24 +145,36 @@ class Owners:
             self._exchange(sent, [0] * self.size)
         else:
             back = self._parts(function(self._assembled(owned, sent, nothing)), owned.division, nothing)
-        return torch.cat(self._exchange(back, [here[o].size(self.rank) if o in here else 0 for o in range(self.size)]))
+        sizes = [here[o].size(self.rank, self.extra) if o in here else 0 for o in range(self.size)]
+        return torch.cat(self._exchange(back, sizes))
 
     def _assembled(self, owned: Matrix, sent: Sequence[Tensor], nothing: Tensor) -> Tensor:
         """The matrix that this rank owns."""
         division, sizes = owned.division, [0] * self.size
         for sender in division.senders:
-            sizes[sender] = division.size(sender)
+            sizes[sender] = division.size(sender, self.extra)
         received = self._exchange(sent, sizes)
-        full = nothing.new_empty(owned.shape)
+        rows, columns = owned.shape
+        full = nothing.new_empty(rows, columns + self.extra)
         for sender in division.senders:
-            place = full[division.parts[sender]]
-            place.copy_(received[sender].view_as(place))
+            part = division.parts[sender]
+            assert part is not None, "a sender without a part"
+            place = full[part]
+            piece = received[sender].view(len(place), -1)
+            place.copy_(piece[:, : place.shape[1]])
+            full[part[0], columns:] = piece[:, place.shape[1] :]
         return full
 
-    @staticmethod
-    def _parts(result: Tensor, division: Division, nothing: Tensor) -> list[Tensor]:
+    def _parts(self, result: Tensor, division: Division, nothing: Tensor) -> list[Tensor]:
         """The parts of all ranks, flat."""
-        return [nothing if part is None else result[part].reshape(-1) for part in division.parts]
+        columns = result.shape[1] - self.extra
+        found = []
+        for part in division.parts:
+            own = nothing if part is None else result[part]
+            if part is not None and self.extra:
+                own = torch.cat((own, result[part[0], columns:]), 1)
+            found.append(own.reshape(-1))
+        return found
 
     def _exchange(self, sent: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """All-to-all over the shards. sizes: elements from each rank."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -115,15 +116,19 @@ def memory_bytes(section: OptimizerConfig, groups: Sequence[Group]) -> tuple[int
     for group in groups:
         parts, options = group.parameters.values(), tuple(group.options.items())
         samples = {part.dtype: _sample(section, group.optimizer, options, part.dtype) for part in parts}
-        own = sum(each * part.numel() + fixed for part in parts for each, fixed, _ in [samples[part.dtype]])
+        own = 0
+        for part in parts:
+            of_element, of_row, fixed, _ = samples[part.dtype]
+            own += of_element * part.numel() + of_row * prod(part.shape[:-1]) + fixed
         state += own
-        _, _, optimizer = next(iter(samples.values()))
+        *_, optimizer = next(iter(samples.values()))
         if not skips_by_itself(optimizer):
             update += own + 2 * sum(part.numel() * part.itemsize for part in parts)
         elif isinstance(optimizer, SkippingOptimizer) and group.optimizer in WIDE_TENSORS:
             largest = max(part.numel() for part in parts)
             wide = torch.promote_types(next(iter(samples)), torch.float32).itemsize
-            rounds = group.optimizer == "AdamW" and section.state_rounding == "stochastic"
+            small = group.optimizer == "AdamW" and section.state_dtype == "bfloat16"
+            rounds = small and section.state_rounding == "stochastic"
             temporary = WIDE_TENSORS[group.optimizer] * largest * wide + (rounding_bytes(largest) if rounds else 0)
             update = max(update, temporary)
     return state, update
@@ -132,14 +137,15 @@ def memory_bytes(section: OptimizerConfig, groups: Sequence[Group]) -> tuple[int
 @lru_cache(maxsize=256)  # a search asks for the same for each stage
 def _sample(
     section: OptimizerConfig, name: str, options: tuple[tuple[str, Any], ...], dtype: torch.dtype
-) -> tuple[int, int, torch.optim.Optimizer]:
-    """(bytes of the state of an element, bytes of the other state of a parameter, the optimizer), by a step on a small
-    parameter. One on the meta device would import torch._dynamo: half a second."""
+) -> tuple[int, int, int, torch.optim.Optimizer]:
+    """(bytes of the state of an element, of a row, of the other state of a parameter, the optimizer), by a step on a
+    small parameter. One on the meta device would import torch._dynamo: half a second."""
     sample = nn.Parameter(torch.zeros(2, 3, dtype=dtype))
     group = Group("-", name, dict(options), {"sample": sample})
     (optimizer,) = _optimizers(section, [group], CPU, ShardGroups(), 0)
     GatedOptimizer([optimizer]).init_state()
     values = list(optimizer.state.get(sample, {}).values())
-    assert all(value.shape in ((), (2, 3)) for value in values), "state must be of its parameter's shape, or a scalar"
-    sizes = [[value.itemsize for value in values if (value.dim() > 0) == is_full] for is_full in (True, False)]
-    return sum(sizes[0]), sum(sizes[1]), optimizer
+    shapes = ((2, 3), (2, 1), ())
+    assert all(value.shape in shapes for value in values), "state must be of its parameter's shape, rows, or a scalar"
+    of_element, of_row, fixed = (sum(value.itemsize for value in values if value.shape == shape) for shape in shapes)
+    return of_element, of_row, fixed, optimizer

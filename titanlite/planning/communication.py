@@ -1,8 +1,8 @@
 """Compute the communication of a rank in one optimizer step, by mesh axis and operation, analytically.
 
 tests/distributed/test_plan_collectives.py compares it with the collectives of real steps. planning/owner_rounds.py has
-that of the update by Muon. Not counted: scalars (the number of valid tokens, the loss, the gradient norm) and the extra
-collectives of the first step.
+that of the update by Muon. Not counted: scalars (the number of valid tokens, the loss, the gradient norm), the numbers
+per row that NorMuon exchanges with the matrices, and the extra collectives of the first step.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

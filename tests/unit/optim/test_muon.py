@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.optim.building import STRUCTURE, optimizer_of
-from titanlite.optim.muon import orthogonalize
+from titanlite.optim.muon import POLAR_EXPRESS, iterations, orthogonalize, packed, unpacked
 from titanlite.optim.optimizer import OptimizerConfig
 
 COEFFICIENTS = (3.0, -3.2, 1.2)
@@ -110,12 +110,66 @@ def test_rounding_of_the_orthogonalization(
     for exponent, bound in enumerate(bounds):
         falling = values * torch.arange(1, len(values) + 1, dtype=torch.float64) ** -exponent
         matrix = left * falling @ right
-        exact = orthogonalize(matrix, 5, PUBLISHED)
-        found = orthogonalize(matrix.to(dtype), 5, PUBLISHED)
+        exact = orthogonalize(matrix, [PUBLISHED] * 5)
+        found = orthogonalize(matrix.to(dtype), [PUBLISHED] * 5)
         assert found.dtype == dtype
         error = ((found.double() - exact).norm() / exact.norm()).item()
         print(f"| {dtype} | {shape} | {exponent} | {error:.1e} |")
         assert error < bound
+
+
+def best_quintic(least: float, most: float) -> Tensor:
+    """The a, b, c with which a x + b x^3 + c x^5 is closest to 1 on an interval, by the algorithm of Remez: the errors
+    at its ends and at both extremes inside have one size, and alternate."""
+    inside = torch.tensor([0.75 * least + 0.25 * most, 0.25 * least + 0.75 * most], dtype=torch.float64)
+    found = torch.zeros(4, dtype=torch.float64)
+    for _ in range(50):
+        x = torch.tensor([least, *inside, most], dtype=torch.float64)
+        signs = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+        found = torch.linalg.solve(torch.stack((x, x**3, x**5, signs), 1), torch.ones_like(x))
+        a, b, c, _ = found
+        root = (9 * b**2 - 20 * a * c).sqrt()
+        inside = torch.stack(((-3 * b - root) / (10 * c), (-3 * b + root) / (10 * c))).sqrt()
+    return found[:3]
+
+
+def test_the_coefficients_of_polar_express_are_the_best_ones() -> None:
+    """Algorithm 2 of the paper, for singular values of at least 0.001; an interval is at least as wide as its ends
+    differ by a factor of 41.5, so that no value below it is left behind."""
+    cushion, (least, most) = 0.02407327424182761, (1e-3, 1.0)
+    for published in POLAR_EXPRESS[:6]:
+        found = best_quintic(max(least, cushion * most), most)
+        a, b, c = found
+        ends = [a * x + b * x**3 + c * x**5 for x in (least, most)]
+        found = found * (2 / sum(ends) if least < cushion * most else 1)
+        torch.testing.assert_close(found, torch.tensor(published, dtype=torch.float64), rtol=1e-12, atol=0)
+        a, b, c = found.tolist()
+        least = a * least + b * least**3 + c * least**5
+        most = 2 - least
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_polar_express_ends_closer_to_1(dtype: torch.dtype) -> None:
+    """Singular values from 0.002 to 1 of a matrix whose Frobenius norm is 1, after five iterations."""
+    matrix = torch.randn(48, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    values = torch.logspace(0, -1.5, 48, dtype=torch.float64)
+    matrix = left * values @ right
+    spread = {}
+    for name in ("newton_schulz", "polar_express"):
+        section = OptimizerConfig(name="Muon", orthogonalization=name)  # type: ignore[arg-type]
+        found = torch.linalg.svdvals(orthogonalize(matrix.to(dtype), iterations(section)).double())
+        spread[name] = (found - 1).abs().max().item()
+    print(f"| {dtype} | {spread} |")
+    assert spread["polar_express"] < 0.14 < 0.3 < spread["newton_schulz"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_mean_squares_of_rows_travel_without_rounding(dtype: torch.dtype) -> None:
+    for wide in (torch.float32, torch.float64):
+        squares = torch.rand(5, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(wide)
+        columns = torch.cat((torch.zeros(5, 3, dtype=dtype), packed(squares, dtype)), 1)
+        assert torch.equal(unpacked(columns[:, 3:], wide), squares)
 
 
 def test_a_lower_precision_is_a_choice() -> None:

@@ -36,7 +36,7 @@ PLACEMENTS: dict[str, tuple[tuple[int, ...], Sequence[Sequence[Placement]]]] = {
 
 
 def function(matrix: Tensor) -> Tensor:
-    return orthogonalize(matrix, 5, COEFFICIENTS)
+    return orthogonalize(matrix, [COEFFICIENTS] * 5)
 
 
 def full(shape: tuple[int, ...], number: int) -> Tensor:
