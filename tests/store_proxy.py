@@ -119,7 +119,6 @@ class Proxy:
 def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        wbufsize = -1
         timeout = 120
 
         def handle_one_request(self) -> None:
@@ -198,7 +197,6 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             if self.command != "HEAD":
                 self.wfile.write(content[: len(content) // 2] if cut else content)
-            self.wfile.flush()
             if cut:
                 self.hang_up()
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from titanlite.storage.store import _file_system
+
 if TYPE_CHECKING:
     from tests.store_proxy import Proxy
 
@@ -87,9 +89,14 @@ def store(moto_server: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     """A new bucket, which this process and its child programs reach by their environment."""
     bucket = Bucket(f"test-{uuid.uuid4().hex}", moto_server)
     bucket.request("PUT")
+    _enter(bucket, monkeypatch)
+    return bucket
+
+
+def _enter(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in bucket.environment.items():
         monkeypatch.setenv(name, value)
-    return bucket
+    _file_system.cache_clear()  # a process keeps its client, with the endpoint of its first request
 
 
 @pytest.fixture
@@ -98,5 +105,6 @@ def faulty_store(store: Bucket, monkeypatch: pytest.MonkeyPatch) -> "Iterator[tu
     from tests.store_proxy import Proxy
 
     with Proxy(store.endpoint) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        yield Bucket(store.name, proxy.endpoint), proxy
+        bucket = Bucket(store.name, proxy.endpoint)
+        _enter(bucket, monkeypatch)
+        yield bucket, proxy

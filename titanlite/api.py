@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from titanlite.assembly.facts import config_values
 from titanlite.assembly.resolve import resolve_job
+from titanlite.assembly.run import job_locks
 from titanlite.config.files import CONFIG_FILE
 from titanlite.config.ineffective import describe
 from titanlite.config.load import check_and_resolve, parse, resolve, without_effect
@@ -24,7 +25,6 @@ from titanlite.metrics.scores import SetTotals, TaskScores, sum_of
 from titanlite.ranks.agreement import start_rank
 from titanlite.ranks.distributed import ELASTIC, CommConfig, World, world_from_environment
 from titanlite.ranks.failure import EmbeddedReport
-from titanlite.ranks.job_lock import job_lock
 from titanlite.ranks.network import connect
 from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import ConfigError, UsageError, UserError
@@ -153,8 +153,7 @@ def run(config: JobConfig | str | Path, overrides: Mapping[str, Any] | None = No
         if parsed is not None and world.rank == 0:
             for problem in without_effect(parsed, job.config, world.size):
                 log.warning("Without effect: %s", describe(problem))
-        section = job.config.job
-        with job_lock(section.dump_folder, world.rank, take_over=section.take_over, environment=environment):
+        with job_locks(job.config, world, environment):
             end = run_job(job, world, store, EmbeddedReport(cleanup), environment, cleanup)
         trained = TrainedRun(end.config, end.step, None, end.how)
         loss = end.record.loss if end.record else last_row(trained.folder / METRICS_FILE).get("loss")

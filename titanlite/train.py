@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from titanlite.assembly.job import Job
 from titanlite.assembly.resolve import resolve_job
-from titanlite.assembly.run import Run, build_run
+from titanlite.assembly.run import Run, build_run, job_locks
 from titanlite.assembly.summary import summarize
 from titanlite.batch import Batch
 from titanlite.config.ineffective import describe
@@ -35,7 +35,6 @@ from titanlite.planning.memory_check import explained_out_of_memory
 from titanlite.profiling.regions import region
 from titanlite.ranks.agreement import RanksError, require_equal, start_rank, watch_ranks
 from titanlite.ranks.distributed import ELASTIC, World, note_finished, wait_until_finished
-from titanlite.ranks.job_lock import job_lock
 from titanlite.ranks.network import connect
 from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.errors import DataError, UserError
@@ -94,8 +93,7 @@ def main() -> None:
             for problem in without_effect(parsed, job.config, world.size):
                 log.warning("Without effect: %s", describe(problem))
         cleanup = ExitStack()  # not entered: an error ends the process, which must not wait for other ranks before
-        section = job.config.job
-        with job_lock(section.dump_folder, world.rank, take_over=section.take_over, environment=environment):
+        with job_locks(job.config, world, environment):
             end = run_job(job, world, store, failure, environment, cleanup)
         if end.stop is None and world.rank == 0:
             note_finished(store)

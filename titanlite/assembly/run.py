@@ -4,8 +4,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -71,8 +71,9 @@ from titanlite.planning.rank_memory import Memory
 from titanlite.precision import DTYPES
 from titanlite.profiling.trace import Profiling
 from titanlite.ranks.agreement import DataEnd, require_equal, run_on_all_ranks, run_on_rank_0
+from titanlite.ranks.claim import claim, require_claim
 from titanlite.ranks.distributed import World
-from titanlite.ranks.job_lock import require_own
+from titanlite.ranks.job_lock import job_lock, require_own
 from titanlite.ranks.network import init_process_group
 from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.determinism import apply_determinism
@@ -82,6 +83,7 @@ from titanlite.runtime.environment import chooses_threads
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import append_errors_to, log, open_log_file
 from titanlite.runtime.peak_flops import device_peak_flops
+from titanlite.storage.address import Address, place
 from titanlite.trainer import Trainer
 
 
@@ -218,11 +220,33 @@ def build_planned_trainer(job: Job, mesh: Mesh, store: dist.Store) -> tuple[Trai
         return build_trainer(job, model_parts, mesh, world.device), memory
 
 
+def _claimed(config: JobConfig) -> Address | None:
+    """The checkpoint folder of the run if it is in a store."""
+    folder = place(config.checkpoint.folder, config.job.dump_folder)
+    return folder if config.checkpoint.enable and isinstance(folder, Address) else None
+
+
+@contextmanager
+def job_locks(config: JobConfig, world: World, environment: Mapping[str, str]) -> Iterator[None]:
+    """Context in which this job is the only one in its dump folder, and in its checkpoint folder in a store.
+
+    environment: the variables at program start. See job_lock and claim.
+    """
+    section, rank, claimed = config.job, world.rank, _claimed(config)
+    with ExitStack() as stack:
+        stack.enter_context(job_lock(section.dump_folder, rank, take_over=section.take_over, environment=environment))
+        if claimed is not None:
+            stack.enter_context(claim(claimed, rank, take_over=section.take_over, environment=environment))
+        yield
+
+
 @dataclass(frozen=True)
 class StateChecks:
-    """What must hold of a state that is saved. group: of all ranks."""
+    """What must hold of a state that is saved. claimed: the checkpoint folder if it is in a store. group: of all
+    ranks."""
 
     dump_folder: str
+    claimed: Address | None
     replicas: Replicas
     skipped: SkippedSteps
     group: dist.ProcessGroup
@@ -230,9 +254,14 @@ class StateChecks:
     def __call__(self, step: int) -> None:
         """Raise UserError if the state must not be saved: another job uses the folder, replicas differ, or too many
         steps were skipped."""
-        run_on_rank_0(lambda: require_own(self.dump_folder), self.group)
+        run_on_rank_0(self._require_own, self.group)
         self.replicas.compare(step)
         self.skipped.check()
+
+    def _require_own(self) -> None:
+        require_own(self.dump_folder)
+        if self.claimed is not None:
+            require_claim(self.claimed)
 
 
 def build_checks(
@@ -245,7 +274,7 @@ def build_checks(
     recorder = build_recorder(config, mesh, trainer, stages, group, environment)
     about = {"counts_loss": trainer.counts_loss, "bit_equal": config.training.bit_equal}
     skipped = SkippedSteps(config.faults, parts, stages, loader, group, recorder, **about)
-    return StateChecks(config.job.dump_folder, replicas, skipped, group)
+    return StateChecks(config.job.dump_folder, _claimed(config), replicas, skipped, group)
 
 
 def build_checkpoints(

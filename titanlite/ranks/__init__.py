@@ -10,6 +10,7 @@ docs/reliability.md, "Who ends a job".
 | `failure` | which rank prints the error of the job, its message, the exit code |
 | `signals` | the thread that never blocks; signals as requests to stop; a rank ends with its launcher |
 | `job_lock` | one job at a time in a dump folder |
+| `claim` | one job at a time in a checkpoint folder in an object store |
 | `launch` | ranks forked by one process, for tests and benchmarks |
 | `slurm.sh` | the launchers of a Slurm job, and its requeue; the launchers themselves: `titanlite.torchrun` |
 

@@ -68,6 +68,9 @@ class Owner:
         """What identifies the process."""
         return self.host, self.boot, self.pid_namespace, self.pid, self.process_start
 
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self), indent=1).encode() + b"\n"
+
     def __str__(self) -> str:
         launchers = (("torchrun", self.torchrun_id), ("Slurm job", self.slurm_job_id))
         launched = "".join(f", {launcher} {name}" for launcher, name in launchers if name)
@@ -95,7 +98,7 @@ def job_lock(
         yield
         return
     path = make_dump_folder(folder) / JOB_LOCK_FILE
-    mine = _this_process(environment)
+    mine = this_process(environment)
     try:
         _acquire(path, mine, take_over, wait_s)
     except OSError as error:
@@ -118,10 +121,10 @@ def require_own(folder: str | Path) -> None:
     path = Path(folder) / JOB_LOCK_FILE
     try:
         with path.open("rb") as file:
-            owner = _parse(file.read(MAX_BYTES))
+            owner = parse_owner(file.read(MAX_BYTES))
     except OSError:
         return
-    if owner is not None and owner.place != _this_process({}).place:
+    if owner is not None and owner.place != this_process({}).place:
         raise UserError(
             f"job.dump_folder: {path.parent} was taken over by {owner}, while this job ran: this job ends, and saves "
             "nothing more"
@@ -133,8 +136,8 @@ def _acquire(path: Path, mine: Owner, take_over: bool, wait_s: float) -> None:
     logged = False
     while True:
         with _locked(path) as content:
-            owner = _parse(content)
-            state = _state_of(owner, mine) if owner else "unknown"
+            owner = parse_owner(content)
+            state = state_of(owner, mine) if owner else "unknown"
             if not content:  # created just now, or by a job that was killed before it wrote its owner
                 return _write(path, mine)
             if state == "ended":
@@ -159,7 +162,7 @@ def _release(path: Path, mine: Owner) -> None:
         return
     try:
         with _locked(path) as content:
-            owner = _parse(content)
+            owner = parse_owner(content)
             if not content or (owner and owner.token == mine.token):
                 path.unlink()
             else:
@@ -168,7 +171,7 @@ def _release(path: Path, mine: Owner) -> None:
         log.warning("%s could not be removed: %s", path, error)
 
 
-def _state_of(owner: Owner, mine: Owner) -> State:
+def state_of(owner: Owner, mine: Owner) -> State:
     """State of the owner, as far as this process can tell."""
     if (owner.host, owner.boot, owner.pid_namespace) == (mine.host, mine.boot, mine.pid_namespace):
         start = _process_start(owner.pid)
@@ -198,7 +201,7 @@ def _refusal(path: Path, owner: Owner | None, state: State) -> str:
     )
 
 
-def _this_process(environment: Mapping[str, str]) -> Owner:
+def this_process(environment: Mapping[str, str]) -> Owner:
     torchrun_id = environment.get("TORCHELASTIC_RUN_ID", "")
     restarts = environment.get("SLURM_RESTART_COUNT", "")
     return Owner(
@@ -283,10 +286,10 @@ def _warn_without_locks(path: Path) -> None:
 
 
 def _write(path: Path, owner: Owner) -> None:
-    replace_file(path, json.dumps(asdict(owner), indent=1).encode() + b"\n")
+    replace_file(path, owner.encode())
 
 
-def _parse(content: bytes) -> Owner | None:
+def parse_owner(content: bytes) -> Owner | None:
     """The owner; None if the content is damaged or has the format of another version."""
     try:
         owner = Owner(**parse_json(content))

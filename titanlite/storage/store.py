@@ -135,17 +135,18 @@ class Store:
 
     def create(self, name: str, content: bytes) -> None:
         """Write a small object unless one of this name exists: then raises FileExistsError, unless it has this content,
-        as after an earlier attempt whose answer was lost. Of several processes, at most one succeeds."""
+        as after an earlier attempt whose answer was lost. Of several processes, at most one succeeds, unless the store
+        has no conditional put (see `refuses_to_replace`)."""
         place = self._path(name)
 
         def put() -> bool:
             try:
-                self._fs.pipe_file(place, content, mode="create", **self._bound(len(content)))
-            except Exception as error:
-                if not (isinstance(error, FileExistsError) or _status(error) in (409, 412)):
-                    raise
-            else:
-                return True
+                if self._put_if_absent(name, content):
+                    return True
+            except NotImplementedError:
+                if not self._fs.exists(place, **self._bound()):
+                    self._fs.pipe_file(place, content, **self._bound(len(content)))
+                    return True
             try:
                 return bytes(self._fs.cat_file(place, **self._bound())) == content
             except FileNotFoundError:  # a conflict with a deletion
@@ -153,6 +154,25 @@ class Store:
 
         if not self._call("write", name, put):
             raise FileExistsError(None, "exists already", str(self.address / name))
+
+    def refuses_to_replace(self, name: str) -> bool:
+        """Whether the store itself refuses to create the object `name`, which exists: whether it has conditional puts.
+        Otherwise the object may be replaced."""
+        with suppress(NotImplementedError):
+            return not self._call("write", name, lambda: self._put_if_absent(name, b""))
+        return False
+
+    def _put_if_absent(self, name: str, content: bytes) -> bool:
+        """One conditional put; False if the object exists. Raises NotImplementedError if the store has none."""
+        try:
+            self._fs.pipe_file(self._path(name), content, mode="create", **self._bound(len(content)))
+        except Exception as error:
+            if isinstance(error, FileExistsError) or _status(error) in (409, 412):
+                return False
+            if _status(error) == 501:
+                raise NotImplementedError from error
+            raise
+        return True
 
     @contextmanager
     def writer(self, name: str) -> Iterator["Upload"]:
@@ -220,7 +240,7 @@ class Store:
                     "address, storage.endpoint or storage.region"
                 ) from error
             raise FileNotFoundError(None, "does not exist", where) from None
-        except (FileExistsError, UserError):
+        except (FileExistsError, NotImplementedError, UserError):
             raise
         except Exception as error:
             raise UserError(f"cannot {verb} {where}: {_explained(error)}") from error
@@ -390,14 +410,41 @@ def _is_transient(error: BaseException) -> bool:
     return is_transient(error) or bool(_CONNECTION_ERRORS & {base.__name__ for base in type(error).__mro__})
 
 
+def _code(error: BaseException | None) -> str:
+    """The code of S3's answer, such as AccessDenied; "" if there is none."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            return str(response.get("Error", {}).get("Code", ""))
+        error = error.__cause__
+    return ""
+
+
+_REMEDIES = {
+    "ExpiredToken": "the credentials have expired: renew them and restart",
+    "RequestTimeTooSkewed": "the clock of this host differs from that of the store: set it, as by NTP",
+    "InvalidAccessKeyId": "the store does not know this access key: fix it, storage.profile or storage.endpoint",
+    "SignatureDoesNotMatch": "the secret key does not belong to the access key: fix it, or storage.region",
+}
+"""Code of S3's answer -> remedy."""
+
+
+def is_denied(error: BaseException | None) -> bool:
+    """Whether a store has answered that the credentials, which it knows, do not permit the request."""
+    denied = isinstance(error, PermissionError) or (error is not None and _status(error) in (401, 403))
+    return denied and _code(error) not in _REMEDIES
+
+
 def _explained(error: BaseException) -> str:
     """The reason of a failure, and the remedy."""
     text = reason(error)
     if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"):
         remedy = "give them in the environment, as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or by storage.profile"
+    elif (code := _code(error)) in _REMEDIES:
+        remedy = _REMEDIES[code]
     elif "expired" in text.lower():
-        remedy = "the credentials have expired: renew them and restart"
-    elif isinstance(error, PermissionError) or _status(error) in (401, 403):
+        remedy = _REMEDIES["ExpiredToken"]
+    elif is_denied(error):
         remedy = "check that the credentials are valid and may list, read, write and delete objects there"
     else:
         remedy = "check the address and [storage]"
