@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.retry import TRANSIENT_STATUSES, http_status, is_transient, reason, retrying
+from titanlite.runtime.retry import TRANSIENT_STATUSES, TRANSPORT_ERRORS, http_status, is_transient, reason, retrying
 from titanlite.storage.address import EXTRAS, Address
 from titanlite.storage.config import StorageConfig
 
@@ -275,6 +275,7 @@ class _MultipartUpload(Upload):
         self._id = ""
         self._threads = ThreadPoolExecutor(UPLOADS)
         self._parts: list[Future[dict[str, Any]]] = []
+        self._sent = 0
 
     def write(self, data: Any) -> int:
         with memoryview(data) as view, view.cast("B") as rest:
@@ -291,6 +292,7 @@ class _MultipartUpload(Upload):
         if len(self._parts) >= UPLOADS:
             self._parts[-UPLOADS].result()
         self._parts.append(self._threads.submit(self._send_part, len(self._parts) + 1, content))
+        self._sent += len(content)
 
     def _send_part(self, number: int, content: bytes) -> dict[str, Any]:
         which = {"Key": self._key, "UploadId": self._id, "PartNumber": number}
@@ -304,8 +306,12 @@ class _MultipartUpload(Upload):
             if self._buffer:
                 self._send(bytes(self._buffer))
             parts = {"Parts": [part.result() for part in self._parts]}
-            which = {"Key": self._key, "UploadId": self._id}
-            self._store._s3("write", self._name, "complete_multipart_upload", **which, MultipartUpload=parts)
+            which = {"Key": self._key, "UploadId": self._id, "MultipartUpload": parts}
+            try:
+                self._store._s3("write", self._name, "complete_multipart_upload", **which)
+            except FileNotFoundError:  # no such upload: complete, if the answer to an earlier attempt was lost
+                if self._store.facts(self._name).bytes != self._sent:
+                    raise
         self._threads.shutdown()
 
     def discard(self) -> None:
@@ -402,12 +408,15 @@ _CONNECTION_ERRORS = {
 
 
 def _is_transient(error: BaseException) -> bool:
+    kinds = {base.__name__ for base in type(error).__mro__}
+    if kinds & TRANSPORT_ERRORS:  # no answer, or half of one; the cause has a code of its own
+        return True
     status = _status(error)
     if status is not None:
-        return status in TRANSIENT_STATUSES
+        return status in TRANSIENT_STATUSES or status == 409  # another operation on the object at the same time
     if isinstance(error, FileNotFoundError | FileExistsError | PermissionError):
         return False
-    return is_transient(error) or bool(_CONNECTION_ERRORS & {base.__name__ for base in type(error).__mro__})
+    return is_transient(error) or bool(_CONNECTION_ERRORS & kinds)
 
 
 def _code(error: BaseException | None) -> str:
