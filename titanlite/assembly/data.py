@@ -12,6 +12,7 @@ from titanlite.data.chat.encoder import NO_END, ChatEncoder
 from titanlite.data.config import DataConfig
 from titanlite.data.kinds import source_names
 from titanlite.data.loader import Loader, build_loader
+from titanlite.data.sources.stored import stored_parts
 from titanlite.data.tasks import EncodedTask, encode_task, read_task
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.evaluation.evaluator import Evaluator, RowShape
@@ -33,6 +34,8 @@ def build_data(job: Job, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
     """Build this data rank's loader, and the index of the data on first use."""
     loader = loader_of(job, job.config.data, mesh, tokenizer)
     log.info("Data: %s", loader.description)
+    if any(source.is_stored for source in loader.sources):
+        log.info("Data: %s", stored_parts().describe())
     if not job.config.data.reads_context and any(source.holds == "text" for source in loader.sources):
         log.info("Data: stream_version 2: parts of long documents are tokenized one by one, as before version 3")
     if mesh.world.rank == 0:  # takes time, and only rank 0 logs

@@ -16,6 +16,7 @@ from titanlite.data.check import check_data, check_tokenizer, check_validation
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
 from titanlite.data.kinds import KINDS, open_source
 from titanlite.data.order import STREAM_VERSION
+from titanlite.data.sources.stored import apply_cache_bytes
 from titanlite.data.tokenizer_files import tokenizer_file
 from titanlite.generation.config import check_samples
 from titanlite.hf.folder import PREFIX
@@ -48,6 +49,8 @@ from titanlite.profiling.config import check_profiling
 from titanlite.ranks.job_lock import JOB_LOCK_FILE
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.plugins import is_of_program
+from titanlite.storage.address import is_address
+from titanlite.storage.store import apply_settings
 
 OUTPUTS = (
     *("config.toml", "tokenizer", METRICS_FILE, RUN_FILE, SAMPLES_FILE, EXPERTS_FILE, LOG_FILE),
@@ -63,11 +66,18 @@ MAX_PATH_BYTES = 3800
 """Linux allows 4,095; the rest is for names inside a folder."""
 
 
+def apply_stores(config: JobConfig) -> None:
+    """Let this process, and those that it starts, read stores as the configuration says."""
+    apply_settings(config.storage)
+    apply_cache_bytes(config.data.cache_bytes)
+
+
 def check_config(config: JobConfig, *, world_size: int, device_type: str, checks_files: bool = True) -> list[Problem]:
     """All problems of a configuration with valid names and types, for this number of processes.
 
     checks_files: also check that data, tokenizer and output folder exist on this machine.
     """
+    apply_stores(config)
     degree = data_degree(config.parallelism, world_size)  # 0: unknown, which is another problem
     facts = resolve_config(config, world_size=world_size, device_type=device_type) if degree else config
     return [
@@ -285,6 +295,14 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
     return resolve_lengths(replace(config, training=training, data=data, optimizer=optimizer))
 
 
+def check_stores(config: JobConfig) -> list[Problem]:
+    """Problems of sources in stores that cannot be listed. Before any check that reads their files."""
+    held_out = config.validation.sources if config.validation.enable else ()
+    keyed = [(f"data.sources.{n}", source) for n, source in enumerate(config.data.sources)]
+    keyed += [(f"validation.sources.{n}", source) for n, source in enumerate(held_out)]
+    return [problem for key, source in keyed for problem in open_source(source).check_store(key)]
+
+
 def check_path_lengths(config: JobConfig) -> list[Problem]:
     """Problems of paths that no file system can have. Before any check that reads a path, which would raise OSError."""
     paths = {
@@ -297,6 +315,7 @@ def check_path_lengths(config: JobConfig) -> list[Problem]:
     for section, sources in (("data", config.data.sources), ("validation", config.validation.sources)):
         paths |= {f"{section}.sources.{n}.path": source.path for n, source in enumerate(sources)}
     paths |= {f"validation.tasks.{n}": path for n, path in enumerate(config.validation.tasks)}
+    paths = {key: path for key, path in paths.items() if not is_address(path)}
     encoding = sys.getfilesystemencoding()
     for key, path in paths.items():
         try:

@@ -104,6 +104,10 @@ ACROSS: Mapping[str, Needs] = {
         "several processes per pipeline stage",
         lambda facts: facts.is_searched or facts.world_size > facts.config.parallelism.pp,
     ),
+    "data.cache_bytes": Needs(
+        "data at an address, such as s3://BUCKET/NAME",
+        lambda facts: any(is_address(source.path) for source in facts.sources),
+    ),
     **{f"storage.{name}": _STORE for name in settings_of(StorageConfig)},
     "comm.save_timeout_s": Needs(
         "checkpoint.enable = true or an initial_load_path",

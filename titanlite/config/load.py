@@ -13,7 +13,15 @@ from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.dropped import remove_dropped
 from titanlite.checkpoint.preflight import earlier_config
 from titanlite.config.arguments import Arguments, Options, split_arguments
-from titanlite.config.check import check_config, check_path_lengths, one_rank, resolve_config, with_model_tokenizer
+from titanlite.config.check import (
+    apply_stores,
+    check_config,
+    check_path_lengths,
+    check_stores,
+    one_rank,
+    resolve_config,
+    with_model_tokenizer,
+)
 from titanlite.config.fields import SECTIONS, columns_of, fields_of, keys_of
 from titanlite.config.files import CONFIG_FILE, Content, config_path, read_file, shipped_names
 from titanlite.config.ineffective import ineffective
@@ -29,7 +37,6 @@ from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import optimizers_of
 from titanlite.runtime.errors import ConfigError, Problem, UsageError
 from titanlite.runtime.text import counted
-from titanlite.storage.store import apply_settings
 
 CONFIG_COPY = "config.toml"
 """The resolved configuration of a run, in its dump folder."""
@@ -143,15 +150,15 @@ def resolve(
     chooses the layout later. With --strict, settings without effect are problems.
     """
     any_layout |= parsed.config.parallelism.layout == "auto"
-    apply_settings(parsed.config.storage)  # the checks read stores
+    apply_stores(parsed.config)  # the checks read stores
     world_size = 1 if any_layout else world_size
-    too_long = check_path_lengths(parsed.config) if checks_files else []
-    problems = [*parsed.problems, *too_long]
+    unreadable = check_path_lengths(parsed.config) + check_stores(parsed.config) if checks_files else []
+    problems = [*parsed.problems, *unreadable]
     config = parsed.config
-    if checks_files and not too_long:
+    if checks_files and not unreadable:
         config = with_model_tokenizer(keep_earlier(config))
     if parsed.file_is_read:
-        readable = checks_files and not too_long
+        readable = checks_files and not unreadable
         placed = one_rank(config) if any_layout else config
         found = check_config(placed, world_size=world_size, device_type=device_type, checks_files=readable)
         found = [_with_origin(problem, parsed.config, config) for problem in found]

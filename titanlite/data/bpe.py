@@ -13,10 +13,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from titanlite.data.config import TokenizerConfig
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.python_stdlib import PythonStdlib
+from titanlite.data.sources.stored import StoredFile, facts_of
 from titanlite.data.sources.tokens import MANIFEST, Tokens
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.data.tokenizer_files import tokenizer_file
-from titanlite.runtime.cache import built_once, cached_folder, file_facts
+from titanlite.runtime.cache import built_once, cached_folder
 from titanlite.runtime.durability import replace_file
 
 logger = logging.getLogger("titanlite")
@@ -74,7 +75,7 @@ def train_on_python_stdlib(vocab_size: int) -> Path:
     Raises UserError if the cache folder cannot be written.
     """
     source = PythonStdlib(SourceConfig(PythonStdlib.kind, split="train"))
-    facts = ["bpe", FORMAT_VERSION, tokenizers.__version__, vocab_size, file_facts(source.files())]
+    facts = ["bpe", FORMAT_VERSION, tokenizers.__version__, vocab_size, facts_of(source.files())]
 
     def build(folder: Path) -> None:
         logger.info("training a tokenizer of %s tokens on the Python standard library", f"{vocab_size:,}")
@@ -108,11 +109,16 @@ def prepare_tokenizer(
 def kept_tokenizer(sources: Sequence[SourceConfig]) -> Path | None:
     """The tokenizer.json kept with the first token files of these sources that have one, else None.
 
-    `titanlite tokenize` writes it into the folder of tokens.json. A link to a file that does not exist counts, too.
+    `titanlite tokenize` writes it into the folder of tokens.json. A link to a file that does not exist counts, too. A
+    stored one is copied into the cache folder.
     """
     for source in sources:
         if source.kind == Tokens.kind:
             for folder in dict.fromkeys(file.parent for file in Tokens(source).files()):
+                if isinstance(folder, StoredFile):
+                    if all((folder / name).exists() for name in (MANIFEST, f"{TOKENIZER_FOLDER}/tokenizer.json")):
+                        return folder.copy_of(TOKENIZER_FOLDER) / "tokenizer.json"
+                    continue
                 file = folder / TOKENIZER_FOLDER / "tokenizer.json"
                 if os.path.lexists(file) and os.path.lexists(folder / MANIFEST):
                     return file

@@ -13,11 +13,12 @@ from titanlite.data.chat.source import Chat
 from titanlite.data.chat.template import ChatTemplate
 from titanlite.data.config import DataConfig, TokenizerConfig, ValidationConfig
 from titanlite.data.kinds import KINDS, open_source
-from titanlite.data.sources.base import Source, conversations_as_lines, files_below
+from titanlite.data.sources.base import STORE_RULE, Source, conversations_as_lines
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.jsonl import COMPRESSIONS, Jsonl
 from titanlite.data.sources.parquet import Parquet
 from titanlite.data.sources.python_stdlib import PythonStdlib
+from titanlite.data.sources.stored import SourceFile
 from titanlite.data.sources.tables import Arrow, Csv
 from titanlite.data.sources.text import Text
 from titanlite.data.sources.tokens import Tokens, manifests_of
@@ -84,9 +85,17 @@ def check_source(
         rules.needs(field.name, has_kind, f"kind = {' or '.join(map(repr, kinds))}, not {config.kind!r}")
     problems = [*rules.problems, *source.check_keys(key)]
     if checks_files:
+        problems = problems or source.check_store(key)
         problems = problems or _check_formats(source, key)
         problems = problems or source.check_files(key)
-        problems = problems or source.check_content(key, vocab_size=vocab_size, needs_documents=section.masks_documents)
+        try:
+            problems = problems or source.check_content(
+                key, vocab_size=vocab_size, needs_documents=section.masks_documents
+            )
+        except UserError as error:
+            if not source.is_stored:
+                raise
+            problems = [Problem(f"{key}.path", config.path, STORE_RULE, str(error))]
     rules = Rules("data", section, problems)
     rule = f"not valid for token files ({key}): each sequence is a window of a file"
     remedy = 'write packing = "concatenate", or use the text instead of token files'
@@ -100,7 +109,7 @@ def _check_formats(source: Source, key: str) -> list[Problem]:
     if source.kind not in READS:
         return []
     is_selected = bool(source.files())
-    files = source.files() or list(files_below(source.config.path))
+    files = source.files() or [*source.files_below()]
     formats = {file: _other_format(file.name, source, is_selected) for file in files}
     if any(file.name.lower().endswith(source.suffixes) for file in files):  # the others may be a README
         formats = {file: "" if found in KINDS else found for file, found in formats.items()}
@@ -120,6 +129,8 @@ def _check_formats(source: Source, key: str) -> list[Problem]:
     rule = f"files that kind = {source.kind!r} can read; {first} is compressed with {name}"
     unpack = f"find {shlex.quote(str(first.parent))} -name '*{found}' -exec {command} {{}} +"
     remedy = f"select unpacked files; to unpack these: {unpack}"
+    if source.is_stored:
+        remedy = f"select unpacked files; to unpack these, copy them to a disk and use {command}"
     return [Problem(f"{key}.path", source.config.path, rule, remedy)]
 
 
@@ -334,7 +345,7 @@ def _check_no_separators(rules: Rules) -> None:
         rules.needs(name, not getattr(rules.section, name), "a tokenizer.path")
 
 
-def _manifests(source: SourceConfig) -> dict[Path, dict[str, Any]]:
+def _manifests(source: SourceConfig) -> dict[SourceFile, dict[str, Any]]:
     """The manifests of a source of token files, by folder; {} for other sources, and if one cannot be read."""
     try:
         return manifests_of(Tokens(source).files()) if source.kind == Tokens.kind else {}

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 from titanlite.data.sources.config import SourceConfig
 from titanlite.runtime.settings import Affects, Needs, setting
 
+MIN_CACHE_BYTES = 2**28
 MIN_PIECE_BYTES = 16
 PIECE_BYTES_PER_POSITION = 64
 
@@ -66,6 +67,17 @@ class DataConfig:
     )
     """Processes per rank that tokenize and pack, at most one for each stream of the rank. 0: a thread of the training
     process. -1: 1 on CUDA if a source holds text, else 0."""
+    cache_bytes: int = setting(
+        -1,
+        f"write at least {MIN_CACHE_BYTES} (256 MiB), or leave it out",
+        least=MIN_CACHE_BYTES,
+        unset=-1,
+        affects="nothing",
+        per_node=True,
+        automatic="half of the space that the disk of the cache folder has for it",
+    )
+    """Maximum size, per node, of the parts of stored files (sources at an address such as s3://bucket/corpus) in the
+    cache folder. The least recently used parts are removed. -1: half of the space that its disk has."""
     ledger: bool = setting(False, affects="nothing")
     """Whether to record the origin of each sequence in <dump_folder>/ledger."""
     sources: tuple[SourceConfig, ...] = (SourceConfig(),)

@@ -37,6 +37,7 @@ from titanlite.data.sources.pieces import (
     PieceText,
     TokenPiece,
 )
+from titanlite.data.sources.stored import SourceFile, StoredFile, size_of
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.cache import built_once, cached_folder
 from titanlite.runtime.errors import UserError
@@ -60,9 +61,13 @@ class PieceIndex:
     records: int64 (pieces, len(Piece._fields)), memory-mapped. files: the files that Piece.file indexes.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: Sequence[SourceFile] = ()) -> None:
+        """files: of the source, which may be stored."""
         meta = read_json(folder / "meta.json", _Meta)
-        self.files = [folder / file for file in meta["files"]]  # relative paths: files made with the index
+        stored = {str(file): file for file in files if isinstance(file, StoredFile)}
+        self.files: list[SourceFile] = [
+            stored.get(file) or folder / file for file in meta["files"]
+        ]  # relative paths: files made with the index
         self.text_bytes: int = meta["text_bytes"]
         shape = (meta["pieces"], len(Piece._fields))
         self.records: npt.NDArray[np.int64] = (
@@ -85,7 +90,8 @@ def open_index(source: TextSource, max_piece_bytes: int) -> PieceIndex:
     facts = ["pieces", FORMAT_VERSION, source.index_settings(), max_piece_bytes, source.content_facts]
     what = f"the index of {source.name}"
     build = partial(_build, source, max_piece_bytes, what)
-    return PieceIndex(built_once(cached_folder("index", facts), what, build))
+    folder = built_once(cached_folder("index", facts), what, build)
+    return PieceIndex(folder, source.files() if source.is_stored else ())
 
 
 class _Meta(TypedDict):
@@ -119,13 +125,13 @@ def _build(source: TextSource, max_piece_bytes: int, what: str, into: Path) -> N
 _SIZE, _LENGTH = Piece._fields.index("size"), Piece._fields.index("length")
 
 
-def _scan(source: TextSource, files: Sequence[Path], max_piece_bytes: int, what: str) -> Iterator[Piece]:
-    total = sum(file.stat().st_size for file in files)
+def _scan(source: TextSource, files: Sequence[SourceFile], max_piece_bytes: int, what: str) -> Iterator[Piece]:
+    total = sum(map(size_of, files))
     with tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=not sys.stderr.isatty(), leave=False) as bar:
         for number, file in enumerate(files):
             try:
                 yield from source.scan(file, number, max_piece_bytes)
-                bar.update(file.stat().st_size)
+                bar.update(size_of(file))
             except OSError as error:
                 raise UserError(f"{file} cannot be read: {error}") from error
 
@@ -285,7 +291,7 @@ class TextCorpus:
         source, path, record = self._find(piece)
         return f"{path}, {source.row_name} {record.row}"
 
-    def _find(self, piece: int) -> tuple[TextSource, Path, Piece]:
+    def _find(self, piece: int) -> tuple[TextSource, SourceFile, Piece]:
         """The source of a piece, its file and its record in the index."""
         number = bisect_right(self._ends, piece)
         source, index = self._sources[number]

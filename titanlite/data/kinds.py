@@ -58,14 +58,19 @@ def source_from_path(path: str, key: str) -> SourceConfig | Problem:
 
     Returns a Problem of `key` if no file matches or the files are not of one kind.
     """
-    if os.path.isfile(os.path.join(path, MANIFEST)):
+    selected = Text(SourceConfig(Text.kind, path))
+    if selected.is_stored:
+        has_manifest = selected.is_folder and selected.listing.facts(selected.listing.base / MANIFEST) is not None
+    else:
+        has_manifest = os.path.isfile(os.path.join(path, MANIFEST))
+    if has_manifest:
         return SourceConfig(Tokens.kind, path)
     # The suffixes of conversations are those of documents in JSON lines, whose check names the kind chat.
     known = [kind for kind in KINDS.values() if kind.needs_path and kind.suffixes and kind is not Chat]
-    if os.path.isdir(path):
+    if selected.is_folder:
         kinds = [kind for kind in known if kind(SourceConfig(kind.kind, path)).files()]
     else:
-        files = [str(file).lower() for file in Text(SourceConfig(Text.kind, path)).files()]
+        files = [str(file).lower() for file in selected.files()]
         if not files:
             remedy = f"no regular file matches {os.path.join(os.getcwd(), path)}: fix the path"
             return Problem(key, path, "a file, a folder or a glob that matches files", remedy)

@@ -85,7 +85,7 @@ def has_hash(path: Path, expected: str) -> bool:
             return True
         with suppress(OSError):  # a cache that cannot be written or locked costs time only
             marker.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(_locked(marker, f"verify {path}"))
+            stack.enter_context(locked(marker, f"verify {path}"))
             if _has_content(marker):
                 return True
         if hash_of(path) != expected:
@@ -114,7 +114,7 @@ def built_once(folder: Path, what: str, build: Callable[[Path], None]) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_name(folder.name + ".lock"), f"build {what}"):
+        with locked(folder.with_name(folder.name + ".lock"), f"build {what}"):
             if not _is_intact(folder):
                 if folder.is_dir():
                     log.warning("%s in %s is damaged and is built again", what, folder)
@@ -146,7 +146,7 @@ def _is_intact(folder: Path) -> bool:
 
 
 @contextmanager
-def _locked(path: Path, what: str) -> Iterator[None]:
+def locked(path: Path, what: str) -> Iterator[None]:
     """Hold an exclusive lock on the file `path`; the system releases it if the process dies. what: the locked work.
 
     Raises OSError, also for a pipe in place of the file.
@@ -172,6 +172,9 @@ class Recent(Generic[K, V]):
         self._size = size
         self._total = 0
         self._values: OrderedDict[K, V] = OrderedDict()
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._values
 
     def get(self, key: K, make: Callable[[], V]) -> V:
         """Return the value of `key`, made by `make()` if it is not cached."""

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from titanlite.config.check import start_model, with_model_tokenizer
+from titanlite.config.check import apply_stores, start_model, with_model_tokenizer
 from titanlite.config.load import parse, without_consequences
 from titanlite.config.schema import JobConfig
 from titanlite.data.check import check_data, check_tokenizer
@@ -39,6 +39,7 @@ def config_of_data(
     parsed = parse(["--job.config_file", options.config, *overrides])
     config, problems = parsed.config, [*parsed.problems, *problems]
     if parsed.file_is_read:
+        apply_stores(config)
         config = with_model_tokenizer(config)
         data, vocab_size = config.data, config.hyper_parameters.vocab_size
         room = vocab_size if reads_tokens else 0

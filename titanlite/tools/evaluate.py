@@ -26,7 +26,7 @@ from titanlite.assembly.model import build_forward, build_model
 from titanlite.assembly.resolve import pin_revisions
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.manifest import MANIFEST_FILE, copy_id
-from titanlite.config.check import check_config, resolve_config
+from titanlite.config.check import apply_stores, check_config, resolve_config
 from titanlite.config.load import config_from_values
 from titanlite.config.schema import JobConfig, JobSection
 from titanlite.data.check import check_validation, keys_with_conversations
@@ -197,6 +197,7 @@ def evaluated_config(
 
     Only keys that evaluation depends on are checked, not whether training could resume here.
     """
+    apply_stores(saved.config)
     sources = [source_from_path(text, DATA) for text in options.data]
     raise_problems([*(each for each in sources if isinstance(each, Problem)), *check_tasks(TASKS, options.tasks)])
     values = {name: dict(table) for name, table in saved.manifest.config.items()}

@@ -20,6 +20,7 @@ from titanlite.data.preparation import Assignment, Preparation
 from titanlite.data.sources.arrays import ArrayFile
 from titanlite.data.sources.base import StreamedSource, TextSource
 from titanlite.data.sources.pieces import BAD_FILE, STARTS_DOCUMENT, BadRowError, Piece, TokenPiece
+from titanlite.data.sources.stored import size_of
 from titanlite.data.sources.tokens import Tokens, documents_file, manifests_of, open_tokens
 from titanlite.data.streams import TooLong, fitted_length, num_packed
 from titanlite.data.tokenizer import Tokenizer
@@ -138,7 +139,7 @@ def describe_token_files(source: Tokens, seq_len: int) -> float:
         if documents_file(file).is_file():
             starts = ArrayFile(documents_file(file))
             lengths += np.diff(starts.read(0, len(starts)), append=size).tolist()
-    size = sum(file.stat().st_size for file in files)
+    size = sum(size_of(file) for file in files)
     print(f"  size          {counted(len(files), 'file')}, {counted(size, 'byte')}")
     print(f"  tokens        {sum(sizes):,}")
     for folder, manifest in manifests_of(files).items():

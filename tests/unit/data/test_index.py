@@ -17,7 +17,8 @@ from titanlite.data import corpus
 from titanlite.data.corpus import PieceIndex
 from titanlite.data.kinds import text_sources
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError, cut, lines, read_range, utf8_text
+from titanlite.data.sources.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError, cut, lines, utf8_text
+from titanlite.data.sources.stored import read_range
 from titanlite.data.sources.text import Text
 from titanlite.ranks.launch import fork_context
 from titanlite.runtime import waiting

@@ -2,13 +2,13 @@
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO, Any
 
 from titanlite.data.chat.messages import ASSISTANT, Message, parse_conversation, require_answer
 from titanlite.data.sources.config import CHAT, CONVERSATION_FIELDS
 from titanlite.data.sources.jsonl import Jsonl, json_value, rows_fault
 from titanlite.data.sources.pieces import BadRowError, ConversationError, KindError, Piece, utf8_text
+from titanlite.data.sources.stored import SourceFile
 
 
 class Chat(Jsonl):
@@ -20,7 +20,7 @@ class Chat(Jsonl):
     def settings(self) -> dict[str, Any]:
         return {key: getattr(self.config, key) for key in self.keys}
 
-    def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:  # noqa: ARG002
+    def scan(self, path: SourceFile, file: int, max_piece_bytes: int) -> Iterator[Piece]:  # noqa: ARG002
         return super().scan(path, file, sys.maxsize)
 
     def plain_text(self, text: str) -> str:

@@ -5,15 +5,16 @@ Files are not memory-mapped: if a mapped file becomes shorter, SIGBUS ends the p
 
 import os
 import weakref
+from collections.abc import Callable
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 from tokenize import TokenError
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
+from titanlite.data.sources.stored import SourceFile, StoredFile, block_bounds
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import open_regular, read_at
 from titanlite.runtime.retry import retrying
@@ -23,21 +24,34 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 
 
 class ArrayFile:
-    """A 1-D array of integers in a file, which stays open. len(): the number of elements."""
+    """A 1-D array of integers in a file, which stays open, or in an object. len(): the number of elements."""
 
-    def __init__(self, path: Path, raw_dtype: str = "") -> None:
+    def __init__(self, path: SourceFile, raw_dtype: str = "") -> None:
         """raw_dtype: the type of the elements of a raw little-endian file; "": a .npy file. Raises UserError."""
         self.path = path
         try:
+            if isinstance(path, StoredFile):
+                self._open_stored(path, raw_dtype)
+                return
             with open_regular(path) as file:
                 self._opened = os.fstat(file.fileno())
-                self.dtype, self._count, self._begin = _raw(file, raw_dtype) if raw_dtype else _npy(file)
+                self._read_header(file, self._opened.st_size, raw_dtype)
                 self._descriptor = os.dup(file.fileno())
+                self._read_at: Callable[[memoryview, int], int] = partial(read_at, self._descriptor)
         except (ValueError, SyntaxError, TokenError) as error:  # numpy parses the header as a Python literal
             raise UserError(f"{path} is not a 1-D array of integers: {error}") from None
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
         weakref.finalize(self, os.close, self._descriptor)
+
+    def _open_stored(self, file: StoredFile, raw_dtype: str) -> None:
+        size, self._descriptor = file.facts.bytes, -1
+        with file.open([block_bounds(0, size)]) as opened:
+            self._read_header(opened, size, raw_dtype)
+        self._read_at = file.blocks().read_into
+
+    def _read_header(self, file: BinaryIO, size: int, raw_dtype: str) -> None:
+        self.dtype, self._count, self._begin = _raw(size, raw_dtype) if raw_dtype else _npy(file, size)
 
     def __len__(self) -> int:
         return self._count
@@ -48,7 +62,7 @@ class ArrayFile:
         first = self._begin + begin * self.dtype.itemsize
         raw = out.view(np.uint8).data
         try:
-            count = retrying(str(self.path), partial(read_at, self._descriptor, raw, first))
+            count = retrying(str(self.path), partial(self._read_at, raw, first))
         except OSError as error:
             raise UserError(f"{self.path} can no longer be read at byte {first:,}: {error.strerror}") from None
         if count < len(raw):
@@ -61,7 +75,10 @@ class ArrayFile:
         return out
 
     def check_unchanged(self) -> None:
-        """Raise UserError if the file's size or time has changed since it was opened."""
+        """Raise UserError if the file's size or time has changed since it was opened. An object is checked when a part
+        of it is fetched."""
+        if self._descriptor < 0:
+            return
         found = os.fstat(self._descriptor)
         if (found.st_size, found.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
             raise UserError(
@@ -71,15 +88,15 @@ class ArrayFile:
             )
 
 
-def _raw(file: BinaryIO, dtype: str) -> tuple[np.dtype[Any], int, int]:
+def _raw(size: int, dtype: str) -> tuple[np.dtype[Any], int, int]:
     """(dtype, number of elements, first byte) of a raw file. Raises ValueError."""
-    size, kind = os.fstat(file.fileno()).st_size, np.dtype(dtype).newbyteorder("<")
+    kind = np.dtype(dtype).newbyteorder("<")
     if size == 0 or size % kind.itemsize:
         raise ValueError(f"{size:,} bytes are not a multiple of {kind.itemsize}, the size of {dtype}")
     return kind, size // kind.itemsize, 0
 
 
-def _npy(file: BinaryIO) -> tuple[np.dtype[Any], int, int]:
+def _npy(file: BinaryIO, size: int) -> tuple[np.dtype[Any], int, int]:
     """(dtype, number of elements, first byte) of a .npy file. Raises ValueError, and other errors for a bad header."""
     version = np.lib.format.read_magic(file)
     if version not in _HEADERS:
@@ -87,7 +104,7 @@ def _npy(file: BinaryIO) -> tuple[np.dtype[Any], int, int]:
     shape, _, dtype = _HEADERS[version](file)
     if len(shape) != 1 or dtype.kind not in "iu":
         raise ValueError(f"it is {len(shape)}-D {dtype}")
-    begin, size = file.tell(), os.fstat(file.fileno()).st_size
+    begin = file.tell()
     end = begin + shape[0] * dtype.itemsize
     if not begin <= end <= size:
         raise ValueError(f"its {shape[0]:,} elements would end at byte {end:,}, but it has {size:,} bytes")

@@ -11,7 +11,7 @@ import os
 import shlex
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
@@ -30,10 +30,12 @@ from titanlite.data.sources.pieces import (
     LineEndError,
     Piece,
 )
-from titanlite.runtime.cache import built_once, cached_folder, file_facts
+from titanlite.data.sources.stored import Listing, SourceFile, StoredFile, facts_of, open_file, size_of
+from titanlite.runtime.cache import built_once, cached_folder
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.files import open_regular
 from titanlite.runtime.json_files import read_json
+from titanlite.storage.address import is_address
 
 CACHED_VERSION = 3
 """Version of the files that cached_json writes."""
@@ -60,6 +62,11 @@ MAX_SUFFIXES = 8
 HEAD_BYTES = 2**12
 """Bytes at the beginning of a file that show its encoding."""
 
+STORE_RULE = "the address of objects that can be listed and read"
+
+CHECKED_STORED = 32
+"""Files of a store whose encoding is checked before a run starts: each takes a request."""
+
 READERS = 16
 """Files that are read concurrently: most of the time is spent waiting for the file system."""
 
@@ -76,6 +83,8 @@ class Source(ABC):
     holds: ClassVar[Literal["text", "tokens"]] = "text"
     needs_path: ClassVar[bool] = True
     has_revision: ClassVar[bool] = False
+    reads_stores: ClassVar[bool] = False
+    """Whether the path may be an address of an object store: files are SourceFiles then, not only Paths."""
     shuffling_note: ClassVar[str] = ""
     """Note for the log about reading the source in a shuffled order."""
 
@@ -92,16 +101,34 @@ class Source(ABC):
         """Unit of the size: "tokens" or "bytes"; "" if the size is unknown."""
         return "tokens" if self.holds == "tokens" else "bytes"
 
-    def files(self) -> list[Path]:
+    @property
+    def is_stored(self) -> bool:
+        """Whether the path is an address of an object store."""
+        return is_address(self.config.path)
+
+    @cached_property
+    def listing(self) -> Listing:
+        """The objects of the store when first used. Raises UserError."""
+        return Listing(self.config.path)
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the path is that of a folder."""
+        return self.listing.is_folder if self.is_stored else os.path.isdir(self.config.path)
+
+    def files(self) -> Sequence[SourceFile]:
         """Files of the source, in their order; may be empty. All uses of this object see the same list."""
         return self._files
 
     @cached_property
-    def _files(self) -> list[Path]:
+    def _files(self) -> Sequence[SourceFile]:
         return self._find_files()
 
-    def _find_files(self) -> list[Path]:
+    def _find_files(self) -> Sequence[SourceFile]:
         """The files that the path selects now, sorted by path. Skips hidden files in folders and globs."""
+        if self.is_stored:
+            files, is_folder = self.listing.files, self.listing.is_folder
+            return [file for file in files if not is_folder or file.name.lower().endswith(self.suffixes)]
         found = {Path(entry).absolute() for entry in self._entries() if os.path.isfile(entry)}
         return sorted(found, key=lambda file: file.as_posix())
 
@@ -121,9 +148,15 @@ class Source(ABC):
     def describe_unread(self) -> str:
         """Numbers of the files in the source's folder that it does not read, by suffix; "" for a file or a glob."""
         files = self.files()
-        unread = {*files_below(self.config.path)}.difference(files) if files else ()
+        unread = {*self.files_below()}.difference(files) if files else ()
         counts = Counter(file.suffix or file.name for file in unread)
         return ", ".join(f"{count} {suffix}" for suffix, count in sorted(counts.items())[:MAX_SUFFIXES])
+
+    def files_below(self) -> Iterable[SourceFile]:
+        """The files below the source's folder, without hidden ones; none if its path is not that of a folder."""
+        if self.is_stored:
+            return self.listing.files if self.listing.is_folder else ()
+        return files_below(self.config.path)
 
     def check_keys(self, key: str) -> list[Problem]:  # noqa: ARG002
         """Problems of the table at `key` ("data.sources.0") that are specific to this kind. Does not access files."""
@@ -132,6 +165,10 @@ class Source(ABC):
     def check_files(self, key: str) -> list[Problem]:
         """Problems of the list of files. Called if the keys have no problem; does not read the files."""
         path = self.config.path
+        if self.is_stored:
+            rule = f"an object, a folder with {self._suffixes()} objects, or a glob that matches objects"
+            remedy = f"nothing matches below {self.listing.base}: fix the address"
+            return [] if self.files() else [Problem(f"{key}.path", path, rule, remedy)]
         entries = self._entries() if path else []
         other = [entry for entry in entries if not os.path.isfile(entry) and not os.path.isdir(entry)]
         if other:
@@ -140,13 +177,29 @@ class Source(ABC):
             return [Problem(f"{key}.path", path, rule, remedy)]
         if any(map(os.path.isfile, entries)):
             return []
-        rule = f"a file, a folder with {' or '.join(f'*{suffix}' for suffix in self.suffixes)} files, or a glob that "
-        rule += "matches files"
+        rule = f"a file, a folder with {self._suffixes()} files, or a glob that matches files"
         full = os.path.join(os.getcwd(), path)
         remedy = f"nothing matches {full}: fix the path (relative to the current folder)"
         if not path:
             rule, remedy = f"{rule}; required for kind = {self.kind!r}", "write the path of your files"
         return [Problem(f"{key}.path", path, rule, remedy)]
+
+    def check_store(self, key: str) -> list[Problem]:
+        """Problems of a path in an object store: that the kind does not read it, or that it cannot be listed."""
+        if not self.is_stored:
+            return []
+        if not self.reads_stores:
+            rule = f"a path: kind = {self.kind!r} reads no object stores"
+            remedy = "copy the files to a disk, or read them with kind jsonl, chat, parquet, csv, arrow, text or tokens"
+            return [Problem(f"{key}.path", self.config.path, rule, remedy)]
+        try:
+            self.files()
+        except UserError as error:
+            return [Problem(f"{key}.path", self.config.path, STORE_RULE, str(error))]
+        return []
+
+    def _suffixes(self) -> str:
+        return " or ".join(f"*{suffix}" for suffix in self.suffixes)
 
     def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:  # noqa: ARG002
         """Problems of the files' content, from the start of each file. Called if the list of files has no problem.
@@ -169,12 +222,14 @@ class Source(ABC):
 
     @cached_property
     def content_facts(self) -> list[Any]:
-        """Facts that change with the content of the files: paths, sizes, times and inodes, when first used."""
+        """Facts that change with the content of the files: paths, sizes, times and inodes, when first used; of stored
+        files, addresses, sizes and ETags."""
         return self._current_facts()
 
     def _current_facts(self) -> list[Any]:
+        """The facts of now; of stored files, those of the listing."""
         try:
-            return [*file_facts(self.files())]
+            return [*facts_of(self.files())]
         except OSError as error:
             raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
 
@@ -190,19 +245,27 @@ class Source(ABC):
         facts = {"name": self.name, "kind": self.kind, **self.settings()}
         return facts | {"weight": self.config.weight, "epochs": self.config.epochs}
 
-    def _file_facts(self, files: list[Path]) -> dict[str, Any]:
+    def _file_facts(self, files: Sequence[SourceFile]) -> dict[str, Any]:
         before = set(self.content_facts)
         content = self._content_digest(files)
-        if changed := before ^ set(self._current_facts()):
+        listed = type(self)(self.config) if self.is_stored else self
+        if changed := before - set(listed._current_facts()):
             raise UserError(
                 f"{min(changed)[0]} was written while the run was starting: start again when the files are complete"
             )
-        return {"files": len(files), "bytes": sum(file.stat().st_size for file in files), "content": content}
+        return {"files": len(files), "bytes": sum(map(size_of, files)), "content": content}
 
-    def _content_digest(self, files: list[Path]) -> str:
-        """Digest of the files in their order. Never cached: nodes may share a cache folder, but not the files."""
-        with ThreadPoolExecutor(READERS) as pool:
-            return f"xxh3-128:{xxhash.xxh3_128(b''.join(pool.map(sampled_digest, files))).hexdigest()}"
+    def _content_digest(self, files: Sequence[SourceFile]) -> str:
+        """Digest of the files in their order. Cached of stored files only: nodes may share a cache folder, but not the
+        files."""
+
+        def digests() -> list[str]:
+            with ThreadPoolExecutor(READERS) as pool:
+                return [digest.hex() for digest in pool.map(sampled_digest, files)]
+
+        what = f"the digests of {self.name}"
+        found = cached_json("digests", facts_of(files), what, digests) if self.is_stored else digests()
+        return f"xxh3-128:{xxhash.xxh3_128(bytes.fromhex(''.join(found))).hexdigest()}"
 
 
 def cached_json(kind: str, facts: list[Any], what: str, make: Callable[[], Any]) -> Any:
@@ -215,23 +278,34 @@ def cached_json(kind: str, facts: list[Any], what: str, make: Callable[[], Any])
     return read_json(folder / "value.json")["value"]
 
 
-def sampled_digest(file: Path) -> bytes:
+def sampled_digest(file: SourceFile) -> bytes:
     """Digest (16 bytes) of a file's size and of its sampled blocks; see SAMPLED_BLOCKS. Raises UserError."""
     try:
+        if isinstance(file, StoredFile):
+            digest = _sampled(file.facts.bytes, file.read)
+            file.check_unchanged()
+            return digest
         with open_regular(file) as opened:
-            size = opened.seek(0, 2)
-            digest = xxhash.xxh3_128(size.to_bytes(8, "little"))
-            if size <= SAMPLED_BLOCKS * BLOCK_BYTES:
-                begins, length = [0], size
-            else:
-                last = size - BLOCK_BYTES
-                begins, length = [last * n // (SAMPLED_BLOCKS - 1) for n in range(SAMPLED_BLOCKS)], BLOCK_BYTES
-            for begin in begins:
+
+            def read(begin: int, end: int) -> bytes:
                 opened.seek(begin)
-                digest.update(opened.read(length))
-            return digest.digest()
+                return opened.read(end - begin)
+
+            return _sampled(opened.seek(0, 2), read)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error}") from error
+
+
+def _sampled(size: int, read: Callable[[int, int], bytes]) -> bytes:
+    digest = xxhash.xxh3_128(size.to_bytes(8, "little"))
+    if size <= SAMPLED_BLOCKS * BLOCK_BYTES:
+        begins, length = [0], size
+    else:
+        last = size - BLOCK_BYTES
+        begins, length = [last * n // (SAMPLED_BLOCKS - 1) for n in range(SAMPLED_BLOCKS)], BLOCK_BYTES
+    for begin in begins:
+        digest.update(read(begin, begin + length))
+    return digest.digest()
 
 
 def fault_problem(config: SourceConfig, key: str, file: str, fault: BadRowError) -> Problem | None:
@@ -291,7 +365,7 @@ def check_first_file(source: Source, key: str, fault_in: Callable[[IO[bytes]], B
     """
     file = source.files()[0]
     try:
-        with open_regular(file) as opened:
+        with open_file(file) as opened:
             fault = fault_in(opened)
     except OSError as error:
         remedy = f"{file} cannot be read: {error.strerror or error}; fix this, or the path"
@@ -300,20 +374,21 @@ def check_first_file(source: Source, key: str, fault_in: Callable[[IO[bytes]], B
     return [problem] if problem else []
 
 
-def check_encoding(source: Source, key: str, read_head: Callable[[Path], bytes]) -> list[Problem]:
+def check_encoding(source: Source, key: str, read_head: Callable[[SourceFile], bytes]) -> list[Problem]:
     """A problem if a file is text in UTF-16 or UTF-32, most of which is valid UTF-8 with NULs.
 
-    read_head: the first HEAD_BYTES of a file, unpacked.
+    read_head: the first HEAD_BYTES of a file, unpacked. Of a store, the first CHECKED_STORED files are read.
     """
+    files = source.files()[:CHECKED_STORED] if source.is_stored else source.files()
 
-    def encoding_of(file: Path) -> str:
+    def encoding_of(file: SourceFile) -> str:
         try:
             return wide_encoding(read_head(file))
         except OSError:  # reported when the file is indexed
             return ""
 
     with ThreadPoolExecutor(READERS) as pool:
-        encodings = zip(source.files(), pool.map(encoding_of, source.files()), strict=True)
+        encodings = zip(files, pool.map(encoding_of, files), strict=True)
         file, encoding = next(((file, encoding) for file, encoding in encodings if encoding), (None, ""))
     if file is None:
         return []
@@ -325,6 +400,8 @@ def _conversion(file: str, command: str) -> str:
     """A command that replaces the content of a file, unpacked, by what `command` makes of it."""
     path, new = shlex.quote(file), shlex.quote(f"{file}.new")
     unpack, pack = next((pipe for suffix, pipe in _PIPES.items() if file.lower().endswith(suffix)), ("cat", ""))
+    if is_address(file):
+        return f"write it again from {unpack} FILE | {command}{pack}"
     return f"{unpack} {path} | {command}{pack} > {new} && mv {new} {path}"
 
 
@@ -375,16 +452,16 @@ class TextSource(Source):
         own = [[key, getattr(config, key)] for key in self.keys if key not in (*_INDEX_KEYS, *_OTHER_KEYS)]
         return [self.kind, config.field or "text", config.document or "file", config.split or "train", *own]
 
-    def indexed_files(self, into: Path) -> list[Path]:  # noqa: ARG002
+    def indexed_files(self, into: Path) -> Sequence[SourceFile]:  # noqa: ARG002
         """The files to index. Files that must be created first are written to the folder `into`."""
         return self.files()
 
     @abstractmethod
-    def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:
+    def scan(self, path: SourceFile, file: int, max_piece_bytes: int) -> Iterator[Piece]:
         """Yield all pieces of a file in order, or one BAD_FILE if it has no row. Does not load the entire file."""
 
     @abstractmethod
-    def read(self, path: Path, piece: Piece) -> str:
+    def read(self, path: SourceFile, piece: Piece) -> str:
         """The text of a piece, never empty. Raises BadRowError, and OSError if the file cannot be read."""
 
     def plain_text(self, text: str) -> str:

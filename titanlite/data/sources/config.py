@@ -22,8 +22,8 @@ class SourceConfig:
     """Type of the source. hf: a dataset of the Hugging Face hub, or a folder in its layout. python-stdlib: the *.py
     files of the running interpreter's standard library, without a path."""
     path: str = setting("", per_node=True, is_path=True)
-    """File, folder or glob (** for any depth). A folder includes all files of the kind below it. hf: a folder, or a
-    name on the hub like "user/dataset"."""
+    """File, folder or glob (** for any depth), or its address in an object store, like s3://bucket/folder. A folder
+    includes all files of the kind below it. hf: a folder, or a name on the hub like "user/dataset"."""
     field: str = ""
     """jsonl, parquet, csv, arrow, hf: field (column) of the text; default "text"."""
     name: str = setting("", per_node=True)

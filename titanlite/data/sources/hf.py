@@ -35,6 +35,7 @@ from titanlite.data.sources.hub_files import (
 from titanlite.data.sources.jsonl import UNPACKING_ERRORS, damage_after, is_damage, json_row, open_lines
 from titanlite.data.sources.parquet import as_bytes, damage, open_parquet, row_counts, text_of, text_type
 from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, no_lines
+from titanlite.data.sources.stored import SourceFile
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.retry import reason, retrying
 
@@ -140,7 +141,7 @@ class ConvertedDataset(HubDataset, TextSource):
 
     def __init__(self, config: SourceConfig) -> None:
         super().__init__(config)
-        self._columns: dict[Path, Any] = {}
+        self._columns: dict[SourceFile, Any] = {}
 
     def indexed_files(self, into: Path) -> list[Path]:
         """Download the dataset and write the split as Arrow files into `into`. Raises UserError."""
@@ -163,7 +164,7 @@ class ConvertedDataset(HubDataset, TextSource):
         shutil.rmtree(folder)
         return moved
 
-    def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:
+    def scan(self, path: SourceFile, file: int, max_piece_bytes: int) -> Iterator[Piece]:
         import pyarrow.compute
 
         row = 0
@@ -179,12 +180,12 @@ class ConvertedDataset(HubDataset, TextSource):
         if not row:
             yield Piece(file, 1, 0, 0, flags=BAD_FILE)
 
-    def read(self, path: Path, piece: Piece) -> str:
+    def read(self, path: SourceFile, piece: Piece) -> str:
         if piece.flags & BAD_FILE:
             raise BadRowError("the file has no rows")
         return text_of(piece, self._column(path).chunk(piece.offset)[piece.size], self.field)
 
-    def _column(self, path: Path) -> Any:
+    def _column(self, path: SourceFile) -> Any:
         """The text column, memory-mapped."""
         import pyarrow
 

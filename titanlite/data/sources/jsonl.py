@@ -7,12 +7,13 @@ import gzip
 import io
 import json
 import logging
-import os
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, ClassVar, NamedTuple
+from typing import IO, Any, ClassVar, NamedTuple, Protocol
 
 from titanlite.data.sources.base import HEAD_BYTES, TextSource, check_encoding, check_first_file
 from titanlite.data.sources.config import CHAT, CONVERSATION_FIELDS, SourceConfig
@@ -25,14 +26,25 @@ from titanlite.data.sources.pieces import (
     LineEndError,
     Piece,
     lines,
-    mapped,
     no_lines,
-    read_range,
     utf8_text,
 )
-from titanlite.runtime.cache import Recent, built_once, cached_folder, file_facts
+from titanlite.data.sources.stored import (
+    Blocks,
+    BlockWriter,
+    SourceFile,
+    StoredFile,
+    block_bounds,
+    facts_of,
+    mapped,
+    open_file,
+    read_range,
+    size_of,
+    stored_parts,
+)
+from titanlite.runtime.cache import Recent, built_once, cached_folder
 from titanlite.runtime.errors import Problem
-from titanlite.runtime.files import open_regular
+from titanlite.runtime.parts import Part
 from titanlite.runtime.retry import is_transient
 
 CACHE_BYTES = 64 * 2**20
@@ -56,10 +68,18 @@ UNPACKING_ERRORS = (EOFError, zlib.error, OSError)
 logger = logging.getLogger("titanlite")
 
 
+class Output(Protocol):
+    """What lines are written to: a file, or the blocks of one."""
+
+    def write(self, data: bytes, /) -> int: ...
+    def tell(self) -> int: ...
+    def truncate(self, size: int, /) -> Any: ...
+
+
 class Unpacked(NamedTuple):
     """A file of complete lines. lines: number of lines. damage: why later lines are missing; "" if intact."""
 
-    file: Path
+    file: SourceFile | Blocks
     lines: int
     damage: str
 
@@ -77,18 +97,19 @@ class Jsonl(TextSource):
         *(".jsonl.zst", ".ndjson.zst", ".json.zst"),
     )
     row_name = "line"
+    reads_stores = True
 
     def __init__(self, config: SourceConfig) -> None:
         super().__init__(config)
         self.field = config.field or "text"
-        self._cut_texts: Recent[tuple[Path, int], bytes] = Recent(CACHE_BYTES, len)
-        self._unpacked: dict[Path, Unpacked] = {}
+        self._cut_texts: Recent[tuple[SourceFile, int], bytes] = Recent(CACHE_BYTES, len)
+        self._unpacked: dict[SourceFile, Unpacked] = {}
 
     def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:  # noqa: ARG002
         return check_encoding(self, key, self._head) or check_first_file(self, key, self._fault_of_first_file)
 
-    def _head(self, path: Path) -> bytes:
-        with open_regular(path) as opened, open_lines(opened, path.name) as lines:
+    def _head(self, path: SourceFile) -> bytes:
+        with open_file(path) as opened, open_lines(opened, path.name) as lines:
             try:
                 return lines.read(HEAD_BYTES)
             except UNPACKING_ERRORS:  # reported when the file is unpacked
@@ -101,7 +122,7 @@ class Jsonl(TextSource):
     def settings(self) -> dict[str, Any]:
         return {"field": self.field}
 
-    def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:
+    def scan(self, path: SourceFile, file: int, max_piece_bytes: int) -> Iterator[Piece]:
         content = self._content(path)
         with mapped(content.file) as data:
             number = 0
@@ -118,7 +139,7 @@ class Jsonl(TextSource):
             elif not number:
                 yield Piece(file, 1, 0, len(data), flags=BAD_FILE)
 
-    def _content(self, path: Path) -> Unpacked:
+    def _content(self, path: SourceFile) -> Unpacked:
         """The lines of a file, in the cache folder if it is not a file of lines itself."""
         if not self._is_copied(path):
             return Unpacked(path, 0, "")
@@ -126,7 +147,7 @@ class Jsonl(TextSource):
             self._unpacked[path] = unpacked(path, self._copy_facts(), self._copy_lines)
         return self._unpacked[path]
 
-    def _is_copied(self, path: Path) -> bool:
+    def _is_copied(self, path: SourceFile) -> bool:
         """Whether the lines are in the cache folder."""
         return bool(compression(path.name))
 
@@ -134,14 +155,14 @@ class Jsonl(TextSource):
         """Settings that decide the lines in the cache folder."""
         return []
 
-    def _copy_lines(self, path: Path, out: IO[bytes]) -> tuple[int, str]:
+    def _copy_lines(self, path: SourceFile, out: Output) -> tuple[int, str]:
         """Write the lines of `path` into `out`, up to the last complete line before any damage.
 
         Returns the number of lines, and the damage.
         """
         return unpack_lines(path, out)
 
-    def read(self, path: Path, piece: Piece) -> str:
+    def read(self, path: SourceFile, piece: Piece) -> str:
         content = self._content(path)
         if piece.flags & BAD_FILE:
             raise BadRowError(content.damage) if content.damage else no_lines(piece.size)
@@ -150,7 +171,7 @@ class Jsonl(TextSource):
         text = self._cut_texts.get((path, piece.offset), lambda: self._read_text(content.file, piece))
         return utf8_text(text[piece.begin : piece.begin + piece.length])
 
-    def _read_text(self, path: Path, piece: Piece) -> bytes:
+    def _read_text(self, path: SourceFile | Blocks, piece: Piece) -> bytes:
         return self._text_of(read_range(path, piece.offset, piece.size))
 
     def _text_of(self, line: bytes) -> bytes:
@@ -262,35 +283,80 @@ def is_damage(error: Exception) -> bool:
     return True
 
 
-CopyLines = Callable[[Path, IO[bytes]], tuple[int, str]]
+CopyLines = Callable[[SourceFile, Output], tuple[int, str]]
 """See Jsonl._copy_lines."""
 
 
-def unpacked(path: Path, facts: list[Any], copy_lines: CopyLines) -> Unpacked:
+def unpacked(path: SourceFile, facts: list[Any], copy_lines: CopyLines) -> Unpacked:
     """Find the lines of a file in the cache, or write them; other processes wait for the one that does.
 
     facts: settings of copy_lines. Truncated or corrupt data gives the complete lines before the damage. Raises
-    UserError if the cache folder cannot be written, and OSError if the file cannot be read.
+    UserError if the cache folder cannot be written, and OSError if the file cannot be read. The lines of a stored file
+    are in parts, which are made again if they have been removed from the cache.
     """
-    folder = cached_folder("unpacked", ["unpacked", UNPACKED_VERSION, file_facts([path]), *facts])
-    built_once(folder, f"the unpacked {path}", lambda into: _unpack(path, into, folder, copy_lines))
+    key = ["unpacked", UNPACKED_VERSION, facts_of([path]), *facts]
+    folder = cached_folder("unpacked", key)
+    built_once(folder, f"the unpacked {path}", lambda into: _unpack(path, into, folder, copy_lines, key))
     meta = json.loads((folder / "meta.json").read_text())
-    return Unpacked(folder / "content", meta["lines"], meta["damage"])
+    if not isinstance(path, StoredFile):
+        return Unpacked(folder / "content", meta["lines"], meta["damage"])
+    block = partial(_unpacked_block, path, key, copy_lines, meta["written"])
+    return Unpacked(Blocks(meta["bytes"], block), meta["lines"], meta["damage"])
 
 
-def _unpack(path: Path, into: Path, folder: Path, copy_lines: CopyLines) -> None:
-    with open(into / "content", "wb") as out:
-        lines, damage = copy_lines(path, out)
-        size = out.tell()
-    (into / "meta.json").write_text(json.dumps({"lines": lines, "damage": damage}))
-    sizes = [f"{count / 2**20:,.1f} MiB" for count in (os.path.getsize(path), size)]
+def _unpack(path: SourceFile, into: Path, folder: Path, copy_lines: CopyLines, key: list[Any]) -> None:
+    if isinstance(path, StoredFile):
+        blocks = BlockWriter(lambda number, content: stored_parts().add([*key, number], content))
+        lines, damage = copy_lines(path, blocks)
+        blocks.finish()
+        size, written = blocks.size, blocks.written
+    else:
+        with open(into / "content", "wb") as out:
+            lines, damage = copy_lines(path, out)
+        size = written = (into / "content").stat().st_size
+    meta = {"lines": lines, "damage": damage, "bytes": size, "written": written}
+    (into / "meta.json").write_text(json.dumps(meta))
+    sizes = [f"{count / 2**20:,.1f} MiB" for count in (size_of(path), size)]
     logger.info("unpacked %s (%s) into %s (%s)%s", path, sizes[0], folder, sizes[1], damage and f": {damage}")
 
 
-def unpack_lines(path: Path, out: IO[bytes]) -> tuple[int, str]:
+def _unpacked_block(path: StoredFile, key: list[Any], copy_lines: CopyLines, written: int, number: int) -> Part:
+    """A block of the unpacked content. If it is missing, the file is unpacked again from its beginning, and all blocks
+    are kept if they fit into half of the cache, otherwise this one and the following ones that do."""
+    parts, found = stored_parts(), dict[int, bytes]()
+
+    def make() -> bytes:
+        room = parts.limit // 2
+        first = 0 if written <= room else number
+
+        def keep(each: int, content: bytes) -> None:
+            nonlocal room
+            if each == number:
+                found[number] = content
+            elif each >= first and room > 0:
+                parts.add([*key, each], content)
+            room -= len(content) if each >= first else 0
+            if found and room <= 0:
+                raise _EnoughError
+
+        blocks = BlockWriter(keep)
+        with suppress(_EnoughError):
+            copy_lines(path, blocks)
+            blocks.finish()
+        return found[number]
+
+    begin, end = block_bounds(number, written)
+    return parts.get([*key, number], end - begin, make, made_with=key)
+
+
+class _EnoughError(Exception):
+    """The blocks that are needed are unpacked."""
+
+
+def unpack_lines(path: SourceFile, out: Output) -> tuple[int, str]:
     """Unpack `path` into `out`, up to the last complete line before any damage. Returns number of lines and damage."""
     lines, complete_bytes = 0, 0
-    with open_regular(path) as opened, open_lines(opened, path.name) as packed:
+    with open_file(path) as opened, open_lines(opened, path.name) as packed:
         try:
             while chunk := packed.read1(CHUNK_BYTES):
                 lines += chunk.count(b"\n")
@@ -301,7 +367,6 @@ def unpack_lines(path: Path, out: IO[bytes]) -> tuple[int, str]:
             if not is_damage(error):
                 raise
             out.truncate(complete_bytes)
-            out.seek(complete_bytes)
             return lines, damage_after(lines, error, path.name)
     return lines, ""
 

@@ -1,21 +1,23 @@
 """Parquet files: a document is one row of a text column."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO, Any
 
 from titanlite.data.sources.base import TextSource, check_first_file
 from titanlite.data.sources.config import CHAT, CONVERSATION_FIELDS, SourceConfig
 from titanlite.data.sources.pieces import BAD_FILE, BadRowError, FieldError, KindError, Piece, utf8_text
+from titanlite.data.sources.stored import BLOCK_BYTES, SourceFile, StoredFile, open_file
 from titanlite.runtime.cache import Recent
 from titanlite.runtime.errors import Problem
-from titanlite.runtime.files import open_regular
 from titanlite.runtime.retry import is_transient
 
 CACHE_BYTES = 512 * 2**20
 """Memory for row groups: about the text of one block of the permutation, in which rows are read in random order."""
 
 BUFFER_BYTES = 2**20
+
+FOOTER_BYTES = 2**16
+"""What Arrow reads first of a Parquet file: its end, with the metadata."""
 
 TEXT_TYPES = ("string", "large_string", "string_view")
 """Arrow types of a text column. The column may also be dictionary-encoded."""
@@ -28,12 +30,13 @@ class Parquet(TextSource):
     keys = ("field",)
     suffixes = (".parquet",)
     row_name = "row"
+    reads_stores = True
     shuffling_note = "shuffled row by row: each rank decodes all row groups"
 
     def __init__(self, config: SourceConfig) -> None:
         super().__init__(config)
         self.field = config.field or "text"
-        self._row_groups: Recent[tuple[Path, int], Any] = Recent(CACHE_BYTES, lambda column: int(column.nbytes))
+        self._row_groups: Recent[tuple[SourceFile, int], Any] = Recent(CACHE_BYTES, lambda column: int(column.nbytes))
 
     def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:  # noqa: ARG002
         return check_first_file(self, key, lambda opened: column_fault(opened, self.field))
@@ -41,9 +44,9 @@ class Parquet(TextSource):
     def settings(self) -> dict[str, Any]:
         return {"field": self.field}
 
-    def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:
+    def scan(self, path: SourceFile, file: int, max_piece_bytes: int) -> Iterator[Piece]:
         try:
-            with open_regular(path) as opened:
+            with open_file(path) as opened:
                 counts = row_counts(open_parquet(opened))
         except BadRowError:
             counts = []
@@ -64,9 +67,9 @@ class Parquet(TextSource):
         if not row:
             yield Piece(file, 1, 0, 0, flags=BAD_FILE)
 
-    def read(self, path: Path, piece: Piece) -> str:
+    def read(self, path: SourceFile, piece: Piece) -> str:
         if piece.flags & BAD_FILE:
-            with open_regular(path) as opened:
+            with open_file(path) as opened:
                 open_parquet(opened)  # raises the reason, if it is not an empty table
             raise BadRowError("the file has no rows")
         group = piece.offset
@@ -98,17 +101,39 @@ def text_of(piece: Piece, row: Any, field: str) -> str:
     return utf8_text(row.as_buffer()[piece.begin : piece.begin + piece.length].to_pybytes())
 
 
-def _load(path: Path, group: int, field: str) -> Any:
+def _load(path: SourceFile, group: int, field: str) -> Any:
     """A row group's text column as an array of bytes. Raises BadRowError if it is missing, unreadable or not text."""
     import pyarrow
 
-    with open_regular(path) as opened:
+    cached = _footer(path) if isinstance(path, StoredFile) else []
+    with path.open(cached) if isinstance(path, StoredFile) else open_file(path) as opened:
         file = open_parquet(opened)
         kind = text_type(file.schema_arrow, field)
+        cached += _column_chunk(file.metadata.row_group(group), field)
         try:
             return as_bytes(file.read_row_group(group, columns=[field]).column(field), kind).combine_chunks()
         except (pyarrow.ArrowException, OSError) as error:
             raise damage(error, f"row group {group} cannot be read") from None
+
+
+def _footer(file: StoredFile) -> list[tuple[int, int]]:
+    """The ranges of a Parquet file in which Arrow reads the metadata."""
+    size = file.facts.bytes
+    if size < FOOTER_BYTES:
+        return [(0, size)] if size else []
+    begin = size - FOOTER_BYTES
+    length = 8 + int.from_bytes(file.range(begin, size)[FOOTER_BYTES - 8 : FOOTER_BYTES - 4], "little")
+    return [(begin, size), *([(size - length, begin)] if begin > size - length >= 0 else [])]
+
+
+def _column_chunk(group: Any, field: str) -> list[tuple[int, int]]:
+    """The ranges of a Parquet file that have the column of a row group."""
+    for column in (group.column(n) for n in range(group.num_columns)):
+        if column.path_in_schema == field:
+            begin = min(filter(None, (column.dictionary_page_offset, column.data_page_offset)))
+            end = begin + column.total_compressed_size
+            return [(first, min(end, first + BLOCK_BYTES)) for first in range(begin, end, BLOCK_BYTES)]
+    return []
 
 
 def text_type(schema: Any, field: str) -> Any:

@@ -3,14 +3,10 @@
 import mmap
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
-
-from titanlite.runtime.files import open_regular
 
 STARTS_DOCUMENT = 1
 ENDS_DOCUMENT = 2
@@ -239,20 +235,15 @@ def lines(data: Bytes) -> Iterator[tuple[int, int, int]]:
     while begin < size:
         stop = data.find(b"\n", begin, size)
         stop = size if stop < 0 else stop
-        if _NOT_BLANK.search(data, begin, stop):  # type: ignore[call-overload]
+        if _has_text(data, begin, stop):
             yield number, begin, stop - (data[stop - 1] == 0x0D)
         begin, number = stop + 1, number + 1
 
 
-@contextmanager
-def mapped(path: Path) -> Iterator[Bytes]:
-    """Memory-map a file; an empty file, which cannot be mapped, gives empty bytes."""
-    with open_regular(path) as opened:
-        if not opened.seek(0, 2):
-            yield b""
-            return
-        with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            yield data
+def _has_text(data: Bytes, begin: int, end: int) -> bool:
+    if isinstance(data, bytes | mmap.mmap):
+        return _NOT_BLANK.search(data, begin, end) is not None
+    return bool(data[begin:end].strip())
 
 
 def no_lines(size: int) -> BadRowError:
@@ -271,13 +262,3 @@ def utf8_text(data: bytes) -> str:
     if not text:
         raise BadRowError("the text is empty")
     return text
-
-
-def read_range(path: Path, offset: int, size: int) -> bytes:
-    """Read `size` bytes of a file at `offset`. Raises OSError if the file is shorter."""
-    with open_regular(path) as file:
-        file.seek(offset)
-        data = file.read(size)
-    if len(data) != size:
-        raise OSError("the file became shorter after it was indexed")
-    return data

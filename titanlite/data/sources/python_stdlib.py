@@ -5,7 +5,8 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from titanlite.data.sources.pieces import BadRowError, read_range, utf8_text
+from titanlite.data.sources.pieces import BadRowError, utf8_text
+from titanlite.data.sources.stored import read_range
 from titanlite.data.sources.text import Text
 from titanlite.runtime.errors import Problem, Rules, UserError
 
@@ -41,7 +42,7 @@ class PythonStdlib(Text):
     def split_files(self) -> list[Path]:
         """The nonempty UTF-8 files of the configured split. Raises UserError if a file cannot be read."""
         held_out = self._split == "validation"
-        usable = [file for file in self.files() if _is_usable(file)]
+        usable = [file for file in self.files() if isinstance(file, Path) and _is_usable(file)]
         return [file for n, file in enumerate(usable) if (n % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == held_out]
 
     def indexed_files(self, into: Path) -> list[Path]:  # noqa: ARG002

@@ -10,13 +10,12 @@ import sys
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO, Any
 
-from titanlite.data.sources.jsonl import CHECKED_ROWS, UNPACKING_ERRORS, Jsonl, is_damage, open_lines
+from titanlite.data.sources.jsonl import CHECKED_ROWS, UNPACKING_ERRORS, Jsonl, Output, is_damage, open_lines
 from titanlite.data.sources.parquet import as_bytes, text_type
 from titanlite.data.sources.pieces import BadRowError, FieldError
-from titanlite.runtime.files import open_regular
+from titanlite.data.sources.stored import SourceFile, open_file
 
 CONVERSION_ERRORS = (*UNPACKING_ERRORS, ValueError)
 """Exceptions of damaged data, among other errors: see is_damage. Those of pyarrow are ValueErrors."""
@@ -47,15 +46,15 @@ class Table(Jsonl):
                 raise
         return None
 
-    def _is_copied(self, path: Path) -> bool:  # noqa: ARG002
+    def _is_copied(self, path: SourceFile) -> bool:  # noqa: ARG002
         return True
 
     def _copy_facts(self) -> list[Any]:
         return [self.kind, self.field]
 
-    def _copy_lines(self, path: Path, out: IO[bytes]) -> tuple[int, str]:
+    def _copy_lines(self, path: SourceFile, out: Output) -> tuple[int, str]:
         count = 0
-        with open_regular(path) as opened:
+        with open_file(path) as opened:
             try:
                 for row in self.rows(opened, path.name):
                     out.write(_json_line(str(row) if isinstance(row, BadRowError) else {self.field: row}))
@@ -128,7 +127,7 @@ class Arrow(Table):
     kind = "arrow"
     suffixes = (".arrow",)
 
-    def _head(self, path: Path) -> bytes:  # noqa: ARG002
+    def _head(self, path: SourceFile) -> bytes:  # noqa: ARG002
         return b""  # binary
 
     def rows(self, opened: IO[bytes], name: str) -> Iterator[str | BadRowError | None]:  # noqa: ARG002

@@ -2,24 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, ClassVar
 
 from titanlite.data.sources.base import HEAD_BYTES, TextSource, check_encoding, fault_problem
-from titanlite.data.sources.pieces import (
-    BAD_FILE,
-    Bytes,
-    LineEndError,
-    Piece,
-    cut,
-    lines,
-    mapped,
-    no_lines,
-    read_range,
-    utf8_text,
-)
+from titanlite.data.sources.pieces import BAD_FILE, Bytes, LineEndError, Piece, cut, lines, no_lines, utf8_text
+from titanlite.data.sources.stored import SourceFile, mapped, open_file, read_range
 from titanlite.runtime.errors import Problem
-from titanlite.runtime.files import open_regular
 
 
 class Text(TextSource):
@@ -29,6 +17,7 @@ class Text(TextSource):
     keys: ClassVar[tuple[str, ...]] = ("document",)
     suffixes: ClassVar[tuple[str, ...]] = (".txt", ".md")
     row_name = "line"
+    reads_stores = True
 
     def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:  # noqa: ARG002
         if problems := check_encoding(self, key, _head):
@@ -41,7 +30,7 @@ class Text(TextSource):
     def settings(self) -> dict[str, Any]:
         return {"document": self.config.document or "file"}
 
-    def scan(self, path: Path, file: int, max_piece_bytes: int) -> Iterator[Piece]:
+    def scan(self, path: SourceFile, file: int, max_piece_bytes: int) -> Iterator[Piece]:
         with mapped(path) as data:
             row = 0
             for row, first, last in self._documents(data):
@@ -61,18 +50,18 @@ class Text(TextSource):
         elif len(data):
             yield 1, 0, len(data)
 
-    def read(self, path: Path, piece: Piece) -> str:
+    def read(self, path: SourceFile, piece: Piece) -> str:
         if piece.flags & BAD_FILE:
             raise no_lines(piece.size)
         return utf8_text(read_range(path, piece.offset, piece.size))
 
 
-def _head(path: Path) -> bytes:
-    with open_regular(path) as opened:
+def _head(path: SourceFile) -> bytes:
+    with open_file(path) as opened:
         return opened.read(HEAD_BYTES)
 
 
-def _ends_lines_with_cr(file: Path) -> bool:
+def _ends_lines_with_cr(file: SourceFile) -> bool:
     """Whether the file has several lines, and none of them ends with LF."""
     with suppress(OSError):  # reported when the file is indexed
         if b"\r" in _head(file).rstrip(b"\r"):

@@ -5,7 +5,6 @@ which documents start, and a copy of the tokenizer.
 """
 
 import codecs
-import os
 import shlex
 from bisect import bisect_right
 from collections import defaultdict
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any, NotRequired, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +20,13 @@ from typing_extensions import TypedDict
 
 from titanlite.data.sources.arrays import ArrayFile
 from titanlite.data.sources.base import Source
-from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import EMPTY, EpochSize, TokenPiece
-from titanlite.runtime.cache import file_facts, has_hash
+from titanlite.data.sources.stored import SourceFile, StoredFile, facts_of, for_each, size_of
+from titanlite.runtime.cache import has_hash
 from titanlite.runtime.errors import Problem, Rules, UserError
 from titanlite.runtime.json_files import JsonError, parse_json, read_regular
+
+FileT = TypeVar("FileT", Path, StoredFile, SourceFile)
 
 FORMAT_VERSION = 1
 MANIFEST = "tokens.json"
@@ -47,6 +48,7 @@ class Tokens(Source):
     holds = "tokens"
     keys = ("dtype",)
     suffixes = (".npy", ".bin")
+    reads_stores = True
 
     def settings(self) -> dict[str, Any]:
         return {"dtype": self.config.dtype}
@@ -70,7 +72,8 @@ class Tokens(Source):
             return []
         rule = f"token ids from 0 to {vocab_size - 1} (model.vocab_size = {vocab_size})"
         files = self.files()
-        if problems := _check_manifests(self.config, key, files, vocab_size):
+        for_each(files, _fetch_head)
+        if problems := _check_manifests(self, key, vocab_size):
             return problems
         for file in files:
             try:
@@ -97,7 +100,7 @@ class Tokens(Source):
 
     def _current_facts(self) -> list[Any]:
         documents = [documents_file(file) for file in self.files()]
-        return [*super()._current_facts(), *file_facts([file for file in documents if file.is_file()])]
+        return [*super()._current_facts(), *facts_of([file for file in documents if file.is_file()])]
 
     def facts(self, *, document_mask: bool) -> dict[str, Any]:
         files = self.files()
@@ -123,9 +126,9 @@ class WindowCorpus:
         self._seq_len = seq_len
         self._vocab_size = vocab_size
         self._files = source.files()
-        self._tokens = [open_tokens(file, source.config.dtype) for file in self._files]
+        self._tokens = for_each(self._files, lambda file: open_tokens(file, source.config.dtype))
         sizes = dict(zip(self._files, map(len, self._tokens), strict=True)) if documents else {}
-        self._starts = [DocumentStarts(documents_file(file), size) for file, size in sizes.items()]
+        self._starts = for_each([*sizes], lambda file: DocumentStarts(documents_file(file), sizes[file]))
         self._unverified = self._recorded_hashes()
         self._read: set[int] = set()
         targets = [max(0, len(tokens) - 1) for tokens in self._tokens]
@@ -158,7 +161,8 @@ class WindowCorpus:
         self._read.clear()
 
     def _recorded_hashes(self) -> dict[int, list[tuple[Path, str]]]:
-        """The files and hashes to verify before the first window of each file, by its number."""
+        """The files and hashes to verify before the first window of each file, by its number. Not of stored files,
+        which would be fetched entirely."""
         shards = {
             folder / shard["file"]: shard
             for folder, manifest in manifests_of(self._files).items()
@@ -166,7 +170,7 @@ class WindowCorpus:
         }
         found = {}
         for number, file in enumerate(self._files):
-            if file in shards:
+            if isinstance(file, Path) and file in shards:
                 found[number] = [(file, shards[file]["xxh3_128"])]
                 if self._starts:
                     found[number].append((documents_file(file), shards[file]["xxh3_128_of_documents"]))
@@ -209,7 +213,13 @@ class WindowCorpus:
         return TokenPiece(window, starts)
 
 
-def open_tokens(path: Path, dtype: str) -> ArrayFile:
+def _fetch_head(file: SourceFile) -> None:
+    """Fetch what is checked before a run starts."""
+    if isinstance(file, StoredFile) and file.facts.bytes:
+        file.block(0)
+
+
+def open_tokens(path: SourceFile, dtype: str) -> ArrayFile:
     """Open the tokens of a .npy file, or of a raw little-endian .bin file of `dtype`. Raises UserError."""
     return ArrayFile(path, "" if path.suffix.lower() == ".npy" else dtype)
 
@@ -221,7 +231,7 @@ def find_invalid(tokens: npt.NDArray[np.integer], vocab_size: int) -> int | None
     return int(wrong[0]) if len(wrong) else None
 
 
-def raw_fault(file: Path, sample: npt.NDArray[np.unsignedinteger], vocab_size: int) -> str:
+def raw_fault(file: SourceFile, sample: npt.NDArray[np.unsignedinteger], vocab_size: int) -> str:
     """What shows that a raw file is not of the dtype it is read as, with the remedy; "" if nothing does.
 
     sample: its beginning, uint16 or uint32.
@@ -231,7 +241,7 @@ def raw_fault(file: Path, sample: npt.NDArray[np.unsignedinteger], vocab_size: i
         return f"{file} is {what}: unpack it, or write token files with titanlite tokenize"
     if len(raw) >= _MIN_SAMPLE and _is_text(raw):
         return f"{file} is text: write token files with titanlite tokenize, or read it with another kind"
-    if header := _header(raw, os.path.getsize(file), 0 if sample.dtype == np.uint16 else vocab_size):
+    if header := _header(raw, size_of(file), 0 if sample.dtype == np.uint16 else vocab_size):
         found, dtype, skipped = header
     else:
         found, dtype = _other_type(sample, vocab_size)
@@ -242,6 +252,9 @@ def raw_fault(file: Path, sample: npt.NDArray[np.unsignedinteger], vocab_size: i
     wanted = "uint16" if dtype.endswith("u2") else "uint32"
     read = f"numpy.fromfile({str(file)!r}, {dtype!r}, offset={skipped})"
     code = f"import numpy; numpy.save({str(file.with_suffix('.npy'))!r}, {read}.astype({wanted!r}))"
+    if isinstance(file, StoredFile):
+        code = code.replace(f"{file.parent}/", "")
+        return f"{file}: {found}: convert a local copy with python -c {shlex.quote(code)}, and replace it by that"
     return f"{file}: {found}: convert it with python -c {shlex.quote(code)}, and remove it"
 
 
@@ -326,7 +339,7 @@ _MIN_SAMPLE, _FEW = 64, 16
 class DocumentStarts:
     """The positions at which documents start in a token file, in ascending order. They are read from their file."""
 
-    def __init__(self, path: Path, num_tokens: int) -> None:
+    def __init__(self, path: SourceFile, num_tokens: int) -> None:
         """Read the file once. Raises UserError if it does not have positions from 0 to num_tokens in order."""
         self._starts = ArrayFile(path)
         self.check_unchanged = self._starts.check_unchanged
@@ -352,7 +365,7 @@ class DocumentStarts:
         return found[inside[0] : inside[1]]
 
 
-def documents_file(file: Path) -> Path:
+def documents_file(file: FileT) -> FileT:
     """The file of the positions at which documents start in a token file: a .npy of int64, ascending."""
     return file.with_suffix(".documents")
 
@@ -390,13 +403,13 @@ class Manifest(TypedDict):
     bad_rows: NotRequired[int]
 
 
-def read_manifest(file: Path) -> dict[str, Any] | None:
+def read_manifest(file: SourceFile) -> dict[str, Any] | None:
     """Read and validate a tokens.json, or the tokens.incomplete.json of an interrupted tokenization; None if absent.
 
     Raises UserError.
     """
     try:
-        raw = read_regular(file)
+        raw = file.read_all() if isinstance(file, StoredFile) else read_regular(file)
         found: dict[str, Any] = parse_json(raw)
         if found.get("format") == FORMAT_VERSION:
             parse_json(raw, Manifest)
@@ -415,32 +428,34 @@ def read_manifest(file: Path) -> dict[str, Any] | None:
     )
 
 
-def manifests_of(files: Sequence[Path]) -> dict[Path, dict[str, Any]]:
+def manifests_of(files: Sequence[SourceFile]) -> dict[SourceFile, dict[str, Any]]:
     """The manifests of the folders of these files, by folder. Raises UserError if one cannot be read."""
     found = {folder: read_manifest(folder / MANIFEST) for folder in dict.fromkeys(file.parent for file in files)}
     return {folder: manifest for folder, manifest in found.items() if manifest is not None}
 
 
-def _check_manifests(source: SourceConfig, key: str, files: Sequence[Path], vocab_size: int) -> list[Problem]:
+def _check_manifests(source: Tokens, key: str, vocab_size: int) -> list[Problem]:
     """Problems of folders with a tokens.json: not finished, files that do not match it, a larger vocabulary.
 
-    files: the files of the source. Folders without a tokens.json, written by another program, are not checked.
+    Folders without a tokens.json, written by another program, are not checked.
     """
-    by_folder: dict[Path, list[Path]] = defaultdict(list)
-    for file in files:
+    by_folder: dict[SourceFile, list[SourceFile]] = defaultdict(list)
+    for file in source.files():
         by_folder[file.parent].append(file)
-    complete = os.path.isdir(source.path)
+    complete = source.is_folder
     for folder, inside in by_folder.items():
         try:
             mismatch = next(_mismatches(folder, inside, complete=complete, vocab_size=vocab_size), None)
         except UserError as error:
             mismatch = f"a readable {MANIFEST}", str(error)
         if mismatch:
-            return [Problem(f"{key}.path", source.path, *mismatch)]
+            return [Problem(f"{key}.path", source.config.path, *mismatch)]
     return []
 
 
-def _mismatches(folder: Path, files: Sequence[Path], *, complete: bool, vocab_size: int) -> Iterator[tuple[str, str]]:
+def _mismatches(
+    folder: SourceFile, files: Sequence[SourceFile], *, complete: bool, vocab_size: int
+) -> Iterator[tuple[str, str]]:
     """Yield rule and remedy of each difference between `files` and the folder's tokens.json. Raises UserError.
 
     complete: whether `files` must include all shards.
@@ -468,7 +483,7 @@ def _mismatches(folder: Path, files: Sequence[Path], *, complete: bool, vocab_si
         if starts.exists():  # only data.document_mask needs it
             listed[starts] = HEADER_BYTES + np.dtype(np.int64).itemsize * shards[file.name]["documents"]
         for path, num_bytes in listed.items():
-            if (size := path.stat().st_size) != num_bytes:
+            if (size := size_of(path)) != num_bytes:
                 yield rule, f"{path} has {size:,} bytes instead of {num_bytes:,}: copy or write it again"
         opened = open_tokens(file, "")
         listed_as = f"{shards[file.name]['tokens']:,} tokens of {manifest['dtype']}"

@@ -1,0 +1,440 @@
+"""Sources in object stores: the files, the order and the batches of a local copy, through a bounded cache."""
+
+import gzip
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.store_proxy import Fault, Proxy
+from tests.stores import Bucket
+from tests.unit.conftest import SENTENCE
+from tests.unit.data.conversations import TEMPLATE, write_conversations
+from tests.unit.data.ranks import build
+from titanlite.data.check import check_source
+from titanlite.data.config import DataConfig
+from titanlite.data.fingerprint import data_fingerprint, describe_difference
+from titanlite.data.kinds import open_source, source_from_path
+from titanlite.data.loader import Loader
+from titanlite.data.sources import parquet, stored
+from titanlite.data.sources.config import SourceConfig
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime import parts
+from titanlite.runtime.errors import DataError
+from titanlite.runtime.parts import Parts
+from titanlite.storage.address import Address
+from titanlite.storage.store import Store
+
+WORDS = SENTENCE.split()
+
+
+def write_corpus(root: Path) -> None:
+    """Files of each kind, of 3 to 20 KB: names whose order differs from that of their creation, hidden ones, and a
+    damaged one."""
+    rng = random.Random(0)
+
+    def document() -> str:
+        return " ".join(rng.choices(WORDS, k=rng.choice((3, 20, 90))))
+
+    def rows(count: int) -> bytes:
+        lines = [json.dumps({"text": document(), "n": n}) for n in range(count)]
+        return "\r\n".join([*lines[:5], "", "  ", *lines[5:]]).encode()
+
+    for name in ("lines/c.jsonl", "lines/a.jsonl", "lines/deep/b.jsonl", "lines/.hidden.jsonl", "lines/.h/d.jsonl"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(rows(30))
+    (root / "lines/read.me").write_text("not data")
+    (root / "packed").mkdir()
+    (root / "packed/a.jsonl.gz").write_bytes(gzip.compress(rows(60)))
+    with pa.CompressedOutputStream(str(root / "packed/b.jsonl.zst"), "zstd") as out:
+        out.write(rows(60))
+    (root / "damaged.jsonl.gz").write_bytes(gzip.compress(rows(400))[:-3000])
+    (root / "text").mkdir()
+    for name in "ba":
+        (root / f"text/{name}.txt").write_text("\n\n\n".join(document() + "\n" + document() for _ in range(20)))
+    table = pa.table({"other": [rng.randbytes(500) for _ in range(120)], "text": [document() for _ in range(120)]})
+    (root / "tables").mkdir()
+    pq.write_table(table, root / "tables/a.parquet", row_group_size=25)
+    with pa.ipc.new_stream(str(root / "tables/a.arrow"), table.schema) as stream:
+        stream.write_table(table, 30)
+    (root / "tables/a.csv").write_text("n,text\n" + "".join(f'{n},"{document()}\n{n}"\n' for n in range(50)))
+    write_conversations(root / "chat.jsonl", [3, 5, 2, 9, 4, 7, 1, 30])
+    (root / "tokens").mkdir()
+    for name in "ba":
+        ids = np.array([rng.randrange(300) for _ in range(3000)], np.uint16)
+        np.save(root / f"tokens/{name}.npy", ids)
+        with (root / f"tokens/{name}.documents").open("wb") as starts:
+            np.save(starts, np.arange(0, 3000, 37))
+        ids.tofile(root / f"tokens/{name}.bin")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("corpus")
+    write_corpus(root)
+    return root
+
+
+def upload(corpus: Path, address: str) -> str:
+    store = Store(Address.parse(address))
+    for file in sorted(corpus.rglob("*")):
+        if file.is_file():
+            store.write(file.relative_to(corpus).as_posix(), file.read_bytes())
+    return address
+
+
+@pytest.fixture
+def memory(corpus: Path) -> str:
+    """The address of a copy of the corpus."""
+    return upload(corpus, f"memory://{uuid4().hex}/corpus")
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks and ranges that cut lines, rows and windows."""
+    monkeypatch.setattr(stored, "HEAD_BYTES", 150)
+    monkeypatch.setattr(stored, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(stored, "FIRST_RANGE_BYTES", 100)
+    monkeypatch.setattr(parquet, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(parquet, "FOOTER_BYTES", 600)
+
+
+@pytest.fixture
+def any_tokenizer(tmp_path: Path, tokenizer_folder: Path) -> Tokenizer:
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    return Tokenizer(tokenizer_folder / "tokenizer.json", chat_template=str(tmp_path / "template.jinja"))
+
+
+SOURCES: tuple[dict[str, Any], ...] = (
+    {"kind": "jsonl", "path": "lines"},
+    {"kind": "jsonl", "path": "lines/*.jsonl"},
+    {"kind": "jsonl", "path": "packed"},
+    {"kind": "jsonl", "path": "damaged.jsonl.gz"},
+    {"kind": "text", "path": "text/**"},
+    {"kind": "text", "path": "text", "document": "paragraph"},
+    {"kind": "csv", "path": "tables"},
+    {"kind": "arrow", "path": "tables"},
+    {"kind": "parquet", "path": "tables/a.parquet"},
+    {"kind": "chat", "path": "chat.jsonl"},
+    {"kind": "tokens", "path": "tokens/*.npy"},
+    {"kind": "tokens", "path": "tokens/*.bin", "dtype": "uint16"},
+)
+
+
+def section_of(root: Path | str, source: dict[str, Any], **changes: Any) -> DataConfig:
+    config = SourceConfig(**source | {"path": f"{root}/{source['path']}", "name": "source"})
+    has_starts = source["path"] == "tokens/*.npy"
+    settings: dict[str, Any] = {"num_streams": 4, "max_piece_bytes": 300, "stream_version": 3, "num_workers": 0}
+    return DataConfig(**settings | {"document_mask": has_starts, "on_bad_row": "skip", "sources": (config,)} | changes)
+
+
+def batches(section: DataConfig, tokenizer: Tokenizer, steps: int = 8) -> list[Any]:
+    """The first steps, their origins in words, and the fingerprint."""
+    loader = build(section, tokenizer, seq_len=48)
+    try:
+        found = []
+        for _ in range(steps):
+            rows = [(batch.tokens.tolist(), batch.labels.tolist()) for batch in loader.next_step()]
+            found.append((rows, loader.origins, loader.bad_rows))
+        return [found, data_fingerprint(section, loader.sources, tokenizer)]
+    finally:
+        loader.close()
+
+
+def all_tokens(section: DataConfig, tokenizer: Tokenizer) -> list[Any]:
+    loader, found = build(section, tokenizer, seq_len=48), []
+    while not all(loader.ended):
+        found.append([batch.tokens.tolist() for batch in loader.next_step()])
+    loader.close()
+    return found
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: f"{source['kind']} {source['path']}")
+def test_batches_and_fingerprint_are_those_of_a_local_copy(
+    source: dict[str, Any], corpus: Path, memory: str, any_tokenizer: Tokenizer
+) -> None:
+    expected, found = (batches(section_of(root, source), any_tokenizer) for root in (corpus, memory))
+    assert found == expected
+
+
+MIXTURE = (
+    {"kind": "jsonl", "path": "packed", "weight": 2.0},
+    {"kind": "parquet", "path": "tables", "weight": 1.0},
+    {"kind": "tokens", "path": "tokens/*.npy", "weight": 1.0},
+)
+
+
+def test_a_run_moves_between_a_disk_and_a_server_with_workers(
+    corpus: Path, store: Bucket, any_tokenizer: Tokenizer
+) -> None:
+    """The steps of one loader, of which the first half is read from a disk and the rest from a server, and reversed."""
+    address = upload(corpus, f"{store.address}/corpus")
+
+    def section(root: Path | str, workers: int) -> DataConfig:
+        sources = tuple(section_of(root, source).sources[0] for source in MIXTURE)
+        return section_of(root, MIXTURE[0], sources=sources, num_workers=workers)
+
+    def steps(of: DataConfig, count: int, state: Any = None) -> tuple[list[Any], Any]:
+        loader = build(of, any_tokenizer)
+        try:
+            if state is not None:
+                loader.load_state(state)
+            found = [[batch.tokens.tolist() for batch in loader.next_step()] for _ in range(count)]
+            return found, loader.state()
+        finally:
+            loader.close()
+
+    local, stored_ = section(corpus, 0), section(address, 2)
+    expected, _ = steps(local, 12)
+    for before, after in ((local, stored_), (stored_, local)):
+        first, state = steps(before, 6)
+        assert first + steps(after, 6, state)[0] == expected
+    prints = [data_fingerprint(each, [open_source(one) for one in each.sources]) for each in (local, stored_)]
+    assert describe_difference(*prints) == []
+
+
+@pytest.mark.parametrize(("name", "kind", "most"), [("a.jsonl", "jsonl", 1.0), ("a.parquet", "parquet", 0.1)])
+def test_all_processes_of_a_node_fetch_a_part_once(
+    name: str,
+    kind: str,
+    most: float,
+    corpus: Path,
+    tmp_path: Path,
+    faulty_store: tuple[Bucket, Proxy],
+    any_tokenizer: Tokenizer,
+) -> None:
+    """In two epochs, by a loader with two workers and another one. Of Parquet, the column of the text only."""
+    bucket, proxy = faulty_store
+    texts = [json.loads(line)["text"] for line in (corpus / "lines/a.jsonl").read_bytes().splitlines() if line.strip()]
+    (tmp_path / "a.jsonl").write_bytes((corpus / "lines/a.jsonl").read_bytes() * 20)
+    table = pa.table({"text": texts * 4, "other": [random.Random(n).randbytes(20_000) for n in range(120)]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=25)
+    content = (tmp_path / name).read_bytes()
+    bucket.request("PUT", name, content)
+    source = {"kind": kind, "path": name, "epochs": 2}
+    section = section_of(bucket.address, source, num_workers=2)
+    expected = all_tokens(section_of(tmp_path, source), any_tokenizer)
+    build(section, any_tokenizer).close()  # the index
+    proxy.clear()
+    assert [all_tokens(section, any_tokenizer) for _ in range(2)] == [expected] * 2
+    assert proxy.received <= most * len(content)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_damaged_part_is_fetched_again(
+    corpus: Path, memory: str, any_tokenizer: Tokenizer, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    section = section_of(memory, SOURCES[0])
+    assert batches(section, any_tokenizer) == batches(section_of(corpus, SOURCES[0]), any_tokenizer)
+    stored._parts.cache_clear()  # as in another process
+    for part in part_files(cache):
+        damaged = bytearray(part.read_bytes())
+        damaged[len(damaged) // 2] ^= 4
+        part.write_bytes(damaged)
+    assert batches(section, any_tokenizer) == batches(section_of(corpus, SOURCES[0]), any_tokenizer)
+    assert "is damaged and is fetched again" in caplog.text
+
+
+LISTED = [
+    ("lines", "jsonl", ["a.jsonl", "c.jsonl", "b.jsonl"]),
+    ("lines/", "jsonl", ["a.jsonl", "c.jsonl", "b.jsonl"]),
+    ("lines/*.jsonl", "jsonl", ["a.jsonl", "c.jsonl"]),
+    ("lines/**/*.jsonl", "jsonl", ["a.jsonl", "c.jsonl", "b.jsonl"]),
+    ("**/[bc].jsonl", "jsonl", ["c.jsonl", "b.jsonl"]),
+    ("l*/?.jsonl", "jsonl", ["a.jsonl", "c.jsonl"]),
+    ("lines/.h*", "jsonl", [".hidden.jsonl"]),
+    ("lines/a.jsonl", "jsonl", ["a.jsonl"]),
+    ("lines/a.jsonl", "text", ["a.jsonl"]),
+    ("lines", "text", []),
+    ("lines/a", "jsonl", []),
+    ("nothing", "jsonl", []),
+    ("nothing/*.jsonl", "jsonl", []),
+]
+
+
+@pytest.mark.parametrize(("path", "kind", "expected"), LISTED)
+def test_an_address_selects_the_files_of_a_path(
+    path: str, kind: str, expected: list[str], corpus: Path, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of their names, whatever the order in which the store lists them."""
+    listed = Store.list
+    monkeypatch.setattr(Store, "list", lambda store, name="": dict(reversed(listed(store, name).items())))
+    for root in (corpus, memory):
+        source = open_source(SourceConfig(kind, f"{root}/{path}"))
+        assert [file.name for file in source.files()] == expected, root
+        assert [str(file).removeprefix(str(root)) for file in source.files()] == [
+            str(file).removeprefix(str(corpus)) for file in open_source(SourceConfig(kind, f"{corpus}/{path}")).files()
+        ]
+
+
+def write(address: str, content: bytes) -> None:
+    Store(Address.parse(address)).write("", content)
+
+
+def lines_of(letter: str) -> bytes:
+    return b"".join(json.dumps({"text": letter * 9 + str(n % 10)}).encode() + b"\n" for n in range(400))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("change", ["written", "deleted"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.bin"])
+def test_content_that_changes_under_a_run_is_refused(
+    name: str, change: str, tmp_path: Path, cache: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in the cache is of the old content; the rest is refused. The next start has the new content only."""
+    kind = {".gz": "jsonl", ".bin": "tokens"}.get(Path(name).suffix, Path(name).suffix[1:])
+
+    def content(letter: str) -> bytes:
+        if kind == "parquet":
+            pq.write_table(pa.table({"text": [letter * 9] * 400}), tmp_path / name, row_group_size=100)
+            return (tmp_path / name).read_bytes()
+        if kind == "tokens":
+            return np.full(8000, ord(letter), np.uint16).tobytes()
+        return gzip.compress(lines_of(letter), 0) if name.endswith(".gz") else lines_of(letter)
+
+    def ids(loader: Loader) -> set[int]:
+        return {token for batch in loader.next_step() for token in batch.tokens.flatten().tolist()}
+
+    old, new = (97, 98) if kind == "tokens" else (tokenizer.encode("a")[0], tokenizer.encode("b")[0])
+    monkeypatch.setattr(parts, "MAPPED_BYTES", 0)
+    monkeypatch.setattr(parquet, "CACHE_BYTES", 0)
+    address = f"memory://{uuid4().hex}/{name}"
+    source = SourceConfig(kind, address, dtype="uint16" if kind == "tokens" else "")
+    section = DataConfig(num_streams=2, max_piece_bytes=300, document_mask=False, num_workers=0, sources=(source,))
+    write(address, content("a"))
+    loader = build(section, tokenizer)
+    assert old in ids(loader)
+    if change == "written":
+        write(address, content("b"))
+    else:
+        Store(Address.parse(address)).delete([""])
+    for part in part_files(cache):
+        part.unlink(missing_ok=True)
+    refused = ""
+    while not refused:
+        try:
+            assert new not in ids(loader)
+        except DataError as error:
+            refused = str(error)
+    loader.close()
+    assert f"{name} was {change} while it was in use: " in refused
+    assert "restore the object, and start again: the run resumes from its latest checkpoint" in refused
+    if change == "deleted":
+        (problem,) = check_source(source, "data.sources.0", section, vocab_size=300, checks_files=True)
+        assert (problem.key, problem.value) == ("data.sources.0.path", address)
+        assert problem.remedy == f"nothing matches below {address}: fix the address"
+        return
+    loader = build(section, tokenizer)
+    assert not any(old in ids(loader) for _ in range(20))
+    loader.close()
+
+
+def part_files(cache: Path) -> list[Path]:
+    return [*(cache / "parts").glob("*/*")]
+
+
+def size_of_parts(cache: Path) -> int:
+    return sum(file.stat().st_size for file in part_files(cache))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("source", [SOURCES[n] for n in (0, 2, 3, 6, 8, 10)], ids=lambda source: str(source["path"]))
+def test_the_cache_keeps_its_bound_and_removed_parts_are_fetched_again(
+    source: dict[str, Any],
+    corpus: Path,
+    memory: str,
+    any_tokenizer: Tokenizer,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With room for three parts, and none that stays mapped."""
+    limit = 9000 if source["kind"] == "parquet" else 4000  # the metadata of Parquet is a part of 6,695 bytes
+    expected = batches(section_of(corpus, source), any_tokenizer, 12)
+    monkeypatch.setattr(parts, "MAPPED_BYTES", 0)
+    monkeypatch.setattr(parquet, "CACHE_BYTES", 0)
+    monkeypatch.setattr(stored, "BLOCKS_AHEAD", 0)  # other threads would write while the size is counted
+    monkeypatch.setattr(stored, "in_parallel", lambda function, files: [*map(function, files)])
+    monkeypatch.setenv("TITANLITE_CACHE_BYTES", str(limit))
+    sizes = []
+    add = Parts._written
+    monkeypatch.setattr(Parts, "_written", lambda *arguments: (add(*arguments), sizes.append(size_of_parts(cache)))[0])
+    assert batches(section_of(memory, source), any_tokenizer, 12) == expected
+    made = len(sizes)
+    assert max(sizes) <= limit
+    assert made > len(part_files(cache)) > 0
+
+
+def problem_of(source: SourceConfig) -> str:
+    """The only problem of data.sources.0.path."""
+    (problem,) = check_source(source, "data.sources.0", DataConfig(), vocab_size=300, checks_files=True)
+    assert (problem.key, problem.value) == ("data.sources.0.path", source.path)
+    return f"{problem.rule}: {problem.remedy}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ({"status": 403, "code": "AccessDenied"}, "credentials are valid and may list, read"),
+        ({"status": 400, "code": "ExpiredToken"}, "expired"),
+    ],
+)
+@pytest.mark.parametrize("path", ["corpus", "corpus/a.jsonl", "corpus/*.jsonl"])
+def test_a_store_that_refuses_is_one_problem_with_its_remedy(
+    path: str, fault: dict[str, Any], expected: str, faulty_store: tuple[Bucket, Proxy]
+) -> None:
+    bucket, proxy = faulty_store
+    bucket.request("PUT", "corpus/a.jsonl", lines_of("a"))
+    source = SourceConfig("jsonl", f"{bucket.address}/{path}")
+    assert check_source(source, "data.sources.0", DataConfig(), vocab_size=0, checks_files=True) == []
+    proxy.add(Fault("refuse", "GET HEAD", **fault))
+    text = problem_of(source)
+    assert "objects that can be listed and read" in text
+    assert expected in text
+
+
+@pytest.mark.usefixtures("store")
+def test_other_problems_of_addresses(memory: str) -> None:
+    missing = f"s3://no-{uuid4().hex}"
+    assert f"the bucket {missing[5:]} does not exist: create it, or fix" in problem_of(SourceConfig("jsonl", missing))
+    found = problem_of(SourceConfig("hf", f"{memory}/lines"))
+    assert found.startswith("a path: kind = 'hf' reads no object stores: copy the files to a disk, or read them with ")
+    assert "is not the address of a store" in problem_of(SourceConfig("jsonl", "ftp://host/a.jsonl"))
+    (problem,) = check_source(
+        SourceConfig("text", f"{memory}/packed"), "data.sources.0", DataConfig(), vocab_size=0, checks_files=True
+    )
+    assert problem.remedy == 'write kind = "jsonl", or add --data.sources.0.kind jsonl'
+    write(f"{memory}/wide/a.txt", "a text in UTF-16".encode("utf-16"))
+    remedy = "write it again from cat FILE | iconv -f UTF-16 -t UTF-8"
+    assert remedy in problem_of(SourceConfig("text", f"{memory}/wide"))
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("lines", "jsonl"), ("tables/*.parquet", "parquet"), ("text/a.txt", "text"), ("nothing", "")]
+)
+def test_the_kind_of_an_address_follows_from_its_files(path: str, kind: str, memory: str) -> None:
+    found = source_from_path(f"{memory}/{path}", "--data")
+    assert found.kind == kind if isinstance(found, SourceConfig) else not kind
+
+
+def test_parts_keep_their_bound_when_many_processes_write(tmp_path: Path) -> None:
+    """Each thread has its own Parts of the same folder, as a process has."""
+
+    def fetch(thread: int) -> None:
+        cache = Parts(tmp_path / "parts", 20_000)
+        for n in range(60):
+            number = (n * 7 + thread) % 90
+            content = b"%d" % (number % 10) * (100 + 40 * (number % 30))
+            assert cache.get(["part", number], len(content), partial(bytes, content))[: len(content)] == content
+
+    with ThreadPoolExecutor(8) as threads:
+        [*threads.map(fetch, range(8))]
+    assert 10_000 < size_of_parts(tmp_path) == int((tmp_path / "parts/total").read_text()) <= 20_000
