@@ -19,7 +19,7 @@ from titanlite.assembly.run import build_recorder
 from titanlite.data.streams import Origin
 from titanlite.faults.record import NotedStep
 from titanlite.faults.replicas import Replicas
-from titanlite.metrics.meter import Meter, Place, SlowRanks
+from titanlite.metrics.meter import Meter, Place, SlowRanks, Work
 from titanlite.ranks.launch import run_ranks
 from titanlite.ranks.positions import Positions
 
@@ -37,7 +37,7 @@ def measure(
     group = dist.group.WORLD
     assert group is not None
     slow_ranks = SlowRanks([Place("host", 0)] * size, logs=False)
-    meter = Meter(group, CPU, tokens_per_step=2048, flops_per_token=0.0, peak_flops=None, slow_ranks=slow_ranks)
+    meter = Meter(group, CPU, work=lambda _: Work(2048, 0.0), peak_flops=None, slow_ranks=slow_ranks)
     recorder = build_recorder(config, trainer.mesh, trainer, [0], group, {})
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0)
     positions = Positions(store, rank, size, range(size), None, 100.0, lambda: None)

@@ -47,7 +47,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.loader import build_loader
 from titanlite.forward import on_device
-from titanlite.metrics.meter import Meter
+from titanlite.metrics.meter import Meter, Work
 from titanlite.models.attention import attention_dtype
 from titanlite.models.family import resolve_model
 from titanlite.models.init import init_parameters_
@@ -117,7 +117,7 @@ def bare_loop(model: nn.Module, next_step: NextStep) -> Callable[[int], None]:
 def trainer_loop(trainer: Trainer, next_step: NextStep) -> Callable[[int], None]:
     """Steps of titanlite's Trainer, including the work of the surrounding loop."""
     assert dist.group.WORLD is not None
-    meter = Meter(dist.group.WORLD, CPU, tokens_per_step=1, flops_per_token=0.0, peak_flops=None)
+    meter = Meter(dist.group.WORLD, CPU, work=lambda _: Work(1, 0.0), peak_flops=None)
     meter.start()
 
     def run(steps: int) -> None:

@@ -30,7 +30,8 @@ class Trainer(ModelOnMesh):
     schedule: the learning rate by step, from 1. factors: see build_factors. sync: see set_gradient_sync. num_sources:
     number of data sources; if there are several, steps also compute the totals by source. average: of the weights.
     spikes: None: no step is a spike. statistics: around the update of steps for which is_logged. compute_time: of this
-    rank, started by the caller. before_update: called in each step before state that checkpoints have is changed.
+    rank, started by the caller. enter_stage: called with each step before it begins, see Stages. before_update: called
+    in each step before state that checkpoints have is changed.
     exact: with training.bit_equal. loss_grid: see on_grid; 0 without bit_equal. shared: parameters of which other
     pipeline stages have copies.
     """
@@ -46,6 +47,7 @@ class Trainer(ModelOnMesh):
     statistics: Sequence[Statistic] = ()
     is_logged: Callable[[int], bool] = field(default=lambda _: False)
     compute_time: ComputeTime = field(default_factory=ComputeTime)
+    enter_stage: Callable[[int], None] = field(default=lambda _: None)
     before_update: Callable[[], None] = field(default=lambda: None)
     exact: ExactGradients | None = None
     loss_grid: float = 0.0
@@ -70,6 +72,7 @@ class Trainer(ModelOnMesh):
         batches: this rank's microbatches of the step, on the device; a pipeline splits each of them further.
         """
         self.step += 1
+        self.enter_stage(self.step)
         self.optimizer.zero_grad()
         self.compute_time.before_collectives()
         if self.exact is not None and not self.exact.is_known:

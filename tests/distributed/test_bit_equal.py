@@ -19,7 +19,7 @@ from tests.pool import run_ranks
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.experts import ExpertLoads
-from titanlite.metrics.meter import Meter
+from titanlite.metrics.meter import Meter, Work
 from titanlite.models.losses import LOSSES, Loss, Term, cross_entropy
 from titanlite.parallel.digest import combine, sum_of_bits, weights_digest
 from titanlite.parallel.exact import ExactGradients
@@ -192,7 +192,7 @@ def trained(config: JobConfig) -> list[str]:
 def logging_of(config: JobConfig, trainer: Trainer) -> tuple[Meter, ExpertLoads]:
     model, group = config.hyper_parameters, dist.group.WORLD
     assert group is not None
-    sizes = {"tokens_per_step": 1, "flops_per_token": 0.0, "peak_flops": None}
+    sizes = {"work": lambda _: Work(1, 0.0), "peak_flops": None}
     meter = Meter(group, CPU, **sizes, terms=list(config.loss.chosen.terms), watched=trainer.watched)  # type: ignore[arg-type]
     blocks = {"num_blocks": model.n_layers, "n_experts": model.n_experts, "n_active": model.n_active_experts}
     is_first = trainer.mesh.is_first(["tp"])

@@ -66,10 +66,13 @@ def program(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]"
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [pytest.param(name, marks=pytest.mark.soak) for name in ("1x1x1x2", "1x2x2x1")])
 def test_layouts_of_several_world_sizes_agree(more: str, config_file: Path) -> None:
-    """Steps in float64 and with bfloat16 compute on float32 weights; table, JSON, and no leftover files."""
+    """Steps of two training stages in float64, and with bfloat16 compute on float32 weights; table, JSON, and no
+    leftover files."""
     folder = config_file.parent
     names = ["2x1x1x1:InterleavedZeroBubble", "1x1x3x1", more]
-    settings = ["--steps", "2", "--training.dtype", "float32", "--training.mixed_precision_param", "bfloat16"]
+    settings = ["--steps", "1", "--training.dtype", "float32", "--training.mixed_precision_param", "bfloat16"]
+    stage = {"from_tokens": 2000, "global_batch_size": 24, "seq_len": 32}
+    settings += [text for key, value in stage.items() for text in (f"--training.stages.0.{key}", f"{value}")]
     before = {path.name for path in folder.iterdir()}
     done = program(folder, str(config_file), *settings, "--json", "out.json", "--layouts", *names)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -77,6 +80,7 @@ def test_layouts_of_several_world_sizes_agree(more: str, config_file: Path) -> N
     assert {path.name for path in folder.iterdir()} == before | {"out.json"}
     lines = done.stdout.splitlines()
     assert lines[0] == "reference: one process, plain torch, float64; 2 steps of 16 sequences x 16 tokens"
+    assert lines[1].strip() == "stage 2 from step 2 (256 tokens): 24 sequences of 32 tokens"
     assert lines[-1] == "all 4 layouts agree with the reference"
     rows = [line.split() for line in lines if line.endswith("agrees")]
     expected = [(name, dtype) for name in ["1x1x1x1", *names] for dtype in ("float64", "float32/bfloat16/float32")]
@@ -182,7 +186,7 @@ def test_too_little_data_is_reported_once(config_file: Path) -> None:
 
 
 def all_masked(config: Any, steps: int, folder: str) -> Any:
-    with patch.object(measure, "keep_label", lambda config, _: torch.zeros(config.training.seq_len, dtype=torch.bool)):
+    with patch.object(measure, "keep_label", lambda *_: torch.zeros(16, dtype=torch.bool)):
         return measure_reference(config, steps, folder)
 
 
@@ -356,14 +360,14 @@ def test_a_large_learning_rate_is_no_difference(config_file: Path, capsys: pytes
 
 def test_masks_depend_on_the_sequence_alone() -> None:
     config = small_config(1)
-    masks = {number: measure.keep_label(config, number) for number in range(40)}
+    masks = {number: measure.keep_label(config, number, number % 16, 16) for number in range(40)}
     shares = {number: mask.double().mean().item() for number, mask in masks.items()}
     assert {number: shares[number] for number in (0, 1, 16, 17, 32, 33)} == dict.fromkeys((0, 16, 32), 0.0) | (
         dict.fromkeys((1, 17, 33), 1.0)
     )
     assert len({round(share, 3) for share in shares.values()}) > 8
     single = replace(config, training=replace(config.training, global_batch_size=1))
-    assert 0 < measure.keep_label(single, 0).sum() < 16
-    again = measure.keep_label(replace(config, training=replace(config.training, local_batch_size=8)), 7)
+    assert 0 < measure.keep_label(single, 0, 0, 16).sum() < 16
+    again = measure.keep_label(replace(config, training=replace(config.training, local_batch_size=8)), 7, 7, 16)
     assert torch.equal(again, masks[7])
-    assert not torch.equal(measure.keep_label(replace(config, debug=replace(config.debug, seed=1)), 7), masks[7])
+    assert not torch.equal(measure.keep_label(replace(config, debug=replace(config.debug, seed=1)), 7, 7, 16), masks[7])

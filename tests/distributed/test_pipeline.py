@@ -19,7 +19,7 @@ from tests.distributed.layouts import Layout, is_supported, schedule
 from tests.distributed.reference import global_batch, reference_step
 from tests.distributed.test_step import OperationCount
 from tests.pool import run_ranks
-from titanlite.metrics.meter import Meter
+from titanlite.metrics.meter import Meter, Work
 from titanlite.parallel.mesh import Mesh, ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import fits_schedule, local_stages, num_stages
 from titanlite.ranks.distributed import CommConfig, World
@@ -75,7 +75,7 @@ def logged(layouts: list[Layout]) -> list[tuple[float, float, float, float, list
     for layout in layouts:
         trainer, batches, reference = built(layout)
         counts = count_forwards(trainer)
-        meter = Meter(dist.group.WORLD, torch.device("cpu"), tokens_per_step=1, flops_per_token=0.0, peak_flops=None)
+        meter = Meter(dist.group.WORLD, torch.device("cpu"), work=lambda _: Work(1, 0.0), peak_flops=None)
         meter.update(1, trainer.train_step(batches), lr=0.0, data_wait_s=0.0, bad_rows=0)
         record = meter.flush()
         forwards = sorted({number for count in counts for number in count.values()})

@@ -11,6 +11,7 @@ import torch
 
 from tests.distributed.drawing import drawing_families
 from tests.distributed.layouts import ALL_OPTIMIZERS, EXPERTS, GATHER, GEMMA2, GPT_OSS
+from tests.distributed.reference import TOKENS
 from tests.distributed.resuming import Outcome, Start, numbers, start_runs, write_text
 from titanlite.assembly.run import Run
 from titanlite.data.ledger import read_ledger
@@ -178,6 +179,17 @@ MUON = (
 )
 BIASED = (*EXPERTS, "model.bias_rate=0.01")
 
+STAGES = (
+    # at a resume, in the middle of a start, and at its last step
+    *("training.stages.0.from_step=3", "training.stages.0.global_batch_size=24", "training.stages.0.seq_len=32"),
+    *("training.stages.1.from_tokens=600", "training.stages.1.seq_len=8", "training.stages.1.global_batch_size=32"),
+    *("training.stages.2.from_step=6", "training.stages.2.weights={base = 1, added = 3}"),
+    *("training.stages.2.seq_len=64", "training.stages.2.global_batch_size=12"),
+    *("data.sources.0.name=base", "data.sources.0.weight=1", "data.sources.1.kind=tokens"),
+    *(f"data.sources.1.path={TOKENS}", "data.sources.1.name=added", "data.sources.1.weight=0"),
+    *("lr_schedule.over=tokens", "lr_schedule.batch_scaling=sqrt"),
+)
+
 Meshes = Sequence[tuple[int, tuple[str, ...]]]
 
 
@@ -227,11 +239,13 @@ def check_numbers(folder: Path, rel: float) -> None:
         ),
         pytest.param(
             DEALT_OUT,
-            (*BIASED, *ALL_OPTIMIZERS, "optimizer.ema_decay=0.8"),
-            id="experts, all optimizers and an average",
+            (*BIASED, *ALL_OPTIMIZERS, "optimizer.ema_decay=0.8", *STAGES),
+            id="experts, all optimizers, an average, and stages",
         ),
         pytest.param(MUON, (*BIASED, *ALL_OPTIMIZERS), id="muon", marks=pytest.mark.soak),
         pytest.param(FOUR, ("model.n_layers=4",), id="four", marks=pytest.mark.soak),
+        pytest.param(FOUR, ("model.n_layers=4", *STAGES), id="four, stages", marks=pytest.mark.soak),
+        pytest.param(ROUND, STAGES, id="round, stages", marks=pytest.mark.soak),
         pytest.param((*DEALT_OUT, *MUON), GPT_OSS, id="gpt_oss", marks=pytest.mark.soak),
         pytest.param(
             (ROUND[1], (2, ("parallelism.tp=2", SYNC))),
@@ -249,12 +263,15 @@ def test_every_mesh_resumes_the_last_state_of_the_previous_mesh(
 
 
 def test_data_degrees_that_divide_nothing(tmp_path: Path) -> None:
-    """Ledger, experts' biases and the state of the data are those of one process, in the middle of an epoch."""
+    """Ledger, experts' biases and the state of the data are those of one process, in the middle of an epoch, also if
+    steps change their size."""
     batch = ("training.global_batch_size=7", "data.num_streams=8", "data.ledger=true")
+    batch = (*batch, "training.stages.0.from_step=4", "training.stages.0.global_batch_size=10")
+    batch = (*batch, "training.stages.1.from_step=5", "training.stages.1.seq_len=8")
     _, outcomes = resume_on_meshes(tmp_path, UNEVEN, *BIASED, *batch)
     check_numbers(tmp_path, 1e-12)
     ledger = list(read_ledger(tmp_path / "run"))
     assert ledger == list(read_ledger(tmp_path / "uninterrupted"))
-    assert [row[0] for _, rows in ledger for row in rows] == list(range(7 * STEPS_EACH * len(UNEVEN)))
+    assert [row[0] for _, rows in ledger for row in rows] == list(range(3 * 7 + 3 * 10))
     shares = [outcome.lines for outcome in outcomes]
     assert [[line for line in lines if "of the work is filler" in line] != [] for lines in shares] == [True] * 3

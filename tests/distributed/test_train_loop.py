@@ -19,7 +19,7 @@ from titanlite.assembly.run import Run, build_expert_loads
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.loggers import Loggers
-from titanlite.metrics.meter import Meter
+from titanlite.metrics.meter import Meter, Work
 from titanlite.metrics.records import Record
 from titanlite.metrics.timing import Goodput
 from titanlite.ranks.agreement import DataEnd
@@ -68,7 +68,7 @@ def config_of_two(*settings: str) -> JobConfig:
 def run_of(config: JobConfig, *loggers: RecordLogger) -> Run:
     """A run with the parts that every run has."""
     trainer, mesh = build_on_mesh(config)
-    meter = Meter(mesh.data_group, torch.device("cpu"), tokens_per_step=256, flops_per_token=0.0, peak_flops=None)
+    meter = Meter(mesh.data_group, torch.device("cpu"), work=lambda _: Work(256, 0.0), peak_flops=None)
     return Run(
         trainer=trainer,
         loader=StubLoader(dist.get_rank()),  # type: ignore[arg-type]

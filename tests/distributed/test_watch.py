@@ -16,7 +16,7 @@ from tests.distributed.layouts import BY_LAYER, BY_OP, COMPILE, EVERY, FULL, GAT
 from tests.distributed.reference import global_batch, plain_model, reference_step
 from tests.pool import run_ranks
 from titanlite.config.schema import JobConfig
-from titanlite.metrics.meter import Meter
+from titanlite.metrics.meter import Meter, Work
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,7 @@ def worst_differences(layouts: Sequence[Layout]) -> list[tuple[float, str]]:
         config = layout.config(*SETTINGS)
         trainer, mesh = build_on_mesh(config)
         group: Any = dist.group.WORLD
-        nothing: dict[str, Any] = {"tokens_per_step": 1, "flops_per_token": 0.0, "peak_flops": None}
+        nothing: dict[str, Any] = {"work": lambda _: Work(1, 0.0), "peak_flops": None}
         meter = Meter(group, CPU, **nothing, terms=["noting"], watched=trainer.watched)
         stats = trainer.train_step(local_batches(config, mesh, global_batch("silent_ranks", 0, layout.rows)))
         meter.update(1, stats, lr=0.0, data_wait_s=0.0, bad_rows=0)

@@ -1,5 +1,6 @@
 """Tokenizer, data and tasks of a run, for training and validation."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,7 @@ from titanlite.data.config import DataConfig
 from titanlite.data.kinds import source_names
 from titanlite.data.loader import Loader, build_loader
 from titanlite.data.sources.stored import stored_parts
+from titanlite.data.steps import BatchStage
 from titanlite.data.tasks import EncodedTask, encode_task, read_task
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.evaluation.evaluator import Evaluator, RowShape
@@ -32,7 +34,7 @@ def build_tokenizer(config: JobConfig) -> Tokenizer | None:
 
 def build_data(job: Job, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
     """Build this data rank's loader, and the index of the data on first use."""
-    loader = loader_of(job, job.config.data, mesh, tokenizer)
+    loader = loader_of(job, job.config.data, mesh, tokenizer, later=job.batch_stages[1:])
     log.info("Data: %s", loader.description)
     if any(source.is_stored for source in loader.sources):
         log.info("Data: %s", stored_parts().describe())
@@ -49,8 +51,10 @@ def build_data(job: Job, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
     return loader
 
 
-def loader_of(job: Job, section: DataConfig, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
-    """Build the loader of the data of `section`, with the batch sizes of training."""
+def loader_of(
+    job: Job, section: DataConfig, mesh: Mesh, tokenizer: Tokenizer | None, later: Sequence[BatchStage] = ()
+) -> Loader:
+    """Build the loader of the data of `section`, with the batch sizes of training, of its first stage and `later`."""
     training = job.config.training
     return build_loader(
         section,
@@ -62,6 +66,7 @@ def loader_of(job: Job, section: DataConfig, mesh: Mesh, tokenizer: Tokenizer | 
         data_rank=mesh.data_rank,
         data_degree=mesh.data_degree,
         together=job.step.size if training.bit_equal else 1,
+        later=later,
         logs=mesh.is_data_leader,
     )
 

@@ -17,8 +17,10 @@ from titanlite.assembly.job import Job
 from titanlite.assembly.model import describe_attention
 from titanlite.checkpoint.start import Start
 from titanlite.config.schema import JobConfig
+from titanlite.config.stages import batch_stages, stage_lines
 from titanlite.config.toml import dump_config
 from titanlite.config.value_types import literal
+from titanlite.data.steps import tokens_until
 from titanlite.metrics.about import AboutRun, git_commit, note_start
 from titanlite.models.losses import CROSS_ENTROPY
 from titanlite.models.registry import full_parameters
@@ -65,7 +67,8 @@ def describe_training(job: Job, mesh: Mesh, environment: Mapping[str, str]) -> N
     for line in describe_groups(config.optimizer, *full_parameters(config.model)):
         log.info("Optimizer: %s", line)
     describe_batch(job, mesh)
-    log.info("Learning rate: %s", describe_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps))
+    schedule = describe_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps)
+    log.info("Learning rate: %s", schedule)
     for key, ramp in ramps(config.optimizer, config.training.steps).items():
         log.info("%s: %s", {"weight_decay": "Weight decay", "momentum": "Momentum"}[key], ramp)
     for line in overridden(environment, os.environ):
@@ -86,10 +89,12 @@ def describe_batch(job: Job, mesh: Mesh) -> None:
         step.batches,
         training.seq_len,
         training.steps,
-        f"{training.steps * training.global_batch_size * training.seq_len:,}",
+        f"{tokens_until(job.batch_stages, training.steps):,}",
         warmup,
         " (longer than the run)" if warmup > training.steps else "",
     )
+    for line in stage_lines(config):
+        log.info("Batch: %s", line)
     if step.filler_share:
         log.info(
             "Batch: %.1f%% of the work is filler: each of %s computes %s per step, for up to %s of its own",
@@ -124,7 +129,7 @@ def record_start(
     values = dict(config_values(config))
     return AboutRun(
         {"run_id": run_id, **known},
-        {key: literal(value) if isinstance(value, tuple) else value for key, value in values.items()},
+        {key: literal(value) if isinstance(value, tuple | dict) else value for key, value in values.items()},
         dump_config(config),
     )
 
@@ -157,8 +162,9 @@ def describe_jump(config: JobConfig, start: Start) -> str:
     if not start.config or step >= steps:
         return ""
     earlier, earlier_steps = saved_schedule(start.config), start.config["training"]["steps"]
-    before = build_schedule(earlier, start.config["optimizer"]["lr"], earlier_steps)(step)
-    now = build_schedule(section, config.optimizer.lr, steps)(step)
+    stages = batch_stages(config)  # those up to the step are those of the checkpoint
+    before = build_schedule(earlier, start.config["optimizer"]["lr"], earlier_steps, stages)(step)
+    now = build_schedule(section, config.optimizer.lr, steps, stages)(step)
     if math.isclose(before, now):
         return ""
     text = (

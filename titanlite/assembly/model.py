@@ -9,6 +9,8 @@ from torch import nn
 
 from titanlite.assembly.job import Job
 from titanlite.config.schema import JobConfig
+from titanlite.config.stages import stage_lines
+from titanlite.data.steps import stage_index
 from titanlite.forward import ModelOnMesh
 from titanlite.metrics.meter import is_log_step
 from titanlite.models.attention import chosen_kernel, mask_form
@@ -153,18 +155,17 @@ def build_forward(job: Job, model_parts: list[LanguageModel], mesh: Mesh, device
 def build_trainer(job: Job, model_parts: list[LanguageModel], mesh: Mesh, device: torch.device) -> Trainer:
     """Build the trainer of this rank's model parts."""
     config = job.config
-    faults, training = config.faults, config.training
+    faults, training, stages = config.faults, config.training, job.batch_stages
     named = parameters_of(model_parts)
-    summands = training.global_batch_size // job.step.size
-    of_interval = config.metrics.log_freq * training.global_batch_size * training.seq_len
-    return Trainer(
+    of_interval = config.metrics.log_freq * max(stage.tokens for stage in stages)
+    trainer = Trainer(
         **forward_parts(job, model_parts, mesh, device),
         optimizer=build_optimizers(config, named, mesh, device),
-        schedule=build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps),
+        schedule=build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps, stages),
         factors=build_factors(config.optimizer, config.training.steps),
         sync=resolve_gradient_sync(config.parallelism.gradient_sync, mesh.degrees, bit_equal=training.bit_equal),
         max_norm=training.max_norm,
-        exact=ExactGradients(model_parts, mesh, summands) if training.bit_equal else None,
+        exact=ExactGradients(model_parts, mesh, summands_of(job)) if training.bit_equal else None,
         loss_grid=loss_grid(of_interval),
         shared=SharedParameters(model_parts, mesh.group("pp")) if config.parallelism.pp > 1 else None,
         statistics=[STATISTICS[name] for name in config.metrics.statistics],
@@ -173,6 +174,47 @@ def build_trainer(job: Job, model_parts: list[LanguageModel], mesh: Mesh, device
         average=WeightAverage(named, config.optimizer.ema_decay),
         spikes=SpikeGate(faults.spike_factor, device, skips=faults.on_spike == "skip") if faults.spike_factor else None,
     )
+    if job.later:
+        trainer.enter_stage = Stages(job, trainer)
+    return trainer
+
+
+def summands_of(job: Job) -> int:
+    """Microbatches of a step on all ranks, with training.bit_equal."""
+    return job.config.training.global_batch_size // job.step.size
+
+
+class Stages:
+    """Changes what depends on the sizes of a step at the first step of each training stage, on all ranks alike.
+
+    job: of the run. trainer: built for its first stage.
+    """
+
+    def __init__(self, job: Job, trainer: Trainer) -> None:
+        self._jobs, self._stages = (job, *job.later), job.batch_stages
+        self._trainer = trainer
+        self._current = 0
+        self._texts = ["the first one", *stage_lines(job.config)]
+
+    def __call__(self, step: int) -> None:
+        """Enter the stage of a step, if it is another one than that of the call before."""
+        index = stage_index(self._stages, step)
+        if index == self._current:
+            return
+        trainer, before, job = self._trainer, self._jobs[self._current], self._jobs[index]
+        self._current = index
+        log.info("Training: %s", self._texts[index])
+        if trainer.pipeline is not None:
+            trainer.pipeline = build_pipeline(job, list(trainer.model_parts), trainer.mesh, trainer.device)
+        if trainer.exact is not None:
+            trainer.exact.set_summands(summands_of(job))
+        if job.config.compile.enable and shape_of(job) != shape_of(before):
+            log.info("Compile: the blocks are compiled again for microbatches of %d x %d tokens", *shape_of(job))
+
+
+def shape_of(job: Job) -> tuple[int, int]:
+    """Rows and positions of a microbatch."""
+    return job.step.size, job.config.training.seq_len
 
 
 def build_optimizers(

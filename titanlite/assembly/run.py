@@ -34,12 +34,14 @@ from titanlite.config.check import OUTPUTS
 from titanlite.config.fields import SECTIONS, keys_of, keys_that_affect
 from titanlite.config.load import CONFIG_COPY, read_copy
 from titanlite.config.schema import JobConfig
+from titanlite.config.stages import batch_stages, largest_batch, stage_facts
 from titanlite.config.toml import dump_config
 from titanlite.data.fingerprint import data_fingerprint
 from titanlite.data.kinds import source_names
 from titanlite.data.ledger import Ledger, ledger_files
 from titanlite.data.loader import Loader
 from titanlite.data.sources.base import Source
+from titanlite.data.steps import BatchStage, stage_index
 from titanlite.data.tasks import EncodedTask
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.evaluation.validation import Validation
@@ -56,7 +58,7 @@ from titanlite.metrics.config import LOG_FILE, METRICS_FILE
 from titanlite.metrics.experts import ExpertLoads
 from titanlite.metrics.jsonl import has_validation, keep_rows, last_row
 from titanlite.metrics.loggers import Loggers, build_loggers
-from titanlite.metrics.meter import Meter, Place, SlowRanks
+from titanlite.metrics.meter import Meter, Place, SlowRanks, Work
 from titanlite.metrics.timing import Goodput
 from titanlite.models.attention import pin_kernels
 from titanlite.models.init import INIT_VERSION
@@ -147,7 +149,7 @@ def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[st
     profiling = Profiling(config.profiling, config.job.dump_folder, world.rank, world.device)
     trainer, memory = build_planned_trainer(job, mesh, store)
     describe_training(job, mesh, environment)
-    meter = build_meter(config, world, trainer, group)
+    meter = build_meter(job, world, trainer, group)
     hosts = run_on_all_ranks(socket.gethostname, group)
     checks = build_checks(config, trainer, data.loader, group, environment)
     stop, start, checkpoints = StopRequest(), Start(0, (), {}), None
@@ -158,7 +160,7 @@ def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[st
     prepare_outputs(config, world, start, data.tokenizer)
     resume_step = start.step if start.resumes else 0
     about = record_start(config, mesh, hosts, resume_step, environment)
-    loggers = build_run_loggers(config, world, meter, resume_step, about)
+    loggers = build_run_loggers(config, world, meter, resume_step, about, job.batch_stages)
     cleanup.callback(loggers.close)
     return Run(
         trainer=trainer,
@@ -314,6 +316,7 @@ def load_start(config: JobConfig, trainer: Trainer, checkpoints: Checkpoints) ->
     """Load the state from which the run starts; logs what has changed in the learning rate."""
     start = checkpoints.resume()
     trainer.step = start.step
+    trainer.enter_stage(start.step)  # for a validation or samples before the next step
     if moved := describe_moved_decay(config, start):
         log.info("Changed since the checkpoint: %s", moved)
     if (jump := describe_jump(config, start)) and trainer.mesh.world.rank == 0:
@@ -330,7 +333,9 @@ def describe_computations(config: JobConfig, start: Start, device: torch.device)
     return computed_by(computations)
 
 
-def build_run_loggers(config: JobConfig, world: World, meter: Meter, resume_step: int, about: AboutRun) -> Loggers:
+def build_run_loggers(
+    config: JobConfig, world: World, meter: Meter, resume_step: int, about: AboutRun, stages: Sequence[BatchStage]
+) -> Loggers:
     """Build the loggers. resume_step: 0 for a new run."""
     return build_loggers(
         config.metrics,
@@ -343,6 +348,7 @@ def build_run_loggers(config: JobConfig, world: World, meter: Meter, resume_step
         about=about,
         has_samples=bool(config.samples.prompts),
         has_experts=getattr(config.hyper_parameters, "n_experts", 1) > 1,
+        stages=stages,
     )
 
 
@@ -372,7 +378,7 @@ def build_recorder(
         stages,
         mesh,
         group,
-        sequences=config.training.global_batch_size,
+        sequences=largest_batch(config),
         counts_loss=trainer.counts_loss,
         about={
             "config": asdict(config),
@@ -383,15 +389,16 @@ def build_recorder(
     )
 
 
-def build_meter(config: JobConfig, world: World, trainer: Trainer, group: dist.ProcessGroup) -> Meter:
+def build_meter(job: Job, world: World, trainer: Trainer, group: dist.ProcessGroup) -> Meter:
     """Build the meter, over all ranks, with the peak FLOP/s of the device if it is known. A collective."""
-    family, hyper_parameters = config.family, config.hyper_parameters
+    config, stages = job.config, job.batch_stages
+    flops = [job.family.flops_per_token(job.hyper_parameters, stage.seq_len) for stage in stages]
+    of_stages = [Work(stage.tokens, stage.tokens * each) for stage, each in zip(stages, flops, strict=True)]
     places = run_on_all_ranks(lambda: Place(socket.gethostname(), trainer.mesh.coordinate["pp"]), group)
     return Meter(
         group,
         world.device,
-        tokens_per_step=config.training.global_batch_size * config.training.seq_len,
-        flops_per_token=family.flops_per_token(hyper_parameters, config.training.seq_len),
+        work=lambda step: of_stages[stage_index(stages, step)],
         peak_flops=device_peak_flops(world.device, DTYPES[config.training.mixed_precision_param]),
         sources=source_names(config.data.sources),
         terms=list(config.loss.chosen.terms),
@@ -495,18 +502,21 @@ def checkpoint_facts(
 
     sources: those of the loader.
     """
-    hyper_parameters = config.hyper_parameters
+    hyper_parameters, seq_len = config.hyper_parameters, config.training.seq_len
+    longest = max(stage.seq_len for stage in batch_stages(config))
     facts = {
         "model": {"family": config.model.family, **asdict(hyper_parameters)},
-        "seq_len": config.training.seq_len,
+        "seq_len": seq_len,
         "dtype": config.training.dtype,
         "optimizer": kinds_of_state(config.optimizer, *full_parameters(config.model)),
         "num_streams": config.data.num_streams,
-        "data": data_fingerprint(config.data, sources, tokenizer),
+        "data": data_fingerprint(config.data, sources, tokenizer, longest if longest > seq_len else 0),
         "tokenizer": tokenizer.fingerprint if tokenizer else None,
         "streams_version": config.data.stream_version,
         "init_version": INIT_VERSION,
     }
+    if config.training.stages:
+        facts["stages"] = stage_facts(config)
     if config.training.bit_equal:
         rows = rows_together(config.parallelism, config.training.local_batch_size)
         facts["bit_equal"] = {"rows": rows, "threads": torch.get_num_threads()}

@@ -12,7 +12,9 @@ import torch
 from titanlite.config.check import check_config
 from titanlite.config.load import CONFIG_COPY
 from titanlite.config.schema import JobConfig
+from titanlite.config.stages import batch_stages
 from titanlite.data.sources.python_stdlib import PythonStdlib
+from titanlite.data.steps import tokens_until
 from titanlite.data.tokenizer import TOKENIZER_FOLDER
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.records import Record
@@ -25,7 +27,8 @@ RUN_TRAIN = "TITANLITE_RUN_TRAIN"
 
 def summarize(config: JobConfig, record: Record, steps: int, train_s: float) -> None:
     """Log the summary. steps, train_s: of this start."""
-    tokens = steps * config.training.global_batch_size * config.training.seq_len
+    stages = batch_stages(config)
+    tokens = tokens_until(stages, record.step) - tokens_until(stages, record.step - steps)
     folder = Path(config.job.dump_folder)
     log.info(
         "Done: %d steps, %s tokens, final loss %.4f, %s tokens/s",

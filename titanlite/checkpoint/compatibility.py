@@ -14,6 +14,7 @@ from titanlite.runtime.plugins import plugin_digests
 _REMEDIES = {
     "model": "resume with the model of the checkpoint",
     "seq_len": "resume with the checkpoint's training.seq_len",
+    "stages": "resume with the training.stages that have begun by this step as they were; later ones may change",
     "dtype": "resume with the checkpoint's training.dtype",
     "optimizer": (
         "resume with the optimizers of the checkpoint (optimizer.name, momentum, state_dtype and groups), or start "
@@ -39,13 +40,15 @@ _FRESH = "start a new run from these weights: --checkpoint.initial_load_path FOL
 
 
 def check_facts(
-    saved: Mapping[str, Any], now: Mapping[str, Any], accepted: Collection[Changeable], where: str
+    saved: Mapping[str, Any], now: Mapping[str, Any], accepted: Collection[Changeable], where: str, step: int
 ) -> list[str]:
     """Return one log line per accepted difference. Raises UserError with all other differences.
 
-    saved, now: facts by name; a fact is a JSON value, compared recursively. where: the checkpoint, for messages.
+    saved, now: facts by name; a fact is a JSON value, compared recursively. where: the checkpoint, for messages. step:
+    its own: stages of the training that begin later may differ.
     """
     lines, refused = [], []
+    saved, now = _begun(saved, step), _begun(now, step)
     for name in sorted({*saved, *now}):
         accept = f"or accept the change: --checkpoint.accept_changes '[\"{name}\"]'"
         remedy = _REMEDIES.get(name, f"resume with the {name} of the checkpoint, {accept}")
@@ -84,6 +87,12 @@ def check_facts(
             + f"\n  or {_FRESH}"
         )
     return lines
+
+
+def _begun(facts: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """The facts with only those stages of the training that have begun at this step."""
+    begun = {name: stage for name, stage in facts.get("stages", {}).items() if stage["from_step"] <= step}
+    return {**{name: fact for name, fact in facts.items() if name != "stages"}, "stages": begun}
 
 
 def optimizer_differences(saved: Any, now: Any) -> list[str]:

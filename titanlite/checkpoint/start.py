@@ -278,7 +278,9 @@ class StartFinder:
         return manifest.content == "full"
 
     def _check_facts(self, manifest: Manifest, path: Path) -> None:
-        for line in check_facts(manifest.facts, self.about.facts, self.section.accept_changes, str(path)):
+        for line in check_facts(
+            manifest.facts, self.about.facts, self.section.accept_changes, str(path), manifest.step
+        ):
             warn_on_rank_0(line, self.group)
 
     def _load_all(self, found: Found) -> None:
@@ -296,7 +298,7 @@ class StartFinder:
         if any(name.startswith(LARGEST) for name in saved):
             self.state.resume_exact()
         try:
-            position = self.state.load_streams(tensors[STREAMS])
+            position = self.state.load_streams(tensors[STREAMS], manifest.step)
         except UserError as error:
             raise UserError(
                 f"cannot resume from {found.path}: the position in the data that it saved does not fit the data of "

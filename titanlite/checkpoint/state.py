@@ -29,7 +29,7 @@ class StreamsState(Protocol):
 
     def state(self) -> Tensor: ...
 
-    def load_state(self, state: Tensor) -> None: ...
+    def load_state(self, state: Tensor, step: int) -> None: ...
 
     def describe(self, state: Tensor) -> str: ...
 
@@ -111,9 +111,10 @@ class RunState:
         width = self._loader.state().shape[1] if width is None else width
         return torch.zeros(self._loader.num_streams, width, dtype=torch.int64)
 
-    def load_streams(self, state: Tensor) -> str:
-        """Continue from `state`; returns the position in the data, for the log. Raises UserError if it does not fit."""
-        self._loader.load_state(state)
+    def load_streams(self, state: Tensor, step: int) -> str:
+        """Continue from the `state` after a step; returns the position in the data, for the log. Raises UserError if it
+        does not fit."""
+        self._loader.load_state(state, step)
         return self._loader.describe(state)
 
     def num_bytes(self, group: dist.ProcessGroup) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 from titanlite.checkpoint.config import check_checkpoint
 from titanlite.checkpoint.preflight import check_start, imported_from
 from titanlite.config.fields import SECTIONS, TABLES
-from titanlite.config.lengths import resolve_lengths
+from titanlite.config.lengths import UNSET
 from titanlite.config.schema import JobConfig, JobSection, TrainingConfig
+from titanlite.config.stages import check_stages, largest_batch, resolve_lengths, stage_configs
 from titanlite.data.bpe import kept_tokenizer
 from titanlite.data.check import check_data, check_tokenizer, check_validation
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
@@ -82,7 +83,7 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, checks
     facts = resolve_config(config, world_size=world_size, device_type=device_type) if degree else config
     return [
         *(_check_places(config) if checks_files else ()),
-        *_check_sources(config, facts.training.global_batch_size, degree, checks_files=checks_files),
+        *_check_sources(config, largest_batch(facts), degree, checks_files=checks_files),
         *_check_registered(config),
         *check_terms(config.loss),
         *check_layout(config, world_size),
@@ -90,6 +91,8 @@ def check_config(config: JobConfig, *, world_size: int, device_type: str, checks
         *check_schedules(facts.lr_schedule, facts.optimizer),
         *_check_precision(facts),
         *_check_bit_equal(facts, degree),
+        *check_stages(config, facts),
+        *_check_each_stage(facts, world_size, degree),
         *check_checkpoint(config.checkpoint, device_type, taken=OWN_FILES),
         *check_metrics(config.metrics),
         *check_profiling(config.profiling, world_size=world_size, device_type=device_type, steps=facts.training.steps),
@@ -204,6 +207,37 @@ def _check_bit_equal(facts: JobConfig, degree: int) -> list[Problem]:
     return rules.problems + data.problems
 
 
+def _check_each_stage(facts: JobConfig, world_size: int, degree: int) -> list[Problem]:
+    """Problems of the sizes of later stages, with the key of the table that sets the size, or of [training].
+
+    facts: the configuration, resolved.
+    """
+    if not facts.training.stages:
+        return []
+    rules = Rules("parallelism", facts.parallelism)
+    rule = "given by the degrees with training.stages: a search compares layouts for one size of a step"
+    rules.require("layout", facts.parallelism.layout == "given", rule, "set the degrees, see titanlite plan")
+    by_stage = [[*check_layout(each, world_size), *_check_bit_equal(each, degree)] for each in stage_configs(facts)]
+    known = [(problem.key, problem.value) for problem in by_stage[0]]
+    found = rules.problems
+    for index, problems in enumerate(by_stage[1:]):
+        for problem in problems:
+            if (problem.key, problem.value) not in known:
+                known.append((problem.key, problem.value))
+                found.append(_of_stage(problem, facts, index))
+    return found
+
+
+def _of_stage(problem: Problem, facts: JobConfig, index: int) -> Problem:
+    """A problem of the table of training.stages, up to `index`, that sets the value."""
+    section, _, name = problem.key.partition(".")
+    tables = [row for row in range(index + 1) if getattr(facts.training.stages[row], name, UNSET) != UNSET]
+    if section not in ("training", "model") or not tables:
+        return replace(problem, rule=f"{problem.rule} (in stage {index + 2}, of training.stages.{index})")
+    key = f"training.stages.{tables[-1]}.{name}"
+    return replace(problem, key=key, remedy=problem.remedy.replace(problem.key, key))
+
+
 def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
     """Problems between model, batch and parallelisms, which a search of layouts checks for each."""
     section, training = config.parallelism, config.training
@@ -281,12 +315,13 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
         is_short = training.mixed_precision_param == "bfloat16"
         optimizer = replace(optimizer, newton_schulz_dtype="bfloat16" if is_short else wide)
     if data.num_streams == -1:
-        data = replace(data, num_streams=training.global_batch_size)
+        data = replace(data, num_streams=largest_batch(replace(config, training=training)))
     data = replace(data, document_mask=data.masks_documents)
     if data.stream_version == -1:
         data = replace(data, stream_version=STREAM_VERSION)
     if data.max_piece_bytes == -1:
-        data = replace(data, max_piece_bytes=PIECE_BYTES_PER_POSITION * training.seq_len)
+        longest = max(each.training.seq_len for each in stage_configs(config))
+        data = replace(data, max_piece_bytes=PIECE_BYTES_PER_POSITION * longest)
     if data.num_workers == -1:
         # Kernels are launched by the training process, whose interpreter a thread would share.
         launches = device_type == "cuda" and any(open_source(source).holds == "text" for source in data.sources)

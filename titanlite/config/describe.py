@@ -78,6 +78,8 @@ def type_label(value_type: Any) -> str:
         return "{" + ",".join(choice or '""' for choice in get_args(value_type)) + "}"
     if get_origin(value_type) is tuple:
         return f"[{type_label(get_args(value_type)[0])}, ...]"
+    if get_origin(value_type) is dict:
+        return f"{{NAME = {type_label(get_args(value_type)[1])}, ...}}"
     return {bool: "{true,false}", int: "INT", float: "FLOAT", str: "STR", Length: "{INT,STR}"}[value_type]
 
 

@@ -48,11 +48,16 @@ def columns_of(section_type: type) -> dict[str, Key]:
         hints[name] = tuple[choice, ...] if get_origin(hints[name]) is tuple else choice
     settings = settings_of(section_type)
     return {
-        field.name: Key(
-            hints[field.name], None if field.default is dataclasses.MISSING else field.default, settings[field.name]
-        )
+        field.name: Key(hints[field.name], _default_of(field), settings[field.name])
         for field in dataclasses.fields(section_type)
     }
+
+
+def _default_of(field: "dataclasses.Field[Any]") -> Any:
+    """The default of a key that is a table is {}; None if there is no default."""
+    if field.default_factory is dict:
+        return {}
+    return None if field.default is dataclasses.MISSING else field.default
 
 
 SECTIONS: Mapping[str, type] = {field.name: field.type for field in dataclasses.fields(JobConfig)}  # type: ignore[misc]

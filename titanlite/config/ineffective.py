@@ -7,6 +7,7 @@ from typing import Any
 
 from titanlite.config.fields import SECTIONS, keys_of
 from titanlite.config.schema import JobConfig
+from titanlite.config.stages import largest_batch
 from titanlite.config.value_types import literal
 from titanlite.data.bpe import kept_tokenizer
 from titanlite.data.check import has_key
@@ -58,7 +59,7 @@ class Facts:
     def accumulates(self) -> bool:
         """Whether a data rank has more sequences per step than a microbatch, or than a batch of the pipeline."""
         training, degree = self.config.training, mesh.data_degree(self.config.parallelism, self.world_size)
-        sequences = most_sequences(training.global_batch_size, self.config.data.num_streams, degree)
+        sequences = most_sequences(largest_batch(self.config), self.config.data.num_streams, degree)
         return training.local_batch_size == -1 or sequences > training.local_batch_size
 
     def uses_store(self) -> bool:
@@ -100,6 +101,10 @@ ACROSS: Mapping[str, Needs] = {
     "parallelism.fsdp_reshard_after_forward": Needs(
         "parallelism.dp_shard or cp above 1", lambda facts: facts.is_searched or facts.shards() > 1
     ),
+    **{
+        f"lr_schedule.{key}": Needs("training.stages", lambda facts: facts.config.training.stages)
+        for key in ("over", "batch_scaling")
+    },
     "faults.check_replicas_every": Needs(
         "several processes per pipeline stage",
         lambda facts: facts.is_searched or facts.world_size > facts.config.parallelism.pp,
@@ -158,6 +163,8 @@ def _unmet(facts: Facts, key: str) -> str:
     values = getattr(facts.config, section)
     if row and name == "sources":
         return _unmet_in_source(facts, section, getattr(values, name)[int(row[0])], row[1])
+    if row and name == "stages" and (first := values.stages[int(row[0])].from_step) > values.steps:
+        return f"training.steps of at least {first}"
     if row:
         return ""
     if section == "model":

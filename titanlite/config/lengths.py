@@ -1,12 +1,8 @@
 """Lengths of the run, the warm-up and the decay: by one of several keys, in steps, tokens or a percentage."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
-from titanlite.config.schema import JobConfig
-from titanlite.optim.lengths import LENGTHS as TEXT_LENGTHS
-from titanlite.optim.lengths import steps_of
 from titanlite.runtime.errors import Problem
 
 LENGTHS = (
@@ -41,22 +37,3 @@ def check_lengths(tables: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
             remedy = f"leave out all of {', '.join(given)} except one"
             problems.append(Problem(given[1], values[given[1]], rule, remedy))
     return problems
-
-
-def resolve_lengths(config: JobConfig) -> JobConfig:
-    """Replace tokens, rounded up to full steps, and percentages by steps.
-
-    Needs a resolved training.global_batch_size. The ratio of the decay remains: it counts back from the last step.
-    """
-    training = config.training
-    tokens_per_step = max(1, training.global_batch_size * training.seq_len)  # the ranges are checked later
-    if training.tokens != UNSET:
-        training = replace(training, steps=-(-training.tokens // tokens_per_step), tokens=UNSET)
-    sections: dict[str, Any] = {"training": training}
-    for name, keys in TEXT_LENGTHS.items():
-        section = getattr(config, name)
-        texts = {key: text for key in keys if isinstance(text := getattr(section, key), str)}
-        steps = {key: steps_of(text, tokens_per_step, training.steps) for key, text in texts.items()}
-        least = {key: 0 if key == "warmup_steps" else 1 for key in steps}
-        sections[name] = replace(section, **{key: max(least[key], number) for key, number in steps.items()})
-    return replace(config, **sections)

@@ -208,7 +208,8 @@ def keep_earlier(config: JobConfig) -> JobConfig:
     A batch size or number of streams of -1: that of the checkpoint to resume from; before there is one, with
     checkpoint.enable, that of the configuration in the dump folder: a start that is lost before its first save has the
     same batch again, on any number of ranks. data.document_mask, which depends on the sources, the version of the
-    streams, and the dtype of Muon's orthogonalization: that of the checkpoint.
+    streams, the dtype of Muon's orthogonalization, and with training.stages, of which later ones may be longer than all
+    of the checkpoint, data.max_piece_bytes: those of the checkpoint.
     """
     training, data, optimizer = config.training, config.data, config.optimizer
     earlier = earlier_config(config.checkpoint, config.job.dump_folder)
@@ -216,6 +217,8 @@ def keep_earlier(config: JobConfig) -> JobConfig:
         raise ConfigError(problems)
     if earlier and data.document_mask == "auto":
         data = replace(data, document_mask=earlier["data"].get("document_mask", False))
+    if earlier and data.max_piece_bytes == -1 and training.stages:
+        data = replace(data, max_piece_bytes=earlier["data"]["max_piece_bytes"])
     if earlier and data.stream_version == -1:
         data = replace(data, stream_version=earlier["data"].get("stream_version", WITHOUT_STREAM_VERSION))
     if earlier and optimizer.newton_schulz_dtype == "auto" and "Muon" in optimizers_of(optimizer):
@@ -373,7 +376,7 @@ def _put_in_row(tables: Tables, key: str, text: str | None, row: type) -> Proble
     if len(columns) != 1 or columns[0] not in columns_of(row):
         return unknown_column(key, text or "", row)
     if text is None and columns_of(row)[columns[0]].type is not bool:
-        return missing_value(key, getattr(row, columns[0]))
+        return missing_value(key, columns_of(row)[columns[0]].default)
     text = "true" if text is None else text
     default = keys_of(section, None)[name].default
     rows = _table(tables, section).setdefault(name, [fields_of(row) for row in default])

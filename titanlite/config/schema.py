@@ -42,6 +42,32 @@ class JobSection:
 
 
 @dataclass(frozen=True)
+class StageConfig:
+    """One [[training.stages]] table: what changes from a step on. Keys that are left out keep the value that they have
+    in the stage before; the first stage is [training] itself."""
+
+    AFFECTS: ClassVar[Affects] = "facts"
+
+    from_step: int = setting(
+        -1,
+        "write the first step of the stage; [training] has those before",
+        least=2,
+        unset=-1,
+        automatic="by from_tokens",
+    )
+    """First step of the stage; steps count from 1."""
+    from_tokens: int = setting(-1, "leave it out to give from_step", least=1, unset=-1)
+    """In place of from_step: the stage begins with the first step after this number of tokens."""
+    global_batch_size: int = setting(-1, "leave it out to keep the one before", least=1, most=2**20, unset=-1)
+    """Sequences per optimizer step over all ranks."""
+    seq_len: int = setting(-1, "leave it out to keep the one before", least=1, unset=-1)
+    """Tokens per sequence."""
+    weights: dict[str, float] = setting({}, "write a number: 0 leaves the source out of the stage", least=0, most=10**9)
+    """Shares of the sequences by name of the source, relative to each other, in place of data.sources.N.weight. All
+    sources have one; 0: not read in the stage."""
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """Length, batches and precision of the training."""
 
@@ -65,6 +91,8 @@ class TrainingConfig:
     )
     """Sequences per optimizer step over all ranks; gradient accumulation follows from it.
     -1: local_batch_size x data degree, resolved at the first start and kept by its checkpoints."""
+    stages: tuple[StageConfig, ...] = setting((), affects="facts")
+    """Changes of batch, length and mixture during the run: [[training.stages]] tables (docs/stages.md)."""
     max_norm: float = 1.0
     """Gradients are clipped to this global norm; 0 or less: no clipping."""
     bit_equal: bool = setting(False, affects="facts")

@@ -63,7 +63,8 @@ def print_config(
         if before == value:
             return where
         if value == UNSET:
-            return f"{literal(before)} ({where}), resolved to training.steps"
+            steps = "training.steps" if key == "training.tokens" else "from_step"
+            return f"{literal(before)} ({where}), resolved to {steps}"
         if isinstance(before, str) and isinstance(value, int):
             return f"{before} ({where})"
         automatic = literal(before).strip(chr(34))

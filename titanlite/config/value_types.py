@@ -60,6 +60,8 @@ def literal(value: Any) -> str:
         return float.__repr__(value)  # a subclass, as those of numpy, may have another one
     if isinstance(value, tuple | list):
         return "[" + ", ".join(literal(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{literal(name)} = {literal(item)}" for name, item in value.items()) + "}"
     raise TypeError(f"{type(value).__name__} is not a type of the configuration: {value!r}")
 
 
@@ -89,6 +91,8 @@ def describe_type(value_type: Any) -> str:
         return (
             "an array of tables" if row_type(value_type) else f"an array of {'strings' if is_text(item) else 'numbers'}"
         )
+    if get_origin(value_type) is dict:
+        return "a table of numbers by name"
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     return names[value_type]
 
@@ -144,6 +148,8 @@ def value_type(key: Key) -> Any:
         return key.type
     if get_origin(key.type) is tuple:
         return tuple[value_type(key._replace(type=get_args(key.type)[0])), ...]  # type: ignore[misc]
+    if get_origin(key.type) is dict:
+        return dict[str, value_type(key._replace(type=get_args(key.type)[1]))]  # type: ignore[misc]
     if key.type is bool:
         return Annotated[bool, Strict()]
     if key.type is str:
@@ -169,7 +175,7 @@ def _number(kind: type, rule: Range) -> Any:
 
 
 def _length(text: str, rule: Range) -> str:
-    if not rule.has(steps_of(text, 1, 10**9)):
+    if not rule.has(steps_of(text, int, 10**9)):
         raise ValueError
     return text
 
@@ -206,6 +212,10 @@ def explain(name: str, value: Any, key: Key, fault: str) -> Problem:
     if get_origin(key.type) is tuple:
         item = get_args(key.type)[0]
         return explain(name, value, key._replace(type=item, default="text" if is_text(item) else 1.0), fault)
+    if get_origin(key.type) is dict and fault == "dict_type":
+        return Problem(name, value, describe_type(key.type), "write { NAME = 0.5, OTHER = 0.5 }")
+    if get_origin(key.type) is dict:
+        return explain(name, value, key._replace(type=get_args(key.type)[1], default=1.0), fault)
     if get_origin(key.type) is Literal:
         return not_a_choice(name, value, get_args(key.type))
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -24,8 +24,8 @@ class DataConfig:
     num_streams: int = setting(
         -1, "leave it out", least=1, most=2**20, unset=-1, automatic="training.global_batch_size"
     )
-    """Number of streams S. It decides the order of the tokens, on every mesh. -1: one per row of the global batch,
-    resolved at the first start and kept in the checkpoints."""
+    """Number of streams S. It decides the order of the tokens, on every mesh. -1: one per row of the largest global
+    batch of all stages, resolved at the first start and kept in the checkpoints."""
     shuffle: bool = True
     """Whether to permute the pieces, differently in each epoch."""
     seed: int = setting(0, "write a number from 0", least=0, most=2**63 - 1, needs=_ORDERS)
@@ -34,7 +34,7 @@ class DataConfig:
         -1, "leave it out", least=MIN_PIECE_BYTES, unset=-1, automatic="64 x training.seq_len"
     )
     """Maximum size of a piece. Longer documents are cut into several pieces, at line ends if possible; conversations
-    never. -1: 64 x training.seq_len."""
+    never. -1: 64 x the training.seq_len of the longest stage."""
     stream_version: int = setting(
         -1, "leave it out", least=2, most=3, unset=-1, automatic="that of the checkpoint, or the newest"
     )

@@ -20,13 +20,15 @@ def source_facts(source: Source, section: DataConfig, tokenizer: Tokenizer | Non
 
 
 def data_fingerprint(
-    section: DataConfig, sources: Sequence[Source], tokenizer: Tokenizer | None = None
+    section: DataConfig, sources: Sequence[Source], tokenizer: Tokenizer | None = None, window: int = 0
 ) -> dict[str, Any]:
     """The facts that decide which tokens a run sees and in which order, as JSON values. Compare two by
     `describe_difference`.
 
     `section` is resolved (no -1); `sources` are its sources. Of the tokenizer, only the chat template is included. The
     rest of it, data.num_streams, training.seq_len and training.global_batch_size also decide tokens and order.
+
+    window: length of the windows of token files, if it is not that of the first stage; else 0.
 
     Included: sizes of the files, and the content of SAMPLED_BLOCKS blocks of each file. Not included: paths, names and
     times, so a corpus may be moved, copied and renamed if its files keep their order. **An edit is not detected if it
@@ -41,6 +43,8 @@ def data_fingerprint(
     facts |= {"packing": section.packing, "document_mask": section.masks_documents}
     if any(source.holds == "text" and not source.config.is_chat for source in sources):
         facts |= {"max_piece_bytes": section.max_piece_bytes, "add_bos": section.add_bos, "add_eos": section.add_eos}
+    if window and any(source.holds == "tokens" for source in sources):
+        facts["window"] = window
     return facts | {"sources": [source_facts(source, section, tokenizer) for source in sources]}
 
 

@@ -1,6 +1,7 @@
 """The data loader: batches of one data rank, prepared ahead of the trainer in the background."""
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from titanlite.data.config import DataConfig
 from titanlite.data.deal import most_sequences, streams_of
 from titanlite.data.kinds import open_source, source_names
 from titanlite.data.preparation import Assignment, Int64s, Preparation, PreparedStep, sequences_of
+from titanlite.data.steps import BatchStage, steps_of_stages
 from titanlite.data.streams import Origin, SourceState
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.workers import Prefetcher, WorkerPool
@@ -22,9 +24,9 @@ class Loader:
     """The microbatches of data rank `data_rank` of `data_degree`, step by step.
 
     Sequence n of the run is the next sequence of stream n mod num_streams. Optimizer step k takes the sequences
-    [k G, (k + 1) G) for a global batch of G. This rank takes those of its streams (see data/deal.py), in order,
-    local_batch_size rows per microbatch. The content of a step is therefore the same for every data_degree,
-    local_batch_size and number of workers.
+    [k G, (k + 1) G) for a global batch of G; with several stages, each step takes the next ones, as many as its stage
+    says. This rank takes those of its streams (see data/deal.py), in order, local_batch_size rows per microbatch. The
+    content of a step is therefore the same for every data_degree, local_batch_size and number of workers.
 
     The last rows of a step may be filler, see with_filler: each rank returns the same number of rows in every step.
 
@@ -38,16 +40,18 @@ class Loader:
         assignment: Assignment,
         tokenizer: Tokenizer | None,
         *,
-        local_batch_size: int,
         data_rank: int,
         data_degree: int,
         together: int = 1,
     ) -> None:
         self.sources = [open_source(source) for source in assignment.section.sources]
         self.num_streams = num_streams = assignment.section.num_streams
-        self._global_batch_size = assignment.global_batch_size
-        most = most_sequences(self._global_batch_size, num_streams, data_degree, together)
-        self._rows_per_step = -(-most // local_batch_size) * local_batch_size
+        self._assignment, self._last_step = assignment, 0
+        self._rows_per_step = {}
+        for stage in assignment.stages:
+            sizes, size = (stage.global_batch_size, num_streams, data_degree, together), stage.local_batch_size
+            most = most_sequences(*sizes, any_start=len(assignment.stages) > 1)
+            self._rows_per_step[stage] = -(-most // size) * size
         self.stream_ids = streams_of(data_rank, num_streams, data_degree, together)
         """The streams of this rank: the rows of state(), and the rows of all ranks' state that load_state() uses."""
         prepare = WorkerPool if assignment.section.num_workers > 0 else Preparation
@@ -57,8 +61,6 @@ class Loader:
         """Sources, pieces and streams, in one line."""
         self.wait_s = 0.0
         """Total seconds spent waiting for data."""
-        self._local_batch_size = local_batch_size
-        self._vocab_size = assignment.vocab_size
         self._prefetcher: Prefetcher[PreparedStep] | None = None
         self._next: PreparedStep | Exception | None = None
         self._closed = False
@@ -85,9 +87,11 @@ class Loader:
         if isinstance(step, Exception):
             raise step
         self._next = None
+        self._last_step += 1
+        stage = self._assignment.stage_of(self._last_step)
         self.first_sequence = first = self._num_returned
         """Number of the first sequence in the last step returned, of all ranks."""
-        self._set_progress(first + self._global_batch_size, step.states, step.ended)
+        self._set_progress(first + stage.global_batch_size, step.states, step.ended)
         self.sequences = sequences_of(self.stream_ids, self.num_streams, range(first, self._num_returned))
         """Numbers of this rank's sequences in the last step returned."""
         self.origin_values = step.origins
@@ -101,10 +105,10 @@ class Loader:
             None if step.positions is None else torch.from_numpy(step.positions),
             torch.from_numpy(step.lengths[:, 0].copy()),
         )
-        if len(numbers) < self._rows_per_step:
-            batch = with_filler(batch, self._rows_per_step, self._vocab_size)
-        size = self._local_batch_size
-        return [rows_of(batch, slice(begin, begin + size)) for begin in range(0, self._rows_per_step, size)]
+        rows, size = self._rows_per_step[stage], stage.local_batch_size
+        if len(numbers) < rows:
+            batch = with_filler(batch, rows, self._assignment.vocab_size)
+        return [rows_of(batch, slice(begin, begin + size)) for begin in range(0, rows, size)]
 
     @property
     def origins(self) -> list[Origin]:
@@ -141,11 +145,12 @@ class Loader:
         """
         return torch.from_numpy(self._states.copy())
 
-    def load_state(self, state: Tensor) -> None:
-        """Continue after the step of `state`: int64 (num_streams, fields), the rows of all ranks.
+    def load_state(self, state: Tensor, step: int = 0) -> None:
+        """Continue after `step`, with its `state`: int64 (num_streams, fields), the rows of all ranks.
 
-        The mesh and the batch sizes may differ from the earlier run. Sources may have been added after those of the
-        state; they begin at their start. Raises UserError if the state does not match.
+        step: has no effect with a single stage. The mesh and the batch sizes may differ from the earlier run. Sources
+        may have been added after those of the state; they begin at their start. Raises UserError if the state does not
+        match.
         """
         added = self._states.shape[1] - state.shape[1] if state.ndim == 2 else 0
         if added > 0 and added % len(SourceState._fields) == 0 and len(state) == self.num_streams:
@@ -166,12 +171,14 @@ class Loader:
                 f"the saved state of the data ({num_returned} sequences) is not the state after a step: its streams "
                 "have other numbers of sequences; use another checkpoint"
             )
+        assert step or not num_returned or len(self._assignment.stages) == 1, "the step decides the stage"
         if self._prefetcher is not None:
             self._prefetcher.close(timeout_s=None)  # its thread uses the current streams
             self._prefetcher = None
         self._next = None
         own = state[list(self.stream_ids)].numpy()
-        self._preparation.load_state(own, num_returned)
+        self._preparation.load_state(own, num_returned, step)
+        self._last_step = step
         self._set_progress(num_returned, own, self._preparation.ended())
 
     def epochs(self) -> list[float]:
@@ -189,14 +196,20 @@ class Loader:
     def describe_epochs(self, steps: int) -> str:
         """Tokens of an epoch of each source, and how often a run of `steps` reads it. Tokenizes a sample of text."""
         parts = []
-        shares, sizes = self._preparation.mixture.shares, self._preparation.epoch_sizes()
-        for name, share, size in zip(self.source_names, shares, sizes, strict=True):
+        stages, longest = self._assignment.stages, self._assignment.longest
+        read = [0.0] * len(self.source_names)  # sequences of the longest stage
+        for stage, count, mixture in zip(
+            stages, steps_of_stages(stages, steps), self._preparation.mixtures, strict=True
+        ):
+            sequences = count * stage.tokens / longest
+            read = [before + sequences * share for before, share in zip(read, mixture.shares, strict=True)]
+        for name, sequences, size in zip(self.source_names, read, self._preparation.epoch_sizes(), strict=True):
             if size is None or not size.sequences:
                 parts.append(f"{name}: the number of tokens is unknown")
                 continue
             about = "" if size.is_exact else "about "
             tokens = size.tokens if size.is_exact else round(size.tokens, 3 - len(str(size.tokens)))
-            times = steps * self._global_batch_size * share / size.sequences
+            times = sequences / size.sequences
             parts.append(f"{name}: {about}{tokens:,} tokens, read {times:,.2f} times in {steps:,} steps")
         return "; ".join(parts)
 
@@ -217,7 +230,7 @@ class Loader:
         """Restart at the first sequence of the run."""
         state = torch.zeros(self.num_streams, self._beginning.shape[1], dtype=torch.int64)
         state[list(self.stream_ids)] = self._beginning  # the rows of other ranks are not used
-        self.load_state(state)
+        self.load_state(state, 0)
 
     def close(self) -> None:
         """Stop the thread and the processes. May be called at any time, repeatedly."""
@@ -276,20 +289,16 @@ def build_loader(
     data_rank: int,
     data_degree: int,
     together: int = 1,
+    later: Sequence[BatchStage] = (),
     logs: bool = True,
 ) -> Loader:
     """Build the loader of one rank. `section` is resolved (no -1). Builds the indexes of sources that have none.
 
-    vocab_size: the model's. together: sequences that stay together, see data/deal.py. logs: whether skipped rows are
-    logged as warnings; true for one of the ranks that read the same data. Raises UserError if a source is empty.
+    vocab_size: the model's. together: sequences that stay together, see data/deal.py. later: the stages after the first
+    one. logs: whether skipped rows are logged as warnings; true for one of the ranks that read the same data. Raises
+    UserError if a source is empty.
     """
     arguments = tokenizer.arguments if tokenizer else None
-    assignment = Assignment(section, arguments, seq_len, vocab_size, global_batch_size, logs)
-    return Loader(
-        assignment,
-        tokenizer,
-        local_batch_size=local_batch_size,
-        data_rank=data_rank,
-        data_degree=data_degree,
-        together=together,
-    )
+    stages = (BatchStage(1, global_batch_size, seq_len, local_batch_size), *later)
+    assignment = Assignment(section, arguments, vocab_size, stages, logs)
+    return Loader(assignment, tokenizer, data_rank=data_rank, data_degree=data_degree, together=together)

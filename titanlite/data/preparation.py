@@ -16,6 +16,7 @@ from titanlite.data.order import IndexedPieces, Mixture, Permutation
 from titanlite.data.sources.base import Source, StreamedSource, TextSource
 from titanlite.data.sources.pieces import Corpus, EpochSize, StreamPieces
 from titanlite.data.sources.tokens import Tokens, WindowCorpus
+from titanlite.data.steps import BatchStage, stage_index
 from titanlite.data.streams import BadRowPolicy, Origin, SequenceRow, SourceState, SourceStream, num_sequences
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.cache import content_key
@@ -28,16 +29,23 @@ Int64s = npt.NDArray[np.int64]
 class Assignment:
     """Settings of the streams of a run, the same on all ranks.
 
-    section: resolved (no -1). tokenizer: Tokenizer.arguments; None if no source is text. logs: whether skipped rows are
-    logged as warnings.
+    section: resolved (no -1). tokenizer: Tokenizer.arguments; None if no source is text. stages: of the training, at
+    least one. logs: whether skipped rows are logged as warnings.
     """
 
     section: DataConfig
     tokenizer: dict[str, str] | None
-    seq_len: int
     vocab_size: int
-    global_batch_size: int
+    stages: tuple[BatchStage, ...]
     logs: bool = True
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest sequences, and of the windows of token files."""
+        return max(stage.seq_len for stage in self.stages)
+
+    def stage_of(self, step: int) -> BatchStage:
+        return self.stages[stage_index(self.stages, step)]
 
 
 class SourceOrder(NamedTuple):
@@ -79,7 +87,7 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
     epoch_size: Callable[[], EpochSize | None]
     checks = []
     if isinstance(source, Tokens):
-        windows = WindowCorpus(source, assignment.seq_len, assignment.vocab_size, documents=section.masks_documents)
+        windows = WindowCorpus(source, assignment.longest, assignment.vocab_size, documents=section.masks_documents)
         corpus, epoch_size, checks = windows, windows.epoch_size, [windows.check_unchanged]
     else:
         assert tokenizer is not None, "sources of text need a tokenizer"
@@ -91,7 +99,7 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
         assert isinstance(source, TextSource)
         texts = TextCorpus([source], section.max_piece_bytes, encoder)
         too_long = source.config.too_long if source.config.is_chat else None
-        count = partial(num_sequences, seq_len=assignment.seq_len, packing=section.packing, too_long=too_long)
+        count = partial(num_sequences, seq_len=assignment.longest, packing=section.packing, too_long=too_long)
         corpus, epoch_size = texts, partial(texts.epoch_size, count)
     if corpus.size == 0 or corpus.count == 0:
         # Each empty or corrupted file is one piece, whose error names the reason.
@@ -135,7 +143,8 @@ class Preparation:
     state of a stream is the SourceState fields of all sources, one source after the other.
 
     sources: the tables of [data] or [validation]. tokenizer: None if no source is text. streams: stream numbers,
-    ascending. mixture: the shares of the sources. description: one line for all sources. content: see content_keys.
+    ascending. mixtures: the shares of the sources, by stage. description: one line for all sources. content: see
+    content_keys. last_step: the last one that was prepared.
     """
 
     def __init__(
@@ -158,14 +167,14 @@ class Preparation:
         self._policy = bad_row_policy(section, logs=assignment.logs)
         self._orders = [open_order(source, n, assignment, tokenizer) for n, source in enumerate(sources)]
         weights = [source.weight for source in section.sources]
-        sizes = [order.size for order in self._orders]
-        self.mixture = Mixture(sizes if -1 in weights else weights, seed=section.seed)
+        weights = [order.size for order in self._orders] if -1 in weights else weights
+        self.mixtures = [Mixture(stage.weights or weights, seed=section.seed) for stage in assignment.stages]
         self.description = "; ".join(self._described())
         self._streams = {number: self._open_stream(number) for number in streams}
-        self.next_sequence = 0
+        self.last_step, self.next_sequence = 0, 0
 
     def _described(self) -> Iterator[str]:
-        for order, share in zip(self._orders, self.mixture.shares, strict=True):
+        for order, share in zip(self._orders, self.mixtures[0].shares, strict=True):
             yield order.description + (f", {share:.2%} of the sequences" if len(self._orders) > 1 else "")
 
     def _open_stream(self, number: int) -> list[SourceStream]:
@@ -173,7 +182,6 @@ class Preparation:
         return [
             SourceStream(
                 order.pieces(number),
-                seq_len=self._assignment.seq_len,
                 packing=self._assignment.section.packing,
                 policy=self._policy,
                 too_long=source.too_long if source.is_chat else None,
@@ -189,12 +197,13 @@ class Preparation:
         """For each source, the size of an epoch; None if it is unknown. Reads a sample of text."""
         return [order.epoch_size() for order in self._orders]
 
-    def load_state(self, states: Int64s, next_sequence: int) -> None:
-        """Continue at sequence `next_sequence` of the run. states: (streams, values). Raises UserError."""
+    def load_state(self, states: Int64s, next_sequence: int, last_step: int) -> None:
+        """Continue after the step `last_step`, at sequence `next_sequence` of the run. states: (streams, values).
+        Raises UserError."""
         for stream, of_stream in zip(self._streams.values(), _source_states(states), strict=True):
             for source, state in zip(stream, of_stream, strict=True):
                 source.load_state(state)
-        self.next_sequence = next_sequence
+        self.last_step, self.next_sequence = last_step, next_sequence
 
     def states(self) -> Int64s:
         """Current states: (streams, values of a stream's state)."""
@@ -216,11 +225,11 @@ class Preparation:
         return found
 
     def step(self) -> PreparedStep:
-        """Prepare the sequences of these streams among the next global_batch_size of the run. Raises DataError."""
-        first = self.next_sequence
-        self.next_sequence = first + self._assignment.global_batch_size
-        own = sequences_of(self._streams, self._assignment.section.num_streams, range(first, self.next_sequence))
-        shape = (len(own), self._assignment.seq_len)
+        """Prepare the sequences of these streams among those of the run's next step. Raises DataError."""
+        sequences, stage = self.next_step()
+        first = sequences.start
+        own = sequences_of(self._streams, self._assignment.section.num_streams, sequences)
+        shape = (len(own), stage.seq_len)
         tokens, labels = np.empty(shape, np.int64), np.empty(shape, np.int64)
         positions = np.empty(shape, np.int64) if self._assignment.section.masks_documents else None
         lengths = np.empty((len(own), 1), np.int64)
@@ -239,10 +248,17 @@ class Preparation:
             raise DataError(str(error), first) from error
         return PreparedStep(tokens, labels, lengths, origins, self.states(), self.ended(), positions)
 
+    def next_step(self) -> tuple[range, BatchStage]:
+        """Go on to the next step; returns its sequences and its stage."""
+        self.last_step += 1
+        first, stage = self.next_sequence, self._assignment.stage_of(self.last_step)
+        self.next_sequence = first + stage.global_batch_size
+        return range(first, self.next_sequence), stage
+
     def _next_sequence(self, number: int, row: SequenceRow) -> Origin:
         """Write the next sequence of stream `number` into `row`. Raises UserError."""
-        stream = self._streams[number]
-        source = self.mixture.source(number, sum(source.sequences for source in stream))
+        stream, mixture = self._streams[number], self.mixtures[stage_index(self._assignment.stages, self.last_step)]
+        source = mixture.source(number, sum(source.sequences for source in stream))
         return Origin(source, *stream[source].next_sequence(row))
 
     def close(self) -> None:

@@ -143,17 +143,10 @@ class SourceStream:
     """
 
     def __init__(
-        self,
-        pieces: StreamPieces,
-        *,
-        seq_len: int,
-        packing: Packing,
-        policy: BadRowPolicy,
-        too_long: TooLong | None = None,
+        self, pieces: StreamPieces, *, packing: Packing, policy: BadRowPolicy, too_long: TooLong | None = None
     ) -> None:
         """too_long: None if the pieces are not conversations."""
         self._pieces = pieces
-        self._seq_len = seq_len
         self._packing = packing
         self._too_long: TooLong | None = too_long
         if too_long is not None:
@@ -163,7 +156,6 @@ class SourceStream:
         else:
             self._take = self._concatenated if packing == "concatenate" else self._single_piece
         self._policy = policy
-        self._order = np.arange(seq_len)
         self.load_state(SourceState(*pieces.first(), 0, 0, 0, 0))
 
     @property
@@ -190,18 +182,18 @@ class SourceStream:
         self._pieces_without_target = 0
 
     def next_sequence(self, row: SequenceRow) -> tuple[int, int, int]:
-        """Write the next sequence into `row`, fully masked if the source is exhausted.
+        """Write the next sequence into `row`, fully masked if the source is exhausted. Its length is that of `row`.
 
         Returns (epoch, piece, offset) of its first token; (-1, -1, -1) if masked. Raises UserError.
         """
-        parts = self._take()
+        parts = self._take(len(row.tokens))
         self.sequences += 1
         return parts[0][:3] if self._write(parts, row) else (-1, -1, -1)
 
-    def _concatenated(self) -> list[_Part]:
+    def _concatenated(self, seq_len: int) -> list[_Part]:
         """Up to seq_len + 1 tokens of consecutive pieces; the next sequence starts with the last of these tokens."""
         taken: list[_Part] = []
-        need = self._seq_len + 1
+        need = seq_len + 1
         while not self.ended:
             rest = self._rest(need)
             if rest >= need:
@@ -215,43 +207,46 @@ class SourceStream:
             self._advance()
         return taken
 
-    def _single_piece(self) -> list[_Part]:
+    def _single_piece(self, seq_len: int) -> list[_Part]:
         """Up to seq_len + 1 tokens of one piece. Skips pieces of a single token: they have no target."""
         while not self.ended:
-            rest = self._rest(self._seq_len + 1)
+            rest = self._rest(seq_len + 1)
             if rest > 1:
-                part = self._part(min(rest, self._seq_len + 1))
-                self._offset += self._seq_len
-                if rest <= self._seq_len + 1:
+                part = self._part(min(rest, seq_len + 1))
+                self._offset += seq_len
+                if rest <= seq_len + 1:
                     self._advance()
                 return [part]
             self._advance()
         return []
 
-    def _conversations(self) -> list[_Part]:
+    def _conversations(self, seq_len: int) -> list[_Part]:
         """The next conversations that fit into a sequence together. Passes over those without a target."""
         assert self._too_long is not None
         taken: list[_Part] = []
-        room = self._seq_len + 1
+        room = seq_len + 1
         while not self.ended and (self._packing == "concatenate" or not taken):
-            length = self._rest(self._seq_len + 1)
+            length = self._rest(seq_len + 1)
             assert self._current is not None
-            count = fitted_length(self._current, self._seq_len, self._too_long)
+            count = fitted_length(self._current, seq_len, self._too_long)
             if count > room:
                 break
             if count:
                 taken.append(self._part(count))
                 room -= count
-            self._num_too_long += length > self._seq_len + 1 and self._place.epoch == 0
+            self._num_too_long += length > seq_len + 1 and self._place.epoch == 0
             self._advance()
         return taken
 
-    def _window(self) -> list[_Part]:
-        """The next piece, which is one sequence."""
+    def _window(self, seq_len: int) -> list[_Part]:
+        """The next piece, which is one sequence of the longest stage, or its next part."""
         if self.ended:
             return []
-        part = self._part(self._rest(self._seq_len))
-        self._advance()
+        rest = self._rest(seq_len + 1)
+        part = self._part(min(rest, seq_len + 1))
+        self._offset += seq_len
+        if rest <= seq_len + 1:
+            self._advance()
         return [part]
 
     def _part(self, count: int) -> _Part:
@@ -270,8 +265,9 @@ class SourceStream:
         """Write inputs and labels, padded and masked after the last token. Returns whether there is any target."""
         joined = parts[0].tokens if len(parts) == 1 else np.concatenate([part.tokens for part in parts] or [EMPTY])
         count = len(joined) if len(joined) > 1 else 0  # a single token has no target
-        row.length[0] = min(count, self._seq_len)
-        row.tokens[:count] = joined[: min(count, self._seq_len)]
+        seq_len = len(row.tokens)
+        row.length[0] = min(count, seq_len)
+        row.tokens[:count] = joined[: min(count, seq_len)]
         row.tokens[count:] = PAD_TOKEN
         row.labels[: max(0, count - 1)] = joined[1:count]
         row.labels[max(0, count - 1) :] = IGNORE_INDEX
@@ -279,11 +275,12 @@ class SourceStream:
         if trained:
             row.labels[: count - 1][~np.concatenate(trained)[1:count]] = IGNORE_INDEX
         if row.positions is not None:
-            row.positions[:] = self._order
+            order = np.arange(seq_len)
+            row.positions[:] = order
             for start in _document_starts(parts) if count else ():
                 # The previous document does not predict the first token of a document: it is not a target.
                 row.labels[start - 1] = IGNORE_INDEX
-                row.positions[start:] = self._order[: max(0, self._seq_len - start)]
+                row.positions[start:] = order[: max(0, seq_len - start)]
         return count > 0
 
     def _advance(self) -> None:

@@ -116,16 +116,15 @@ class WorkerPool(Preparation):
         self._count = min(assignment.section.num_workers, len(self._numbers))
         self._workers: list[WorkerProcess] = []
 
-    def load_state(self, states: Int64s, next_sequence: int) -> None:
+    def load_state(self, states: Int64s, next_sequence: int, last_step: int) -> None:
         self.close()
-        super().load_state(states, next_sequence)
+        super().load_state(states, next_sequence, last_step)
 
     def step(self) -> PreparedStep:
         """The same as Preparation.step. Raises a worker's DataError or UserError, and UserError if a worker exited."""
         if not self._workers:
             self._workers = [self._start(slice(n, None, self._count)) for n in range(self._count)]
-        first = self.next_sequence
-        self.next_sequence = first + self._assignment.global_batch_size
+        sequences, _ = self.next_step()
         parts, errors = [], []
         for worker in self._workers:
             try:
@@ -134,7 +133,7 @@ class WorkerPool(Preparation):
                 errors.append(error)
         if errors:  # report the bad row of the first sequence of the step
             raise min(errors, key=lambda error: error.sequence)
-        return self._merged(parts, range(first, self.next_sequence))
+        return self._merged(parts, sequences)
 
     def _start(self, share: slice) -> WorkerProcess:
         """Start the worker of a share of the streams."""
@@ -144,6 +143,7 @@ class WorkerPool(Preparation):
             "streams": self._numbers[share],
             "states": self.states()[share].tolist(),
             "next_sequence": self.next_sequence,
+            "last_step": self.last_step,
         }
         remedy = "run the same command again to resume from the last checkpoint, or set data.num_workers = 0"
         return WorkerProcess("titanlite.data.workers", arguments, remedy)
@@ -188,13 +188,14 @@ def prepared_steps(
     streams: list[int],
     states: list[list[int]],
     next_sequence: int,
+    last_step: int,
 ) -> Iterator[tuple[None, Arrays]]:
     """The steps of some streams, without end, in a worker process. content: of the Preparation in the parent."""
     settings = TypeAdapter(Assignment).validate_python(assignment)
     tokenizer = Tokenizer(**settings.tokenizer) if settings.tokenizer else None
     opened = [open_source(source) for source in settings.section.sources]
     preparation = Preparation(settings, opened, tokenizer, streams, content)
-    preparation.load_state(np.array(states, np.int64), next_sequence)
+    preparation.load_state(np.array(states, np.int64), next_sequence, last_step)
     while True:
         step = preparation.step()._asdict()
         yield None, {field: array for field, array in step.items() if array is not None}

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol
 
+from titanlite.data.steps import ONE_STAGE, BatchStage, stage_index, tokens_until
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import (
     EXPERTS_FILE,
@@ -68,11 +69,12 @@ def build_loggers(
     about: AboutRun,
     has_samples: bool,
     has_experts: bool,
+    stages: Sequence[BatchStage] = ONE_STAGE,
 ) -> Loggers:
     """Build the loggers on rank 0; none on other ranks.
 
-    dump_folder must exist. total_steps: optimizer steps of the entire run, for the console. memory_name: what
-    Record.memory_gib is, for the console. resume_step: 0 for a new run, whose files do not exist yet
+    dump_folder must exist. total_steps: optimizer steps of the entire run, stages: its training stages, memory_name:
+    what Record.memory_gib is, all for the console. resume_step: 0 for a new run, whose files do not exist yet
     (`prepare_dump_folder`); otherwise the step from which this run resumes, after resume_tokens: rows of later steps
     are removed from the files of earlier starts (`keep_rows`, `TensorBoardLogger`).
     """
@@ -87,7 +89,7 @@ def build_loggers(
     for name in sorted(dict.fromkeys(section.loggers), key=lambda name: name == "console"):
         match name:
             case "console":
-                loggers.append(ConsoleLogger(total_steps, memory_name, section.columns))
+                loggers.append(ConsoleLogger(total_steps, memory_name, section.columns, stages))
             case "jsonl":
                 files = [METRICS_FILE, *[SAMPLES_FILE] * has_samples, *[EXPERTS_FILE] * has_experts]
                 loggers += [JsonlLogger(folder / file) for file in files]
@@ -110,18 +112,21 @@ class ConsoleLogger:
     """Logs training records as a table, with a header at the start and after every 20 rows; others as a line each.
 
     With the date, a row has at most 100 characters, unless it has rare parts or numbers of unusual size. total_steps:
-    optimizer steps of the entire run. memory_name: what Record.memory_gib is. keys: see table_lines.
+    optimizer steps of the entire run. memory_name: what Record.memory_gib is. keys, stages: see table_lines.
     """
 
-    def __init__(self, total_steps: int, memory_name: str, keys: Sequence[str] = ()) -> None:
+    def __init__(
+        self, total_steps: int, memory_name: str, keys: Sequence[str] = (), stages: Sequence[BatchStage] = ONE_STAGE
+    ) -> None:
         self._total_steps = total_steps
+        self._stages = stages
         self._keys = keys
         self._memory_name = memory_name
         self._num_rows = 0
 
     def write(self, record: LogRecord) -> None:
         if isinstance(record, Record):
-            header, row = table_lines(record, self._total_steps, self._keys)
+            header, row = table_lines(record, self._total_steps, self._keys, self._stages)
             if self._num_rows == 0:
                 log.info("Columns: mean = loss since the last row, wait = for data, GiB = %s", self._memory_name)
                 known = scalars(record)
@@ -142,10 +147,15 @@ class ConsoleLogger:
         """Nothing to close."""
 
 
-def table_lines(record: Record, total_steps: int, keys: Sequence[str] = ()) -> tuple[str, str]:
+def table_lines(
+    record: Record, total_steps: int, keys: Sequence[str] = (), stages: Sequence[BatchStage] = ONE_STAGE
+) -> tuple[str, str]:
     """(header, row) of a training record, with columns of further `keys` of its row. Counts of skipped steps, bad rows
-    and conversations that are too long follow the columns unless they are 0, and the digest if there is one."""
+    and conversations that are too long follow the columns unless they are 0, and the digest if there is one. stages: of
+    the training: a step takes as long as it has tokens."""
     step, row = f"{record.step}/{total_steps}", scalars(record)
+    tokens = tokens_until(stages, total_steps) - tokens_until(stages, record.step)
+    left = tokens / stages[stage_index(stages, record.step)].tokens
     columns = [
         ("step", 2 * len(str(total_steps)) + 1, step),
         ("loss", 6, _loss(record.loss)),
@@ -158,7 +168,7 @@ def table_lines(record: Record, total_steps: int, keys: Sequence[str] = ()) -> t
         *([("MFU", 5, f"{record.mfu:.1%}")] if record.mfu is not None else []),
         *([("epoch", 5, f"{max(record.epochs.values()):.2f}")] if record.epochs else []),
         *((key, max(6, len(key)), _three_digits(row[key]) if key in row else "-") for key in keys),
-        ("ETA", 6, duration((total_steps - record.step) * record.step_time_s).replace(" ", "")),
+        ("ETA", 6, duration(left * record.step_time_s).replace(" ", "")),
     ]
     too_long = round(sum(record.too_long.values()))
     rare = [("skipped steps", record.skipped_steps), ("bad rows", record.bad_rows), ("too long", too_long)]

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median, median_low
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -108,6 +109,13 @@ def is_log_step(step: int, *, log_freq: int, total_steps: int) -> bool:
     return step == 1 or step == total_steps or step % log_freq == 0
 
 
+class Work(NamedTuple):
+    """Of a step: input positions, and floating-point operations of forward and backward."""
+
+    tokens: int
+    flops: float
+
+
 class Meter:
     """Accumulates the statistics of steps between log lines; all ranks of `group` must flush at the same steps."""
 
@@ -116,8 +124,7 @@ class Meter:
         group: dist.ProcessGroup,
         device: torch.device,
         *,
-        tokens_per_step: int,
-        flops_per_token: float,
+        work: Callable[[int], Work],
         peak_flops: float | None,
         sources: Sequence[str] = (),
         terms: Sequence[str] = (),
@@ -127,16 +134,15 @@ class Meter:
     ) -> None:
         """
         group: all ranks of the mesh, one device each. device: this rank's device, which holds the StepStats.
-        tokens_per_step: input positions of one optimizer step (global batch size x sequence length).
-        flops_per_token: of forward and backward. peak_flops: of one device; None if unknown: no MFU.
+        work: of a step, a pure function of its number. peak_flops: of one device; None if unknown: no MFU.
         sources: names of the data sources. terms: names of the terms of the loss. watched: of this rank; None if no
         code notes values. slow_ranks: None: ranks are not compared.
         The first interval begins now, or with `start`.
         """
         self._group = group
         self._device = device
-        self._tokens_per_step = tokens_per_step
-        self._flops_per_token = flops_per_token
+        self._work = work
+        self._work_of_interval = Work(0, 0.0)
         self._mesh_peak_flops = None if peak_flops is None else peak_flops * group.size()
         self._watched = watched
         self._slow_ranks = slow_ranks
@@ -210,7 +216,9 @@ class Meter:
         """
         self._last = (step, stats, lr)
         self._num_steps += 1
-        self._tokens_seen += self._tokens_per_step
+        work, before = self._work(step), self._work_of_interval
+        self._tokens_seen += work.tokens
+        self._work_of_interval = Work(before.tokens + work.tokens, before.flops + work.flops)
         self._skipped_steps += stats.skipped
         # The loss of a skipped step may not be finite; its sequences count, since they are consumed.
         skipped, num_valid = stats.skipped.bool(), stats.num_valid.to(torch.float64)
@@ -253,8 +261,8 @@ class Meter:
         of_epochs, others = others[: len(epochs)], others[len(epochs) :]
         of_too_long, by_source = others[: len(too_long)], others[len(too_long) :]
         step_time_s = (now - self._interval_start) / self._num_steps
-        tokens_per_second = self._tokens_per_step / step_time_s
-        flops = tokens_per_second * self._flops_per_token
+        tokens_per_second = self._work_of_interval.tokens / self._num_steps / step_time_s
+        flops = self._work_of_interval.flops / self._num_steps / step_time_s
         slowest = self._slow_ranks.compare(self._num_steps, compute_s) if self._slow_ranks else None
         record = Record(
             step=step,
@@ -286,7 +294,7 @@ class Meter:
         self._interval.zero_()
         self._by_source[:2] = 0
         self._interval_start = now
-        self._num_steps = 0
+        self._num_steps, self._work_of_interval = 0, Work(0, 0.0)
         self._compute_s.clear()
         self._data_wait_s_logged = self._data_wait_s
         return record

@@ -1,9 +1,11 @@
 """Learning-rate schedule: a pure function of the step, without state to checkpoint."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
+from titanlite.data.steps import ONE_STAGE, BatchStage, stage_index, tokens_until
 from titanlite.optim.lengths import Length, in_steps
 from titanlite.optim.optimizer import OWN, OptimizerConfig, optimizers_of
 from titanlite.runtime.errors import Problem, Rules
@@ -38,6 +40,11 @@ class ScheduleConfig:
     """Length of the decay right after the warm-up. In steps or tokens, it is independent of training.steps."""
     min_lr_factor: float = setting(0.1, "0.1 ends at a tenth of optimizer.lr", least=0, most=1, needs=_HAS_DECAY)
     """Learning rate at the end of the decay and after it, as a factor of optimizer.lr."""
+    over: Literal["steps", "tokens"] = "steps"
+    """Progress inside the warm-up and the decay: by steps, or by tokens seen, which differ if training.stages change
+    the size of a step. The first and the last step of both are the same."""
+    batch_scaling: Literal["none", "sqrt"] = "none"
+    """sqrt: the learning rate is multiplied by the square root of the tokens of a step, relative to the first stage."""
 
 
 # Position between the peak (0) and the minimum (1) as a function of the completed fraction of the decay. "sqrt" is the
@@ -82,20 +89,30 @@ def depends_on_steps(section: ScheduleConfig) -> bool:
     return decays(section) and section.decay_steps == -1
 
 
-def build_schedule(section: ScheduleConfig, peak_lr: float, steps: int) -> Callable[[int], float]:
+def build_schedule(
+    section: ScheduleConfig, peak_lr: float, steps: int, stages: Sequence[BatchStage] = ONE_STAGE
+) -> Callable[[int], float]:
     """Learning rate as a function of the step, from 1: `peak_lr` times the smaller of warm-up and decay.
 
-    section: with lengths in steps.
+    section: with lengths in steps. stages: of the training.
     """
     shape, minimum = DECAY_SHAPES[section.decay], section.min_lr_factor
     start, length = decay_span(section, steps)
     warmup_steps = in_steps(section.warmup_steps)
 
+    def passed(step: int) -> int:
+        return tokens_until(stages, step) if section.over == "tokens" else step
+
+    warmup_end, begin, end = passed(warmup_steps), passed(start), passed(start + length)
+
     def lr(step: int) -> float:
-        warmup = min(1.0, step / warmup_steps) if warmup_steps else 1.0
-        progress = min(max(step - start, 0) / length, 1.0)
+        warmup = min(1.0, passed(step) / warmup_end) if warmup_steps else 1.0
+        progress = min(max(passed(step) - begin, 0) / (end - begin), 1.0)
         decay = minimum + (1.0 - minimum) * (1.0 - shape(progress))  # exact at both ends
-        return peak_lr * min(warmup, decay)
+        scale = 1.0
+        if section.batch_scaling == "sqrt":
+            scale = math.sqrt(stages[stage_index(stages, step)].tokens / stages[0].tokens)
+        return scale * peak_lr * min(warmup, decay)
 
     return lr
 

@@ -151,7 +151,8 @@ def check_context(section: ParallelismConfig, model: Any, seq_len: int) -> list[
     parts = math.lcm(2 * cp, cp * tp) if gathers else cp * tp
     if seq_len % parts:
         divisor = "2 x parallelism.cp, and by cp x tp:" if gathers else "parallelism.cp x tp ="
-        remedy = f"set training.seq_len = {max(seq_len // parts, 1) * parts}"
+        nearest = dict.fromkeys((max(seq_len // parts, 1) * parts, (seq_len // parts + 1) * parts))
+        remedy = f"set training.seq_len = {' or '.join(map(str, nearest))}"
         rules.problems.append(Problem("training.seq_len", seq_len, f"divisible by {divisor} {parts}", remedy))
     n_heads, n_kv_heads = model.n_heads // tp, max(model.n_kv_heads // tp, 1)
     fits = [size for size in range(1, cp + 1) if n_heads % size == 0 and 0 in (n_kv_heads % size, size % n_kv_heads)]

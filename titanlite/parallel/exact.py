@@ -56,11 +56,11 @@ class ExactGradients:
     def __init__(self, model_parts: Sequence[nn.Module], mesh: Mesh, summands: int) -> None:
         self.parameters = {name: each for part in model_parts for name, each in part.named_parameters()}
         self._rows = _Rows(self.parameters)
-        # Each rank of tp may have a part of the sum of a row.
-        self._sum_bits = 1 + (summands * mesh.degrees["tp"] - 1).bit_length()
+        self.is_known = False
+        self._tp = mesh.degrees["tp"]
+        self.set_summands(summands)
         self._largest, self._seen, self._bounds, self._shifts = (self._rows.new_vector() for _ in range(4))
         self.largest = self._rows.of_each(self._largest)
-        self.is_known = False
         self.digest: str | None = None
         axes = {axis: mesh.group(axis) for axis in ("tp", "dp_shard", "dp_replicate")}
         groups = {axis: group for axis, group in axes.items() if group.size() > 1}
@@ -73,6 +73,13 @@ class ExactGradients:
         self.names = sorted({name for names in of_stages for name in names})
         for part in model_parts:
             self._register(part)
+
+    def set_summands(self, summands: int) -> None:
+        """Round by `largest` for another number of summands."""
+        # Each rank of tp may have a part of the sum of a row.
+        self._sum_bits = 1 + (summands * self._tp - 1).bit_length()
+        if self.is_known:
+            self.resume()
 
     def _register(self, part: nn.Module) -> None:
         """Round the gradients of the gathered parameters, which are the same tensors in every step."""

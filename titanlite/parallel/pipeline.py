@@ -191,7 +191,7 @@ class Pipeline:
 
         indexes = local_stages(section, mesh["pp"].get_local_rank())
         last = num_stages(section) - 1
-        self._microbatch_size = microbatch_size
+        self._microbatch_size, self._tp = microbatch_size, section.tp
         own_positions = seq_len // section.cp
         tokens = torch.empty(self._microbatch_size, own_positions, dtype=torch.int64, device="meta")
         self._boundary = tokens.new_empty(
@@ -277,14 +277,17 @@ class Pipeline:
                     inputs[stage + 1, index] = out
                 else:
                     losses.append(out)
-            self._send_outputs(inputs, computed)
+            self._send_outputs(inputs, computed, [microbatch.shape for microbatch in microbatches])
         return torch.cat(losses) if losses else torch.zeros(len(tokens), device=self._device)
 
-    def _send_outputs(self, inputs: dict[tuple[int, int], Tensor], computed: Sequence[tuple[int, int]]) -> None:
+    def _send_outputs(
+        self, inputs: dict[tuple[int, int], Tensor], computed: Sequence[tuple[int, int]], shapes: Sequence[torch.Size]
+    ) -> None:
         """Send the outputs of stages to the ranks of the next stages, and receive those for this rank's stages.
 
         inputs: this rank's inputs by (stage, microbatch), updated in place. computed: the (stage, microbatch) pairs
-        whose outputs to send, on all ranks.
+        whose outputs to send, on all ranks. shapes: of the tokens of each microbatch: those of a validation may differ
+        from those of the schedule.
         """
         rank, messages = self._group.rank(), []
         for stage, index in computed:
@@ -295,7 +298,9 @@ class Pipeline:
                 sent = inputs.pop((stage + 1, index)).contiguous()
                 messages.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=receiver[0]))
             elif rank == receiver[0]:
-                received = torch.empty_like(self._boundary, device=self._device, requires_grad=False)
+                rows, positions = shapes[index]
+                shape = rows, positions // self._tp, self._boundary.shape[-1]
+                received = torch.empty(shape, dtype=self._boundary.dtype, device=self._device)
                 messages.append(dist.P2POp(dist.irecv, received, group=self._group, group_peer=sender))
                 inputs[stage + 1, index] = received
         for work in dist.batch_isend_irecv(messages) if messages else ():

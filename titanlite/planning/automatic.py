@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.schema import JobConfig
+from titanlite.config.stages import stage_configs
 from titanlite.parallel.mesh import resolve_degrees
 from titanlite.parallel.pipeline import local_stages
 from titanlite.planning.estimate import estimate_memory, has_estimate, plan_step, require_estimate
@@ -134,7 +135,8 @@ def fit_memory(config: JobConfig, world_size: int, *, device_type: str, memory_b
     """
     section = config.parallelism
     if config.training.local_batch_size == -1:
-        rows = fit_local_batch_size(config, world_size, device_type=device_type, memory_bytes=memory_bytes)
+        about: dict[str, Any] = {"device_type": device_type, "memory_bytes": memory_bytes}
+        rows = min(fit_local_batch_size(each, world_size, **about) for each in stage_configs(config))
         return with_settings(config, {ROWS_KEY: rows})
     if section.pp == 1 or section.pp_split or not has_estimate(config):
         return config
@@ -144,8 +146,11 @@ def fit_memory(config: JobConfig, world_size: int, *, device_type: str, memory_b
     def planned_peak(config: JobConfig) -> int:
         stages = plan_stages(config, sizes)
         own = [[stages[index] for index in local_stages(section, rank)] for rank in range(section.pp)]
-        needs = (estimate_memory(config, sizes, rank, each, device_type=device_type) for rank, each in enumerate(own))
-        return max(need.total for need in needs)
+        return max(
+            estimate_memory(of_stage, sizes, rank, each, device_type=device_type).total
+            for of_stage in stage_configs(config)
+            for rank, each in enumerate(own)
+        )
 
     by_size = with_settings(config, {"parallelism.pp_split": split_by_parameters(config)})
     by_time, smaller = planned_peak(config), planned_peak(by_size)

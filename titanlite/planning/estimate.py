@@ -87,7 +87,8 @@ def require_estimate(config: JobConfig, key: str, value: Any, remedy: str) -> No
 
 
 def estimate(config: JobConfig, world_size: int, *, device_type: str) -> Estimate:
-    """Estimate a run. config: checked and resolved for this world. device_type: "cuda" or "cpu"."""
+    """Estimate a run, in its first training stage. config: checked and resolved for this world. device_type: "cuda" or
+    "cpu"."""
     section, ranks = config.parallelism, []
     sizes = resolve_degrees(section, world_size)
     step = plan_step(config, sizes)

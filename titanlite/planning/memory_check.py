@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from titanlite.config.schema import JobConfig
+from titanlite.config.stages import stage_configs
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.pipeline import local_stages
 from titanlite.planning.estimate import estimate_memory, has_estimate
@@ -45,13 +46,18 @@ class Need:
 
 
 def plan_memory(config: JobConfig, mesh: Mesh) -> Memory | None:
-    """Estimate the memory of this pipeline rank. None, with a warning, if the family cannot be planned."""
+    """Estimate the memory of this pipeline rank, in the training stage that needs most. None, with a warning, if the
+    family cannot be planned."""
     if not has_estimate(config):
         log.warning("The memory of the family %s cannot be planned, so it is not checked", config.model.family)
         return None
     planned, pp_rank = plan_stages(config, mesh.degrees), mesh.coordinate["pp"]
     stages = [planned[index] for index in local_stages(config.parallelism, pp_rank)]
-    return estimate_memory(config, mesh.degrees, pp_rank, stages, device_type=mesh.world.device_type)
+    needs = (
+        estimate_memory(each, mesh.degrees, pp_rank, stages, device_type=mesh.world.device_type)
+        for each in stage_configs(config)
+    )
+    return max(needs, key=lambda need: need.total)
 
 
 def check_memory(config: JobConfig, memory: Memory, world: World, store: dist.Store) -> None:

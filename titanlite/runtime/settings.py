@@ -88,9 +88,12 @@ def setting(
     automatic: str = "",
     **bounds: Any,
 ) -> Any:
-    """Define a field of a section. remedy, bounds: of its Range, if it has one. Others: see Setting."""
+    """Define a field of a section. remedy, bounds: of its Range, if it has one. Others: see Setting. A default of {} is
+    a new one for each instance."""
     limits = Range(remedy, **bounds) if bounds else None
     value = Setting(limits, affects, needs, per_node, is_path, once, automatic)
+    if default == {}:
+        return field(default_factory=dict, metadata={"setting": value})
     return field(default=default, metadata={"setting": value})
 
 

@@ -49,7 +49,17 @@ One table per group of parameters, see [optimizers.md](optimizers.md#groups). `-
 command line sets a key of the first one.
 """
 
-ARRAYS = {"data.sources": SOURCES, "validation.sources": VALIDATION_SOURCES, "optimizer.groups": OPTIMIZER_GROUPS}
+STAGES = """\
+One table per change of the batch, the length or the mixture during the run, see [stages.md](stages.md). On the command
+line, `--training.stages.0.from_step X` sets a key of the first one.
+"""
+
+ARRAYS = {
+    "data.sources": SOURCES,
+    "training.stages": STAGES,
+    "validation.sources": VALIDATION_SOURCES,
+    "optimizer.groups": OPTIMIZER_GROUPS,
+}
 """The introduction of each array of tables."""
 
 MODEL = """\

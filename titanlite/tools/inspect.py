@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from titanlite.config.check import resolve_config
 from titanlite.config.schema import JobConfig
+from titanlite.config.stages import batch_stages
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.config import DataConfig
 from titanlite.data.corpus import open_index
@@ -98,8 +99,8 @@ def describe_sources(config: JobConfig, tokenizer: Tokenizer | None, vocab_size:
     """Print the statistics of each source."""
     data, training = config.data, config.training
     sources = [open_source(source) for source in data.sources]
-    assignment = Assignment(data, None, training.seq_len, vocab_size, training.global_batch_size)
-    mixture = Preparation(assignment, sources, tokenizer, streams=()).mixture
+    assignment = Assignment(data, None, vocab_size, batch_stages(config))
+    mixture = Preparation(assignment, sources, tokenizer, streams=()).mixtures[0]
     realized = realized_shares(mixture, data.num_streams, STEPS * training.global_batch_size)
     for n, source in enumerate(sources):
         print(f"\nsource {n}, {source.name}")
@@ -116,7 +117,7 @@ def describe_sources(config: JobConfig, tokenizer: Tokenizer | None, vocab_size:
             weight = "by size" if source.config.weight == -1 else f"weight {source.config.weight:g}"
             share = f"{mixture.shares[n]:.2%} of the sequences ({weight})"
             print(f"  share         {share}, {realized[n]:.2%} of those of the first {STEPS} steps")
-        if sequences is not None:
+        if sequences is not None and mixture.shares[n]:
             steps = sequences / (training.global_batch_size * mixture.shares[n])
             of = f"{training.global_batch_size:,} sequences of {training.seq_len:,} tokens"
             print(f"  an epoch      {sequences:,.0f} sequences, {steps:,.1f} steps of {of}")

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from titanlite.batch import IGNORE_INDEX
 from titanlite.config.schema import JobConfig
+from titanlite.config.stages import batch_stages
 from titanlite.data.config import DataConfig
 from titanlite.data.corpus import open_index
 from titanlite.data.kinds import open_source
@@ -40,6 +41,7 @@ def sequences_as_text(config: JobConfig, tokenizer: Tokenizer | None, vocab_size
             local_batch_size=training.global_batch_size,
             data_rank=0,
             data_degree=1,
+            later=[replace(stage, local_batch_size=stage.global_batch_size) for stage in batch_stages(config)[1:]],
         )
 
     # A document mask shows where documents start, but it also changes labels: a second loader provides the mask.

@@ -94,13 +94,13 @@ EXPECTED = {
 
 
 def test_equal_facts_yield_no_lines() -> None:
-    assert check_facts(FACTS, json.loads(json.dumps(FACTS)), (), "here") == []
+    assert check_facts(FACTS, json.loads(json.dumps(FACTS)), (), "here", 0) == []
 
 
 @pytest.mark.parametrize("name", FACTS)
 def test_one_difference_raises_with_both_values_and_a_remedy(name: str) -> None:
     with pytest.raises(UserError) as caught:
-        check_facts(FACTS, FACTS | {name: CHANGED[name]}, (), "step 5 of /folder")
+        check_facts(FACTS, FACTS | {name: CHANGED[name]}, (), "step 5 of /folder", 5)
     text = str(caught.value)
     assert text.startswith("cannot resume from step 5 of /folder: the run's settings differ from the checkpoint's\n")
     for part in [*EXPECTED[name], "remedy: ", "--checkpoint.initial_load_path", "--job.dump_folder"]:
@@ -113,12 +113,12 @@ def test_coefficients_of_experts_may_change_but_biases_not_appear() -> None:
     def facts(**values: float) -> dict[str, Any]:
         return {"model": FACTS["model"] | {"balance_loss": 0.01, "z_loss": 0.0, "bias_rate": 0.001} | values}
 
-    assert check_facts(facts(), facts(balance_loss=0.0, z_loss=0.001, bias_rate=0.002), (), "here") == []
+    assert check_facts(facts(), facts(balance_loss=0.0, z_loss=0.001, bias_rate=0.002), (), "here", 0) == []
     for saved, now in ((facts(), facts(bias_rate=0.0, z_loss=1.0)), (facts(bias_rate=0.0), facts(z_loss=1.0))):
         with pytest.raises(
             UserError, match=r"\n  model\.bias_rate: .*\n.*the biases are in the checkpoint or not"
         ) as error:
-            check_facts(saved, now, (), "here")
+            check_facts(saved, now, (), "here", 0)
         assert str(error.value).count(" in the checkpoint, ") == 1
     saved, now = ({"model": {"overrides": overrides}} for overrides in ({"dim": 8, "z_loss": 0.0}, {"dim": 9}))
     assert changes(saved, now) == ["model.z_loss: 0.0 in the checkpoint, unset now"]
@@ -128,14 +128,14 @@ def test_optimizers_are_compared_by_parameter() -> None:
     muon = {"layers.*.wq.weight": "Muon", "layers.*.norm.weight": "AdamW", "output.weight": "AdamW"}
     for saved, now in (("AdamW", muon), (muon, "AdamW"), (muon, muon | {"output.weight": "Lion"})):
         with pytest.raises(UserError) as caught:
-            check_facts({"optimizer": saved}, {"optimizer": now}, (), "here")
+            check_facts({"optimizer": saved}, {"optimizer": now}, (), "here", 0)
         assert str(caught.value).count(" in the checkpoint, ") == 1
         assert "accept_changes '[\"optimizer\"]'" in str(caught.value)
-    (line,) = check_facts({"optimizer": "AdamW"}, {"optimizer": muon}, ["optimizer"], "here")
+    (line,) = check_facts({"optimizer": "AdamW"}, {"optimizer": muon}, ["optimizer"], "here", 0)
     assert line == (
         "accepted change since the checkpoint: optimizer.layers.*.wq.weight: AdamW in the checkpoint, Muon now"
     )
-    assert check_facts({"optimizer": muon}, {"optimizer": dict(muon)}, (), "here") == []
+    assert check_facts({"optimizer": muon}, {"optimizer": dict(muon)}, (), "here", 0) == []
 
 
 def test_blocks_with_different_optimizers_are_compared_with_a_pattern() -> None:
@@ -147,6 +147,23 @@ def test_blocks_with_different_optimizers_are_compared_with_a_pattern() -> None:
     assert optimizer_differences(muon, {name: muon.get(name, "Muon") for name in other}) == []
 
 
+def test_stages_may_change_before_they_begin() -> None:
+    def facts(**sizes: int) -> dict[str, Any]:
+        stages = {f"from step {step}": {"from_step": step, "seq_len": sizes[f"at_{step}"]} for step in (4, 9)}
+        return FACTS | {"stages": stages}
+
+    saved = facts(at_4=32, at_9=64)
+    assert check_facts(saved, facts(at_4=32, at_9=128), (), "here", 8) == []
+    assert check_facts(saved, FACTS, (), "here", 3) == []
+    for step, now, line in (
+        (9, facts(at_4=32, at_9=128), r"stages\.from step 9\.seq_len: 64 in the checkpoint, 128 now"),
+        (4, facts(at_4=16, at_9=64), r"stages\.from step 4\.seq_len: 32 in the checkpoint, 16 now"),
+        (4, FACTS, r"(?s)stages\.from step 4: .*training\.stages that have begun by this step"),
+    ):
+        with pytest.raises(UserError, match=line):
+            check_facts(saved, now, (), "here", step)
+
+
 def test_rotary_embeddings_may_change_if_accepted() -> None:
     qwen3 = FACTS | {"model": {"family": "qwen3", "rope_theta": 1e6, "rope_scaling_factor": 1.0}}
     longer = qwen3 | {"model": qwen3["model"] | {"rope_scaling_factor": 4.0}}
@@ -154,21 +171,21 @@ def test_rotary_embeddings_may_change_if_accepted() -> None:
         r"(?s)model\.rope_scaling_factor: 1\.0 in the checkpoint, 4\.0 now.*checkpoint\.accept_changes = \[\"rope\"\]"
     )
     with pytest.raises(UserError, match=text):
-        check_facts(qwen3, longer, (), "here")
-    (line,) = check_facts(qwen3, longer, ["rope"], "here")
+        check_facts(qwen3, longer, (), "here", 0)
+    (line,) = check_facts(qwen3, longer, ["rope"], "here", 0)
     assert line == "accepted change since the checkpoint: model.rope_scaling_factor: 1.0 in the checkpoint, 4.0 now"
     with pytest.raises(UserError, match=r"model\.family") as caught:
-        check_facts(FACTS, longer, ["rope"], "here")
+        check_facts(FACTS, longer, ["rope"], "here", 0)
     assert "rope" not in str(caught.value).partition("remedy")[0]
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_an_accepted_change_is_logged_and_others_still_raise(name: Any) -> None:
-    (line,) = check_facts(FACTS, FACTS | {name: CHANGED[name]}, [name], "here")
+    (line,) = check_facts(FACTS, FACTS | {name: CHANGED[name]}, [name], "here", 0)
     assert line.startswith(f"accepted change since the checkpoint: {name}")
     others = [other for other in FACTS if other != name]
     with pytest.raises(UserError) as caught:
-        check_facts(FACTS, CHANGED, [name], "here")
+        check_facts(FACTS, CHANGED, [name], "here", 0)
     assert f"  {EXPECTED[name][0]}" not in str(caught.value)
     assert all(f"  {EXPECTED[other][0]}" in str(caught.value) for other in others)
 
@@ -177,25 +194,25 @@ def test_a_missing_fact_is_a_difference() -> None:
     fewer = {name: value for name, value in FACTS.items() if name != "seq_len"}
     for saved, now in ((FACTS, fewer), (fewer, FACTS)):
         with pytest.raises(UserError, match=r"seq_len: .*unset"):
-            check_facts(saved, now, (), "here")
+            check_facts(saved, now, (), "here", 0)
 
 
 def test_data_may_be_moved_and_renamed() -> None:
     moved = DATA | {"sources": [{"name": "text /b", "kind": "text", "content": "1"}]}
-    assert check_facts(FACTS, FACTS | {"data": moved}, (), "here") == []
+    assert check_facts(FACTS, FACTS | {"data": moved}, (), "here", 0) == []
     edited = DATA | {"sources": [{"name": "text /b", "kind": "text", "content": "2"}]}
     with pytest.raises(UserError, match=r"source 0 \(text /b\): it takes the place .* of text /a; content differs"):
-        check_facts(FACTS, FACTS | {"data": edited}, (), "here")
+        check_facts(FACTS, FACTS | {"data": edited}, (), "here", 0)
 
 
 def test_a_source_cannot_be_removed_but_added() -> None:
     two = DATA | {"sources": [*DATA["sources"], {"name": "text /b", "kind": "text", "content": "2"}]}
     for accepted in ([], ["data"]):
         with pytest.raises(UserError, match="a source cannot be removed, also not with") as caught:
-            check_facts(FACTS | {"data": two}, FACTS, accepted, "here")
+            check_facts(FACTS | {"data": two}, FACTS, accepted, "here", 0)
         assert "source 1 (text /b) is missing" in str(caught.value)
         assert "or accept the change" not in str(caught.value)
-    (line,) = check_facts(FACTS, FACTS | {"data": two}, ["data"], "here")
+    (line,) = check_facts(FACTS, FACTS | {"data": two}, ["data"], "here", 0)
     assert line == "accepted change since the checkpoint: data: source 1 (text /b) is new: it begins at its start"
 
 
@@ -213,7 +230,7 @@ LOGGED = {
     *("optimizer.newton_schulz_dtype", "optimizer.adjust_lr", "optimizer.state_dtype", "optimizer.state_rounding"),
     *("optimizer.ema_decay", "loss.name", "loss.terms", "loss.z_loss"),
     *("lr_schedule.warmup_steps", "lr_schedule.decay", "lr_schedule.decay_steps", "lr_schedule.decay_ratio"),
-    *("lr_schedule.final_decay_steps", "lr_schedule.min_lr_factor"),
+    *("lr_schedule.final_decay_steps", "lr_schedule.min_lr_factor", "lr_schedule.over", "lr_schedule.batch_scaling"),
     *("debug.seed", "debug.deterministic", "faults.spike_factor", "faults.on_spike"),
     *("validation.steps", "validation.sources", "validation.tasks", "job.plugins"),
 }

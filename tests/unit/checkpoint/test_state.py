@@ -153,7 +153,8 @@ class FourStreams:
     def state(self) -> Tensor:
         return torch.tensor([[0, 10 * s, 5, 2, 0] for s in self.stream_ids], dtype=torch.int64)
 
-    def load_state(self, state: Tensor) -> None:
+    def load_state(self, state: Tensor, step: int) -> None:
+        del step
         self.loaded = state
 
     describe = Loader.describe
@@ -208,7 +209,7 @@ def test_load_streams_describes_the_position(mesh: Mesh, epochs: list[int], text
     loader = FourStreams([0])
     _, state = state_of(mesh, loader)
     rows = torch.tensor([[epoch, 3, 0, 300, 0, 0] for epoch in epochs])
-    assert state.load_streams(rows) == text
+    assert state.load_streams(rows, 0) == text
     assert loader.loaded is rows
 
 

@@ -43,6 +43,8 @@ class Bad:
         return (self.argv or self.toml).replace("\n", " ")[:60]
 
 
+STAGE = "--training.stages.0."
+BATCHES = "--training.stages.1.from_step 6 --training.stages.1.global_batch_size 32"
 DEEP = "--parallelism.pp 8 --training.global_batch_size 16"
 MOE = "--model.family qwen3_moe"
 TP = "--parallelism.tp"
@@ -93,6 +95,35 @@ BAD = [
     Bad("data.sources", "one key of one table", "--data.sources.0.KEY", "--data.sources []"),
     Bad("data.sources.path", "one key of one table", "--data.sources.0.path VALUE", "--data.sources.path x"),
     Bad("data.sources.2", "one key of one table", "--data.sources.2.KEY VALUE", "--data.sources.2 x"),
+    # Stages of the training.
+    Bad("training.stages.0.from_step", "given, or from_tokens", "write the first step", f"{STAGE}seq_len 64"),
+    Bad("training.stages.0.from_step", "not both", "leave one of them out",
+        f"{STAGE}seq_len 64 {STAGE}from_step 4 {STAGE}from_tokens 100"),
+    Bad("training.stages.0.from_step", "the start of a change", "remove the table", f"{STAGE}from_step 4"),
+    Bad("training.stages.0.from_step", "-1 or at least 2", "[training] has those before",
+        f"{STAGE}from_step 1 {STAGE}seq_len 64"),
+    Bad("training.stages.1.from_step", "later than the stage before, which begins at step 4", "order the tables",
+        toml="[[training.stages]]\nfrom_step = 4\nseq_len = 64\n[[training.stages]]\nfrom_step = 4\nseq_len = 32"),
+    Bad("training.stages.0.weights", "a table of numbers by name", "write {", f"{STAGE}from_step 4 {STAGE}weights 3"),
+    Bad("training.stages.0.weights", "a number", "for example 1.0",
+        toml="[[training.stages]]\nfrom_step = 4\nweights = {a = 'x'}"),
+    Bad("training.stages.0.weights", "a weight for each source by its name: python-stdlib", "remove b",
+        toml="[[training.stages]]\nfrom_step = 4\nweights = {b = 1}"),
+    Bad("training.stages.0.weights", "at least one weight above 0", "write its share",
+        toml="[[training.stages]]\nfrom_step = 4\nweights = {'python-stdlib (train)' = 0}"),
+    Bad("data.sources.0.weight", "above 0, unless", "write its share", "--data.sources.0.weight 0"),
+    # the length of the second stage stays in the third
+    Bad("training.stages.0.seq_len", "divisible by parallelism.tp = 2", "set training.stages.0.seq_len = 98 or 100",
+        f"{TP} 2 {STAGE}from_step 4 {STAGE}seq_len 99 {BATCHES}", world_size=2),
+    Bad("training.stages.0.seq_len", "at most model.max_seq_len", "", f"{STAGE}from_step 4 {STAGE}seq_len 9999999"),
+    Bad("training.stages.0.seq_len", "divisible by parallelism.cp x tp = 2", "training.stages.0.seq_len = 98 or 100",
+        f"--parallelism.cp 2 {STAGE}from_step 4 {STAGE}seq_len 99 {BATCHES}", world_size=2),
+    Bad("training.stages.0.global_batch_size", "divisible by training.local_batch_size = 4",
+        "set training.stages.0.global_batch_size = 8 or 12",
+        f"--training.bit_equal --training.local_batch_size 4 --data.num_streams 8 {STAGE}from_step 4 "
+        f"{STAGE}global_batch_size 9"),
+    Bad("parallelism.layout", "given by the degrees with training.stages", "set the degrees",
+        f"--parallelism.layout auto --training.global_batch_size 8 {STAGE}from_step 4 {STAGE}seq_len 64"),
     # Names.
     Bad("steps", "a key of a section", "training.steps", "--steps 5"),
     Bad("steps", "a key of a section", "training.steps", toml="steps = 5"),

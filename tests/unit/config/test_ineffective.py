@@ -8,6 +8,7 @@ from titanlite.config.fields import SECTIONS, columns_of, keys_of
 from titanlite.config.files import shipped_names
 from titanlite.config.ineffective import ACROSS, describe
 from titanlite.config.load import load_config, parse, without_effect
+from titanlite.config.schema import StageConfig
 from titanlite.config.toml import dump_config
 from titanlite.config.values import full_keys
 from titanlite.data.check import has_key
@@ -61,7 +62,7 @@ def test_every_key_has_a_rule_or_always_an_effect() -> None:
     }
     of_kinds = [key for key in columns_of(SourceConfig) if any(has_key(kind, key) for kind in KINDS.values())]
     conditional |= {f"{section}.sources.{key}" for section in ("data", "validation") for key in of_kinds}
-    conditional |= {*ACROSS, "data.sources.weight"}
+    conditional |= {*ACROSS, "data.sources.weight", *(f"training.stages.{key}" for key in columns_of(StageConfig))}
     conditional |= {f"model.{key}" for family in FAMILIES.values() for key in family.needs}
     assert sorted(keys - ALWAYS - conditional) == []
     assert sorted(ALWAYS & conditional) == []
@@ -82,6 +83,8 @@ TOKENS = "--data.sources.0.kind tokens --data.sources.0.path x.npy"
 TWO = "--data.sources.0.weight 1 --data.sources.1.kind python-stdlib --data.sources.1.weight 2"
 BATCH = "--training.global_batch_size 16"
 SAVE, LOAD = "--checkpoint.enable", "--checkpoint.initial_load_path hf:x"
+LONGER = "--training.stages.0.seq_len 64"
+STAGE = f"--training.stages.0.from_step 9 {LONGER}"
 SAMPLES = '--samples.prompts ["a"]'
 VALIDATE = "--validation.enable --validation.sources.0.kind python-stdlib"
 CASES = [
@@ -142,6 +145,8 @@ CASES = [
     ("lr_schedule.final_decay_steps 5", "", "--lr_schedule.min_lr_factor 1", 1),
     ("lr_schedule.min_lr_factor 0.2", "", "--lr_schedule.decay none", 1),
     ("lr_schedule.decay cosine", "", "--lr_schedule.min_lr_factor 1", 1),
+    ("lr_schedule.over tokens", STAGE, "", 1),
+    ("training.stages.0.from_step 9", f"{LONGER} --training.steps 9", f"{LONGER} --training.steps 8", 1),
     ("checkpoint.interval 5", SAVE, "", 1),
     ("checkpoint.keep_every 5", SAVE, f"{SAVE} --checkpoint.keep_latest_k 0", 1),
     ("checkpoint.initial_load_model_only true", LOAD, SAVE, 1),

@@ -58,9 +58,25 @@ def test_warm_up_and_decay_in_tokens_and_percent(text: str, warmup: int, decay: 
     assert (found.warmup_steps, found.decay_steps, found.final_decay_steps) == (warmup, -1, decay)
 
 
+def test_lengths_in_tokens_count_the_steps_of_their_stages(tmp_path: Path) -> None:
+    """Steps of 20 tokens, 80 from step 6 on, and 40 from step 9 on: after 100 and after 340 tokens."""
+    sizes = f"{BATCH}tokens = 1000\n"
+    sizes += "[[training.stages]]\nfrom_tokens = 100\nglobal_batch_size = 4\nseq_len = 20\n"
+    sizes += "[[training.stages]]\nfrom_tokens = 301\nseq_len = 10\n[lr_schedule]\nwarmup_steps = '101 tokens'\n"
+    config = loaded(tmp_path, f"{sizes}decay_steps = '200 tokens'")
+    assert [row.from_step for row in config.training.stages] == [6, 9]
+    assert (config.training.steps, config.lr_schedule.warmup_steps, config.lr_schedule.decay_steps) == (25, 6, 3)
+    for tokens, steps in ((40, 1), (41, 2), (680, 17), (681, 18), (760, 18), (10**6, 25)):
+        found = loaded(tmp_path, f"{sizes}final_decay_steps = '{tokens} tokens'").lr_schedule
+        assert found.final_decay_steps == steps, tokens
+    again = loaded(tmp_path, dump_config(config))
+    assert again == config
+    assert (config.data.num_streams, config.data.max_piece_bytes) == (4, 64 * 20)
+
+
 def test_a_percentage_is_rounded_as_its_ratio() -> None:
     for steps in (1, 7, 200, 1999, 123_457):
-        assert [steps_of(f"{n / 10:g} %", 1, steps) for n in range(1001)] == [
+        assert [steps_of(f"{n / 10:g} %", int, steps) for n in range(1001)] == [
             round(n / 1000 * steps) for n in range(1001)
         ]
 

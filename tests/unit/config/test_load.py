@@ -208,6 +208,9 @@ def any_value(kind: Key, choose: random.Random) -> Any:
     if get_origin(kind.type) is tuple:
         item = Key(get_args(kind.type)[0], None)
         return tuple(any_value(item, choose) for _ in range(choose.randrange(4)))
+    if get_origin(kind.type) is dict:
+        item = kind._replace(type=get_args(kind.type)[1], default=1.0)
+        return {name: any_value(item, choose) for name in choose.sample(STRINGS, choose.randrange(4))}
     noise = "".join(choose.choices(string.printable.replace("~", "") + "\u00e4\u4e2d", k=5))  # "~" is for paths
     values: list[Any] = {bool: [True, False], int: INTS, float: FLOATS, str: [*STRINGS, noise]}[kind.type]
     inside = [value for value in values if kind.range is None or (kind.range.has(value) and str(value) != "-0.0")]

@@ -45,6 +45,12 @@ def permutation_of(corpus: FakeCorpus) -> Permutation:
     return Permutation(corpus.count, (3, 0), block_pieces=8)
 
 
+class SizedStream(SourceStream):
+    """A stream whose sequences have one length."""
+
+    seq_len = 0
+
+
 def make_stream(
     corpus: FakeCorpus,
     *,
@@ -55,10 +61,12 @@ def make_stream(
     limit: int = 10**6,
     packing: Literal["concatenate", "none"] = "concatenate",
     too_long: TooLong | None = None,
-) -> SourceStream:
+) -> SizedStream:
     pieces = IndexedPieces(corpus, permutation_of(corpus), stream, num_streams=num_streams, name="fake", epochs=epochs)
     policy = BadRowPolicy(skip=True, limit=limit)
-    return SourceStream(pieces, seq_len=seq_len, packing=packing, policy=policy, too_long=too_long)
+    made = SizedStream(pieces, packing=packing, policy=policy, too_long=too_long)
+    made.seq_len = seq_len
+    return made
 
 
 def empty_row(seq_len: int, *, positions: bool = False) -> SequenceRow:

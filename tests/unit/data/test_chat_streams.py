@@ -10,13 +10,13 @@ import torch
 
 from tests.seeds import seeds
 from tests.unit.data.conversations import TEMPLATE, write_conversations
-from tests.unit.data.fake_corpus import PAD, FakeCorpus, empty_row, make_stream, permutation_of
+from tests.unit.data.fake_corpus import PAD, FakeCorpus, SizedStream, empty_row, make_stream, permutation_of
 from tests.unit.data.ranks import build, build_ranks
 from titanlite.batch import IGNORE_INDEX
 from titanlite.data.config import DataConfig
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import AT_BEGIN, TokenPiece
-from titanlite.data.streams import SourceState, SourceStream
+from titanlite.data.streams import SourceState
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
 
@@ -37,10 +37,10 @@ class FakeConversations(FakeCorpus):
         ]
 
 
-def take(stream: SourceStream, sequences: int) -> list[tuple[list[int], list[int], list[int]]]:
+def take(stream: SizedStream, sequences: int) -> list[tuple[list[int], list[int], list[int]]]:
     rows = []
     for _ in range(sequences):
-        row = empty_row(stream._seq_len, positions=True)
+        row = empty_row(stream.seq_len, positions=True)
         stream.next_sequence(row)
         assert row.positions is not None
         rows.append((row.tokens.tolist(), row.labels.tolist(), row.positions.tolist()))

@@ -21,6 +21,7 @@ from titanlite.data.loader import Loader
 from titanlite.data.order import IndexedPieces
 from titanlite.data.preparation import Assignment, SourceOrder
 from titanlite.data.sources.config import SourceConfig
+from titanlite.data.steps import BatchStage
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
 
@@ -41,7 +42,7 @@ def make(corpus: FakeCorpus, monkeypatch: pytest.MonkeyPatch) -> Any:
     made: list[Loader] = []
 
     def one(rank: int = 0, degree: int = 1, **changes: Any) -> Loader:
-        facts = {"global_batch_size": 8, "local_batch_size": 2, "epochs": -1, "skip": True} | changes
+        facts = {"global_batch_size": 8, "local_batch_size": 2, "epochs": -1, "skip": True, "later": ()} | changes
         section = DataConfig(
             num_streams=STREAMS,
             on_bad_row="skip" if facts["skip"] else "error",
@@ -51,9 +52,9 @@ def make(corpus: FakeCorpus, monkeypatch: pytest.MonkeyPatch) -> Any:
         order = {"num_streams": STREAMS, "name": "fake", "epochs": facts["epochs"]}
         pieces = partial(IndexedPieces, corpus, permutation_of(corpus), **order)
         monkeypatch.setattr(preparation, "open_order", lambda *_: SourceOrder(1, "a fake corpus", pieces, str))
-        assignment = Assignment(section, None, SEQ_LEN, 10**6, facts["global_batch_size"])
-        local = facts["local_batch_size"]
-        made.append(Loader(assignment, None, local_batch_size=local, data_rank=rank, data_degree=degree))
+        first = BatchStage(1, facts["global_batch_size"], SEQ_LEN, facts["local_batch_size"])
+        assignment = Assignment(section, None, 10**6, (first, *facts["later"]))
+        made.append(Loader(assignment, None, data_rank=rank, data_degree=degree))
         return made[-1]
 
     yield one
@@ -145,6 +146,34 @@ def test_resume_on_another_mesh_is_exact(make: Any, epochs: int) -> None:
             loader.load_state(Ranks(first).state())
         assert torch.equal(Ranks(second).state(), Ranks(first).state())
         assert steps_of(second, 20 - stop) == reference[stop:], (before, after, stop)
+        for loader in (*first, *second):
+            loader.close()
+
+
+LATER = (BatchStage(4, 20, 3, 2), BatchStage(6, 5, 13, 3), BatchStage(9, 12, 6, 2))
+
+
+def test_stages_change_the_steps_and_keep_the_positions_of_the_streams(make: Any) -> None:
+    """On all meshes, after resumes before, at and after the first step of a stage. Each token is a target once, as in a
+    run of one stage."""
+    reference, plain = steps_of([make(later=LATER)], 12), steps_of([make()], 40)
+    assert [(len(step), len(step[0][0])) for step in reference] == [(8, 6)] * 3 + [(20, 3)] * 2 + [(5, 13)] * 3 + [
+        (12, 6)
+    ] * 4
+    assert [number for step in reference for *_, number in step] == list(range(24 + 40 + 15 + 48))
+    for stream in range(STREAMS):
+        targets, expected = (
+            [label for step in steps for _, labels, number in step if number % STREAMS == stream for label in labels]
+            for steps in (reference, plain)
+        )
+        assert targets == expected[: len(targets)]
+    for (before, after), stop in product([(1, 3), (3, 4), (4, 5), (8, 1)], [2, 3, 4, 5, 8, 10]):
+        first = [make(rank, before, later=LATER) for rank in range(before)]
+        assert steps_of(first, stop) == reference[:stop], before
+        second = [make(rank, after, later=LATER) for rank in range(after)]
+        for loader in second:
+            loader.load_state(Ranks(first).state(), stop)
+        assert steps_of(second, 12 - stop) == reference[stop:], (before, after, stop)
         for loader in (*first, *second):
             loader.close()
 

@@ -4,7 +4,15 @@ from collections.abc import Sequence
 import pytest
 
 from tests.seeds import seeds
-from tests.unit.data.fake_corpus import PAD, FakeCorpus, empty_row, expected_sequences, make_stream, permutation_of
+from tests.unit.data.fake_corpus import (
+    PAD,
+    FakeCorpus,
+    SizedStream,
+    empty_row,
+    expected_sequences,
+    make_stream,
+    permutation_of,
+)
 from titanlite.batch import IGNORE_INDEX
 from titanlite.data.order import IndexedPieces, Permutation
 from titanlite.data.sources.pieces import TokenPiece
@@ -20,13 +28,13 @@ def random_corpus(rng: random.Random, *, bad: bool = False) -> FakeCorpus:
     return FakeCorpus([*lengths, 5, 5, 5, 5])
 
 
-def take(stream: SourceStream, sequences: int) -> list[tuple[list[int], list[int]]]:
+def take(stream: SizedStream, sequences: int) -> list[tuple[list[int], list[int]]]:
     taken = []
     for _ in range(sequences):
-        row = empty_row(stream._seq_len)
+        row = empty_row(stream.seq_len)
         stream.next_sequence(row)
         targets = int((row.labels != IGNORE_INDEX).sum())
-        assert row.length.tolist() == [min(targets + 1, stream._seq_len) if targets else 0]
+        assert row.length.tolist() == [min(targets + 1, stream.seq_len) if targets else 0]
         taken.append((row.tokens.tolist(), row.labels.tolist()))
     return taken
 
@@ -216,7 +224,7 @@ def test_consecutive_parts_of_a_document_are_one_document(num_streams: int, posi
     corpus = OneDocument([3, 3, 3, 3])
     permutation = Permutation(4, ())
     pieces = IndexedPieces(corpus, permutation, 0, num_streams=num_streams, name="one", epochs=1)
-    stream = SourceStream(pieces, seq_len=6, packing="concatenate", policy=BadRowPolicy(False, 0))
+    stream = SourceStream(pieces, packing="concatenate", policy=BadRowPolicy(False, 0))
     row = empty_row(6, positions=True)
     stream.next_sequence(row)
     assert row.positions is not None

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.pool import run_ranks
 from titanlite.batch import StepStats
 from titanlite.metrics import meter as meter_module
-from titanlite.metrics.meter import Meter, MeterState, Place, SlowRanks, is_log_step
+from titanlite.metrics.meter import Meter, MeterState, Place, SlowRanks, Work, is_log_step
 from titanlite.metrics.records import Record
 from titanlite.models.watch import parts_of
 
@@ -100,8 +100,7 @@ def meter_of(
     return Meter(
         group,
         CPU,
-        tokens_per_step=512,
-        flops_per_token=1e6,
+        work=lambda _: Work(512, 512 * 1e6),
         peak_flops=peak_flops,
         sources=sources,
         terms=terms,
@@ -180,7 +179,7 @@ def run_losses(meter: Meter, clock: Clock, steps: Iterable[int]) -> list[tuple[f
 
 def test_earlier_steps_keep_their_own_token_count(group: dist.ProcessGroup) -> None:
     clock = Clock()
-    meter = Meter(group, CPU, tokens_per_step=100, flops_per_token=1.0, peak_flops=None, clock=clock)
+    meter = Meter(group, CPU, work=lambda _: Work(100, 100.0), peak_flops=None, clock=clock)
     meter.load_state(MeterState(tokens_seen=5 * 512, skipped_steps=0))
     for step in (6, 7):
         note(meter, clock, step, stats_of(1.0))

@@ -3,12 +3,14 @@
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 
 from titanlite.config.load import load_config
+from titanlite.data.steps import BatchStage
 from titanlite.optim.schedule import ScheduleConfig, build_schedule, depends_on_steps, describe_schedule
 from titanlite.registration import register_schedule
 from titanlite.runtime.errors import ConfigError
@@ -39,6 +41,27 @@ def test_each_schedule_follows_its_formula(name: str, minimum: float) -> None:
     found = rates(ScheduleConfig(warmup_steps=10, min_lr_factor=minimum, **keys), 60)
     expected = [n / 10 if n <= 10 else minimum + (1 - minimum) * decay(n) for n in range(1, 61)]
     assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+STAGES = (BatchStage(1, 4, 8), BatchStage(11, 16, 8), BatchStage(31, 8, 32))
+
+
+def test_progress_by_tokens_and_scaling_with_the_batch() -> None:
+    """Steps of 32 tokens, 128 from step 11 on, 256 from step 31 on."""
+    tokens = [min(n, 10) * 32 + max(min(n, 30) - 10, 0) * 128 + max(n - 30, 0) * 256 for n in range(41)]
+    section = ScheduleConfig(warmup_steps=12, final_decay_steps=15, min_lr_factor=0.0, over="tokens")
+    schedule = build_schedule(section, 1.0, 40, STAGES)
+    for step in range(1, 41):
+        decay = max(tokens[step] - tokens[25], 0) / (tokens[40] - tokens[25])
+        assert schedule(step) == pytest.approx(min(tokens[step] / tokens[12], 1 - decay), rel=1e-12)
+    both = build_schedule(replace(section, batch_scaling="sqrt"), 1.0, 40, STAGES)
+    for step, factor in ((10, 1.0), (11, 2.0), (30, 2.0), (31, 8**0.5)):
+        assert both(step) == pytest.approx(factor * schedule(step), rel=1e-12)
+    one = (BatchStage(1, 7, 9),)
+    plain = replace(section, over="steps")
+    assert [build_schedule(section, 0.3, 40, one)(n) for n in range(1, 41)] == [
+        build_schedule(plain, 0.3, 40)(n) for n in range(1, 41)
+    ]
 
 
 @pytest.mark.usefixtures("registries")

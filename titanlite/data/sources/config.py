@@ -45,8 +45,9 @@ class SourceConfig:
     too_long: Literal["truncate", "skip"] = "truncate"
     """chat: conversations of more than training.seq_len + 1 tokens: truncate keeps their beginning, skip leaves them
     out. Both count them."""
-    weight: float = setting(-1.0, "write its share of the sequences, or remove the source", above=0, unset=-1)
-    """Share of the sequences, relative to the weights of the other sources. Default: proportional to the sizes."""
+    weight: float = setting(-1.0, "write its share of the sequences, or remove the source", least=0, unset=-1)
+    """Share of the sequences, relative to the weights of the other sources. Default: proportional to the sizes. 0: only
+    stages that give it a weight read it."""
     epochs: int = setting(-1, "leave it out", least=1, unset=-1)
     """Number of epochs; the run ends when a finite source is exhausted. -1: no limit."""
 

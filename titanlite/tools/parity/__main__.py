@@ -46,7 +46,13 @@ from titanlite.tools.parity.report import (
     refusal_lines,
     routing_lines,
 )
-from titanlite.tools.parity.shrink import comparable_config, describe_shrinking, resolved_config, shrink_config
+from titanlite.tools.parity.shrink import (
+    at_boundaries,
+    comparable_config,
+    describe_shrinking,
+    resolved_config,
+    shrink_config,
+)
 
 LAYOUTS_HELP = f"compare these layouts: {FORM}, for example {EXAMPLE}:ZBVZeroBubble"
 
@@ -77,7 +83,7 @@ class Options:
     """compare all layouts of N ranks, and N - 1 data ranks"""
     layouts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LAYOUT ...", help=LAYOUTS_HELP), EITHER] = ()
     steps: Annotated[int, tyro.conf.arg(metavar="K")] = setting(2, least=1)
-    """optimizer steps"""
+    """optimizer steps of each training stage"""
     shrink: bool = False
     """reduce layers, widths, sequence length and batch, keeping divisibility"""
     json: File = None
@@ -90,20 +96,18 @@ def main(argv: Sequence[str]) -> None:
     parsed = parse(["--job.config_file", options.config, *overrides])
     raise_problems([*parsed.problems, *problems, *check_output_file("--json", options.json)])
     config, layouts, refused = prepare(options, parsed.config)
+    steps = options.steps * (1 + len(config.training.stages))
     named = [ONE_PROCESS, *(layout for layout in layouts if layout != ONE_PROCESS)]
     for line in refusal_lines(refused):
         print(line)
     results = []
     with TemporaryDirectory(prefix="titanlite-parity-") as folder:
-        references = run_reference(config, options.steps, folder)
+        references = run_reference(config, steps, folder)
         table = Table(named, own_dtypes(config), list(references[0].weights))
-        for line in (
-            *head_lines(config, options.steps, references),
-            *bound_lines(own_dtypes(config), config.loss.name),
-        ):
+        for line in (*head_lines(config, steps, references), *bound_lines(own_dtypes(config), config.loss.name)):
             print(line)
         print(f"\n{table.head()}", flush=True)
-        for group in compare_layouts(config, layouts, options.steps, references, folder):
+        for group in compare_layouts(config, layouts, steps, references, folder):
             results += group
             print("\n".join(table.row(result) for result in group), flush=True)
     print()
@@ -130,7 +134,7 @@ def prepare(options: Options, given: JobConfig) -> tuple[JobConfig, list[Layout]
         print(f"shrunk: {describe_shrinking(config, small)}", flush=True)
         config = small
         raise_problems(check_layout(config, ONE_PROCESS))
-    config = resolved_config(config)
+    config = at_boundaries(resolved_config(config), options.steps)
     if layouts:
         refused = [Refusal(layout, tuple(check_layout(config, layout))) for layout in layouts]
         for refusal in refused:

@@ -23,6 +23,8 @@ from titanlite.assembly.job import job_of
 from titanlite.assembly.model import build_model, build_optimizers, build_trainer
 from titanlite.batch import FILLER, IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
+from titanlite.config.stages import batch_stages
+from titanlite.data.loader import Loader
 from titanlite.models.family import parameters_of
 from titanlite.models.init import local_region
 from titanlite.optim.schedule import build_factors, build_schedule
@@ -128,7 +130,7 @@ def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path, own:
         trainer = build_trainer(job_of(config, mesh.world.size), build_model(config, mesh, CPU), mesh, CPU)
         weights = {name: hash_of(full_tensor(parameter.detach())) for name, parameter in named_parameters(trainer)}
         measured = []
-        routing = routing_of(trainer, config.training.global_batch_size, config.training.seq_len)
+        routing = routing_of(trainer, largest_step(config))
         for step in range(steps):
             if trainer.mixtures:
                 # Below float64, one near tie that falls otherwise would change gradients by far more than rounding.
@@ -136,7 +138,8 @@ def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path, own:
                 routing.compare_with(read_tensors(reference_file(folder, "routing", step)), replays=replays)
             if step:
                 load_weights_(trainer, reference_file(folder, "weights", step))
-            batches, rows = mask_and_hash(loader.next_step(), config)
+            batches, rows = mask_and_hash(loader, config)
+            routing.first_sequence = loader.first_sequence
             stats = trainer.train_step(batches)
             gradients = {name: parameter.grad for name, parameter in named_parameters(trainer)}
             measured.append(
@@ -167,7 +170,7 @@ def measure_updates(trainer: Trainer, config: JobConfig, steps: int, folder: Pat
     """Measurement.updates: clip the reference's gradients and update with the configuration's own optimizer."""
     load_weights_(trainer, reference_file(folder, "weights", 0))
     optimizer = build_optimizers(config, parameters_of(trainer.model_parts), trainer.mesh, CPU)
-    schedule = build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps)
+    schedule = build_schedule(config.lr_schedule, config.optimizer.lr, config.training.steps, batch_stages(config))
     factors = build_factors(config.optimizer, config.training.steps)
     for step in range(steps):
         gradients = read_tensors(reference_file(folder, "gradients", step))
@@ -283,34 +286,39 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text}{where}"
 
 
-def mask_and_hash(batches: Sequence[Batch], config: JobConfig) -> tuple[list[Batch], dict[str, str]]:
-    """The batches with labels masked by `keep_label`, and the hash of each row's tokens, labels and positions (if any)
-    by its number in the run; without filler rows."""
+def largest_step(config: JobConfig) -> int:
+    """Positions of the largest step of all training stages."""
+    return max(stage.tokens for stage in batch_stages(config))
+
+
+def mask_and_hash(loader: Loader, config: JobConfig) -> tuple[list[Batch], dict[str, str]]:
+    """The batches of the next step with labels masked by `keep_label`, and the hash of each row's tokens, labels and
+    positions (if any) by its number in the run; without filler rows."""
     rows: dict[str, str] = {}
     masked = []
-    for batch in batches:
+    for batch in loader.next_step():
         labels = batch.labels.clone()
         for index, number in enumerate(batch.sequences.tolist()):
             if number == FILLER:
                 continue
-            labels[index, ~keep_label(config, number)] = IGNORE_INDEX
+            keeps = keep_label(config, number, number - loader.first_sequence, labels.shape[1])
+            labels[index, ~keeps] = IGNORE_INDEX
             positions = [] if batch.positions is None else [batch.positions[index]]
             rows[str(number)] = hash_of(torch.stack([batch.tokens[index], labels[index], *positions]))
         masked.append(batch._replace(labels=labels))
     return masked, rows
 
 
-def keep_label(config: JobConfig, number: int) -> Tensor:
-    """Which labels of sequence `number` of the run stay valid: bool (seq_len).
+def keep_label(config: JobConfig, number: int, place: int, seq_len: int) -> Tensor:
+    """Which labels of sequence `number` of the run, at `place` in its step, stay valid: bool (seq_len).
 
-    Depends only on debug.seed and the number. Each sequence keeps a random share between 0 and 1; the first sequence
-    of a global batch keeps no labels, the second all. A batch of one sequence keeps about half.
+    Depends only on debug.seed, the number and the place. Each sequence keeps a random share between 0 and 1; the first
+    sequence of a step keeps no labels, the second all. A batch of one sequence keeps about half.
     """
-    seq_len, batch = config.training.seq_len, config.training.global_batch_size
     random = np.random.default_rng([config.debug.seed, number])
     share, drawn = random.random(), random.random(seq_len)
-    fixed = {0: 0.0, 1: 1.0} if batch > 1 else {0: 0.5}
-    return torch.from_numpy(drawn < fixed.get(number % batch, share))
+    fixed = {0: 0.0, 1: 1.0} if config.training.global_batch_size > 1 else {0: 0.5}
+    return torch.from_numpy(drawn < fixed.get(place, share))
 
 
 def hash_of(tensor: Tensor) -> str:

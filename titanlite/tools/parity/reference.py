@@ -13,6 +13,7 @@ from titanlite.assembly.data import build_data, build_tokenizer
 from titanlite.assembly.job import job_of
 from titanlite.batch import IGNORE_INDEX, Batch, rows_and_tokens
 from titanlite.config.schema import JobConfig
+from titanlite.config.stages import batch_stages
 from titanlite.models.attention import document_arguments
 from titanlite.models.experts import Placement, end_step, mixtures_of
 from titanlite.models.family import LanguageModel
@@ -33,6 +34,7 @@ from titanlite.tools.parity.measure import (
     Step,
     clipping_norm,
     hash_of,
+    largest_step,
     mask_and_hash,
     own_dtypes,
     passes,
@@ -61,8 +63,7 @@ def _measure_reference(config: JobConfig, steps: int, path: Path) -> dict[str, A
         {name: hash_of(parameter.detach().to(DTYPES[settings.training.dtype])) for name, parameter in named.items()}
         for settings in passes(config)
     ]
-    training = config.training
-    routing = Routing(mixtures, training.global_batch_size * training.seq_len)
+    routing = Routing(mixtures, largest_step(config))
     loader = build_data(job_of(config, 1), Mesh(config.parallelism, World(0, 0, 1, "cpu")), build_tokenizer(config))
     modules = ModuleTracker()
     watch = PrecisionWatch(model, modules)
@@ -70,7 +71,7 @@ def _measure_reference(config: JobConfig, steps: int, path: Path) -> dict[str, A
     try:
         for step in range(steps):
             torch.save({name: p.detach() for name, p in named.items()}, reference_file(path, "weights", step))
-            batches, rows = mask_and_hash(loader.next_step(), config)
+            batches, rows = mask_and_hash(loader, config)
             objective = objective_of(config.loss.chosen, batches)
             num_rows, num_tokens = rows_and_tokens(batches)
             for mixture in mixtures:
@@ -79,7 +80,7 @@ def _measure_reference(config: JobConfig, steps: int, path: Path) -> dict[str, A
             with modules, watch:
                 mean_loss = 0.0
                 for batch in batches:
-                    places = {"is_token": places_of(batch, training.global_batch_size)} if mixtures else {}
+                    places = {"is_token": places_of(batch, loader.first_sequence)} if mixtures else {}
                     mean_loss += forward_backward(model, batch, objective, config.debug.seed, step + 1, **places)
             gradients = {
                 name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -114,7 +115,7 @@ def measure_updates(config: JobConfig, steps: int, folder: Path) -> dict[str, fl
     named = {name: nn.Parameter(value.clone()) for name, value in before.items()}
     _, structure = full_parameters(config.model)
     optimizer = build_optimizer(section, named, structure, CPU, ShardGroups(), config.debug.seed)
-    schedule = build_schedule(config.lr_schedule, section.lr, config.training.steps)
+    schedule = build_schedule(config.lr_schedule, section.lr, config.training.steps, batch_stages(config))
     factors = build_factors(section, config.training.steps)
     for step in range(steps):
         gradients = read_tensors(reference_file(folder, "gradients", step))

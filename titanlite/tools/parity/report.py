@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from titanlite.config.schema import JobConfig
+from titanlite.config.stages import stage_lines
 from titanlite.runtime.text import counted
 from titanlite.tools.parity.compare import Result, combined_hash
 from titanlite.tools.parity.layouts import ONE_PROCESS, Layout, Refusal
@@ -51,7 +52,10 @@ def head_lines(config: JobConfig, steps: int, references: Sequence[Measurement])
         f"reference: one process, plain torch, float64; {counted(steps, 'step')} of "
         f"{counted(training.global_batch_size, 'sequence')} x {training.seq_len} tokens"
     )
-    yield f"           valid labels per step, the others masked on purpose: {valid} of {labels}"
+    for line in stage_lines(config):
+        yield f"           {line}"
+    of_all = "" if config.training.stages else f" of {labels}"
+    yield f"           valid labels per step, the others masked on purpose: {valid}{of_all}"
     losses = ", ".join(f"{step.loss:.6f}" for step in reference.steps)
     norms = ", ".join(f"{step.grad_norm:.6f}" for step in reference.steps)
     tokens = {name: value for step in reference.steps for name, value in step.rows.items()}

@@ -14,15 +14,15 @@ from titanlite.trainer import Trainer
 class Routing:
     """Notes the choices of experts in a step, or compares them with those of a reference.
 
-    chosen: int64 (positions of the global batch, n_active), by block. reference: such choices, or None. replays:
-    whether the experts of the reference compute, in place of the own choices. flipped: positions that chose other
-    experts than in the reference, of `compared` ones, in all blocks of this rank. A position counts each time that it
-    is routed: on several ranks, and again by recomputation.
+    chosen: int64 (positions of the largest step, n_active), by block. reference: such choices, or None. replays:
+    whether the experts of the reference compute, in place of the own choices. first_sequence: of the step. flipped:
+    positions that chose other experts than in the reference, of `compared` ones, in all blocks of this rank. A position
+    counts each time that it is routed: on several ranks, and again by recomputation.
     """
 
     def __init__(self, mixtures: Sequence[MixtureOfExperts], num_positions: int) -> None:
         self.chosen: dict[int, Tensor] = {}
-        self.flipped = self.compared = 0
+        self.flipped = self.compared = self.first_sequence = 0
         self._num_positions = num_positions
         self._reference: Mapping[int, Tensor] | None = None
         self._replays = False
@@ -55,21 +55,21 @@ class Routing:
         return expected if self._replays else chosen
 
 
-def places_of(batch: Batch, global_batch_size: int) -> Tensor:
+def places_of(batch: Batch, first_sequence: int) -> Tensor:
     """1 + the number of each position in the global batch, int64 (rows, seq_len); negated for padding, 0 for filler."""
     positions = torch.arange(batch.tokens.shape[1])
-    places = (batch.sequences % global_batch_size).unsqueeze(1) * len(positions) + positions + 1
+    places = (batch.sequences - first_sequence).unsqueeze(1) * len(positions) + positions + 1
     places[batch.sequences == FILLER] = 0
     return places if batch.lengths is None else torch.where(positions < batch.lengths.unsqueeze(1), places, -places)
 
 
-def routing_of(trainer: Trainer, global_batch_size: int, seq_len: int) -> Routing:
-    """Compare the routing of a trainer on CPU; its batches then carry places."""
-    forward_arguments = trainer.forward_arguments
+def routing_of(trainer: Trainer, num_positions: int) -> Routing:
+    """Compare the routing of a trainer on CPU; its batches then carry places. num_positions: of the largest step."""
+    forward_arguments, routing = trainer.forward_arguments, Routing(trainer.mixtures, num_positions)
 
     def with_places(batch: Batch, num_valid: Tensor) -> dict[str, Tensor]:
-        places = trainer.cp_shard(places_of(batch, global_batch_size))
+        places = trainer.cp_shard(places_of(batch, routing.first_sequence))
         return {**forward_arguments(batch, num_valid), **({"is_token": places} if trainer.mixtures else {})}
 
     trainer.forward_arguments = with_places  # type: ignore[method-assign]
-    return Routing(trainer.mixtures, global_batch_size * seq_len)
+    return routing

@@ -6,7 +6,9 @@ from dataclasses import asdict, replace
 
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.config.check import resolve_config, with_model_tokenizer
+from titanlite.config.lengths import UNSET
 from titanlite.config.schema import JobConfig, JobSection
+from titanlite.config.stages import SIZES
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.config import PIECE_BYTES_PER_POSITION
 from titanlite.metrics.config import MetricsConfig
@@ -67,7 +69,8 @@ def shrink_config(config: JobConfig, ranks: int) -> JobConfig:
 
     The vocabulary shrinks to the tokenizer's if that is smaller; token files may contain any id, so their vocabulary
     stays. The vocabulary is enlarged if necessary, until the embedding has more elements than one block of initial
-    weights. The text is cut into the same pieces, so an existing index is reused.
+    weights. Sizes of training stages become those of the first one, or twice as large if they are larger than those.
+    The text is cut into the same pieces, so an existing index is reused.
     """
     model = config.hyper_parameters
     tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=model.vocab_size)
@@ -81,12 +84,19 @@ def shrink_config(config: JobConfig, ranks: int) -> JobConfig:
         data = replace(data, max_piece_bytes=PIECE_BYTES_PER_POSITION * training.seq_len)
     # One batch must fill a pipeline of all ranks twice, the requirement of the most demanding schedule.
     local = 2 * ranks if config.parallelism.gradient_sync == "every" else 1
+    before = training
     training = replace(
         training,
         seq_len=size_alike(training.seq_len, SHRUNK_SEQ_LEN, 2 * ranks),  # "gather" halves the part of a rank
         local_batch_size=local,
         global_batch_size=max(2, local) * ranks,
     )
+    rows = []
+    for row in before.stages:
+        given = [key for key in SIZES if getattr(row, key) != UNSET]
+        factors = {key: 1 + (getattr(row, key) > getattr(before, key)) for key in given}
+        rows.append(replace(row, **{key: factor * getattr(training, key) for key, factor in factors.items()}))
+    training = replace(training, stages=tuple(rows))
     return replace(
         config,
         model=replace(config.model, overrides=asdict(small)),
@@ -94,6 +104,13 @@ def shrink_config(config: JobConfig, ranks: int) -> JobConfig:
         data=data,
         parallelism=replace(config.parallelism, pp_microbatch_size=1, pp_split=()),
     )
+
+
+def at_boundaries(config: JobConfig, steps: int) -> JobConfig:
+    """The resolved configuration whose training stages have `steps` steps each."""
+    rows = config.training.stages
+    begun = tuple(replace(row, from_step=steps * number + 1) for number, row in enumerate(rows, 1))
+    return replace(config, training=replace(config.training, stages=begun))
 
 
 def describe_shrinking(before: JobConfig, after: JobConfig) -> str:

@@ -13,7 +13,7 @@ from titanlite.config.load import parse, resolve
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import COMMAND_LINE
 from titanlite.planning.automatic import fit_memory
-from titanlite.planning.estimate import estimate, require_estimate
+from titanlite.planning.estimate import require_estimate
 from titanlite.planning.hardware.machine import Profile, load_profile, profile_names
 from titanlite.planning.search import search
 from titanlite.planning.step_time import predict
@@ -22,7 +22,7 @@ from titanlite.runtime.memory import GIB
 from titanlite.runtime.settings import setting
 from titanlite.tools.command import ConfigFile, Count, read_options_and_overrides, run_command
 from titanlite.tools.plan.choices import describe_choices
-from titanlite.tools.plan.report import DEFAULT_GIB, Price, describe_time, report
+from titanlite.tools.plan.report import DEFAULT_GIB, Price, describe_time, estimate_largest, report, stage_heading
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ def main(argv: Sequence[str]) -> None:
     if is_auto:
         raise UsageError('parallelism.layout = "auto" depends on the machine: add --hardware, the profile of one')
     config = fit_memory(config, options.world_size, device_type=device, memory_bytes=round(memory_gib * GIB))
-    plan = estimate(config, options.world_size, device_type=device)
-    text = report(config, plan, memory_gib)
+    number, of_stage, plan = estimate_largest(config, options.world_size, device_type=device)
+    text = stage_heading(config, number) + report(of_stage, plan, memory_gib)
     if profile is not None:
-        time = predict(config, plan, profile)
-        text += "\n" + describe_time(config, plan, profile, time, Price(options.price_per_hour))
+        time = predict(of_stage, plan, profile)
+        text += "\n" + describe_time(of_stage, plan, profile, time, Price(options.price_per_hour), run=config)
     sys.stdout.write(text)
 
 

@@ -10,17 +10,18 @@ import torch
 from titanlite.config.ineffective import describe
 from titanlite.config.load import Parsed, keep_earlier, resolve, without_effect
 from titanlite.config.schema import JobConfig
+from titanlite.config.stages import stage_lines
 from titanlite.config.toml import print_config
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.parallel.mesh import resolve_degrees
 from titanlite.planning.automatic import fit_memory
-from titanlite.planning.estimate import estimate, has_estimate
+from titanlite.planning.estimate import has_estimate
 from titanlite.planning.hardware.machine import load_profile
 from titanlite.planning.search import SEARCHED, search, with_settings
 from titanlite.runtime.errors import UsageError
 from titanlite.runtime.memory import GIB, device_memory_bytes
 from titanlite.runtime.text import counted
-from titanlite.tools.plan.report import DEFAULT_GIB, report
+from titanlite.tools.plan.report import DEFAULT_GIB, estimate_largest, report, stage_heading
 from titanlite.tools.sequences import sequences_as_text
 
 SHOWN_SEQUENCES = 8
@@ -77,7 +78,7 @@ def _summary(file: str, config: JobConfig, world_size: int, device_type: str) ->
         f"{Path(file).name} is valid for {counted(world_size, 'process')}: "
         f"{model.family} {model.flavor} on {device_type}, layout {'auto' if _is_auto(config) else axes}, "
         f"{counted(training.steps, 'step')} of {counted(training.global_batch_size, 'sequence')} "
-        f"of {training.seq_len:,} tokens"
+        f"of {training.seq_len:,} tokens" + "".join(f"; {line}" for line in stage_lines(config))
     )
 
 
@@ -94,8 +95,8 @@ def _dry_run(parsed: Parsed, config: JobConfig, world_size: int, local_size: int
     lines = [f"The memory of the family {config.model.family} cannot be planned", ""]
     if has_estimate(config):
         config = fit_memory(config, world_size, device_type=device_type, memory_bytes=round(memory_gib * GIB))
-        plan = estimate(config, world_size, device_type=device_type)
-        lines = [report(config, plan, memory_gib)]
+        number, of_stage, plan = estimate_largest(config, world_size, device_type=device_type)
+        lines = [stage_heading(config, number) + report(of_stage, plan, memory_gib)]
     vocab_size = config.hyper_parameters.vocab_size
     tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=vocab_size)
     sequences = config.training.global_batch_size

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titanlite.config.schema import JobConfig
+from titanlite.config.stages import batch_stages, stage_configs, stage_lines
+from titanlite.data.steps import tokens_until
 from titanlite.models.decoder import describe_size, flops_per_token
-from titanlite.planning.estimate import Estimate, RankPlan
+from titanlite.planning.estimate import Estimate, RankPlan, estimate
 from titanlite.planning.hardware.machine import Profile
 from titanlite.planning.memory_check import remedies
 from titanlite.planning.step_time import UNCERTAINTY, StepTime
@@ -16,6 +18,22 @@ from titanlite.runtime.text import aligned, counted
 
 DEFAULT_GIB = 80.0
 """Memory of a device that is not known."""
+
+
+def estimate_largest(config: JobConfig, world_size: int, *, device_type: str) -> tuple[int, JobConfig, Estimate]:
+    """Estimate the training stage that needs the most memory: its number from 0, its configuration, the estimate."""
+    found = [(each, estimate(each, world_size, device_type=device_type)) for each in stage_configs(config)]
+    number = max(range(len(found)), key=lambda number: found[number][1].largest.memory.total)
+    return number, *found[number]
+
+
+def stage_heading(config: JobConfig, number: int) -> str:
+    """The training stages and the number of that which is planned, from 0; "" if there is only one."""
+    lines = list(stage_lines(config))
+    if not lines:
+        return ""
+    rest = "".join(f"  {line}\n" for line in lines)
+    return f"Planned: stage {number + 1} of {len(lines) + 1}, which needs the most memory\n{rest}"
 
 
 def report(config: JobConfig, plan: Estimate, device_memory_gib: float) -> str:
@@ -130,12 +148,17 @@ def hours(config: JobConfig, time: StepTime) -> float:
     return config.training.steps * time.total / 3600
 
 
-def describe_time(config: JobConfig, plan: Estimate, profile: Profile, time: StepTime, price: Price) -> str:
+def describe_time(
+    config: JobConfig, plan: Estimate, profile: Profile, time: StepTime, price: Price, run: JobConfig
+) -> str:
     """The predicted time of a step by part, the throughput, and the duration of the training."""
     ranks = math.prod(plan.axes.values())
     used = mfu(config, time, ranks, profile)
     rate = tokens_per_second(config, time, ranks)
-    tokens = config.training.steps * tokens_per_step(config)
+    tokens = tokens_until(batch_stages(run), run.training.steps)
+    steps = f"{run.training.steps:,} steps of {tokens_per_step(config):,} tokens"
+    if run.training.stages:
+        steps = f"{run.training.steps:,} steps in {len(run.training.stages) + 1} stages, all at this throughput"
     shown = {part: share for part, seconds in time.parts.items() if (share := seconds / time.total) > SHOWN}
     shares = [f"{part}\xa0{share:.1%}" for part, share in shown.items()]
     likely = []
@@ -157,7 +180,7 @@ def describe_time(config: JobConfig, plan: Estimate, profile: Profile, time: Ste
         + ("" if used is None else f", MFU {used:.1%}"),
         *likely,
         *textwrap.wrap(f"Parts: {', '.join(shares)}", 120, subsequent_indent="  "),
-        f"Training: {config.training.steps:,} steps of {tokens_per_step(config):,} tokens = {tokens:,} tokens, "
-        f"{price.describe(hours(config, time), ranks)} (without saving and validation)",
+        f"Training: {steps} = {tokens:,} tokens, "
+        f"{price.describe(tokens / rate / ranks / 3600, ranks)} (without saving and validation)",
     ]
     return "\n".join(lines).replace("\xa0", " ") + "\n"  # a part and its share are on one line

@@ -213,7 +213,7 @@ def replay(config: JobConfig, start: SavedRun | None, step: int, world: World) -
         norms = trainer.spikes.norms if trainer.spikes else None
         state = RunState(trainer.model_parts, trainer.optimizer, loader, mesh, norms, trainer.average, trainer.exact)
         about = checkpoint_facts(config, tokenizer, loader.sources, world.device)
-        meter = build_meter(config, world, trainer, group)
+        meter = build_meter(job_of(config, mesh.world.size), world, trainer, group)
         folder = Path(config.job.dump_folder, config.checkpoint.folder)
         finder = StartFinder(config.checkpoint, folder, state, meter, about, config.training.steps, group, imported)
         trainer.step = finder.find().step
