@@ -35,10 +35,10 @@ from titanlite.ranks.launch import run_ranks
 WIDTH, BLOCKS, VOCABULARY = 768, 12, 16384
 
 
-def state() -> dict[str, Tensor]:
-    """Parameters and moments of a model with 12 blocks of width 768, sharded over the ranks in the first dimension."""
+def state(blocks: int = BLOCKS) -> dict[str, Tensor]:
+    """Parameters and moments of a model with blocks of width 768, sharded over the ranks in the first dimension."""
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("tok_embeddings", "output"), (VOCABULARY, WIDTH))
-    for block in range(BLOCKS):
+    for block in range(blocks):
         shapes |= {f"layers.{block}.attention.{name}": (WIDTH, WIDTH) for name in ("wq", "wk", "wv", "wo")}
         shapes |= {f"layers.{block}.feed_forward.{name}": (2048, WIDTH) for name in ("w1", "w2", "w3")}
         shapes |= {f"layers.{block}.{name}": (WIDTH,) for name in ("attention_norm", "ffn_norm")}
@@ -51,6 +51,11 @@ def state() -> dict[str, Tensor]:
                 DTensor.from_local(local, mesh, [Shard(0)]) if dist.get_world_size() > 1 else local
             )
     return tensors
+
+
+def draft(step: int) -> Manifest:
+    counts = {"tokens_seen": 0, "skipped_steps": 0, "by_source": {}, "interval": []}
+    return Manifest(step, "full", (Branch("benchmark", 0),), counts, {}, {}, {}, "", {})
 
 
 class NoHash:
@@ -80,8 +85,7 @@ class Ways:
 
     def draft(self) -> Manifest:
         self.step += 1
-        counts = {"tokens_seen": 0, "skipped_steps": 0, "by_source": {}, "interval": []}
-        return Manifest(self.step, "full", (Branch("benchmark", 0),), counts, {}, {}, {}, "", {})
+        return draft(self.step)
 
     def torch_save(self) -> None:
         path = self.folder / "torch" / f"{dist.get_rank()}.pt"

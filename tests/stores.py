@@ -8,6 +8,7 @@ import sys
 import urllib.request
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,15 +74,22 @@ class Bucket:
         return [str(key.text) for key in root.iter() if key.tag.endswith("}Key")]
 
 
-@pytest.fixture(scope="session")
-def moto_server() -> Iterator[str]:
-    """The server's URL."""
+@contextmanager
+def serving() -> Iterator[str]:
+    """Context with a server's URL."""
     with subprocess.Popen([sys.executable, "-c", _SERVER], stdin=-1, stdout=-1, stderr=-3, cwd=Path.home()) as server:
         assert server.stdin
         assert server.stdout
         yield f"http://127.0.0.1:{int(server.stdout.readline())}"
         server.stdin.close()
         server.kill()
+
+
+@pytest.fixture(scope="session")
+def moto_server() -> Iterator[str]:
+    """The server's URL."""
+    with serving() as url:
+        yield url
 
 
 @pytest.fixture

@@ -27,13 +27,13 @@ from tests.distributed.reference import TOKENS, small_config
 from tests.pool import run_ranks
 from titanlite import train
 from titanlite.assembly.job import job_of
-from titanlite.assembly.run import Run, build_run
+from titanlite.assembly.run import Run, build_run, job_locks
 from titanlite.batch import FILLER, Batch
 from titanlite.metrics.records import Record
 from titanlite.metrics.timing import COLUMNS
 from titanlite.ranks.distributed import World
 from titanlite.ranks.failure import FailureReport
-from titanlite.ranks.job_lock import JOB_LOCK_FILE, job_lock
+from titanlite.ranks.job_lock import JOB_LOCK_FILE
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log, setup_logging
 
@@ -220,8 +220,9 @@ def _start(folder: str, store: str, rank: int, start: Start) -> dict[str, Any]:
                 *("optimizer.name=AdamW", "optimizer.lr=1e-2", "lr_schedule.warmup_steps=3"),
                 *start.settings,
             )
-            with job_lock(config.job.dump_folder, rank, take_over=False, environment={}):
-                world, connection = World(rank, rank, start.ranks, "cpu"), dist.FileStore(store, start.ranks)
+            world = World(rank, rank, start.ranks, "cpu")
+            with job_locks(config, world, {}):
+                connection = dist.FileStore(store, start.ranks)
                 train.run_job(job_of(config, world.size), world, connection, FailureReport(), {}, ExitStack())
     except UserError as error:
         found["error"] = str(error)

@@ -402,6 +402,7 @@ def _lacks_bucket(error: BaseException) -> bool:
 
 _CONNECTION_ERRORS = {
     *("ConnectionError", "HTTPClientError", "IncompleteRead", "ResponseParserError"),  # of botocore
+    "FlexibleChecksumError",  # of botocore: the content is not what S3 has a checksum of
     *("ServiceRequestError", "ServiceResponseError", "HttpError"),  # of Azure's and Google's clients
 }
 """Names of the base classes of connection errors in the clients of stores, beside those of runtime.retry."""

@@ -107,6 +107,7 @@ def test_reads_are_repeated(objects: Store, faulty_store: tuple[Bucket, Proxy]) 
             Fault("cut download", "GET", times=2),
             Fault("refuse", "GET HEAD", times=2),
             Fault("stall", "GET", times=1),
+            Fault("alter", "GET", times=1 if expected is SMALL else 0),  # S3 has checksums of whole objects only
         ):
             faulty_store[1].add(fault)
             assert read() == expected
