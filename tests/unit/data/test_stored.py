@@ -28,7 +28,8 @@ from titanlite.data.sources import parquet, stored
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime import parts
-from titanlite.runtime.errors import DataError
+from titanlite.runtime.durability import PARTIAL
+from titanlite.runtime.errors import DataError, UserError
 from titanlite.runtime.parts import Parts
 from titanlite.storage.address import Address
 from titanlite.storage.store import Store
@@ -317,8 +318,9 @@ def test_content_that_changes_under_a_run_is_refused(
         write(address, content("b"))
     else:
         Store(Address.parse(address)).delete([""])
-    for part in part_files(cache):
-        part.unlink(missing_ok=True)
+    removed = {part: part.read_bytes() for part in part_files(cache) if not part.name.endswith(PARTIAL)}
+    for part in removed:
+        part.unlink()
     refused = ""
     while not refused:
         try:
@@ -333,9 +335,39 @@ def test_content_that_changes_under_a_run_is_refused(
         assert (problem.key, problem.value) == ("data.sources.0.path", address)
         assert problem.remedy == f"nothing matches below {address}: fix the address"
         return
+    for part, of_old_content in removed.items():
+        part.write_bytes(of_old_content)
     loader = build(section, tokenizer)
     assert not any(old in ids(loader) for _ in range(20))
     loader.close()
+
+
+@pytest.mark.parametrize("place", ["memory", "store"])
+def test_a_source_has_the_files_that_it_had_when_it_was_opened(place: str, request: pytest.FixtureRequest) -> None:
+    """A later source has those of the store at that time: no listing is of a cache. Another program writes them."""
+    bucket = request.getfixturevalue("store") if place == "store" else None
+    base = f"{bucket.address if bucket else f'memory://{uuid4().hex}'}/corpus"
+    config = SourceConfig("jsonl", base)
+
+    def put(name: str, content: bytes) -> None:
+        if bucket:
+            bucket.request("PUT", f"corpus/{name}", content)
+        else:
+            write(f"{base}/{name}", content)
+
+    put("a.jsonl", lines_of("a"))
+    source = open_source(config)
+    assert len(source.content_facts) == 1
+    facts = source.facts(document_mask=False)
+    put("b.jsonl", lines_of("a"))
+    assert source.facts(document_mask=False) == facts
+    assert len(source.files()) == 1
+    assert open_source(config).facts(document_mask=False)["files"] == 2
+    put("a.jsonl", lines_of("b"))
+    with pytest.raises(UserError, match=r"/a.jsonl was written while the run was starting: start again when "):
+        source.facts(document_mask=False)
+    again = open_source(config).facts(document_mask=False)
+    assert (again["bytes"], again["content"] == facts["content"]) == (2 * facts["bytes"], False)
 
 
 def part_files(cache: Path) -> list[Path]:
@@ -429,12 +461,12 @@ def test_parts_keep_their_bound_when_many_processes_write(tmp_path: Path) -> Non
     """Each thread has its own Parts of the same folder, as a process has."""
 
     def fetch(thread: int) -> None:
-        cache = Parts(tmp_path / "parts", 20_000)
-        for n in range(60):
-            number = (n * 7 + thread) % 90
-            content = b"%d" % (number % 10) * (100 + 40 * (number % 30))
+        cache = Parts(tmp_path / "parts", 2**23)
+        for n in range(80):
+            number = n * 8 + thread if n % 2 else n  # of their own, and shared ones
+            content = b"%d" % (number % 10) * (2**14 * (1 + number % 30))
             assert cache.get(["part", number], len(content), partial(bytes, content))[: len(content)] == content
 
     with ThreadPoolExecutor(8) as threads:
         [*threads.map(fetch, range(8))]
-    assert 10_000 < size_of_parts(tmp_path) == int((tmp_path / "parts/total").read_text()) <= 20_000
+    assert 2**22 < size_of_parts(tmp_path) == int((tmp_path / "parts/total").read_text()) <= 2**23

@@ -53,11 +53,11 @@ def apply_cache_bytes(limit: int) -> None:
 
 def stored_parts() -> Parts:
     """The parts of stored files in the cache folder."""
-    return _parts(cache_folder() / "parts", int(os.environ.get(_CACHE_BYTES, "-1")))
+    return _parts(cache_folder() / "parts", int(os.environ.get(_CACHE_BYTES, "-1")), os.getpid())
 
 
 @lru_cache(1)
-def _parts(folder: Path, limit: int) -> Parts:
+def _parts(folder: Path, limit: int, process: int) -> Parts:  # noqa: ARG001 a fork must not use those of its parent
     return Parts(folder, limit)
 
 
@@ -234,7 +234,7 @@ class StoredFile:
         def fetch() -> bytes:
             for later in range(number + 1, number + 1 + BLOCKS_AHEAD if number else 0):
                 if block_bounds(later, self.facts.bytes)[0] < self.facts.bytes:
-                    _threads().submit(self._prepare, later)
+                    _threads(os.getpid()).submit(self._prepare, later)
             return self.fetch(begin, end)
 
         return stored_parts().get([*self.identity, begin, end], end - begin, fetch)
@@ -259,7 +259,7 @@ _RESTORE = "restore the object, and start again: the run resumes from its latest
 
 
 @lru_cache(1)
-def _threads() -> ThreadPoolExecutor:
+def _threads(process: int) -> ThreadPoolExecutor:  # noqa: ARG001 a fork has no threads of its parent
     """Threads that read ahead."""
     return ThreadPoolExecutor(2, "titanlite-store")
 
@@ -393,7 +393,7 @@ class ObjectReader(io.RawIOBase):
         after = self._begin + self._length
         if self._step == BLOCK_BYTES and after < self._size:
             end = min(self._size, after + BLOCK_BYTES)
-            self._next = (after, _threads().submit(self._file.fetch, after, end))
+            self._next = (after, _threads(os.getpid()).submit(self._file.fetch, after, end))
 
 
 class BlockWriter:
