@@ -31,6 +31,7 @@ from titanlite.runtime.errors import ConfigError, UsageError, UserError
 from titanlite.runtime.files import expand_home
 from titanlite.runtime.logging import keep_for_log_file, log
 from titanlite.runtime.process_state import restored_process
+from titanlite.storage.address import Address
 from titanlite.tools import evaluate
 from titanlite.tools.command import check_options
 from titanlite.tools.convert import __main__ as convert
@@ -78,7 +79,7 @@ class Evaluation:
     settings: those that the numbers depend on beside the data; two losses are comparable only if these are equal.
     """
 
-    checkpoint: Path
+    checkpoint: Path | Address
     step: int
     by_source: Mapping[str, SetTotals]
     settings: Mapping[str, Any]
@@ -196,7 +197,7 @@ def generate_text(
     """
     with _problems_of_keywords():
         options = generate.Options(
-            run=Path(),
+            run="",
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -247,7 +248,7 @@ def evaluate_run(
     with _in_this_process() as (world, cleanup), _problems_of_keywords():
         paths, files = ([given] if isinstance(given, str | Path) else given for given in (data, tasks))
         options = evaluate.Options(
-            run=run.path if isinstance(run, SavedRun) else run.folder if isinstance(run, TrainedRun) else Path(run),
+            run=str(run.path if isinstance(run, SavedRun) else run.folder if isinstance(run, TrainedRun) else run),
             data=tuple(map(expand_home, paths)),
             tasks=tuple(map(expand_home, files)),
             steps=steps,
@@ -287,7 +288,7 @@ def export_run(
     with _problems_of_keywords():
         out = Path(expand_home(out))
         options = convert.ExportOptions(
-            *(Path(), out, dtype, _weights(run, weights), shard_size), verify=verify is True, no_verify=verify is False
+            *(out, "", dtype, _weights(run, weights), shard_size), verify=verify is True, no_verify=verify is False
         )
         if problems := check_options(options):
             raise ConfigError(problems)

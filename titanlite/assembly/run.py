@@ -296,7 +296,7 @@ def build_checkpoints(
     saving_group = mesh.new_group(config.comm.save_timeout_s, keeps_timeout=True)
     finder = StartFinder(
         config.checkpoint,
-        Path(config.job.dump_folder, config.checkpoint.folder),
+        place(config.checkpoint.folder, config.job.dump_folder),
         state,
         meter,
         run_on_rank_0(
@@ -538,11 +538,11 @@ def without_options_of_start(config: JobConfig) -> JobConfig:
 def require_no_checkpoints(config: JobConfig) -> None:
     """Raise UserError if the dump folder has checkpoints of a run that this one would not resume."""
     dump_folder = Path(config.job.dump_folder)
-    folder = dump_folder / config.checkpoint.folder
+    folder = place(config.checkpoint.folder, dump_folder)
     earlier = read_copy(dump_folder)  # the defaults if absent
     inside = os.listdir(dump_folder) if dump_folder.is_dir() else ()
     for name in (*inside, earlier.checkpoint.folder):
-        other = dump_folder / name
+        other = place(name, dump_folder)
         if other != folder and published_steps(other):
             raise UserError(
                 f"checkpoint.folder = {config.checkpoint.folder!r}, but {other} holds checkpoints of an earlier run: "

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Affects, Needs, setting
+from titanlite.storage.address import is_address
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 Changeable = Literal["data", "tokenizer", "init_version", "rope", "optimizer", "bit_equal"]
@@ -32,7 +33,7 @@ class CheckpointConfig:
     enable: bool = False
     """Write checkpoints, and resume from the latest valid one. The last step is always saved."""
     folder: str = setting("checkpoint", is_path=True, needs=_SAVES)
-    """Folder of the checkpoints, inside job.dump_folder."""
+    """Folder of the checkpoints, inside job.dump_folder; or an address in a store, such as s3://BUCKET/RUN."""
     interval: int = setting(500, "1 saves every step", least=1, needs=_SAVES)
     """Optimizer steps between checkpoints."""
     async_mode: AsyncMode = setting("disabled", needs=_SAVES)
@@ -45,8 +46,9 @@ class CheckpointConfig:
     load_step: int = setting(-1, "-1 selects the latest valid checkpoint", least=-1, needs=_SAVES, once=True)
     """Step to start from; -1: the latest valid checkpoint. Checkpoints of later steps are renamed, not deleted."""
     initial_load_path: str = setting("", affects="facts", per_node=True, is_path=True)
-    """Initial state of a run that has no checkpoints yet: a folder step-N, a folder of such folders, "hf:FOLDER" (a
-    model in the Hugging Face format) or "hf:ORGANIZATION/NAME[@REVISION]" (a model on the hub)."""
+    """Initial state of a run that has no checkpoints yet: a folder step-N, a folder of such folders, either also in a
+    store, "hf:FOLDER" (a model in the Hugging Face format) or "hf:ORGANIZATION/NAME[@REVISION]" (a model on the hub).
+    """
     initial_load_model_only: bool = setting(True, affects="facts", needs=_IMPORTS)
     """Load only the parameters from initial_load_path; if false, also optimizer, step and position in the data."""
     on_save_error: Literal["stop", "continue"] = setting("stop", needs=_SAVES)
@@ -64,7 +66,8 @@ def check_checkpoint(section: CheckpointConfig, device_type: str, taken: Collect
     rules.needs("load_step", section.load_step == -1 or section.enable, "checkpoint.enable = true")
     folder, remedy = PurePath(section.folder), 'a plain name such as "checkpoint"'
     inside = folder.parts and not folder.is_absolute() and ".." not in folder.parts
-    if rules.require("folder", inside, "a folder inside job.dump_folder, without '..'", remedy):
+    rule = "a folder inside job.dump_folder, without '..', or an address such as s3://BUCKET/RUN"
+    if not is_address(section.folder) and rules.require("folder", inside, rule, remedy):
         free = folder.parts[0] not in taken
         rules.require("folder", free, f"not a name that the run writes ({', '.join(taken)})", remedy)
     pinned = section.async_mode != "async_with_pinned_mem" or device_type != "cpu"

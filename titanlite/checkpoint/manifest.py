@@ -5,6 +5,7 @@ Does not import DCP, which is slow.
 
 import errno
 import json
+import re
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -18,12 +19,18 @@ from typing_extensions import TypedDict
 from titanlite.runtime.cache import content_key, hash_of
 from titanlite.runtime.durability import write_file
 from titanlite.runtime.json_files import JsonError, of_type, parse_json, read_regular
+from titanlite.storage.address import Address, Place
+from titanlite.storage.store import Store
 
 MANIFEST_FILE = "MANIFEST.json"
 HASH = "xxh3-128"
 METADATA_FILE = ".metadata"
 FORMAT_VERSION = 3
-"""The only format that is read; incremented with every change that older versions of titanlite cannot read."""
+"""Incremented with every change that older versions of titanlite cannot read."""
+STORE_FORMAT_VERSION = 4
+"""Of a checkpoint in a store, also of its copy in a folder: the files are below the manifest's `attempt`."""
+PART_BYTES = 2**26
+"""Size of the parts of a file that have a hash each, so that a part can be verified alone. A constant of the format."""
 
 
 class InvalidCheckpointError(Exception):
@@ -40,16 +47,19 @@ class UnknownFormatError(Exception):
                 'use the titanlite that wrote it; "titanlite convert export" of that version writes a Hugging Face '
                 "folder, from which checkpoint.initial_load_path starts a new run"
             )
-        super().__init__(f"its format version is {version}, this titanlite reads {FORMAT_VERSION} only: {remedy}")
+        formats = f"{FORMAT_VERSION} and {STORE_FORMAT_VERSION}"
+        super().__init__(f"its format version is {version}, this titanlite reads {formats} only: {remedy}")
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A written file. rank: the rank that wrote it. hash: HASH, in hex."""
+    """A written file. rank: the rank that wrote it. hash: HASH, in hex. parts: those of its parts of PART_BYTES, of
+    which the last is shorter; () if it has only one, and in files of older versions."""
 
     rank: int
     bytes: int
     hash: str
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,7 +136,8 @@ class Manifest:
     step: optimizer steps done. content: "full", or "model" for parameters only. lineage: branches of the run, latest
     last. counts: running totals of the meter, by name. facts: values compared at a resume (see compatibility.py).
     config: the resolved configuration. versions: of the software. created: UTC time. files: all files of the folder
-    except MANIFEST.json. With training.bit_equal, digest: of the weights; computations: of the run so far.
+    except MANIFEST.json. With training.bit_equal, digest: of the weights; computations: of the run so far. attempt:
+    in a store, name of the folder of the files; see files_of.
     """
 
     step: int
@@ -141,32 +152,48 @@ class Manifest:
     format: int = FORMAT_VERSION
     digest: str = ""
     computations: tuple[Computation, ...] = ()
+    attempt: str = ""
+
+
+_IF_GIVEN = ("digest", "computations", "attempt")
+
+
+def manifest_text(manifest: Manifest) -> bytes:
+    """The content of MANIFEST.json."""
+    content = {key: value for key, value in asdict(manifest).items() if key not in _IF_GIVEN or value}
+    for record in content["files"].values():
+        if not record["parts"]:
+            del record["parts"]
+    text = json.dumps(content | {"hash": {HASH: _NO_HASH}}, indent=1) + "\n"
+    return _replace_last(text, _NO_HASH, _digest(text.encode())).encode()
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write MANIFEST.json and sync it to disk. Raises OSError."""
-    content = {key: value for key, value in asdict(manifest).items() if key not in ("digest", "computations") or value}
-    text = json.dumps(content | {"hash": {HASH: _NO_HASH}}, indent=1) + "\n"
-    text = _replace_last(text, _NO_HASH, _digest(text))
-    write_file(folder / MANIFEST_FILE, text.encode())
+    write_file(folder / MANIFEST_FILE, manifest_text(manifest))
 
 
-def read_manifest(folder: Path) -> Manifest:
+def has_manifest(place: Place) -> bool:
+    """Whether `place` is a checkpoint, and no folder of checkpoints."""
+    return Store(place).exists(MANIFEST_FILE) if isinstance(place, Address) else (place / MANIFEST_FILE).exists()
+
+
+def read_manifest(place: Place) -> Manifest:
     """Read and verify MANIFEST.json.
 
     Raises InvalidCheckpointError if it is missing or corrupted, UnknownFormatError if it has another format, and
     OSError if reading fails.
     """
     try:
-        raw = read_regular(folder / MANIFEST_FILE)
+        raw = _read(place / MANIFEST_FILE)
         seal = parse_json(raw, _Seal)
         digest = seal["hash"][HASH]
-        if _digest(_replace_last(raw.decode("utf-8"), digest, _NO_HASH)) != digest:
+        if _digest(_replace_last(raw.decode("utf-8"), digest, _NO_HASH).encode()) != digest:
             raise InvalidCheckpointError(f"{MANIFEST_FILE} has changed since it was written: its {HASH} differs")
-        if seal["format"] != FORMAT_VERSION:
+        if seal["format"] not in (FORMAT_VERSION, STORE_FORMAT_VERSION):
             raise UnknownFormatError(seal["format"])
         manifest: Manifest = of_type(raw, Manifest)
-        for name in manifest.files:
+        for name in (*manifest.files, manifest.attempt or METADATA_FILE):
             if PurePosixPath(name).name != name or name in ("", ".", "..") or "\0" in name:
                 raise JsonError(f"lists {name!r}, which is not the plain name of a file")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -180,10 +207,69 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def write_recorded(path: Path, content: bytes) -> FileRecord:
+def files_of(place: Place, manifest: Manifest) -> Place:
+    """Where the files of the checkpoint at `place` are. In a store, those of step-N.invalid-... are still below step-N,
+    since nothing is renamed there."""
+    if isinstance(place, Address) and (renamed := re.match(r"(step-\d+)\.(invalid|superseded)-", place.name)):
+        place = place.with_name(renamed[1])
+    return place / manifest.attempt if manifest.attempt else place
+
+
+def manifest_hash(place: Place) -> str:
+    """The hash of MANIFEST.json with its own hash. Raises OSError."""
+    return _digest(_read(place / MANIFEST_FILE))
+
+
+def read_listed(place: Place, manifest: Manifest, name: str) -> bytes:
+    """The content of a small file that the manifest lists. Raises OSError, JsonError if it is no regular file or is
+    large, InvalidCheckpointError if its content in a store is another one."""
+    content = _read(files_of(place, manifest) / name)
+    if isinstance(place, Address) and _digest(content) != manifest.files[name].hash:
+        raise InvalidCheckpointError(f"{name} has changed since it was written: its {HASH} differs")
+    return content
+
+
+def _read(place: Place) -> bytes:
+    return Store(place).read() if isinstance(place, Address) else read_regular(place)
+
+
+def write_recorded(place: Place, content: bytes) -> FileRecord:
     """Write a new small file, from rank 0, and sync it to disk. Raises OSError."""
-    write_file(path, content)
-    return FileRecord(0, len(content), hash_of(path))
+    if isinstance(place, Address):
+        Store(place.parent).write(place.name, content)
+    else:
+        write_file(place, content)
+    return FileRecord(0, len(content), _digest(content))
+
+
+def check_files(place: Place, manifest: Manifest, *, content: bool = True) -> None:
+    """Check all files of a checkpoint. Raises InvalidCheckpointError, OSError.
+
+    content: see check_file. In a store, only sizes are checked: each part is verified when it is read.
+    """
+    files = files_of(place, manifest)
+    if isinstance(files, Path):
+        for name, record in manifest.files.items():
+            check_file(files, name, record, content=content)
+        return
+    found = Store(files).list()
+    for name, record in manifest.files.items():
+        if name not in found:
+            raise InvalidCheckpointError(f"{_described(name, record)} is missing")
+        if found[name].bytes != record.bytes:
+            raise InvalidCheckpointError(_other_size(name, record, found[name].bytes))
+
+
+def _described(name: str, record: FileRecord) -> str:
+    return f"{name} (written by rank {record.rank})"
+
+
+def _other_size(name: str, record: FileRecord, size: int) -> str:
+    return f"{_described(name, record)} has {size:,} bytes instead of {record.bytes:,}"
+
+
+def changed(name: str, record: FileRecord) -> InvalidCheckpointError:
+    return InvalidCheckpointError(f"{_described(name, record)} has changed since it was written: its {HASH} differs")
 
 
 def check_file(folder: Path, name: str, record: FileRecord, *, content: bool = True) -> None:
@@ -191,16 +277,16 @@ def check_file(folder: Path, name: str, record: FileRecord, *, content: bool = T
 
     content: whether to check the hash, too, and not only the size.
     """
-    where = f"{name} (written by rank {record.rank})"
+    where = _described(name, record)
     try:
         facts = (folder / name).stat()
         size = facts.st_size
         if not stat.S_ISREG(facts.st_mode):
             raise InvalidCheckpointError(f"{where} is not a regular file")
         if size != record.bytes:
-            raise InvalidCheckpointError(f"{where} has {size:,} bytes instead of {record.bytes:,}")
+            raise InvalidCheckpointError(_other_size(name, record, size))
         if content and hash_of(folder / name) != record.hash:
-            raise InvalidCheckpointError(f"{where} has changed since it was written: its {HASH} differs")
+            raise changed(name, record)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
             raise InvalidCheckpointError(f"{where} is missing") from None
@@ -209,13 +295,15 @@ def check_file(folder: Path, name: str, record: FileRecord, *, content: bool = T
         raise
 
 
-def copy_id(folder: Path) -> list[int]:
+def copy_id(place: Place) -> list[int]:
     """Facts about the copy of a checkpoint that this process reads, the inode and ctime of MANIFEST.json, if any.
 
-    They are equal on nodes that share a file system, and differ between copies.
+    They are equal on nodes that share a file system, and differ between copies. [] in a store, which all nodes share.
     """
+    if isinstance(place, Address):
+        return []
     try:
-        facts = (folder / MANIFEST_FILE).stat()
+        facts = (place / MANIFEST_FILE).stat()
     except OSError:
         return []
     return [facts.st_ino, facts.st_ctime_ns]
@@ -231,5 +319,5 @@ def _replace_last(text: str, old: str, new: str) -> str:
     return before + new + behind
 
 
-def _digest(text: str) -> str:
-    return xxhash.xxh3_128_hexdigest(text.encode())
+def _digest(content: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(content)

@@ -5,16 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.config import CheckpointConfig
-from titanlite.checkpoint.folder import ever_published, latest_manifest, published_steps, read_or_none, step_folder
-from titanlite.checkpoint.manifest import MANIFEST_FILE
+from titanlite.checkpoint.folder import checkpoint_names, latest_manifest, published_steps, read_or_none, step_folder
+from titanlite.checkpoint.manifest import has_manifest
 from titanlite.hf.folder import PREFIX
 from titanlite.runtime.errors import Problem, Rules
+from titanlite.storage.address import Address, Place, place
 
 
 def check_start(section: CheckpointConfig, dump_folder: str) -> list[Problem]:
     """Return problems of load_step and initial_load_path, such as a missing checkpoint."""
     rules, text, key = Rules("checkpoint", section), section.initial_load_path, "initial_load_path"
-    own, path = Path(dump_folder, section.folder), Path(text)
+    own, path = place(section.folder, dump_folder), place(text)
     steps = published_steps(own) if section.enable else []
     if section.load_step >= 0 and section.enable:
         latest = latest_manifest(own)
@@ -29,26 +30,30 @@ def check_start(section: CheckpointConfig, dump_folder: str) -> list[Problem]:
             "add --job.dump_folder ANOTHER for a new run from that checkpoint; to go back in this run: "
             "--checkpoint.load_step STEP in its place"
         )
-        rules.require(key, not text or not path.resolve().is_relative_to(own.resolve()), rule, remedy)
+        rules.require(key, not text or not _is_inside(path, own), rule, remedy)
     elif text.startswith(PREFIX):
         rule = f"true with initial_load_path = {text!r}, which has no optimizer state and no position in the data"
         rules.require("initial_load_model_only", section.initial_load_model_only, rule, "leave it out")
     elif text:
-        remedy = f"no checkpoint at {path.absolute()}: fix the path (relative to the current folder)"
-        if published_steps(path / section.folder):
-            remedy = f'this is a dump folder: write "{path / section.folder}"'
+        if isinstance(path, Address):
+            remedy = f"no checkpoint at {path}: fix the address"
+        else:
+            remedy = f"no checkpoint at {path.absolute()}: fix the path (relative to the current folder)"
+        inside = place(section.folder, path) if isinstance(path, Path) else path / CheckpointConfig.folder
+        if published_steps(inside):
+            remedy = f'this is a dump folder: write "{inside}"'
         elif others := published_steps(path.parent):
             remedy = f"{path.parent} has the steps {', '.join(map(str, others))}: name one of them"
-        elif (path / "config.json").is_file():
+        elif isinstance(path, Path) and (path / "config.json").is_file():
             remedy = f'this is a model folder in the Hugging Face format: write "{PREFIX}{text}"'
-        has_one = (path / MANIFEST_FILE).exists() or published_steps(path)
+        has_one = has_manifest(path) or published_steps(path)
         rules.require(key, has_one, "a folder step-N of a run's checkpoint folder, or that folder", remedy)
     return rules.problems
 
 
 def imported_from(section: CheckpointConfig, dump_folder: str) -> str:
     """Return initial_load_path if it begins with "hf:" and the run has no checkpoints of its own; else ""."""
-    resumes = section.enable and (section.load_step >= 0 or ever_published(Path(dump_folder, section.folder)))
+    resumes = section.enable and (section.load_step >= 0 or checkpoint_names(place(section.folder, dump_folder)))
     return section.initial_load_path if section.initial_load_path.startswith(PREFIX) and not resumes else ""
 
 
@@ -57,13 +62,19 @@ def earlier_config(section: CheckpointConfig, dump_folder: str) -> Mapping[str, 
 
     Reads manifests only, so it may be called before the ranks are connected.
     """
-    folders = [Path(dump_folder, section.folder)] if section.enable else []
+    folders = [place(section.folder, dump_folder)] if section.enable else []
     path = section.initial_load_path
     if path and not path.startswith(PREFIX) and not section.initial_load_model_only:
-        folders.append(Path(section.initial_load_path))
+        folders.append(place(path))
     for folder in folders:
         chosen = read_or_none(step_folder(folder, section.load_step)) if section.load_step >= 0 else None
         manifest = chosen or read_or_none(folder) or latest_manifest(folder)
         if manifest is not None:
             return manifest.config
     return {}
+
+
+def _is_inside(path: Place, own: Place) -> bool:
+    if isinstance(path, Address) or isinstance(own, Address):
+        return isinstance(path, Address) and isinstance(own, Address) and path.is_relative_to(own)
+    return path.resolve().is_relative_to(own.resolve())

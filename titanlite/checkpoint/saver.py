@@ -1,4 +1,5 @@
-"""Save checkpoints, synchronously or in a thread: write to a temporary folder, then publish it by a rename."""
+"""Save checkpoints, synchronously or in a thread: write to a temporary folder, then publish it by a rename; in a store,
+write objects, then publish them by a manifest."""
 
 import secrets
 import shutil
@@ -14,8 +15,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from titanlite.checkpoint import objects
 from titanlite.checkpoint.config import AsyncMode
-from titanlite.checkpoint.folder import publish, step_folder, writing_folder
+from titanlite.checkpoint.folder import begin, discard, publish, step_folder
 from titanlite.checkpoint.manifest import FileRecord, Manifest, write_manifest, write_recorded
 from titanlite.checkpoint.state import HostCopy, first_not_finite
 from titanlite.checkpoint.storage import first_failure, save_tensors
@@ -26,6 +28,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 from titanlite.runtime.text import counted
 from titanlite.runtime.waiting import waiting
+from titanlite.storage.address import Address, Place
 
 _PROBE = ".probe"
 _VISIBILITY_TIMEOUT_S = 10.0
@@ -43,7 +46,7 @@ class Saver:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Place,
         group: dist.ProcessGroup,
         mode: AsyncMode,
         device: torch.device,
@@ -121,19 +124,20 @@ class Saver:
     def _write(self, draft: Manifest, tensors: Mapping[str, Tensor], local: Mapping[str, Tensor]) -> None:
         start = time.perf_counter()
         step, folder = draft.step, self._folder
+        writing: Place | None = None
         try:
-            run_on_rank_0(lambda: _make_empty(writing_folder(folder, step)), self._group)
+            writing = place = run_on_rank_0(lambda: begin(folder, step), self._group)
             self._require_finite(local)
             try:
-                mine = save_tensors(writing_folder(folder, step), tensors, local, self._group)
+                mine = save_tensors(place, tensors, local, self._group)
             except dcp.CheckpointException as error:
                 raise first_failure(error) from None
             parts = run_on_all_ranks(lambda: mine, self._group)
             records = {name: record for part in parts for name, record in part.items()}
-            run_on_rank_0(lambda: self._publish(replace(draft, files=records)), self._group)
+            run_on_rank_0(lambda: self._publish(place, replace(draft, files=records)), self._group)
         except RanksError as error:
-            if dist.get_rank(self._group) == 0:
-                shutil.rmtree(writing_folder(folder, step), ignore_errors=True)
+            if writing is not None and dist.get_rank(self._group) == 0:
+                discard(writing)
             raise RanksError(f"cannot save step {step}: {error}") from None
         log.info(
             "Saved step %d in %s: %s, %.2f s",
@@ -149,16 +153,19 @@ class Saver:
             if name is not None:
                 raise RanksError(f"rank {rank}: {name} has NaN or infinite values; such a state is never published")
 
-    def _publish(self, manifest: Manifest) -> None:
-        folder = writing_folder(self._folder, manifest.step)
-        small = {name: write_recorded(folder / name, content) for name, content in self._small_files.items()}
-        write_manifest(folder, replace(manifest, files={**manifest.files, **small}))
-        publish(self._folder, manifest.step)
+    def _publish(self, writing: Place, manifest: Manifest) -> None:
+        small = {name: write_recorded(writing / name, content) for name, content in self._small_files.items()}
+        manifest = replace(manifest, files={**manifest.files, **small})
+        if isinstance(writing, Address):
+            objects.publish(writing, manifest)
+        else:
+            write_manifest(writing, manifest)
+            publish(writing.parent, manifest.step)
 
     def _delete_older(self) -> None:
         try:
             deleted = self._retain()
-        except OSError as error:  # the new checkpoint is published already
+        except (OSError, UserError) as error:  # the new checkpoint is published already
             log.warning("Cannot delete an older checkpoint: %s", error)
             return
         if deleted:
@@ -168,12 +175,6 @@ class Saver:
 def size_of(records: Mapping[str, FileRecord]) -> str:
     """Format number and total size of files, for a log line."""
     return f"{counted(len(records), 'file')}, {sum(record.bytes for record in records.values()) / 2**20:,.1f} MiB"
-
-
-def _make_empty(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
 
 
 def probe(folder: Path, needed_bytes: int, group: dist.ProcessGroup) -> None:

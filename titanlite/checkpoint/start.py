@@ -25,19 +25,27 @@ from titanlite.checkpoint.compatibility import (
 )
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.folder import latest_manifest, published_steps, step_folder, supersede_after
-from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, Computation, Manifest
+from titanlite.checkpoint.manifest import (
+    Branch,
+    Computation,
+    InvalidCheckpointError,
+    Manifest,
+    has_manifest,
+    read_listed,
+)
 from titanlite.checkpoint.saver import probe
 from titanlite.checkpoint.state import LARGEST, MODEL, STREAMS, RunState, first_not_finite
 from titanlite.checkpoint.storage import first_failure, load_tensors, read_shapes
-from titanlite.checkpoint.verification import Found, latest_valid, prepare_folder, verify_checkpoint
+from titanlite.checkpoint.verification import Found, latest_valid, prepare_folder, quarantine_damaged, verify_checkpoint
 from titanlite.hf.folder import ModelFolder
 from titanlite.hf.generation_defaults import GENERATION_FILE, read_generation_defaults
 from titanlite.metrics.meter import Meter, MeterState
 from titanlite.ranks.agreement import RanksError, run_on_all_ranks, run_on_rank_0, warn_on_rank_0
 from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.json_files import JsonError, read_regular
+from titanlite.runtime.json_files import JsonError
 from titanlite.runtime.logging import log
+from titanlite.storage.address import Address, Place, place
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,7 @@ class StartFinder:
     """
 
     section: CheckpointConfig
-    folder: Path
+    folder: Place
     state: RunState
     meter: Meter
     about: RunFacts
@@ -92,7 +100,8 @@ class StartFinder:
         if self.section.enable:
             steps, ever = prepare_folder(self.folder, self.group)
             finished = bool(steps) and steps[-1] >= self.steps  # saves nothing, so needs no space
-            probe(self.folder, 0 if finished else self.state.num_bytes(self.group), self.group)
+            if isinstance(self.folder, Path):
+                probe(self.folder, 0 if finished else self.state.num_bytes(self.group), self.group)
             if steps or ever or self.section.load_step >= 0:
                 return self._resume(steps)
         return self._begin()
@@ -103,10 +112,10 @@ class StartFinder:
         goes_back = section.load_step >= 0 and not self._has_gone_back()
         if goes_back:
             found = self._of_load_step(steps)
+            self._load_all(found)
         else:
-            found = latest_valid(self.folder, steps, self.group, self._is_usable)
+            found = self._load_latest(steps)
         step, lineage = found.manifest.step, found.manifest.lineage
-        self._load_all(found)
         if goes_back:
             lineage += (_new_branch(step),)
         superseded = run_on_rank_0(lambda: supersede_after(self.folder, step), self.group)
@@ -115,6 +124,20 @@ class StartFinder:
         defaults = self._generation_config(found)
         earlier = found.manifest
         return Start(step, lineage, earlier.config, True, defaults, self._computations(step, earlier.computations))
+
+    def _load_latest(self, steps: list[int]) -> Found:
+        """Load the latest valid checkpoint of `steps`. In a store, damage may show only when the contents are read: the
+        previous checkpoint is then loaded over what was read."""
+        while True:
+            found = latest_valid(self.folder, steps, self.group, self._is_usable)
+            try:
+                self._load_all(found)
+            except DamagedError as error:
+                damage, step = error.damage, found.manifest.step
+                run_on_rank_0(lambda: quarantine_damaged(self.folder, step, damage), self.group)  # noqa: B023
+                steps = [each for each in steps if each < step]
+            else:
+                return found
 
     def _has_gone_back(self) -> bool:
         """Whether this launch has gone back to load_step before a restart of its ranks."""
@@ -139,7 +162,7 @@ class StartFinder:
         elif not path:
             log.info("Start: new run at step 0 with initial weights; no checkpoint in %s", self.folder)
         else:
-            found = self._initial(Path(path))
+            found = self._initial(place(path))
             defaults = self._generation_config(found)
             if not self.section.initial_load_model_only:
                 self._check_facts(found.manifest, found.path)
@@ -228,13 +251,13 @@ class StartFinder:
         if fingerprint != self.about.facts.get("tokenizer"):
             warn_on_rank_0(f"The weights of {where} were trained with a different tokenizer", self.group)
 
-    def _initial(self, path: Path) -> Found:
+    def _initial(self, path: Place) -> Found:
         """The checkpoint at `path`, or the latest valid and usable one in that folder.
 
         Corrupted ones are not renamed, since they belong to another run.
         """
         model_only = self.section.initial_load_model_only
-        steps = run_on_rank_0(lambda: None if (path / MANIFEST_FILE).exists() else published_steps(path), self.group)
+        steps = run_on_rank_0(lambda: None if has_manifest(path) else published_steps(path), self.group)
         for candidate in [path] if steps is None else [step_folder(path, step) for step in reversed(steps)]:
             found = verify_checkpoint(candidate, self.group, lambda manifest: model_only or manifest.content == "full")
             if isinstance(found, Found):
@@ -277,7 +300,7 @@ class StartFinder:
             log.info("%s has only the model: resuming from an earlier checkpoint", path)
         return manifest.content == "full"
 
-    def _check_facts(self, manifest: Manifest, path: Path) -> None:
+    def _check_facts(self, manifest: Manifest, path: Place) -> None:
         for line in check_facts(
             manifest.facts, self.about.facts, self.section.accept_changes, str(path), manifest.step
         ):
@@ -329,28 +352,39 @@ def _launch() -> str:
     return "" if name == "none" else name
 
 
-def generation_config_of(path: Path, manifest: Manifest) -> bytes | None:
+class DamagedError(UserError):
+    """A checkpoint whose damage showed when its contents were read, on all ranks. damage: which one."""
+
+    def __init__(self, path: Place, damage: str) -> None:
+        self.damage = damage
+        super().__init__(f"{path} cannot be loaded: {damage}; choose another step")
+
+
+def generation_config_of(path: Place, manifest: Manifest) -> bytes | None:
     """The generation_config.json of the checkpoint at `path`; None if it has none. Raises UserError."""
     if GENERATION_FILE not in manifest.files:
         return None
     try:
-        content = read_regular(path / GENERATION_FILE)
+        content = read_listed(path, manifest, GENERATION_FILE)
         read_generation_defaults(content)
-    except (OSError, JsonError) as error:
+    except (OSError, JsonError, InvalidCheckpointError) as error:
         raise UserError(f"{path / GENERATION_FILE} is damaged: {error}; put the file back") from None
     return content
 
 
 def load(found: Found, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Fill `tensors` in place. Raises UserError on all ranks."""
+    """Fill `tensors` in place. Raises UserError on all ranks; DamagedError if a content in a store is damaged."""
     try:
         load_tensors(found.path, tensors, group)
     except dcp.CheckpointException as error:
+        damage = [str(cause) for cause, _ in error.failures.values() if isinstance(cause, InvalidCheckpointError)]
+        if damage and isinstance(found.path, Address):
+            raise DamagedError(found.path, damage[0]) from None
         raise UserError(f"{found.path} cannot be loaded: {first_failure(error)}") from None
 
 
 def check_tensors(
-    path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, differences: Iterable[str] = ()
+    path: Place, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, differences: Iterable[str] = ()
 ) -> list[str]:
     """Check names and shapes of `tensors` against the checkpoint; returns one log line per conversion of a dtype.
 

@@ -5,11 +5,14 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
@@ -18,24 +21,43 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from titanlite.checkpoint.manifest import METADATA_FILE, FileRecord, InvalidCheckpointError
+from titanlite.checkpoint.manifest import (
+    METADATA_FILE,
+    PART_BYTES,
+    FileRecord,
+    InvalidCheckpointError,
+    changed,
+    files_of,
+    has_manifest,
+    read_listed,
+    read_manifest,
+)
 from titanlite.ranks.agreement import RanksError, describe_failure
+from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import open_regular
+from titanlite.storage.address import Address, Place
+from titanlite.storage.store import Store, Upload
+
+READS_AHEAD = 4
+"""Parts of a file in a store that are read at the same time. So many parts are in memory."""
 
 
 class _HashingFile(io.RawIOBase):
-    """Hashes a file while it is written sequentially.
+    """Hashes a file, and its parts, while it is written sequentially.
 
     The constructor takes an open file instead of a path: if it opened the file and that failed, Python's finalizer
     would call close() on an object without `_file`.
     """
 
-    def __init__(self, file: io.FileIO) -> None:
+    def __init__(self, file: io.FileIO | Upload) -> None:
         super().__init__()
         self._file = file
         self._hash = xxhash.xxh3_128()
+        self._part = self._hash
+        """The hash of the part that is written: of the first one, that of the file."""
+        self._parts: list[str] = []
         self._bytes = 0
-        self.failure: OSError | None = None
+        self.failure: OSError | UserError | None = None
         """The error of a failed write: torch's archive continues after it and raises a less specific error."""
 
     def writable(self) -> bool:
@@ -48,27 +70,44 @@ class _HashingFile(io.RawIOBase):
             try:
                 while written < len(rest):
                     written += self._file.write(rest[written:])
-            except OSError as error:
-                self.failure = OSError(error.errno, error.strerror, str(self._file.name))
+            except (OSError, UserError) as error:
+                self.failure = error
+                if isinstance(error, OSError) and isinstance(self._file, io.FileIO):
+                    self.failure = OSError(error.errno, error.strerror, str(self._file.name))
                 raise self.failure from None
-            self._hash.update(rest)
-            self._bytes += written
+            self._update(rest)
             return written
+
+    def _update(self, data: memoryview) -> None:
+        while len(data):
+            content = data[: PART_BYTES - self._bytes % PART_BYTES]
+            self._hash.update(content)
+            if self._part is not self._hash:
+                self._part.update(content)
+            self._bytes += len(content)
+            data = data[len(content) :]
+            if self._bytes % PART_BYTES == 0:
+                self._parts.append(self._part.hexdigest())
+                self._part = xxhash.xxh3_128()
 
     def tell(self) -> int:
         return self._bytes
 
     def fileno(self) -> int:
-        return self._file.fileno()
+        if isinstance(self._file, io.FileIO):
+            return self._file.fileno()
+        raise io.UnsupportedOperation("fileno")
 
     def close(self) -> None:
         try:
-            self._file.close()
+            if isinstance(self._file, io.FileIO):
+                self._file.close()
         finally:
             super().close()
 
     def record(self, rank: int) -> FileRecord:
-        return FileRecord(rank, self._bytes, self._hash.hexdigest())
+        parts = self._parts + ([self._part.hexdigest()] if self._bytes % PART_BYTES else [])
+        return FileRecord(rank, self._bytes, self._hash.hexdigest(), tuple(parts) if len(parts) > 1 else ())
 
 
 class _HashingFileSystem(FileSystem):
@@ -84,7 +123,7 @@ class _HashingFileSystem(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with _HashingFile(Path(path).open("xb", buffering=0)) as file:
+        with self._created(path) as raw, _HashingFile(raw) as file:
             try:
                 yield file
             except Exception:
@@ -93,17 +132,52 @@ class _HashingFileSystem(FileSystem):
                 raise
             self.records[Path(path).name] = file.record(self._rank)
 
+    @contextmanager
+    def _created(self, path: str | os.PathLike[str]) -> Iterator[io.FileIO | Upload]:
+        with Path(path).open("xb", buffering=0) as file:
+            yield file
+
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
 
+class _HashingObjects(_HashingFileSystem):
+    """Writes the files as objects below `place`, to which the paths are relative."""
+
+    def __init__(self, rank: int, place: Address) -> None:
+        super().__init__(rank)
+        self._store = Store(place)
+
+    @contextmanager
+    def _created(self, path: str | os.PathLike[str]) -> Iterator[io.FileIO | Upload]:
+        with self._store.writer(str(path)) as upload:
+            yield upload
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(str(path).removesuffix(".tmp"), mode) as stream:  # an object appears complete
+            yield stream
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Nothing: a store has no folders."""
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:  # noqa: ARG002
+        return False  # each attempt has a new name
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Nothing: it has its final name."""
+
+
 class _Writer(dcp.FileSystemWriter):
     """Writes one file per rank, or per tensor. Uses one thread: with several, DCP loses errors."""
 
-    def __init__(self, folder: Path, files: _HashingFileSystem, *, file_per_tensor: bool) -> None:
-        super().__init__(folder, single_file_per_rank=not file_per_tensor, thread_count=1, sync_files=True)
-        self.fs = files
+    def __init__(self, place: Place, rank: int, *, file_per_tensor: bool) -> None:
+        is_local = isinstance(place, Path)
+        folder = place if isinstance(place, Path) else Path()
+        super().__init__(folder, single_file_per_rank=not file_per_tensor, thread_count=1, sync_files=is_local)
+        self.files = _HashingFileSystem(rank) if isinstance(place, Path) else _HashingObjects(rank, place)
+        self.fs = self.files
 
     def storage_meta(self) -> None:
         """Return None, so that the metadata do not contain the path of the folder."""
@@ -121,22 +195,22 @@ class _LocalPlanner(dcp.DefaultSavePlanner):
 
 
 def save_tensors(
-    folder: Path,
+    place: Place,
     tensors: Mapping[str, Tensor],
     local: Mapping[str, Tensor],
     group: dist.ProcessGroup | None,
     *,
     file_per_tensor: bool = False,
 ) -> dict[str, FileRecord]:
-    """Write `tensors` into the empty `folder` and sync each file; returns the records of this rank's files.
+    """Write `tensors` into the empty `place` and sync each file; returns the records of this rank's files.
 
     A collective over `group`; None: this process alone. tensors: DTensors, or plain tensors that are equal on all ranks
     that have the name; only their shapes, placements and dtypes are read. local: this rank's shard of each, with the
     data; each is looked up once, when it is written. file_per_tensor: DCP then frees each tensor once it is written,
     not all at the end. Raises dcp.CheckpointException, a BaseException, on all ranks if one fails.
     """
-    files = _HashingFileSystem(0 if group is None else dist.get_rank())
-    writer, planner = _Writer(folder, files, file_per_tensor=file_per_tensor), _LocalPlanner(local)
+    writer = _Writer(place, 0 if group is None else dist.get_rank(), file_per_tensor=file_per_tensor)
+    planner = _LocalPlanner(local)
     crc32 = get_crc32_options()
     set_crc32_options(False)  # torch's checksum of each tensor is slower and weaker than HASH
     try:
@@ -144,11 +218,11 @@ def save_tensors(
             dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     finally:
         set_crc32_options(crc32)
-    return files.records
+    return writer.files.records
 
 
-def load_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Fill `tensors` in place from the files of `folder`, written by any mesh.
+def load_tensors(place: Place, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Fill `tensors` in place from the files of the checkpoint at `place`, written by any mesh.
 
     A collective over `group`; None: this process alone. Raises dcp.CheckpointException, a BaseException, on all ranks
     if a tensor is missing or has another shape.
@@ -156,7 +230,7 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proces
     with _ignore_no_group_warning():
         dcp.load(
             dict(tensors),
-            storage_reader=_Reader(folder),
+            storage_reader=_Reader(place),
             planner=_TensorPlanner(),
             process_group=group,
             no_dist=group is None,
@@ -176,9 +250,9 @@ def _ignore_no_group_warning() -> Iterator[None]:
         yield
 
 
-def read_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Name -> (shape, dtype) of the tensors in `folder`. Raises InvalidCheckpointError."""
-    found = _Reader(folder).read_metadata().state_dict_metadata
+def read_shapes(place: Place) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Name -> (shape, dtype) of the tensors of the checkpoint at `place`. Raises InvalidCheckpointError."""
+    found = _Reader(place).read_metadata().state_dict_metadata
     return {
         name: (tuple(entry.size), str(entry.properties.dtype))
         for name, entry in found.items()
@@ -193,15 +267,115 @@ class _TensorPlanner(dcp.DefaultLoadPlanner):
         raise InvalidCheckpointError(f"{read_item.dest_index.fqn} is not a tensor")
 
 
+class _VerifiedObject(io.RawIOBase):
+    """Reads an object of a checkpoint by its parts; each is verified. ranges: (start, length) of what will be read, in
+    this order."""
+
+    def __init__(self, store: Store, name: str, record: FileRecord, ranges: Sequence[tuple[int, int]]) -> None:
+        super().__init__()
+        self._store = store
+        self._name = name
+        self._record = record
+        self._hashes = record.parts or (record.hash,)
+        self._part_bytes = PART_BYTES if record.parts else max(record.bytes, 1)
+        self._threads = ThreadPoolExecutor(READS_AHEAD)
+        self._pending = sorted({part for each in ranges for part in self._parts_of(*each)}, reverse=True)
+        self._read: dict[int, Future[bytes]] = {}
+        self._last: tuple[int, int, bytearray] = (0, 0, bytearray())
+
+    def _parts_of(self, start: int, length: int) -> range:
+        return range(start // self._part_bytes, (start + length - 1) // self._part_bytes + 1)
+
+    def read_at(self, start: int, length: int) -> bytearray:
+        """`length` bytes from byte `start` on. The last content is kept: a tensor may be read for several shards."""
+        if self._last[:2] != (start, length):
+            content = bytearray()
+            for index in self._parts_of(start, length):
+                offset = start + len(content) - index * self._part_bytes
+                content += memoryview(self._part(index))[offset : offset + length - len(content)]
+            self._last = start, length, content
+        return self._last[2]
+
+    def _part(self, index: int) -> bytes:
+        """The content of a part; earlier parts are forgotten, and the next ones are read ahead."""
+        for earlier in [each for each in self._read if each < index]:
+            del self._read[earlier]
+        while self._pending and len(self._read) < READS_AHEAD:
+            part = self._pending.pop()
+            self._read[part] = self._threads.submit(self._read_part, part)
+        return (self._read[index] if index in self._read else self._threads.submit(self._read_part, index)).result()
+
+    def _read_part(self, index: int) -> bytes:
+        start = index * self._part_bytes
+        if index >= len(self._hashes):
+            raise InvalidCheckpointError(f"{METADATA_FILE} names more bytes of {self._name} than it has")
+        try:
+            content = self._store.read_range(self._name, start, min(self._part_bytes, self._record.bytes - start))
+        except FileNotFoundError:
+            raise InvalidCheckpointError(f"{self._name} (written by rank {self._record.rank}) is missing") from None
+        if xxhash.xxh3_128_hexdigest(content) != self._hashes[index]:
+            raise changed(self._name, self._record)
+        return content
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        super().close()
+
+
+class _VerifiedObjects(FileSystem):
+    """Opens the files of a checkpoint in a store. stored: what will be read of them, in the order of reading."""
+
+    def __init__(self, place: Address, records: Mapping[str, FileRecord], stored: Sequence[Any]) -> None:
+        self._store = Store(place)
+        self._records = records
+        self._stored = stored
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:  # noqa: ARG002
+        name = str(path)
+        if name not in self._records:
+            raise InvalidCheckpointError(f"{METADATA_FILE} names {name}, which the manifest does not list")
+        ranges = [(item.offset, item.length) for item in self._stored if item.relative_path == name]
+        with _VerifiedObject(self._store, name, self._records[name], ranges) as file:
+            yield file
+
+
 class _Reader(dcp.FileSystemReader):
-    """Reads DCP's metadata, a pickle, through an allow-list of the names that valid metadata contain."""
+    """Reads DCP's metadata, a pickle, through an allow-list of the names that valid metadata contain.
+
+    In a store, each file is read by parts, in the order in which they stand and each once, and these are verified.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        is_plain = isinstance(place, Path) and ((place / METADATA_FILE).exists() or not has_manifest(place))
+        self._manifest = None if is_plain else read_manifest(place)
+        self._files = place if self._manifest is None else files_of(place, self._manifest)
+        super().__init__(self._files if isinstance(self._files, Path) else Path())
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future[None]:
+        if isinstance(self._files, Address) and self._manifest is not None:
+            stored = [(self.storage_data[item.storage_index], item) for item in plan.items]
+            stored.sort(key=lambda pair: (pair[0].relative_path, pair[0].offset))
+            self.fs = _VerifiedObjects(self._files, self._manifest.files, [info for info, _ in stored])
+            plan = replace(plan, items=[item for _, item in stored])
+        return super().read_data(plan, planner)
+
+    def _slice_file(self, file: Any, sinfo: Any) -> Any:
+        if isinstance(file, _VerifiedObject):
+            return io.BytesIO(file.read_at(sinfo.offset, sinfo.length))
+        return super()._slice_file(file, sinfo)
+
+    def _open_metadata(self) -> IO[bytes]:
+        if isinstance(self._files, Address) and self._manifest is not None:
+            return io.BytesIO(read_listed(self._place, self._manifest, METADATA_FILE))
+        return open_regular(Path(self.path) / METADATA_FILE)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        path = Path(self.path) / METADATA_FILE
         try:
-            with open_regular(path) as file:
+            with self._open_metadata() as file:
                 metadata = _MetadataUnpickler(file).load()
-        except InvalidCheckpointError:
+        except (InvalidCheckpointError, UserError):
             raise
         except Exception as error:  # a corrupted pickle can raise any
             raise InvalidCheckpointError(f"{METADATA_FILE} cannot be read: {type(error).__name__}: {error}") from None

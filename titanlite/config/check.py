@@ -50,7 +50,7 @@ from titanlite.profiling.config import check_profiling
 from titanlite.ranks.job_lock import JOB_LOCK_FILE
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.plugins import is_of_program
-from titanlite.storage.address import is_address
+from titanlite.storage.address import address_problem, is_address
 from titanlite.storage.store import apply_settings
 
 OUTPUTS = (
@@ -339,7 +339,8 @@ def check_stores(config: JobConfig) -> list[Problem]:
 
 
 def check_path_lengths(config: JobConfig) -> list[Problem]:
-    """Problems of paths that no file system can have. Before any check that reads a path, which would raise OSError."""
+    """Problems of paths that no file system can have, and of addresses. Before any check that reads a path, which would
+    raise OSError."""
     paths = {
         "job.dump_folder": config.job.dump_folder,
         "checkpoint.folder": config.checkpoint.folder,
@@ -358,6 +359,8 @@ def check_path_lengths(config: JobConfig) -> list[Problem]:
         except UnicodeEncodeError:
             rule = f"characters that names of files can have in this locale ({encoding})"
             return [Problem(key, path, rule, "set LC_ALL=C.UTF-8, or choose another path")]
+    if invalid := {key: why for key, path in paths.items() if is_address(path) and (why := address_problem(path))}:
+        return [Problem(key, paths[key], *why) for key, why in invalid.items()]
     rule = f"names of at most {MAX_NAME_BYTES} bytes, and an absolute path of at most {MAX_PATH_BYTES:,}"
     return [
         Problem(key, path, rule, "choose a shorter path")

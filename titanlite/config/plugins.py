@@ -1,7 +1,6 @@
 """Import of the plugins that a configuration names: of one that the user gives, or of a saved run with permission."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -10,6 +9,7 @@ from titanlite.config.value_types import Key, explain, value_from_text, value_ty
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.plugins import PluginError, load_plugins, missing_plugins
 from titanlite.runtime.settings import Setting
+from titanlite.storage.address import Place
 
 PLUGINS = "job.plugins"
 _KEY = Key(tuple[str, ...], ("my_package.model",), Setting(is_path=True))
@@ -40,7 +40,7 @@ def import_plugins(tables: dict[str, Any], texts: dict[str, str | None]) -> Prob
     return None
 
 
-def import_plugins_of(values: Mapping[str, Mapping[str, Any]], where: Path, *, allowed: bool) -> None:
+def import_plugins_of(values: Mapping[str, Mapping[str, Any]], where: Place, *, allowed: bool) -> None:
     """Import the plugins of a saved configuration, and those of installed packages.
 
     where: what was saved with it. allowed: whether the user allows the import of code that a file names. Raises

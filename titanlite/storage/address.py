@@ -18,6 +18,18 @@ def is_address(text: str) -> bool:
     return _ADDRESS.fullmatch(text) is not None
 
 
+def address_problem(text: str) -> tuple[str, str] | None:
+    """The rule that an address breaks, and a remedy; None if it is valid."""
+    found = _ADDRESS.fullmatch(text)
+    if found is None or found[1] not in EXTRAS:
+        return "the address of a store", f"begin it with {KINDS}"
+    protocol, path = found.groups()
+    parts = path.rstrip("/").split("/")
+    if any(part in ("", ".", "..") for part in parts) or re.search(r"[\0-\x1f?#]", path):
+        return 'an address without empty parts, ".", "..", "?" and "#"', f"write {protocol}://BUCKET/NAME"
+    return None
+
+
 @dataclass(frozen=True, order=True)
 class Address:
     """A place in a store: of one object, or of all objects below it. path: bucket and key, without "/" at the end."""
@@ -28,16 +40,10 @@ class Address:
     @classmethod
     def parse(cls, text: str) -> "Address":
         """Raises UserError if it is not a valid address of a store that titanlite knows."""
-        found = _ADDRESS.fullmatch(text)
-        if found is None or found[1] not in EXTRAS:
-            raise UserError(f"{text!r} is not the address of a store: it begins with {KINDS}")
-        protocol, path = found.groups()
-        parts = path.rstrip("/").split("/")
-        if not parts[0] or any(part in ("", ".", "..") for part in parts) or re.search(r"[\0-\x1f?#]", path):
-            raise UserError(
-                f'{text!r}: write it as {protocol}://BUCKET/NAME/..., without empty parts, ".", "..", "?" and "#"'
-            )
-        return cls(protocol, "/".join(parts))
+        if problem := address_problem(text):
+            raise UserError(f"{text!r} is not {problem[0]}: {problem[1]}")
+        protocol, _, path = text.partition("://")
+        return cls(protocol, path.rstrip("/"))
 
     @property
     def bucket(self) -> str:

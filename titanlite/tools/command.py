@@ -20,7 +20,7 @@ from titanlite.runtime.durability import PARTIAL, appears_complete
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, raise_problems
 
 ConfigFile = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG")]
-RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+RunFolder = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
 Folder = Annotated[Path, tyro.conf.arg(metavar="DIR")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 Count = Annotated[int, tyro.conf.arg(metavar="N")]

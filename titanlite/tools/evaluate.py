@@ -47,6 +47,7 @@ from titanlite.runtime.errors import ConfigError, Problem, Rules, raise_problems
 from titanlite.runtime.logging import log
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import aligned, counted
+from titanlite.storage.address import place
 from titanlite.tools.command import (
     AllowImport,
     File,
@@ -79,8 +80,8 @@ class Options:
     terms; --loss.name cross_entropy: by this one. Tasks always use the cross-entropy.
     """
 
-    run: RunFolder
-    """dump folder of a run, or one of its folders step-N"""
+    run: RunFolder = setting(is_path=True)
+    """dump folder of a run, or one of its folders step-N; also an address in a store"""
     data: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE")]] = setting(
         (), is_path=True
     )
@@ -183,7 +184,7 @@ def verified_run(options: Options, world: World, store: dist.Store) -> SavedRun:
         return str(path), copy_id(path)
 
     text, verified = share_from_rank_0("evaluated_checkpoint", choose, world, store, CommConfig.save_timeout_s)
-    path = Path(text)
+    path = place(text)
     with reading(path):
         verifies = world.local_rank == 0 and copy_id(path) != verified
         found = open_run(path, verifies=verifies, allow_import=options.allow_import)
@@ -281,7 +282,8 @@ def evaluate(
         cleanup.callback(loader.close)
     tasks = build_tasks(config, tokenizer)
     held_out = [source for loader in loaders.values() for source in loader.sources]
-    facts = content_facts(config, tokenizer, [], held_out, tasks, [saved.path / MANIFEST_FILE])
+    manifests = [saved.path / MANIFEST_FILE] if isinstance(saved.path, Path) else []  # a store is the same for all
+    facts = content_facts(config, tokenizer, [], held_out, tasks, manifests)
     require_equal("content", facts, world, store, config.comm.init_timeout_s)
     init_process_group(world, store, config.comm)
     cleanup.callback(dist.destroy_process_group)

@@ -15,11 +15,11 @@ from torch import Tensor
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.folder import published_steps, step_folder
 from titanlite.checkpoint.manifest import (
-    MANIFEST_FILE,
     InvalidCheckpointError,
     Manifest,
     UnknownFormatError,
-    check_file,
+    check_files,
+    has_manifest,
     read_manifest,
 )
 from titanlite.checkpoint.start import generation_config_of
@@ -39,6 +39,7 @@ from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.files import expand_home
 from titanlite.runtime.logging import log
+from titanlite.storage.address import Address, Place, place
 
 Weights = Literal["last", "ema"]
 """last: the weights of the checkpoint's step. ema: the average of the weights, see WeightAverage."""
@@ -50,7 +51,7 @@ _ANOTHER = "pass another folder step-N, or the dump folder, whose latest valid c
 class SavedRun:
     """One valid checkpoint of a run. path: its folder, step-N. weights: which ones are loaded."""
 
-    path: Path
+    path: Place
     manifest: Manifest
     family: Family
     hyper_parameters: Any
@@ -163,6 +164,8 @@ class SavedRun:
 
     def _tokenizer_copies(self) -> list[Path]:
         """Candidate paths of the dump folder's copy: above the path as given, and above it with links resolved."""
+        if isinstance(self.path, Address):
+            return []
         depth = len(PurePath(self.config.checkpoint.folder).parts)
         steps = (Path(os.path.abspath(self.path)), self.path.resolve())
         folders = [step.parents[depth] for step in steps if len(step.parents) > depth]
@@ -176,22 +179,22 @@ class SavedRun:
             return None
 
 
-def open_run(path: str | Path, *, verifies: bool = True, allow_import: bool = False) -> SavedRun:
+def open_run(path: str | Place, *, verifies: bool = True, allow_import: bool = False) -> SavedRun:
     """Open the checkpoint at `path`: a folder step-N, or the latest valid one of a dump folder or checkpoint folder.
 
     Verifies all its files. In a folder of several, skips damaged checkpoints with a warning each. verifies: False on
     ranks whose folder step-N another rank has verified. allow_import: whether to import the plugins that the run's
     configuration names. Raises UserError.
     """
-    path = Path(expand_home(path))
-    if (path / MANIFEST_FILE).exists():
+    path = path if isinstance(path, Address) else place(expand_home(path))
+    if has_manifest(path):
         try:
             return _opened(path, verifies=verifies, allow_import=allow_import)
         except InvalidCheckpointError as error:
             raise UserError(f"{path} is damaged: {error}; {_ANOTHER}") from None
     folder, steps = path, published_steps(path)
     if not steps:
-        folder = path / _checkpoint_folder(path)
+        folder = path / CheckpointConfig.folder if isinstance(path, Address) else _checkpoints_in(path)
         steps = published_steps(folder)
     found = next(_valid(folder, steps, allow_import=allow_import), None)
     if found is not None:
@@ -208,15 +211,15 @@ def latest_before(dump_folder: Path, step: int, *, allow_import: bool) -> SavedR
 
     allow_import: see open_run. Raises UserError.
     """
-    folder = dump_folder / _checkpoint_folder(dump_folder)
+    folder = _checkpoints_in(dump_folder)
     earlier = [saved for saved in checkpoint_steps(dump_folder) if saved < step]
     return _latest_full(folder, earlier, allow_import=allow_import)
 
 
-def initial_checkpoint(path: Path, *, allow_import: bool) -> SavedRun:
+def initial_checkpoint(path: Place, *, allow_import: bool) -> SavedRun:
     """The checkpoint with the state of the optimizer that checkpoint.initial_load_path leads to. allow_import: see
     open_run. Raises UserError."""
-    if (path / MANIFEST_FILE).exists():
+    if has_manifest(path):
         return open_run(path, allow_import=allow_import)
     found = _latest_full(path, published_steps(path), allow_import=allow_import)
     if found is None:
@@ -227,7 +230,7 @@ def initial_checkpoint(path: Path, *, allow_import: bool) -> SavedRun:
     return found
 
 
-def _latest_full(folder: Path, steps: Sequence[int], *, allow_import: bool) -> SavedRun | None:
+def _latest_full(folder: Place, steps: Sequence[int], *, allow_import: bool) -> SavedRun | None:
     """The latest valid checkpoint of `steps` with the state of the optimizer; None if absent. Raises UserError."""
     valid = _valid(folder, steps, allow_import=allow_import)
     return next((found for found in valid if found.manifest.content == "full"), None)
@@ -235,10 +238,10 @@ def _latest_full(folder: Path, steps: Sequence[int], *, allow_import: bool) -> S
 
 def checkpoint_steps(dump_folder: Path) -> list[int]:
     """Steps of a run's checkpoints, damaged ones included, in ascending order."""
-    return published_steps(dump_folder / _checkpoint_folder(dump_folder))
+    return published_steps(_checkpoints_in(dump_folder))
 
 
-def _valid(folder: Path, steps: Sequence[int], *, allow_import: bool) -> Iterator[SavedRun]:
+def _valid(folder: Place, steps: Sequence[int], *, allow_import: bool) -> Iterator[SavedRun]:
     """The valid checkpoints of `steps`, the latest first; damaged ones are skipped with a warning."""
     for step in reversed(steps):
         try:
@@ -247,22 +250,22 @@ def _valid(folder: Path, steps: Sequence[int], *, allow_import: bool) -> Iterato
             log.warning("%s is damaged: %s; trying the previous checkpoint", step_folder(folder, step), error)
 
 
-def _checkpoint_folder(dump_folder: Path) -> str:
-    """checkpoint.folder of the run in `dump_folder`."""
+def _checkpoints_in(dump_folder: Path) -> Place:
+    """The folder of the checkpoints of the run in `dump_folder`."""
     copy = dump_folder / CONFIG_COPY
     if not copy.is_file():
-        return CheckpointConfig.folder
-    return read_copy(dump_folder).checkpoint.folder
+        return dump_folder / CheckpointConfig.folder
+    return place(read_copy(dump_folder).checkpoint.folder, dump_folder)
 
 
-def _opened(path: Path, *, verifies: bool = True, allow_import: bool) -> SavedRun:
+def _opened(path: Place, *, verifies: bool = True, allow_import: bool) -> SavedRun:
     """Raises InvalidCheckpointError, UserError."""
     try:
         manifest = read_manifest(path)
     except UnknownFormatError as error:
         raise UserError(f"{path}: {error}") from None
-    for name, record in manifest.files.items() if verifies else ():
-        check_file(path, name, record)
+    if verifies:
+        check_files(path, manifest)
     import_plugins_of(manifest.config, path, allowed=allow_import)
     values = dict(manifest.facts["model"])
     family = FAMILIES.get(values.pop("family"))
@@ -283,12 +286,12 @@ def _opened(path: Path, *, verifies: bool = True, allow_import: bool) -> SavedRu
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: Place) -> Iterator[None]:
     """Replace a UserError inside the block by one that names the cause, if the checkpoint was deleted meanwhile."""
     try:
         yield
     except UserError:
-        if path.is_dir():
+        if has_manifest(path) if isinstance(path, Address) else path.is_dir():
             raise
         raise UserError(
             f"{path} was deleted while it was being read, perhaps by the run itself (checkpoint.keep_latest_k); "

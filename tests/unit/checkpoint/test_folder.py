@@ -8,10 +8,10 @@ import pytest
 
 from tests.unit.checkpoint.making import KILLER, content_of, make, write_unpublished
 from titanlite.checkpoint.folder import (
+    checkpoint_names,
     clear_leftovers,
     complete_manifest,
     delete,
-    ever_published,
     invalid_kind,
     misplaced_steps,
     publish,
@@ -25,6 +25,7 @@ from titanlite.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     METADATA_FILE,
+    STORE_FORMAT_VERSION,
     Branch,
     InvalidCheckpointError,
     UnknownFormatError,
@@ -56,7 +57,7 @@ def test_foreign_names_files_and_links_are_never_touched(tmp_path: Path) -> None
     foreign, elsewhere = content_of(folder), content_of(tmp_path / "elsewhere")
     assert published_steps(folder) == []
     assert misplaced_steps(folder) == [70, 71, 72]
-    assert ever_published(folder)  # a link may be that of a checkpoint that is lost
+    assert checkpoint_names(folder)  # a link may be that of a checkpoint that is lost
     for step in (0, 5, 8, 100):
         make(folder, step)
     assert published_steps(folder) == [0, 5, 8, 100]
@@ -74,7 +75,7 @@ def test_foreign_names_files_and_links_are_never_touched(tmp_path: Path) -> None
 
 def test_a_missing_folder_counts_as_empty(tmp_path: Path) -> None:
     folder = tmp_path / "none"
-    assert (published_steps(folder), ever_published(folder), clear_leftovers(folder)) == ([], False, [])
+    assert (published_steps(folder), checkpoint_names(folder), clear_leftovers(folder)) == ([], [], [])
     assert not folder.exists()
 
 
@@ -85,16 +86,16 @@ def test_steps_are_sorted_as_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["step-7", "step-7.invalid-x", "step-7.superseded-a1", "step-7.superseded-a1-2"])
-def test_ever_published_is_true_for_published_and_renamed_checkpoints(tmp_path: Path, name: str) -> None:
+def test_checkpoint_names_has_published_and_renamed_checkpoints(tmp_path: Path, name: str) -> None:
     make(tmp_path, 7).rename(tmp_path / name)
     (tmp_path / "and-more").mkdir()
-    assert ever_published(tmp_path)
+    assert checkpoint_names(tmp_path) == [name]
 
 
 @pytest.mark.parametrize("name", [".step-7.writing", ".step-7.deleting", "step-7.gold", "step-07.invalid-x"])
-def test_ever_published_is_false_for_other_names(tmp_path: Path, name: str) -> None:
+def test_checkpoint_names_lacks_other_names(tmp_path: Path, name: str) -> None:
     make(tmp_path, 7).rename(tmp_path / name)
-    assert not ever_published(tmp_path)
+    assert checkpoint_names(tmp_path) == []
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "empty folder", "file", "link", "dangling link"])
@@ -143,7 +144,7 @@ def test_quarantine_finds_a_free_name(tmp_path: Path) -> None:
     (tmp_path / "step-7.invalid-now-4").symlink_to("nowhere")
     for number in range(4):
         make(tmp_path, 7, created=str(number))
-        found.append(quarantine(tmp_path, 7, "invalid-now").name)
+        found.append(quarantine(tmp_path, 7, "invalid-now"))
     assert found == [f"step-7.invalid-now{suffix}" for suffix in ("", "-3", "-5", "-6")]
     assert (tmp_path / "step-7.invalid-now-2").read_text() == "a file"
     assert b'"created": "0"' in (tmp_path / "step-7.invalid-now" / MANIFEST_FILE).read_bytes()
@@ -320,7 +321,7 @@ def test_retention_settings(tmp_path: Path, latest: int, every: int, keep: tuple
     assert published_steps(tmp_path) == [step for step in (10, 20, 30, 40, 50) if step not in deleted]
 
 
-@pytest.mark.parametrize("version", [FORMAT_VERSION - 1, FORMAT_VERSION + 1])
+@pytest.mark.parametrize("version", [FORMAT_VERSION - 1, STORE_FORMAT_VERSION + 1])
 def test_another_format_is_not_deleted_or_reported_as_corrupted(version: int, tmp_path: Path) -> None:
     make(tmp_path, 5, format=version)
     make(tmp_path, 10)

@@ -145,7 +145,7 @@ def test_addresses() -> None:
     assert {text: is_address(text) for text in texts} == texts
     assert str(place("x", "folder")) == "folder/x"
     for text in ("ftp://x", "s3://", "s3:///x", "s3://a//b", "s3://a/../b", "s3://a/b?versionId=1", "s3://a/b\n"):
-        with pytest.raises(UserError, match=r"address of a store|write it as s3://BUCKET"):
+        with pytest.raises(UserError, match=r"begin it with s3://|write s3://BUCKET/NAME"):
             place(text)
 
 

@@ -15,6 +15,7 @@ from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.plugins import load_plugins
+from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
 from titanlite.tools.command import AllowImport, Folder, RunFolder, new_output, read_options, require_new, run_command
 from titanlite.tools.convert.export_run import write_folder
@@ -30,10 +31,10 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 class ExportOptions:
     """Write a run's model as a folder that transformers loads."""
 
-    run: RunFolder
-    """dump folder of a run, or one of its folders step-N"""
     out: Folder
     """new folder"""
+    run: RunFolder = setting(is_path=True)
+    """dump folder of a run, or one of its folders step-N; also an address in a store"""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """of the weights; auto: as in the run"""
     weights: Weights = "last"

@@ -54,7 +54,7 @@ class Options:
     prompts; otherwise it depends on --seed and on the prompt's position among them.
     """
 
-    run: RunFolder
+    run: RunFolder = setting(is_path=True)
     """dump folder of a run, for its latest valid checkpoint; or one folder step-N"""
     prompt: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT")]] = ()
     """text to continue"""
