@@ -348,6 +348,9 @@ def check_path_lengths(config: JobConfig) -> list[Problem]:
         "tokenizer.path": config.tokenizer.path,
         "tokenizer.chat_template": config.tokenizer.chat_template,
     }
+    invalid = {key: address_problem(path) for key, path in paths.items() if is_address(path)}
+    if problems := [Problem(key, paths[key], *why) for key, why in invalid.items() if why]:
+        return problems
     for section, sources in (("data", config.data.sources), ("validation", config.validation.sources)):
         paths |= {f"{section}.sources.{n}.path": source.path for n, source in enumerate(sources)}
     paths |= {f"validation.tasks.{n}": path for n, path in enumerate(config.validation.tasks)}
@@ -359,8 +362,6 @@ def check_path_lengths(config: JobConfig) -> list[Problem]:
         except UnicodeEncodeError:
             rule = f"characters that names of files can have in this locale ({encoding})"
             return [Problem(key, path, rule, "set LC_ALL=C.UTF-8, or choose another path")]
-    if invalid := {key: why for key, path in paths.items() if is_address(path) and (why := address_problem(path))}:
-        return [Problem(key, paths[key], *why) for key, why in invalid.items()]
     rule = f"names of at most {MAX_NAME_BYTES} bytes, and an absolute path of at most {MAX_PATH_BYTES:,}"
     return [
         Problem(key, path, rule, "choose a shorter path")

@@ -1,0 +1,68 @@
+"""Checkpoints in a store of S3's protocol: a killed run resumes from there as from a folder, on another mesh too."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.resuming import Start, numbers, start_runs
+from tests.stores import Bucket
+
+pytestmark = pytest.mark.slow
+
+STEPS = 8
+
+
+@contextmanager
+def environment_of(store: Bucket) -> Iterator[None]:
+    """The credentials for the store, in the process of a rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in store.environment.items():
+            patch.setenv(name, value)
+        patch.delenv("AWS_ENDPOINT_URL")  # [storage] has it
+        yield
+
+
+def test_a_run_in_a_store_equals_a_run_in_a_folder(tmp_path: Path, store: Bucket) -> None:
+    settings = (f"training.steps={STEPS}", "training.local_batch_size=4", "checkpoint.keep_latest_k=2")
+    reach, around = (f"storage.endpoint={store.endpoint}", "storage.region=us-east-1"), partial(environment_of, store)
+    in_store = (*settings, *reach, f"checkpoint.folder={store.address}/run/checkpoint", "checkpoint.async_mode=async")
+
+    copy = (
+        *reach,
+        *settings,
+        f"checkpoint.initial_load_path={store.address}/run/checkpoint",
+        "checkpoint.initial_load_model_only=false",
+    )
+    outcomes = start_runs(
+        tmp_path,
+        [
+            Start(settings, 1, (5, 0), "folder"),
+            Start(settings, 2, None, "folder"),
+            Start(in_store, 1, (5, 0), "store", around),
+            Start(in_store, 2, None, "store", around),
+            Start(copy, 1, None, "copy", around),
+        ],
+    )
+    assert [outcome.error for outcome in outcomes] == [""] * 5
+    assert [outcome.step for outcome in outcomes] == [0, 4, 0, 4, STEPS]
+    _, in_folder, _, resumed, copied = outcomes
+    assert resumed.end == in_folder.end == copied.begin
+    assert numbers(tmp_path / "store") == numbers(tmp_path / "folder")
+    assert resumed.logged("contents when they are read")
+    keys = store.keys()
+    assert {key.split("/")[2] for key in keys if "step-" in key} == {"step-6", "step-8"}
+
+    latest = max(key for key in keys if "/step-8/" in key and key.endswith(".distcp"))
+    content = bytearray(store.request("GET", latest))
+    content[len(content) // 2] ^= 1
+    store.request("PUT", latest, bytes(content))
+    more = (*in_store, "training.steps=10")
+    (again,) = start_runs(tmp_path, [Start(more, 1, None, "store", around)])
+    assert (again.error, again.step) == ("", 6)
+    assert again.logged("Checkpoint step-8 is corrupted: ")
+    assert again.logged("its xxh3-128 differs. Quarantined as step-8.invalid-")
+    keys = store.keys()
+    assert any("/step-8.invalid-" in key for key in keys)

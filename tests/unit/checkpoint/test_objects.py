@@ -1,0 +1,289 @@
+"""Checkpoints in a store: layout, kills between any two requests, verified reading by parts."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from tests.unit.checkpoint.making import Killed, a_manifest
+from titanlite.checkpoint import manifest as manifest_module
+from titanlite.checkpoint import objects, storage
+from titanlite.checkpoint.folder import (
+    begin,
+    checkpoint_names,
+    clear_leftovers,
+    complete_manifest,
+    discard,
+    published_steps,
+    quarantine,
+    retain,
+    step_folder,
+    supersede_after,
+)
+from titanlite.checkpoint.manifest import (
+    MANIFEST_FILE,
+    METADATA_FILE,
+    Branch,
+    InvalidCheckpointError,
+    check_files,
+    files_of,
+    read_listed,
+    read_manifest,
+    write_recorded,
+)
+from titanlite.checkpoint.storage import load_tensors, read_shapes, save_tensors
+from titanlite.runtime.errors import UserError
+from titanlite.storage.address import Address
+from titanlite.storage.store import Store
+
+TENSORS = {"a": torch.arange(3000.0), "b": torch.arange(7), "c": torch.full((40, 50), 2.5)}
+
+
+@pytest.fixture
+def folder() -> Address:
+    return Address.parse(f"memory://{uuid4().hex}/run")
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (manifest_module, storage):
+        monkeypatch.setattr(module, "PART_BYTES", 1000)
+
+
+def save(folder: Address, step: int, tensors: dict[str, Tensor] | None = None, **changes: Any) -> None:
+    """Save a checkpoint as Saver does, with two more small files."""
+    writing = begin(folder, step)
+    assert isinstance(writing, Address)
+    records = save_tensors(
+        writing, tensors or {"w": torch.full((3,), step)}, tensors or {"w": torch.full((3,), step)}, None
+    )
+    for name in ("one.json", "two.json"):
+        records[name] = write_recorded(writing / name, f"{name} of {step}".encode())
+    objects.publish(writing, replace(a_manifest(step, {}, **changes), files=records))
+
+
+def test_a_checkpoint_in_a_store(folder: Address) -> None:
+    save(folder, 5, TENSORS)
+    save(folder, 10, TENSORS)
+    assert published_steps(folder) == [5, 10]
+    manifest = complete_manifest(folder, 5)
+    names = [f"step-5/{manifest.attempt}/{name}" for name in manifest.files]
+    assert sorted(Store(folder).list()) == sorted([*names, "step-5/MANIFEST.json", *Store(folder).list("step-10")])
+    assert manifest.format == 4
+    assert read_listed(folder / "step-5", manifest, "one.json") == b"one.json of 5"
+    assert read_shapes(folder / "step-5")["c"] == ((40, 50), "torch.float32")
+    with pytest.raises(FileExistsError):
+        save(folder, 5)
+    clear_leftovers(folder)
+    assert complete_manifest(folder, 5) == manifest
+
+
+def test_a_local_copy_of_a_checkpoint_is_read(folder: Address, tmp_path: Path) -> None:
+    save(folder, 5, TENSORS)
+    for name in Store(folder).list():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(Store(folder).read(name))
+    (tmp_path / "step-5").rename(tmp_path / "mine")
+    assert published_steps(tmp_path) == []
+    check_files(tmp_path / "mine", read_manifest(tmp_path / "mine"))
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    load_tensors(tmp_path / "mine", loaded, None)
+    assert all(torch.equal(loaded[name], TENSORS[name]) for name in TENSORS)
+    shutil.rmtree(next((tmp_path / "mine").glob("attempt-*")))
+    with pytest.raises(InvalidCheckpointError, match="is missing"):
+        check_files(tmp_path / "mine", read_manifest(tmp_path / "mine"))
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("names", [["a", "b", "c"], ["b"], ["c"]])
+def test_parts_are_read_once_and_verified(folder: Address, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    save(folder, 5, TENSORS)
+    manifest = read_manifest(folder / "step-5")
+    file = next(name for name in manifest.files if name.endswith(".distcp"))
+    record, store = manifest.files[file], Store(folder / "step-5" / manifest.attempt)
+    assert len(record.parts) == -(-record.bytes // 1000) > 20
+    reads: list[tuple[int, int]] = []
+    read_range = Store.read_range
+
+    def noted(self: Store, name: str, start: int, length: int) -> bytes:
+        reads.append((start, length))
+        return read_range(self, name, start, length)
+
+    monkeypatch.setattr(Store, "read_range", noted)
+    loaded = {name: torch.zeros_like(TENSORS[name]) for name in names}
+    load_tensors(folder / "step-5", loaded, None)
+    assert all(torch.equal(loaded[name], TENSORS[name]) for name in names)
+    assert len(reads) == len({*reads})
+    needed = sum(TENSORS[name].nbytes for name in names)
+    assert needed <= sum(length for _, length in reads) <= needed + 1000 * len(names) + 2500 * len(names)
+
+    content = store.read(file)
+    middle = reads[len(reads) // 2][0]
+    store.write(file, content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    with pytest.raises(dcp.CheckpointException) as raised:
+        load_tensors(folder / "step-5", loaded, None)
+    ((cause, _),) = raised.value.failures.values()
+    assert isinstance(cause, InvalidCheckpointError)
+    assert str(cause) == f"{file} (written by rank 0) has changed since it was written: its xxh3-128 differs"
+    check_files(folder / "step-5", manifest)  # sizes only
+    for change, text in (
+        (lambda: store.write(file, content[:-1]), "bytes instead of"),
+        (lambda: store.delete([file]), "is missing"),
+    ):
+        change()
+        with pytest.raises(InvalidCheckpointError, match=text):
+            check_files(folder / "step-5", manifest)
+
+
+def test_renamed_checkpoints_keep_their_files(folder: Address) -> None:
+    for created in ("1", "2", "3"):
+        save(folder, 5, created=created)
+        if created < "3":
+            assert quarantine(folder, 5, "invalid-now") == (
+                "step-5.invalid-now" if created == "1" else "step-5.invalid-now-2"
+            )
+    save(folder, 10)
+    assert supersede_after(folder, 3) == [5, 10]
+    assert published_steps(folder) == []
+    names = ["step-10.superseded-a1", "step-5.invalid-now", "step-5.invalid-now-2", "step-5.superseded-a1"]
+    assert checkpoint_names(folder) == names
+    save(folder, 5)
+    assert clear_leftovers(folder) == []
+    for name in [*names, "step-5"]:
+        manifest = read_manifest(folder / name)
+        check_files(folder / name, manifest)
+        assert files_of(folder / name, manifest).parent.name == name.partition(".")[0]
+        load_tensors(folder / name, {"w": (loaded := torch.zeros(3, dtype=torch.int64))}, None)
+        assert loaded.tolist() == [manifest.step] * 3
+
+
+def test_leftovers_are_cleared_but_nothing_of_others(folder: Address) -> None:
+    save(folder, 5)
+    store = Store(folder)
+    kept = {
+        "job.lock/1.json",
+        "step-5/notes.txt",
+        "step-5/attempt-of-mine/x",
+        "other/step-5/attempt-0123456789abcdef/x",
+    }
+    for name in kept:
+        store.write(name, b"mine")
+    store.write("step-5/attempt-0123456789abcdef/x", b"left")
+    store.write("step-7/attempt-0123456789abcdef/x", b"left")
+    before = store.list()
+    assert clear_leftovers(folder) == ["step-5/attempt-0123456789abcdef", "step-7/attempt-0123456789abcdef"]
+    assert before.keys() - store.list().keys() == {f"step-{n}/attempt-0123456789abcdef/x" for n in (5, 7)}
+    store.write("step-5.invalid-now/MANIFEST.json", b"damaged: it may have named any attempt")
+    store.write("step-5/attempt-0123456789abcdef/x", b"maybe its file")
+    assert clear_leftovers(folder) == []
+
+
+class StoreKiller:
+    """Raises Killed before the n-th request that changes something, and before all later ones."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._left: int | None = None
+        call = Store._call
+
+        def counted(store: Store, verb: str, name: str, request: Callable[[], Any]) -> Any:
+            if self._left is not None and (verb != "list" and verb != "read"):
+                self._left -= 1
+                if self._left < 0:
+                    raise Killed(verb)
+            return call(store, verb, name, request)
+
+        monkeypatch.setattr(Store, "_call", counted)
+
+    @contextmanager
+    def at(self, operation: int) -> Iterator[list[bool]]:
+        killed: list[bool] = []
+        self._left = operation
+        try:
+            yield killed
+        except (Killed, dcp.CheckpointException):  # DCP catches all
+            killed.append(True)
+        finally:
+            self._left = None
+
+
+def test_a_kill_at_any_request_loses_nothing(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that saves, deletes the oldest checkpoint, and leaves a branch. Each published checkpoint is complete."""
+    killer, at = StoreKiller(monkeypatch), 0
+    save(folder, 5)
+    killed = [True]
+
+    def check(least: int) -> None:
+        steps = published_steps(folder)
+        for step in steps:
+            complete_manifest(folder, step)
+            load_tensors(step_folder(folder, step), {"w": (loaded := torch.zeros(3, dtype=torch.int64))}, None)
+            assert loaded.tolist() == [step] * 3
+        assert steps[-1] >= least
+
+    while killed:
+        for step in range(10 + 15 * at, 25 + 15 * at, 5):
+            latest = published_steps(folder)[-1]
+            with killer.at(at) as killed:
+                save(folder, step)
+                retain(folder, keep_latest_k=1, keep_every=0, keep=())
+            check(latest)
+            clear_leftovers(folder)
+            check(latest)
+            latest = published_steps(folder)[-1]
+            retain(folder, keep_latest_k=1, keep_every=0, keep=())
+            assert {name.partition("/")[0] for name in Store(folder).list()} == {f"step-{latest}"}
+        at += 1
+    assert at > 8
+    for at in range(5):
+        save(folder, 1000, lineage=(Branch(f"b{at}", 0),))
+        save(folder, 2000, lineage=(Branch(f"b{at}", 0),))
+        with killer.at(at) as killed:
+            supersede_after(folder, 999)
+        for step in published_steps(folder):
+            complete_manifest(folder, step)
+        supersede_after(folder, 999)
+        clear_leftovers(folder)
+    assert not killed
+    for name in checkpoint_names(folder):
+        check_files(folder / name, read_manifest(folder / name))
+
+
+def test_a_failed_attempt_is_discarded(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    writing = begin(folder, 5)
+    assert isinstance(writing, Address)
+    write_recorded(writing / "x", b"x")
+    discard(writing)
+    assert Store(folder).list() == {}
+    write_recorded(writing / "x", b"x")
+
+    def refuse(*_: Any) -> None:
+        raise UserError("no answer")
+
+    monkeypatch.setattr(Store, "list", refuse)
+    discard(writing)  # the error of the save counts
+
+
+def test_damaged_manifests(folder: Address) -> None:
+    save(folder, 5)
+    store = Store(folder / "step-5")
+    content = store.read(MANIFEST_FILE)
+    with pytest.raises(InvalidCheckpointError, match="is missing"):
+        read_manifest(folder / "step-6")
+    for damaged in (b"", content[:-9], content.replace(b"attempt-", b"attempt_")):
+        store.write(MANIFEST_FILE, damaged)
+        with pytest.raises(InvalidCheckpointError, match=r"truncated|has changed|is not JSON"):
+            complete_manifest(folder, 5)
+    store.write(MANIFEST_FILE, content)
+    manifest = read_manifest(folder / "step-5")
+    Store(folder / "step-5" / manifest.attempt).write(METADATA_FILE, b"other")
+    with pytest.raises(InvalidCheckpointError, match=r"\.metadata has changed"):
+        read_shapes(folder / "step-5")
