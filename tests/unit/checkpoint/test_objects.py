@@ -3,19 +3,20 @@
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from tests.unit.checkpoint.making import Killed, a_manifest
 from titanlite.checkpoint import manifest as manifest_module
-from titanlite.checkpoint import objects, storage
+from titanlite.checkpoint import storage
 from titanlite.checkpoint.folder import (
     begin,
     checkpoint_names,
@@ -39,7 +40,9 @@ from titanlite.checkpoint.manifest import (
     read_manifest,
     write_recorded,
 )
-from titanlite.checkpoint.storage import load_tensors, read_shapes, save_tensors
+from titanlite.checkpoint.saver import Saver
+from titanlite.checkpoint.storage import load_tensors, read_shapes
+from titanlite.ranks.agreement import RanksError
 from titanlite.runtime.errors import UserError
 from titanlite.storage.address import Address
 from titanlite.storage.store import Store
@@ -58,36 +61,41 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "PART_BYTES", 1000)
 
 
-def save(folder: Address, step: int, tensors: dict[str, Tensor] | None = None, **changes: Any) -> None:
-    """Save a checkpoint as Saver does, with two more small files."""
-    writing = begin(folder, step)
-    assert isinstance(writing, Address)
-    records = save_tensors(
-        writing, tensors or {"w": torch.full((3,), step)}, tensors or {"w": torch.full((3,), step)}, None
-    )
-    for name in ("one.json", "two.json"):
-        records[name] = write_recorded(writing / name, f"{name} of {step}".encode())
-    objects.publish(writing, replace(a_manifest(step, {}, **changes), files=records))
+Save = Callable[..., None]
 
 
-def test_a_checkpoint_in_a_store(folder: Address) -> None:
-    save(folder, 5, TENSORS)
-    save(folder, 10, TENSORS)
+@pytest.fixture
+def save(folder: Address, group: dist.ProcessGroup) -> Save:
+    """Saves a checkpoint, with two small files; fields of its manifest may be given."""
+
+    def save(step: int, tensors: dict[str, Tensor] | None = None, keep: int = 0, **changes: Any) -> None:
+        small = {f"{name}.json": f"{name} of {step}".encode() for name in ("one", "two")}
+        delete_older = partial(retain, folder, keep, 0, ())
+        saver = Saver(folder, group, "disabled", torch.device("cpu"), delete_older, small)
+        saver.save(a_manifest(step, {}, **changes), tensors or {"w": torch.full((3,), step)})
+
+    return save
+
+
+def test_a_checkpoint_in_a_store(folder: Address, save: Save) -> None:
+    save(5, TENSORS)
+    save(10, TENSORS)
     assert published_steps(folder) == [5, 10]
     manifest = complete_manifest(folder, 5)
     names = [f"step-5/{manifest.attempt}/{name}" for name in manifest.files]
     assert sorted(Store(folder).list()) == sorted([*names, "step-5/MANIFEST.json", *Store(folder).list("step-10")])
     assert manifest.format == 4
-    assert read_listed(folder / "step-5", manifest, "one.json") == b"one.json of 5"
+    assert read_listed(folder / "step-5", manifest, "one.json") == b"one of 5"
     assert read_shapes(folder / "step-5")["c"] == ((40, 50), "torch.float32")
-    with pytest.raises(FileExistsError):
-        save(folder, 5)
+    with pytest.raises(RanksError, match=r"cannot save step 5: .*exists already"):
+        save(5)
+    assert complete_manifest(folder, 5) == manifest
     clear_leftovers(folder)
     assert complete_manifest(folder, 5) == manifest
 
 
-def test_a_local_copy_of_a_checkpoint_is_read(folder: Address, tmp_path: Path) -> None:
-    save(folder, 5, TENSORS)
+def test_a_local_copy_of_a_checkpoint_is_read(folder: Address, save: Save, tmp_path: Path) -> None:
+    save(5, TENSORS)
     for name in Store(folder).list():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,8 +113,10 @@ def test_a_local_copy_of_a_checkpoint_is_read(folder: Address, tmp_path: Path) -
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("names", [["a", "b", "c"], ["b"], ["c"]])
-def test_parts_are_read_once_and_verified(folder: Address, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    save(folder, 5, TENSORS)
+def test_parts_are_read_once_and_verified(
+    folder: Address, save: Save, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(5, TENSORS)
     manifest = read_manifest(folder / "step-5")
     file = next(name for name in manifest.files if name.endswith(".distcp"))
     record, store = manifest.files[file], Store(folder / "step-5" / manifest.attempt)
@@ -144,19 +154,19 @@ def test_parts_are_read_once_and_verified(folder: Address, names: list[str], mon
             check_files(folder / "step-5", manifest)
 
 
-def test_renamed_checkpoints_keep_their_files(folder: Address) -> None:
+def test_renamed_checkpoints_keep_their_files(folder: Address, save: Save) -> None:
     for created in ("1", "2", "3"):
-        save(folder, 5, created=created)
+        save(5, created=created)
         if created < "3":
             assert quarantine(folder, 5, "invalid-now") == (
                 "step-5.invalid-now" if created == "1" else "step-5.invalid-now-2"
             )
-    save(folder, 10)
+    save(10)
     assert supersede_after(folder, 3) == [5, 10]
     assert published_steps(folder) == []
     names = ["step-10.superseded-a1", "step-5.invalid-now", "step-5.invalid-now-2", "step-5.superseded-a1"]
     assert checkpoint_names(folder) == names
-    save(folder, 5)
+    save(5)
     assert clear_leftovers(folder) == []
     for name in [*names, "step-5"]:
         manifest = read_manifest(folder / name)
@@ -166,8 +176,8 @@ def test_renamed_checkpoints_keep_their_files(folder: Address) -> None:
         assert loaded.tolist() == [manifest.step] * 3
 
 
-def test_leftovers_are_cleared_but_nothing_of_others(folder: Address) -> None:
-    save(folder, 5)
+def test_leftovers_are_cleared_but_nothing_of_others(folder: Address, save: Save) -> None:
+    save(5)
     store = Store(folder)
     kept = {
         "job.lock/1.json",
@@ -209,16 +219,16 @@ class StoreKiller:
         self._left = operation
         try:
             yield killed
-        except (Killed, dcp.CheckpointException):  # DCP catches all
+        except (Killed, RanksError):  # the save names the error of each rank
             killed.append(True)
         finally:
             self._left = None
 
 
-def test_a_kill_at_any_request_loses_nothing(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_at_any_request_loses_nothing(folder: Address, save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that saves, deletes the oldest checkpoint, and leaves a branch. Each published checkpoint is complete."""
     killer, at = StoreKiller(monkeypatch), 0
-    save(folder, 5)
+    save(5)
     killed = [True]
 
     def check(least: int) -> None:
@@ -233,8 +243,7 @@ def test_a_kill_at_any_request_loses_nothing(folder: Address, monkeypatch: pytes
         for step in range(10 + 15 * at, 25 + 15 * at, 5):
             latest = published_steps(folder)[-1]
             with killer.at(at) as killed:
-                save(folder, step)
-                retain(folder, keep_latest_k=1, keep_every=0, keep=())
+                save(step, keep=1)
             check(latest)
             clear_leftovers(folder)
             check(latest)
@@ -244,8 +253,8 @@ def test_a_kill_at_any_request_loses_nothing(folder: Address, monkeypatch: pytes
         at += 1
     assert at > 8
     for at in range(5):
-        save(folder, 1000, lineage=(Branch(f"b{at}", 0),))
-        save(folder, 2000, lineage=(Branch(f"b{at}", 0),))
+        save(1000, lineage=(Branch(f"b{at}", 0),))
+        save(2000, lineage=(Branch(f"b{at}", 0),))
         with killer.at(at) as killed:
             supersede_after(folder, 999)
         for step in published_steps(folder):
@@ -272,8 +281,8 @@ def test_a_failed_attempt_is_discarded(folder: Address, monkeypatch: pytest.Monk
     discard(writing)  # the error of the save counts
 
 
-def test_damaged_manifests(folder: Address) -> None:
-    save(folder, 5)
+def test_damaged_manifests(folder: Address, save: Save) -> None:
+    save(5)
     store = Store(folder / "step-5")
     content = store.read(MANIFEST_FILE)
     with pytest.raises(InvalidCheckpointError, match="is missing"):
