@@ -232,18 +232,13 @@ def cut(data: Bytes, begin: int, end: int, max_bytes: int) -> Iterator[tuple[int
 def lines(data: Bytes) -> Iterator[tuple[int, int, int]]:
     """Yield (number from 1, begin, end) of each nonblank line, without its line end. Copies no data."""
     begin, number, size = 0, 1, len(data)
+    is_mapped = isinstance(data, bytes | mmap.mmap)
     while begin < size:
         stop = data.find(b"\n", begin, size)
         stop = size if stop < 0 else stop
-        if _has_text(data, begin, stop):
+        if _NOT_BLANK.search(data, begin, stop) if is_mapped else data[begin:stop].strip():  # type: ignore[call-overload]
             yield number, begin, stop - (data[stop - 1] == 0x0D)
         begin, number = stop + 1, number + 1
-
-
-def _has_text(data: Bytes, begin: int, end: int) -> bool:
-    if isinstance(data, bytes | mmap.mmap):
-        return _NOT_BLANK.search(data, begin, end) is not None
-    return bool(data[begin:end].strip())
 
 
 def no_lines(size: int) -> BadRowError:
