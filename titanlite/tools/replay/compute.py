@@ -37,6 +37,7 @@ from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UsageError, UserError, raise_problems
 from titanlite.runtime.logging import Progress, log
+from titanlite.storage.address import place
 from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
 from titanlite.tools.parity.measure import passes
 from titanlite.tools.saved_run import SavedRun, checkpoint_steps, initial_checkpoint
@@ -93,7 +94,7 @@ def start_of_run(config: JobConfig, step: int, *, allow_import: bool) -> SavedRu
     """
     if not config.checkpoint.initial_load_path or config.checkpoint.initial_load_model_only:
         return None
-    found = initial_checkpoint(Path(config.checkpoint.initial_load_path), allow_import=allow_import)
+    found = initial_checkpoint(place(config.checkpoint.initial_load_path), allow_import=allow_import)
     if step <= found.manifest.step:
         raise UserError(
             f"the run began after step {found.manifest.step}, from {found.path}, so it has not taken step {step}: "
@@ -214,7 +215,7 @@ def replay(config: JobConfig, start: SavedRun | None, step: int, world: World) -
         state = RunState(trainer.model_parts, trainer.optimizer, loader, mesh, norms, trainer.average, trainer.exact)
         about = checkpoint_facts(config, tokenizer, loader.sources, world.device)
         meter = build_meter(job_of(config, mesh.world.size), world, trainer, group)
-        folder = Path(config.job.dump_folder, config.checkpoint.folder)
+        folder = place(config.checkpoint.folder, config.job.dump_folder)
         finder = StartFinder(config.checkpoint, folder, state, meter, about, config.training.steps, group, imported)
         trainer.step = finder.find().step
         earlier = recompute(trainer, loader, step)

@@ -20,6 +20,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.value_types import is_text, literal, row_type
 from titanlite.runtime.errors import ConfigError, Problem, UsageError
 from titanlite.runtime.plugins import plugin_digests
+from titanlite.storage.address import is_address, place
 
 DUMP_FOLDER = "job.dump_folder"
 MAX_RUNS = 1000
@@ -164,6 +165,10 @@ def _run(
     values = {key: _shown(value_of(parsed.config, key)) for key in names}
     name = "_".join(f"{names[key]}-{in_path(value)}" for key, value in values.items())
     arguments = [f"--{CONFIG_FILE}={config}", *plain, f"--{DUMP_FOLDER}={Path(parsed.config.job.dump_folder, name)}"]
+    checkpoints = parsed.config.checkpoint.folder
+    if is_address(checkpoints):
+        arguments = [each for each in arguments if not each.startswith("--checkpoint.folder=")]
+        arguments.append(f"--checkpoint.folder={place(checkpoints) / name}")
     arguments += switches
     checked = resolve(parse(arguments), world_size=world_size, device_type=device_type)
     return Run(name, values, arguments, checked)

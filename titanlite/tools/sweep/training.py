@@ -17,6 +17,7 @@ from titanlite.checkpoint.folder import latest_manifest
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import Series, has_validation, last_row, read_series
 from titanlite.runtime.text import aligned
+from titanlite.storage.address import place
 from titanlite.tools.sweep.combinations import Run, short_names
 
 State = Literal["new", "interrupted", "finished"]
@@ -42,7 +43,7 @@ def start_run(run: Run, processes: int) -> Process:
 def state_of(run: Run) -> State:
     """Whether the run has reached its last step, with its validation, and with checkpoints saved it."""
     section, steps = run.config.checkpoint, run.config.training.steps
-    manifest = latest_manifest(run.folder / section.folder) if section.enable else None
+    manifest = latest_manifest(place(section.folder, run.folder)) if section.enable else None
     metrics = run.folder / METRICS_FILE
     logged = last_row(metrics).get("step", 0)
     reached = logged if not section.enable else manifest.step if manifest is not None else 0

@@ -67,6 +67,8 @@ def test_names_of_runs(tmp_path: Path) -> None:
     assert source.name == "seed-1"
     both = runs_of("--data.seed=1,2", "--debug.seed=4,5", folder=tmp_path)
     assert both[-1].name == "data.seed-2_debug.seed-5"
+    in_store = runs_of("--data.seed=1,2", "--checkpoint.folder=memory://sweep", "--checkpoint.enable", folder=tmp_path)
+    assert [run.config.checkpoint.folder for run in in_store] == ["memory://sweep/seed-1", "memory://sweep/seed-2"]
     (first, _) = runs_of("--data.sources.0.weight=0.5,1", folder=tmp_path)
     assert first.values == {"data.sources.0.weight": "0.5"}
 
