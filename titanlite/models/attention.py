@@ -210,9 +210,10 @@ def attend(
     """softmax(queries keys^T / sqrt(head_dim) + mask) values; mask None: causal.
 
     All tensors are (batch, heads, seq_len, head_dim), the result as the queries. Keys and values may have fewer heads
-    than the queries (grouped-query attention). window: number of positions that a query sees, its own included; 0: all
-    up to its own. A mask was built with the same window. sinks: (heads,), a further score of each query in the softmax,
-    whose value is 0 (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023); None: no sinks.
+    than the queries (grouped-query attention); values may be narrower, and the result then is. window: number of
+    positions that a query sees, its own included; 0: all up to its own. A mask was built with the same window. sinks:
+    (heads,), a further score of each query in the softmax, whose value is 0 (Xiao et al., "Efficient Streaming Language
+    Models with Attention Sinks", 2023); None: no sinks.
     cap: scores s are cap * tanh(s / cap), before the mask; 0: they are not capped. Not with sinks.
     """
     dtype, wide = queries.dtype, attention_dtype(queries.device.type, queries.dtype)
@@ -264,8 +265,12 @@ def attend_to_scores(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """torch's scaled_dot_product_attention with heads of keys that several heads of queries share, and with `sinks`:
-    see `attend`."""
+    see `attend`. Values may be narrower than keys: they are padded, since the fast kernels take only equal widths."""
     out: Tensor
+    if (missing := keys.shape[-1] - values.shape[-1]) > 0:
+        padded = functional.pad(values, (0, missing))
+        out = attend_to_scores(queries, keys, padded, mask, is_causal=is_causal, sinks=sinks)
+        return out[..., :-missing]
     if sinks is None:
         is_grouped = queries.shape[1] != keys.shape[1]
         out = functional.scaled_dot_product_attention(

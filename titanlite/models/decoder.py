@@ -134,6 +134,13 @@ class Block(nn.Module):
         return x + _normalized(self.ffn_post_norm, out)
 
 
+class DenseBlock(Block):
+    """A block without experts in a decoder with them."""
+
+    def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None, *_of_experts: Tensor | None) -> Tensor:
+        return super().forward(x, rope, mask)
+
+
 def norm_of(config: DecoderConfig, dim: int) -> RMSNorm:
     """A norm of width `dim`."""
     return RMSNorm(dim, config.norm_eps, config.norm_offset)
@@ -175,7 +182,7 @@ class Decoder(LanguageModel):
         self.norm: RMSNorm | None = norm_of(config, config.dim)
         self.output: OutputLayer | None = OutputLayer(config.dim, config.vocab_size)
         self.output.soft_cap = config.logit_cap
-        self.rope = RotaryEmbedding(config.head_dim, config.max_seq_len, config.rope_theta, scaling)
+        self.rope = RotaryEmbedding(config.rotary_dim, config.max_seq_len, config.rope_theta, scaling)
         self.local_rope = local_rope
         self.tie_weights()
 
@@ -287,9 +294,8 @@ def init(config: DecoderConfig, name: str) -> Init:
         return Init("ones") if config.norm_offset == 0 else Init("constant", 1.0 - config.norm_offset)
     if module in ("wo", "w2"):
         return Init("normal", 0.02 / math.sqrt(2 * config.n_layers))
-    assert module in ("tok_embeddings", "output", "wq", "wk", "wv", "w1", "w3", "router", "sinks"), (
-        f"no initial distribution for {name}"
-    )
+    others = ("tok_embeddings", "output", "wq", "wk", "wv", "w1", "w3", "router", "sinks")
+    assert module in (*others, "wq_a", "wq_b", "wkv_a", "wkv_b"), f"no initial distribution for {name}"
     return Init("normal", 0.02)
 
 
@@ -337,15 +343,15 @@ def decoder_structure(config: DecoderConfig, tensor_styles: Mapping[str, TensorS
     return Structure(units, blocks, tensor_styles, shared)
 
 
-def num_matmul_parameters(config: DecoderConfig) -> int:
-    """Number of weights that multiply a token: all but the norms, the embedding, and the experts that it does not use.
-
-    The output layer counts, tied or not.
-    """
-    attention = 2 * config.dim * (config.n_heads + config.n_kv_heads) * config.head_dim
-    n_experts, n_active = config.n_experts, config.n_active_experts
-    feed_forward = 3 * config.dim * config.ffn_dim * n_active + (config.dim * n_experts if n_experts > 1 else 0)
-    return config.n_layers * (attention + feed_forward) + config.vocab_size * config.dim
+def matmul_parameters(config: DecoderConfig) -> list[int]:
+    """Number of weights of each block that multiply a token: all but the norms, and the experts that it does not
+    use."""
+    experts = config.n_active_experts + config.n_shared_experts
+    router = config.dim * config.n_experts if config.n_experts > 1 else 0
+    sparse, dense = 3 * config.dim * config.ffn_dim * experts + router, 3 * config.dim * config.dense_ffn_dim
+    number = config.n_dense_layers
+    feed_forward = [dense] * number + [sparse] * (config.n_layers - number)
+    return [config.attention_parameters + each for each in feed_forward]
 
 
 def describe_size(num_parameters: int, config: Any) -> str:
@@ -354,7 +360,8 @@ def describe_size(num_parameters: int, config: Any) -> str:
     text = f"{num_parameters:,} parameters"
     if not isinstance(config, DecoderConfig) or config.n_experts == config.n_active_experts:
         return text
-    idle = config.n_layers * 3 * config.dim * config.ffn_dim * (config.n_experts - config.n_active_experts)
+    blocks = config.n_layers - config.n_dense_layers
+    idle = blocks * 3 * config.dim * config.ffn_dim * (config.n_experts - config.n_active_experts)
     return f"{text}, {num_parameters - idle:,} of them active"
 
 
@@ -362,24 +369,26 @@ def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
     """Floating-point operations of matrix products per trained token, forward and backward: 6N + 12·L·T·H. In a layer
     with a window, T is at most the window.
 
-    N is num_matmul_parameters: 2 operations per weight forward, 4 backward. Attention multiplies each query with T keys
-    and T values in each of L layers: 4·T·H operations forward and twice that backward, where H is n_heads * head_dim.
-    As is usual for MFU, the full T x T products count although a causal kernel may skip half of them, and recomputation
-    does not count. Source: Chowdhery et al., "PaLM" (2022), appendix B.
+    N are the matmul_parameters of all blocks and those of the output layer, tied or not: 2 operations per weight
+    forward, 4 backward. Attention multiplies each query with T keys and T values in each of L layers: 4·T·H operations
+    forward and twice that backward, where H is n_heads * head_dim (the mean of both products' widths, if values have
+    another). As is usual for MFU, the full T x T products count although a causal kernel may skip half of them, and
+    recomputation does not count. Source: Chowdhery et al., "PaLM" (2022), appendix B.
     """
-    return 6 * num_matmul_parameters(config) + sum(attention_flops(config, seq_len))
+    return 6 * config.vocab_size * config.dim + sum(flops_of_blocks(config, seq_len))
 
 
-def attention_flops(config: DecoderConfig, seq_len: int) -> list[int]:
-    """The part of the attention of each layer in flops_per_token."""
-    heads = config.n_heads * config.head_dim
-    return [12 * min(window or seq_len, seq_len) * heads for window in config.windows]
+def flops_of_blocks(config: DecoderConfig, seq_len: int) -> list[int]:
+    """The part of each block in flops_per_token."""
+    heads = 6 * config.n_heads * (config.head_dim + config.value_dim)
+    of_attention = [min(window or seq_len, seq_len) * heads for window in config.windows]
+    return [6 * n + flops for n, flops in zip(matmul_parameters(config), of_attention, strict=True)]
 
 
 def uneven_flops(config: Any, seq_len: int) -> list[int]:
     """FLOPs per token of each block beyond those of the one with the fewest: of attention without a window, or with a
-    larger one. config: of any family; [] if it is no DecoderConfig."""
-    found = attention_flops(config, seq_len) if isinstance(config, DecoderConfig) else []
+    larger one, and of the wider feed-forward layer. config: of any family; [] if it is no DecoderConfig."""
+    found = flops_of_blocks(config, seq_len) if isinstance(config, DecoderConfig) else []
     return [flops - min(found) for flops in found]
 
 

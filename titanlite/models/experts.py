@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from titanlite.models.family import DecoderConfig
+from titanlite.models.layers import FeedForward
 from titanlite.models.watch import summed_parts, watch
 
 
@@ -185,12 +186,15 @@ class Placement:
 class MixtureOfExperts(nn.Module):
     """Feed-forward layer of n_experts experts, of which each position uses the n_active_experts most probable.
 
-    The probabilities are the softmax of the router's scores. The weights of the chosen experts are their probabilities,
-    divided by their sum if `normalize`: the softmax of their scores alone. bias: whether router and experts have
-    biases. config: its balance_loss and z_loss are coefficients of these losses, whose gradients each backward pass
-    adds. bias_rate: if above 0, experts are chosen by probability plus the buffer `bias`, float32 (n_experts,), which
-    `end_step` moves by this rate toward equal loads (Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for
-    Mixture-of-Experts", 2024); the weights do not contain it.
+    The probabilities are the softmax of the router's scores, or their sigmoid if config.scoring is that. The weights of
+    the chosen experts are their probabilities, divided by their sum if `normalize` (of a softmax, the softmax of their
+    scores alone), times route_scale. With n_groups, the experts are chosen from the n_active_groups groups whose two
+    most probable experts have the largest sum (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2).
+    n_shared_experts: experts that each position uses besides, computed as one layer of their total width. bias: whether
+    router and experts have biases. config: its balance_loss and z_loss are coefficients of these losses, whose
+    gradients each backward pass adds. bias_rate: if above 0, experts are chosen by probability plus the buffer `bias`,
+    float32 (n_experts,), which `end_step` moves by this rate toward equal loads (Wang et al., "Auxiliary-Loss-Free Load
+    Balancing Strategy for Mixture-of-Experts", 2024); the weights do not contain it.
 
     placement: parallelism replaces it. num_rows, num_tokens: see start_step.
     step_load: positions of this rank that chose each expert, int64 (n_experts,), in the backward passes of this step;
@@ -218,7 +222,13 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(config.dim, config.n_experts, bias=bias)
         activation = clamped_swiglu if config.clamped else swiglu
         self.experts = Experts(config.n_experts, config.dim, config.ffn_dim, bias=bias, activation=activation)
-        self.register_buffer("bias", torch.zeros(config.n_experts) if config.bias_rate else None)
+        shared_dim = config.n_shared_experts * config.ffn_dim
+        self.shared = FeedForward(config.dim, shared_dim) if shared_dim else None
+        self.scoring = config.scoring
+        self.route_scale = config.route_scale
+        self.n_groups, self.n_active_groups = config.n_groups, config.n_active_groups
+        has_bias = config.bias_rate > 0 or config.always_biased
+        self.register_buffer("bias", torch.zeros(config.n_experts) if has_bias else None)
 
     def init_buffers(self, device: torch.device) -> None:
         if self.bias is not None:
@@ -240,21 +250,31 @@ class MixtureOfExperts(nn.Module):
         """x: (batch, seq_len, dim). is_token: bool (batch, seq_len), whether a position holds a token of a document:
         the others count neither in loads nor in losses. None: all do. Returns the shape of x."""
         scores: Tensor = self.router(x)
-        probabilities = scores.softmax(dim=-1)
+        probabilities = scores.softmax(dim=-1) if self.scoring == "softmax" else scores.sigmoid()
         chosen = self.choose(probabilities.detach())
         weights = probabilities.gather(-1, chosen)
         if self.normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
+        if self.route_scale != 1:
+            weights = weights * self.route_scale
+        if self.scoring == "sigmoid":  # in the losses of the router, they add up to 1
+            probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
         if torch.is_grad_enabled():
             counts = count_choices(chosen, scores.shape[-1], is_token)
             loss, sums = self._losses(scores, probabilities, counts, is_token)
             weights = _InBackward.apply(weights, loss, counts.sum(dim=0), sums, self)  # type: ignore[no-untyped-call]
         out: Tensor = self.experts(x, chosen, weights)
-        return out
+        return out if self.shared is None else out + self.shared(x)
 
     def choose(self, probabilities: Tensor) -> Tensor:
         """The experts of each position, int64 (batch, seq_len, n_active), the most probable one first."""
         ranking = probabilities if self.bias is None else probabilities + self.bias
+        if self.n_active_groups < self.n_groups:
+            groups = ranking.unflatten(-1, (self.n_groups, -1))
+            sums = groups.sort(dim=-1, descending=True, stable=True).values[..., :2].sum(dim=-1)
+            best = sums.sort(dim=-1, descending=True, stable=True).indices[..., : self.n_active_groups]
+            is_best = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, best, value=True)
+            ranking = groups.masked_fill(~is_best.unsqueeze(-1), -torch.inf).flatten(-2)
         # a copy, as a view would keep the indices of all experts
         return ranking.sort(dim=-1, descending=True, stable=True).indices[..., : self.n_active].clone()
 
@@ -274,7 +294,10 @@ class MixtureOfExperts(nn.Module):
         squares = held(logsumexp.square()).sum()
         loss = self.balance_loss * of_rows / self.num_rows + self.z_loss * squares / self.num_tokens
         with torch.no_grad():
-            entropy = (held(logsumexp) - (probabilities * scores).sum(dim=-1)).sum()
+            if self.scoring == "sigmoid":
+                entropy = torch.special.entr(probabilities).sum()
+            else:
+                entropy = (held(logsumexp) - (probabilities * scores).sum(dim=-1)).sum()
             num_rows = (counts.sum(dim=1) > 0).sum()
             counts_rows = row_group is None or row_group.rank() == 0
             sums = torch.stack((of_rows * counts_rows, num_rows * counts_rows, squares, entropy)).to(torch.float64)
@@ -303,7 +326,7 @@ def end_step(mixtures: Sequence[MixtureOfExperts], ok: Tensor, group: dist.Proce
     the other positions of the global batch; None: this rank has all. One all-reduce of integers for all biases, so that
     the sign of each change does not depend on the layout.
     """
-    biased = [mixture for mixture in mixtures if mixture.bias is not None and mixture.step_load is not None]
+    biased = [mixture for mixture in mixtures if mixture.bias_rate > 0 and mixture.step_load is not None]
     if biased:
         loads = torch.stack([mixture.step_load for mixture in biased if mixture.step_load is not None])
         if group is not None:

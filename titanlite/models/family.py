@@ -50,10 +50,36 @@ class DecoderConfig:
     bias_rate: float = 0.0
     logit_cap: float = 0.0
     score_cap: float = 0.0
+    n_dense_layers: int = 0
+    n_shared_experts: int = 0
+    n_groups: int = 1
+    n_active_groups: int = 1
+    route_scale: float = 1.0
+    scoring: ClassVar[Literal["softmax", "sigmoid"]] = "softmax"
+    """What makes the affinities of positions and experts from the router's scores."""
+    always_biased: ClassVar[bool] = False
+    """Whether mixtures have the biases of bias_rate even if that is 0."""
     clamped: ClassVar[bool] = False
     """Whether the activation of experts is clamped_swiglu, not swiglu."""
     norm_offset: ClassVar[float] = 0.0
     """Added to the weights of all norms."""
+
+    dense_ffn_dim: int = 0
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of the part of each head that is rotated."""
+        return self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of the values of each head."""
+        return self.head_dim
+
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of the matrices of the attention of a layer."""
+        return 2 * self.dim * (self.n_heads + self.n_kv_heads) * self.head_dim
 
     @property
     def embedding_scale(self) -> float:
@@ -66,9 +92,10 @@ class DecoderConfig:
         return (0,) * self.n_layers
 
 
-TensorStyle = Literal[
-    "vocabulary", "norm", "head_norm", "wide_norm", "gather", "column", "row", "router", "scalar", "heads", "logits"
-]
+TensorStyle = (
+    Literal["vocabulary", "norm", "head_norm", "wide_norm", "gather", "whole_rows", "positions"]
+    | Literal["column", "row", "router", "scalar", "heads", "logits"]
+)
 
 
 @dataclass(frozen=True)
@@ -89,6 +116,8 @@ class Structure:
         "wide_norm": sharded by features; the heads of a position, the output of a "column" layer, are normalized
         together, and their squares are summed.
         "gather": a module with parallel layers inside; its first input is gathered along seq_len.
+        "whole_rows": a WholeRows, whose inputs are gathered along seq_len.
+        "positions": a replicated linear layer; each rank computes its own positions.
         "column": a linear layer sharded by output features. "row": a linear layer sharded by input features; its output
         is summed and sharded along seq_len.
         "router": a replicated router. Experts need no style: their hidden features are sharded, and their output is

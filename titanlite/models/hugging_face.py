@@ -262,10 +262,11 @@ class DecoderFormat:
     config_type: its hyper-parameters, a dataclass. check: of the family. fields: those that differ from FIELDS.
     norm_names: of the norms of the residual stream. block_names: those beside them and BLOCK_NAMES. own_names: of
     parameters of a block, with their last part; with any, the experts are among them. biases: modules of a block that
-    have one. supported: fields with a single supported value, which are also written, in place of
-    SUPPORTED_VALUES where both have them. required: those of them that must be present, since their default in
-    transformers is another value. scaling: the supported one, if any. prepared: the fields of config.json with one for
-    each hyper-parameter, raising UserError. written: further fields to write, or other values.
+    have one. block(config, index): in place of these four, names of all parameters of a block, if blocks differ.
+    supported: fields with a single supported value, which are also written, in place of SUPPORTED_VALUES where both
+    have them. required: those of them that must be present, since their default in transformers is another value.
+    scaling: the supported one, if any. prepared: the fields of config.json with one for each hyper-parameter, raising
+    UserError. written: further fields to write, or other values.
     """
 
     config_type: type[Any]
@@ -274,6 +275,7 @@ class DecoderFormat:
     norm_names: dict[str, str] = field(default_factory=lambda: PRE_NORM_NAMES)
     block_names: dict[str, str] = field(default_factory=dict)
     own_names: dict[str, str | StoredPart] = field(default_factory=dict)
+    block: Callable[[Any, int], Mapping[str, StoredName]] | None = None
     biases: tuple[str, ...] = ()
     supported: dict[str, Any] = field(default_factory=dict)
     required: tuple[str, ...] = ()
@@ -286,30 +288,35 @@ class DecoderFormat:
 
     def names(self, config: Any) -> dict[str, StoredName]:
         """Names of all parameters in transformers, by their names in titanlite."""
+        found: dict[str, StoredName] = {}
+        for index in range(config.n_layers):
+            block = self._block(config) if self.block is None else self.block(config, index)
+            prefix = f"model.layers.{index}."
+            for ours, theirs in block.items():
+                if isinstance(theirs, StoredPart):
+                    stored: StoredName = replace(theirs, name=prefix + theirs.name)
+                else:
+                    stored = prefix + theirs if isinstance(theirs, str) else tuple(prefix + each for each in theirs)
+                found[f"layers.{index}.{ours}"] = stored
+        for ours, theirs in MODULE_NAMES.items():
+            if ours != "output" or not config.tie_embeddings:
+                found[f"{ours}.weight"] = f"{theirs}.weight"
+        return found
+
+    def _block(self, config: Any) -> dict[str, StoredName]:
         names = BLOCK_NAMES
         if config.n_experts > 1:
             names = {ours: theirs for ours, theirs in names.items() if not ours.startswith("feed_forward")}
             names["feed_forward.router"] = "mlp.gate"
         names = names | self.norm_names | self.block_names
         found: dict[str, StoredName] = {
-            f"layers.{index}.{ours}.{kind}": f"model.layers.{index}.{theirs}.{kind}"
-            for index in range(config.n_layers)
+            f"{ours}.{kind}": f"{theirs}.{kind}"
             for ours, theirs in names.items()
             for kind in (("weight", "bias") if ours in self.biases else ("weight",))
         }
-        for ours, theirs in MODULE_NAMES.items():
-            if ours != "output" or not config.tie_embeddings:
-                found[f"{ours}.weight"] = f"{theirs}.weight"
-        for index in range(config.n_layers):
-            prefix = f"model.layers.{index}."
-            for own, part in self.own_names.items():
-                inside = prefix + part if isinstance(part, str) else replace(part, name=prefix + part.name)
-                found[f"layers.{index}.{own}"] = inside
-            for ours, theirs in EXPERT_NAMES.items() if config.n_experts > 1 and not self.own_names else ():
-                found[f"layers.{index}.feed_forward.experts.{ours}"] = tuple(
-                    f"{prefix}mlp.experts.{expert}.{theirs}.weight" for expert in range(config.n_experts)
-                )
-        return found
+        if config.n_experts > 1 and not self.own_names:
+            found |= expert_names(config.n_experts)
+        return found | self.own_names
 
     def config_json(self, config: Any) -> dict[str, Any]:
         """Fields of config.json; rope_theta at the top level, which all versions of transformers read. Those of the
@@ -371,6 +378,14 @@ class DecoderFormat:
             ours: read_field(fields, theirs, kinds[ours], getattr(self.config_type, ours) if ours in optional else None)
             for ours, theirs in names.items()
         }
+
+
+def expert_names(n_experts: int) -> dict[str, StoredName]:
+    """Names of the experts of a block, stored one by one."""
+    return {
+        f"feed_forward.experts.{ours}": tuple(f"mlp.experts.{expert}.{theirs}.weight" for expert in range(n_experts))
+        for ours, theirs in EXPERT_NAMES.items()
+    }
 
 
 def stored_names(name: StoredName) -> tuple[str, ...]:

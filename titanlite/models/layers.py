@@ -300,13 +300,8 @@ class Attention(nn.Module):
         cap: float = 0.0,
     ) -> None:
         super().__init__()
-        self.head_dim = head_dim
         self.rotates = rotates
-        self.window = window
-        self.query_factor = query_factor
-        self.cap = cap
-        if not hasattr(type(self), "attend"):  # else a method of a subclass
-            self.attend = attend
+        self.set_scores(head_dim, query_factor, window, cap)
         self.wq = nn.Linear(dim, n_heads * head_dim, bias=bias)
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
@@ -314,6 +309,15 @@ class Attention(nn.Module):
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.sinks = Scalar(n_heads) if sinks else None
+
+    def set_scores(self, head_dim: int, query_factor: float = 1.0, window: int = 0, cap: float = 0.0) -> None:
+        """Set what decides the scores of queries and keys of width head_dim."""
+        self.head_dim = head_dim
+        self.query_factor = query_factor
+        self.window = window
+        self.cap = cap
+        if not hasattr(type(self), "attend"):  # else a method of a subclass
+            self.attend = attend
 
     def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None) -> Tensor:
         """x: (batch, seq_len, dim); mask: from attention_mask, None: causal. Returns (batch, seq_len, dim)."""
@@ -366,6 +370,14 @@ class FeedForward(nn.Module):
         """x: (batch, seq_len, dim). Returns the same shape."""
         out: Tensor = self.w2(self.activation(self.w1(x)) * self.w3(x))
         return out
+
+
+class WholeRows(nn.Module):
+    """The identity. With tensor parallelism, its inputs have a part of the positions, and its outputs all."""
+
+    def forward(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """parts: (batch, seq_len, …) each."""
+        return parts
 
 
 class Scalar(nn.Module):

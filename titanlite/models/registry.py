@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from titanlite.models.deepseek_v3 import DEEPSEEK_V3
 from titanlite.models.family import FAMILIES as FAMILIES
 from titanlite.models.family import ModelConfig, Structure, resolve_model
 from titanlite.models.gemma2 import GEMMA2
@@ -23,7 +24,7 @@ from titanlite.models.qwen3_moe import QWEN3_MOE
 from titanlite.models.smollm3 import SMOLLM3
 from titanlite.runtime.errors import Problem
 
-SHIPPED = (LLAMA3, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMO2, OLMO3, OLMOE, SMOLLM3, GEMMA2, GEMMA3, GPT_OSS)
+SHIPPED = (LLAMA3, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMO2, OLMO3, OLMOE, SMOLLM3, GEMMA2, GEMMA3, GPT_OSS, DEEPSEEK_V3)
 FAMILIES.update({family.name: family for family in SHIPPED})
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from titanlite.models.experts import Experts, Router, router_scores
 from titanlite.models.family import LanguageModel, Structure, TensorStyle, has_own
-from titanlite.models.layers import RMSNorm, Scalar, WideNorm, rms_norm, rms_norm_of_part
+from titanlite.models.layers import RMSNorm, Scalar, WholeRows, WideNorm, rms_norm, rms_norm_of_part
 from titanlite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 
 
@@ -129,6 +129,15 @@ def _normalize_together(norm: WideNorm, x: Tensor) -> Tensor:
     return rms_norm_of_part(x.flatten(2), weight, norm.eps, group.size(), total).view_as(x)
 
 
+def _whole_rows(module: WholeRows, *parts: Tensor) -> tuple[Tensor, ...]:
+    joined: Tensor = _GatherSequence.apply(torch.cat(parts, dim=-1), _group(module))  # type: ignore[no-untyped-call]
+    return joined.split([part.shape[-1] for part in parts], dim=-1)
+
+
+def _project_own_positions(linear: nn.Linear, x: Tensor) -> Tensor:
+    return functional.linear(x, local_weight(linear.weight, Partial()), _local_bias(linear, Partial()))
+
+
 def _project(linear: nn.Linear, x: Tensor) -> Tensor:
     return functional.linear(x, local_weight(linear.weight), _local_bias(linear, Shard(0)))
 
@@ -158,6 +167,8 @@ _STYLES: dict[TensorStyle, tuple[type[nn.Module], dict[str, Placement], Callable
     "norm": (RMSNorm, {"weight": Replicate()}, _normalize),
     "head_norm": (RMSNorm, {"weight": Replicate()}, _normalize),
     "wide_norm": (WideNorm, {"weight": Shard(0)}, _normalize_together),
+    "whole_rows": (WholeRows, {}, _whole_rows),
+    "positions": (nn.Linear, {"weight": Replicate(), "bias": Replicate()}, _project_own_positions),
     "column": (nn.Linear, {"weight": Shard(0), "bias": Shard(0)}, _project),
     "row": (nn.Linear, {"weight": Shard(1), "bias": Replicate()}, _project_and_sum),
     "router": (Router, {"weight": Replicate(), "bias": Replicate()}, _route),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config.schema import JobConfig
-from titanlite.models.decoder import flops_per_token, uneven_flops
+from titanlite.models.decoder import flops_of_blocks, uneven_flops
 from titanlite.models.experts import Experts
 from titanlite.models.family import FAMILIES, ModelConfig, Structure, resolve_model
 from titanlite.optim.groups import divide, names_of_muon
@@ -228,10 +228,7 @@ def _split(
 @lru_cache(maxsize=256)
 def block_flops(model: Blueprint, seq_len: int) -> tuple[int, ...]:
     """The part of each block in flops_per_token."""
-    config = model.hyper_parameters
-    uneven, of_head = uneven_flops(config, seq_len), 6 * config.vocab_size * config.dim
-    equal = (flops_per_token(config, seq_len) - of_head - sum(uneven)) // config.n_layers
-    return tuple(equal + more for more in uneven)
+    return tuple(flops_of_blocks(model.hyper_parameters, seq_len))
 
 
 @lru_cache(maxsize=1024)  # a search plans the same stages many times

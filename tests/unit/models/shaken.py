@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from titanlite.models.experts import mixtures_of
 from titanlite.models.family import Family, LanguageModel
 from titanlite.models.init import init_parameters_
 
@@ -18,4 +19,7 @@ def perturbed_model(family: Family, config: Any) -> LanguageModel:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.3)
+        for mixture in mixtures_of([model]):
+            if mixture.bias is not None:
+                mixture.bias += 0.1 * torch.randn(mixture.bias.shape, generator=generator)
     return model

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from tests.plain_loss import cross_entropy_by_row
 from tests.unit.models.shaken import perturbed_model
 from titanlite.batch import IGNORE_INDEX
-from titanlite.models.family import Family, LanguageModel
+from titanlite.models.deepseek_v3 import DeepseekV3Config
+from titanlite.models.family import Family, LanguageModel, saved_tensors
 from titanlite.models.gemma2 import Gemma2Config
 from titanlite.models.gemma3 import Gemma3Config
 from titanlite.models.gpt_oss import GptOssConfig
@@ -107,6 +108,32 @@ GEMMA3 = Gemma3Config(
     rope_local_theta=100.0,
     rope_scaling_factor=8.0,
 )
+DEEPSEEK_V3 = DeepseekV3Config(
+    *(32, 3, 4, 4, 24, VOCAB_SIZE),
+    **SMALL,
+    n_experts=8,
+    n_active_experts=3,
+    balance_loss=0.0,
+    q_lora_rank=20,
+    kv_lora_rank=12,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=6,
+    v_head_dim=8,
+    n_dense_layers=1,
+    dense_ffn_dim=40,
+    n_shared_experts=2,
+    n_groups=4,
+    n_active_groups=2,
+)
+DEEPSEEK_V3_YARN = replace(
+    *(DEEPSEEK_V3,),
+    rope_scaling_factor=8.0,
+    rope_beta_fast=4.0,
+    rope_beta_slow=0.5,
+    rope_original_seq_len=32,
+    rope_mscale=0.7,
+    max_seq_len=256,
+)
 CASES = {
     "llama3": ("llama3", LLAMA3),
     "llama3, tied": ("llama3", replace(LLAMA3, tie_embeddings=True)),
@@ -151,6 +178,12 @@ CASES = {
     "gemma3, full attention": ("gemma3", replace(GEMMA3, full_interval=1, sliding_window=0)),
     "gemma3, tied and unscaled": ("gemma3", replace(GEMMA3, tie_embeddings=True, rope_scaling_factor=1.0)),
     "gemma3, windows and a cap": ("gemma3", replace(GEMMA3, full_interval=6, logit_cap=0.5)),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK_V3),
+    "deepseek_v3, scaled": ("deepseek_v3", DEEPSEEK_V3_YARN),
+    "deepseek_v3, plain queries, no groups": (
+        "deepseek_v3",
+        replace(DEEPSEEK_V3, q_lora_rank=0, n_groups=1, n_active_groups=1, n_dense_layers=0, tie_embeddings=True),
+    ),
     "olmoe": ("olmoe", OLMOE),
     "olmoe, tied": ("olmoe", replace(OLMOE, tie_embeddings=True)),
     "olmoe, no shared heads": ("olmoe", replace(OLMOE, n_kv_heads=4)),
@@ -167,6 +200,7 @@ MODULES = (
         "models.gemma2.modeling_gemma2",
         "models.gemma3.modeling_gemma3",
         "models.gpt_oss.modeling_gpt_oss",
+        "models.deepseek_v3.modeling_deepseek_v3",
     ),
     *("models.olmoe.modeling_olmoe", "modeling_rope_utils"),
 )
@@ -222,10 +256,11 @@ def transformers_model(family: Family, config: Any, model: LanguageModel, **chan
         transformers.AutoConfig.for_model(family.hugging_face.model_type, **fields)
     )
     other = other.to(torch.float64)
-    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    own = saved_tensors(model)
     weights = stored_tensors(own, family.hugging_face.names(config))
     with torch.no_grad():
-        parameters = stored(dict(other.named_parameters()), weights)
+        biases = {name: buffer for name, buffer in other.named_buffers() if name in weights}
+        parameters = stored({**dict(other.named_parameters()), **biases}, weights)
         assert parameters.keys() == weights.keys()
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
@@ -260,6 +295,7 @@ def differences(family: Family, config: Any, change: Callable[[nn.Module], None]
     loss.backward()
     mean.backward()
     names = family.hugging_face.names(config)
+    names = {name: stored for name, stored in names.items() if not name.endswith("feed_forward.bias")}  # no gradient
     expected_names = {each for name in names.values() for each in stored_names(name)}
     gradients = stored({name: parameter.grad for name, parameter in other.named_parameters()}, expected_names)
     found = {"logits": relative(logits, expected), "loss": relative(loss, mean)}
