@@ -103,6 +103,12 @@ GEMMA2 = ("model.family=gemma2", *GEMMA, "model.score_cap=0.2")
 GEMMA3 = ("model.family=gemma3", *GEMMA, "model.rope_local_theta=100.0", "model.rope_scaling_factor=8.0")
 GPT_OSS = ("model.family=gpt_oss", *EXPERTS[1:], *MISTRAL[2:], "model.full_interval=2")
 SMOLLM3 = ("model.family=smollm3", "model.no_rope_interval=2")
+DEEPSEEK_V3 = (
+    *("model.family=deepseek_v3", *EXPERTS[2:4], "model.n_kv_heads=4", "model.balance_loss=0.5", "model.bias_rate=0.0"),
+    *("model.n_groups=3", "model.n_active_groups=2", "model.n_shared_experts=2", "model.rope_scaling_factor=4.0"),
+    *("model.q_lora_rank=12", "model.kv_lora_rank=8", "model.qk_nope_head_dim=6", "model.qk_rope_head_dim=4"),
+    *("model.v_head_dim=6", "model.n_dense_layers=1", "model.dense_ffn_dim=20"),
+)
 GATHER = ("parallelism.context_parallel=gather",)
 EP, EP3, EP4 = ("parallelism.ep=2",), ("parallelism.ep=3",), ("parallelism.ep=4",)
 EPS = (*EP, *EP3, *EP4)
@@ -116,6 +122,7 @@ IMPLIED = (
     *OLMO3[1:],
     *GEMMA2[1:],
     *GEMMA3[1:],
+    *DEEPSEEK_V3[1:],
     *EIGHT,
     *EPS,
 )
@@ -131,6 +138,7 @@ SHORT = {
     GEMMA2[0]: "gemma2",
     GEMMA3[0]: "gemma3",
     GPT_OSS[0]: "gpt_oss",
+    DEEPSEEK_V3[0]: "deepseek_v3",
     "compile.enable=true": "compile",
     GATHER[0]: "gather",
     FULL[0]: "recompute full",
@@ -289,7 +297,8 @@ SOAK = (
     ),
     *(Layout((1, 1, 1, 2), (*family, *TIED, *CHUNKS), cp=2) for family in (GEMMA2, GEMMA3)),
     *(
-        Layout(mesh, (*GPT_OSS, *settings), cp=cp)
+        Layout(mesh, (*family, *settings), cp=cp)
+        for family in (GPT_OSS, DEEPSEEK_V3)
         for mesh, cp, settings in (
             ((1, 1, 2, 1), 1, FULL),
             ((1, 1, 2, 1), 1, EP),

@@ -200,6 +200,7 @@ def check(config: DeepseekV3Config, seq_len: int, tp: int, pp: int) -> list[Prob
 
 
 _LATENT_STYLES: dict[str, TensorStyle] = {
+    "layers.*.attention_norm": "norm",
     "layers.*.attention.wq_a": "positions",
     "layers.*.attention.q_norm": "norm",
     "layers.*.attention.wkv_a": "positions",
@@ -213,10 +214,10 @@ _LATENT_STYLES: dict[str, TensorStyle] = {
 
 def structure(config: DeepseekV3Config) -> Structure:
     styles = {name: style for name, style in EXPERT_STYLES.items() if ".attention" not in name}
-    styles |= {"layers.*.attention_norm": "norm"} | _LATENT_STYLES
+    styles |= _LATENT_STYLES
     if not config.q_lora_rank:
         styles = {name: style for name, style in styles.items() if not name.endswith((".wq_a", ".q_norm"))}
-    dense = {name: style for name, style in TENSOR_STYLES.items() if ".feed_forward" in name}
+    dense = {name: style for name, style in TENSOR_STYLES.items() if ".feed_forward." in name}
     for index in range(config.n_dense_layers):
         styles |= {name.replace("*", str(index)): style for name, style in dense.items()}
     if config.n_shared_experts:

@@ -131,7 +131,7 @@ def _normalize_together(norm: WideNorm, x: Tensor) -> Tensor:
 
 def _whole_rows(module: WholeRows, *parts: Tensor) -> tuple[Tensor, ...]:
     joined: Tensor = _GatherSequence.apply(torch.cat(parts, dim=-1), _group(module))  # type: ignore[no-untyped-call]
-    return joined.split([part.shape[-1] for part in parts], dim=-1)
+    return torch.split(joined, [part.shape[-1] for part in parts], dim=-1)
 
 
 def _project_own_positions(linear: nn.Linear, x: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def _read_own(scalar: Scalar) -> Tensor:
     return local_weight(scalar.weight)
 
 
-_STYLES: dict[TensorStyle, tuple[type[nn.Module], dict[str, Placement], Callable[..., Tensor] | None]] = {
+_STYLES: dict[TensorStyle, tuple[type[nn.Module], dict[str, Placement], Callable[..., Any] | None]] = {
     "vocabulary": (nn.Embedding, {"weight": Shard(0)}, _look_up),
     "norm": (RMSNorm, {"weight": Replicate()}, _normalize),
     "head_norm": (RMSNorm, {"weight": Replicate()}, _normalize),
