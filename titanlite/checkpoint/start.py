@@ -221,7 +221,7 @@ class StartFinder:
         tensors = {
             name.removeprefix(MODEL): tensor
             for name, tensor in self.state.model().items()
-            if name not in self.state.buffers
+            if name not in self.state.buffers or name.removeprefix(MODEL) in folder.tensors
         }
 
         def fill() -> int:

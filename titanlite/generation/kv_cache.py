@@ -11,6 +11,7 @@ from titanlite.models.attention import AttentionMask, attend, attend_to_scores, 
 from titanlite.models.capped_attention import capped_attention
 from titanlite.models.decoder import Decoder
 from titanlite.models.family import LanguageModel
+from titanlite.models.latent_attention import LatentAttention
 from titanlite.models.layers import Attention
 from titanlite.parallel.own_code import has_own_code, replaced
 
@@ -109,10 +110,14 @@ class Rereading:
 
 class KeyValueCache:
     """Replaces the `attend` of one Attention: attends to all columns read so far, in buffers of the full capacity; with
-    a window, to the last ones, in buffers of up to two windows, or of one and the columns read at once."""
+    a window, to the last ones, in buffers of up to two windows, or of one and the columns read at once.
 
-    def __init__(self, reading: Reading) -> None:
+    latent: width of values that are the first numbers of their keys, so that they need no buffer; 0: they are not.
+    """
+
+    def __init__(self, reading: Reading, latent: int = 0) -> None:
         self._reading = reading
+        self._latent = latent
         self._window = 0
         self._first = 0  # the column at which the buffers begin
         self._keys: Tensor | None = None
@@ -141,13 +146,14 @@ class KeyValueCache:
         is_full = self._keys is None or end - self._first > self._keys.shape[2]
         first = seen if is_full or reading.columns == 0 else self._first
         keys = self._keys = self._append(self._keys, keys, first, size)
-        values = self._values = self._append(self._values, values, first, size)
+        values = self._values = keys if self._latent else self._append(self._values, values, first, size)
         self._first = first
         keys, values = (x[:, :, seen - first : end - first] for x in (keys, values))
         if cap:
             capped: Tensor = capped_attention(queries, keys, values, own, 0, cap)[0]
             return capped
-        return attend_to_scores(queries, keys, values, own, is_causal=own is None and count > 1, sinks=sinks)
+        out = attend_to_scores(queries, keys, values, own, is_causal=own is None and count > 1, sinks=sinks)
+        return out[..., : self._latent] if self._latent else out
 
     def _append(self, buffer: Tensor | None, new: Tensor, first: int, size: int) -> Tensor:
         """The buffer (rows, heads, columns, head_dim), from column `first` on, with the new columns written into it; at
@@ -178,13 +184,22 @@ def remembering(model: LanguageModel, padding: Sequence[int], capacity: int) -> 
     kernels = [layer.attend for layer in layers]
     reading = Reading(model, padding, capacity)
     for layer in layers:
-        layer.attend = cache = KeyValueCache(reading)
+        latent = layer.kv_rank if isinstance(layer, LatentAttention) else 0
+        layer.attend = cache = KeyValueCache(reading, latent)
         reading.caches.append(cache)
     try:
+        _set_latents(layers, read=True)
         yield reading
     finally:
+        _set_latents(layers, read=False)
         for layer, kernel in zip(layers, kernels, strict=True):
             layer.attend = kernel
+
+
+def _set_latents(layers: Sequence[Attention], *, read: bool) -> None:
+    for layer in layers:
+        if isinstance(layer, LatentAttention):
+            layer.reads_latents = read
 
 
 def _is_cacheable(model: Decoder, layers: Sequence[Attention]) -> bool:
@@ -206,5 +221,5 @@ def _is_cacheable(model: Decoder, layers: Sequence[Attention]) -> bool:
     return torch.allclose(one, other)
 
 
-def _without_attention(queries: Tensor, *_others: Any, **_options: Any) -> Tensor:
-    return torch.zeros_like(queries)
+def _without_attention(queries: Tensor, _keys: Tensor, values: Tensor, *_others: Any, **_options: Any) -> Tensor:
+    return queries.new_zeros(*queries.shape[:-1], values.shape[-1])

@@ -31,7 +31,7 @@ from titanlite.hf.safetensors import (
     read_header,
     read_object,
 )
-from titanlite.models.family import FAMILIES, Family, StoredName, StoredPart
+from titanlite.models.family import CHOICE_BIAS, FAMILIES, Family, StoredName, StoredPart, saved_tensors
 from titanlite.models.hugging_face import stored_names, unknown_fields
 from titanlite.models.init import local_region
 from titanlite.runtime.errors import UserError
@@ -52,6 +52,8 @@ _OF_TEXT = re.compile(r"(?:language_model\.|(model\.)language_model\.)(.+)")
 """Names of the text model's tensors in a model that wraps it, in both forms that transformers has had."""
 _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _MAX_FAULTS = 8
+_MAX_FURTHER = 64
+"""Layers that predict further tokens: of all published models, one has at most a few."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ class ModelFolder:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        return {tensor.dtype for tensor in self.tensors.values()}
+        """Those of the parameters."""
+        return {tensor.dtype for name, tensor in self.tensors.items() if not name.endswith(CHOICE_BIAS)}
 
     def describe(self, dtype: torch.dtype) -> str:
         """One line about the tensors and their conversion to parameters of `dtype`."""
@@ -157,6 +160,9 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
         fields, (found, left_out) = _text_fields(fields), _text_tensors(found)
     family, hyper_parameters = _model_of(name, fields, len(found))
     names = family.exported.names(hyper_parameters)
+    further = _of_further_layers(fields, found)
+    found = {each: tensor for each, tensor in found.items() if each not in further}
+    left_out += further
     tied = None
     stored = dict.fromkeys(theirs for name in names.values() for theirs in stored_names(name))
     if EMBEDDING in stored and OUTPUT not in stored:
@@ -275,6 +281,15 @@ def _text_tensors(found: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTe
     return tensors, tuple(name for name in found if name not in own and name != OUTPUT)
 
 
+def _of_further_layers(fields: Mapping[str, Any], found: Collection[str]) -> tuple[str, ...]:
+    """The names of the tensors of layers that predict further tokens, behind those of the model."""
+    count, further = fields.get("num_hidden_layers"), fields.get("num_nextn_predict_layers")
+    if type(count) is not int or type(further) is not int:
+        return ()
+    numbers = {f"model.layers.{index}" for index in range(count, min(count + further, count + _MAX_FURTHER))}
+    return tuple(name for name in found if ".".join(name.split(".")[:3]) in numbers)
+
+
 def shard_of_tensors(index: Mapping[str, Any]) -> dict[str, str]:
     """The file of each tensor, from the content of an index file. Raises UserError that names the invalid entry."""
     weight_map = index.get("weight_map")
@@ -336,7 +351,7 @@ def _shapes(family: Family, hyper_parameters: Any) -> dict[str, tuple[int, ...]]
     with torch.device("meta"):
         model = family.build(hyper_parameters)
     model.tie_weights()
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return {name: tuple(tensor.shape) for name, tensor in saved_tensors(model).items()}
 
 
 def _faults(

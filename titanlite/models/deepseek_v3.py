@@ -19,7 +19,7 @@ from titanlite.models.decoder import (
     init,
 )
 from titanlite.models.experts import MixtureOfExperts
-from titanlite.models.family import Family, StoredName, Structure, TensorStyle
+from titanlite.models.family import CHOICE_BIAS, Family, StoredName, Structure, TensorStyle
 from titanlite.models.hugging_face import EXPERT_NAMES, PRE_NORM_NAMES, YARN, DecoderFormat, expert_names, read_field
 from titanlite.models.latent_attention import LatentAttention
 from titanlite.models.layers import FeedForward, YarnScaling
@@ -247,7 +247,7 @@ def _written(config: DeepseekV3Config) -> dict[str, Any]:
     both = {} if scaling is None else {"rope_scaling": scaling | {"mscale_all_dim": config.rope_mscale}}
     # head_dim: that of rotary embeddings, for transformers
     widths = {"head_dim": config.qk_rope_head_dim, "qk_head_dim": config.head_dim}
-    return both | widths | {"q_lora_rank": config.q_lora_rank or None}
+    return both | widths | {"q_lora_rank": config.q_lora_rank or None, "num_nextn_predict_layers": 0}
 
 
 def _block(config: DeepseekV3Config, index: int) -> dict[str, StoredName]:
@@ -266,7 +266,7 @@ def _block(config: DeepseekV3Config, index: int) -> dict[str, StoredName]:
         names |= {f"{ours}.{own}": f"{theirs}.{stored}" for own, stored in EXPERT_NAMES.items()}
     found: dict[str, StoredName] = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in names.items()}
     if has_experts:
-        found |= expert_names(config.n_experts) | {"feed_forward.bias": "mlp.gate.e_score_correction_bias"}
+        found |= expert_names(config.n_experts) | {CHOICE_BIAS: "mlp.gate.e_score_correction_bias"}
     return found
 
 

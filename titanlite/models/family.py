@@ -238,6 +238,15 @@ def copies_in(model_parts: Iterable[nn.Module], pp_rank: int) -> set[str]:
     return {name for each in holders for name, ranks in each.items() if ranks[0] != pp_rank}
 
 
+CHOICE_BIAS = "feed_forward.bias"
+"""End of the name of the biases that experts are chosen by, a buffer."""
+
+
+def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a saved tensor of a model in `dtype`: biases that experts are chosen by are always in float32."""
+    return torch.float32 if name.endswith(CHOICE_BIAS) else dtype
+
+
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of checkpoints by name: parameters and persistent buffers, without their autograd graph."""
     found = {name: parameter.data for name, parameter in model.named_parameters()}

@@ -61,7 +61,14 @@ NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id":
 
 _READ_ELSEWHERE = (
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "layer_types", "quantization_config"),
-    *("num_local_experts", "output_router_logits", "attn_logit_softcapping", "use_sliding_window", "wrapper"),
+    *(
+        "num_nextn_predict_layers",
+        "num_local_experts",
+        "output_router_logits",
+        "attn_logit_softcapping",
+        "use_sliding_window",
+        "wrapper",
+    ),
 )
 _NOT_OF_THE_MODEL = (
     *("model_type", "architectures", "_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"),

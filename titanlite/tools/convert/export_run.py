@@ -15,7 +15,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.hf.folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from titanlite.hf.generation_defaults import GENERATION_FILE, read_generation_defaults, with_eos
 from titanlite.hf.safetensors import SUFFIX, write_tensors
-from titanlite.models.family import StoredName
+from titanlite.models.family import StoredName, stored_dtype
 from titanlite.models.hugging_face import stored_names, stored_tensors
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
@@ -96,13 +96,13 @@ def _write_weights(run: SavedRun, folder: Path, dtype: torch.dtype, shard_bytes:
     names = run.family.exported.names(run.hyper_parameters)
     assert names.keys() <= shapes.keys(), "the family maps a name that the run does not have"
     _require_no_others(run, {name: shape for name, shape in shapes.items() if name not in names})
-    sizes = {name: prod(shapes[name]) * dtype.itemsize for name in names}
+    sizes = {name: prod(shapes[name]) * stored_dtype(name, dtype).itemsize for name in names}
     shards = list(_shards(_together(names, sizes), sizes, shard_bytes))
     count, stem = len(shards), SINGLE_FILE.removesuffix(SUFFIX)
     files = [f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]
     files = files if count > 1 else [SINGLE_FILE]
     for file, shard in zip(files, shards, strict=True):
-        tensors = {name: torch.empty(shapes[name], dtype=dtype) for name in shard}
+        tensors = {name: torch.empty(shapes[name], dtype=stored_dtype(name, dtype)) for name in shard}
         run.load(tensors)
         _require_finite(tensors, dtype)
         write_tensors(folder / file, _stored(tensors, names))

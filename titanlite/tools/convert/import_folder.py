@@ -27,7 +27,7 @@ from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.hf.folder import ModelFolder
 from titanlite.hf.generation_defaults import GENERATION_FILE
 from titanlite.metrics.meter import MeterState
-from titanlite.models.family import ModelConfig
+from titanlite.models.family import ModelConfig, stored_dtype
 from titanlite.precision import DTYPES, DtypeName
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
@@ -112,13 +112,13 @@ class _Weights(Mapping[str, Tensor]):
 
     def without_values(self) -> dict[str, Tensor]:
         return {
-            MODEL + name: torch.empty(stored.shape, dtype=self._dtype, device="meta")
+            MODEL + name: torch.empty(stored.shape, dtype=stored_dtype(name, self._dtype), device="meta")
             for name, stored in self._source.tensors.items()
         }
 
     def __getitem__(self, name: str) -> Tensor:
         own_name = name.removeprefix(MODEL)
-        tensor = torch.empty(self._source.tensors[own_name].shape, dtype=self._dtype)
+        tensor = torch.empty(self._source.tensors[own_name].shape, dtype=stored_dtype(name, self._dtype))
         self._source.fill_({own_name: tensor})
         if first_not_finite({own_name: tensor}) is not None:
             raise UserError(f"{self._source.name}: {own_name} has values that are not finite in {self._dtype}")

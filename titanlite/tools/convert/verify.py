@@ -10,7 +10,7 @@ from torch import Tensor
 
 from titanlite.generation.model import empty_model
 from titanlite.hf.folder import open_folder
-from titanlite.models.family import FAMILIES, Family, LanguageModel
+from titanlite.models.family import FAMILIES, Family, LanguageModel, saved_tensors
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.memory import available_memory_bytes
 from titanlite.runtime.plugins import is_registered
@@ -84,7 +84,12 @@ def verify(run: SavedRun, folder: Path, dtype: torch.dtype) -> str:
     own = run.model(_CPU, dtype)
     _require_same_bits(own, folder)
     own = own.to(compute)
+    parameters = {name for name, _ in own.named_parameters()}
+    buffers = {name: tensor.clone() for name, tensor in saved_tensors(own).items() if name not in parameters}
     own.init_buffers(_CPU)
+    for name, tensor in saved_tensors(own).items():
+        if name in buffers:
+            tensor.copy_(buffers[name])
     expected = own(tokens)
     del own
     by, found = _logits_of_folder(folder, compute, tokens)
@@ -133,10 +138,11 @@ def _require_same_bits(own: LanguageModel, folder: Path) -> None:
     Reads one tensor at a time.
     """
     found = open_folder(folder.name, folder)
-    for name, parameter in own.named_parameters():
-        written = torch.empty_like(parameter)
+    tensors = saved_tensors(own)
+    for name in found.tensors:
+        written = torch.empty_like(tensors[name])
         found.fill_({name: written})
-        if not torch.equal(written, parameter):
+        if not torch.equal(written, tensors[name]):
             raise UserError(
                 f"the export failed: values of {name} in the folder differ from the run's; the exported folder was "
                 "deleted. Check the disk, and export again"
@@ -149,7 +155,8 @@ def _logits_of_folder(folder: Path, compute: torch.dtype, tokens: Tensor) -> tup
     found = open_folder(folder.name, folder)
     if not _has_transformers():
         model = empty_model(found.family, found.hyper_parameters, _CPU, compute).eval()
-        found.fill_({name: parameter.data for name, parameter in model.named_parameters()})
+        tensors = saved_tensors(model)
+        found.fill_({name: tensors[name] for name in found.tensors})
         return "titanlite (transformers is not installed)", model(tokens)
     import transformers
 
