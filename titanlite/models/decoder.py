@@ -393,11 +393,17 @@ def uneven_flops(config: Any, seq_len: int) -> list[int]:
 
 
 _SIZE = Range("a positive number in this range", least=1, most=2**31 - 1)
+_NUMBER = replace(_SIZE, least=0)
 _FACTOR = Range("leave it out for the default", above=0, below=math.inf)
 _COEFFICIENT = Range("0.0 for none; 0.001 is usual", least=0, below=math.inf)
 RANGES = {
     **dict.fromkeys(("dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len"), _SIZE),
     **dict.fromkeys(("n_active_experts", "rope_original_seq_len", "query_pre_attn_scalar"), _SIZE),
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "dense_ffn_dim"), _SIZE),
+    **dict.fromkeys(("n_groups", "n_active_groups"), replace(_SIZE, remedy="1 for no groups")),
+    **dict.fromkeys(
+        ("q_lora_rank", "n_dense_layers", "n_shared_experts"), replace(_SIZE, least=0, remedy="0 for none")
+    ),
     "n_layers": replace(_SIZE, most=10_000),
     "no_rope_interval": Range(
         "a number above model.n_layers for rotary embeddings in all layers", least=2, most=2**31 - 1
@@ -407,7 +413,7 @@ RANGES = {
     "sliding_window": Range("0 for none", least=0, most=2**31 - 1),
     "n_experts": Range("another family, such as qwen3, has one feed-forward layer per block", least=2, most=2**31 - 1),
     **dict.fromkeys(("norm_eps", "rope_low_freq_factor", "rope_high_freq_factor"), _FACTOR),
-    **dict.fromkeys(("rope_beta_fast", "rope_beta_slow"), _FACTOR),
+    **dict.fromkeys(("rope_beta_fast", "rope_beta_slow", "rope_mscale", "route_scale"), _FACTOR),
     **dict.fromkeys(("rope_theta", "rope_local_theta"), replace(_FACTOR, above=1)),
     "rope_scaling_factor": Range("1.0 for no scaling", least=1, below=math.inf),
     **dict.fromkeys(("balance_loss", "z_loss"), _COEFFICIENT),

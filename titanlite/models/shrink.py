@@ -5,6 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 TINY_HEAD_DIM = 8
+TINY_WIDTHS = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6}
+"""Largest widths of latent attention."""
 
 
 def shrink_model(config: Any, ranks: int) -> Any:
@@ -22,6 +24,11 @@ def shrink_model(config: Any, ranks: int) -> Any:
     if "head_dim" in vars(config):
         dim = size_alike(config.dim, 3 * head_dim, ranks)
         counts["head_dim"] = head_dim
+    own = vars(config)
+    counts |= {name: min(own[name], width) for name, width in TINY_WIDTHS.items() if name in own}
+    if "dense_ffn_dim" in own:
+        counts["n_dense_layers"] = min(config.n_dense_layers, counts["n_layers"] // 2)
+        counts["dense_ffn_dim"] = size_alike(config.dense_ffn_dim, 2 * dim, ranks)
     return replace(config, **counts, dim=dim, ffn_dim=size_alike(config.ffn_dim, 2 * dim, ranks))
 
 

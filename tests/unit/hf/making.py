@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from titanlite.models.family import Family
+from titanlite.models.family import Family, saved_tensors, stored_dtype
 from titanlite.models.hugging_face import stored_tensors
 from titanlite.models.registry import FAMILIES
 from titanlite.models.shrink import shrink_model
@@ -29,7 +29,7 @@ def weights(family: Family, config: Any, seed: int = 0) -> dict[str, Tensor]:
     model.tie_weights()
     return {
         name: torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
-        for name, parameter in model.named_parameters()
+        for name, parameter in saved_tensors(model).items()
     }
 
 
@@ -40,7 +40,7 @@ def write_model(
     found = FAMILIES[family]
     config = tiny(found, **changes)
     names = found.hugging_face.names(config)
-    own = {name: tensor.to(dtype) for name, tensor in weights(found, config).items()}
+    own = {name: tensor.to(stored_dtype(name, dtype)) for name, tensor in weights(found, config).items()}
     tensors = {
         theirs: part.clone(memory_format=torch.contiguous_format) for theirs, part in stored_tensors(own, names).items()
     }

@@ -19,6 +19,7 @@ from titanlite.generation.model import empty_model
 from titanlite.hf.folder import open_folder
 from titanlite.hf.generation_defaults import GenerationDefaults, read_generation_defaults, with_eos
 from titanlite.hf.safetensors import read_box_
+from titanlite.models.family import saved_tensors
 from titanlite.models.hugging_face import parameter_of, stored_tensors
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
@@ -237,7 +238,7 @@ def test_all_tensors_are_read_into_the_model(tmp_path: Path, family: str, shards
     folder = open_folder("it", tmp_path / "it")
     names = folder.family.hugging_face.names(folder.hyper_parameters)
     model = empty_model(folder.family, folder.hyper_parameters, torch.device("cpu"), torch.float32)
-    own = {name: parameter.data for name, parameter in model.named_parameters()}
+    own = saved_tensors(model)
     with opened_files() as opened:
         read = folder.fill_(own)
     assert {os.path.dirname(path) for path in opened} == {str(tmp_path / "it")}

@@ -19,7 +19,7 @@ from titanlite.config.describe import field_texts
 from titanlite.config.load import load_config
 from titanlite.generation.generate import Sampling, generate
 from titanlite.models.experts import Experts
-from titanlite.models.family import Family, LanguageModel
+from titanlite.models.family import CHOICE_BIAS, Family, LanguageModel, saved_tensors
 from titanlite.models.init import init_parameters_
 from titanlite.models.registry import FAMILIES
 from titanlite.models.shrink import shrink_model
@@ -86,6 +86,8 @@ def test_flops_match_the_counter_of_torch(family: Family, tied: bool) -> None:
     """Exactly the count of torch's FLOP counter, with attention as plain matrix products."""
     heads = {"n_heads": 4, "n_kv_heads": 4}  # with shared heads, the counter would miss their copies
     config = small(family, tie_embeddings=tied, **heads)
+    if config.value_dim < config.head_dim:  # they are padded, and count
+        config = replace(config, v_head_dim=config.head_dim)
     model, tokens = perturbed_model(family, config), some_tokens(2, 16)
     with FlopCounterMode(display=False, custom_mapping=KERNELS) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens).sum().backward()
@@ -102,7 +104,7 @@ def test_every_parameter_has_a_tensor_style(family: Family) -> None:
     assert tensor_style(structure, "layers.1.attention.wo") == "row"
     assert tensor_style(structure, "layers.1.attention.wo.weight") is None
     modules = dict(model.named_modules())
-    unused = [style for style in structure.tensor_styles if style.replace("*", "1") not in modules]
+    unused = [style for style in structure.tensor_styles if style.replace("*", str(config.n_layers - 1)) not in modules]
     assert unused == []
 
 
@@ -161,7 +163,8 @@ def test_a_model_from_the_meta_device_is_the_same(family: Family, tied: bool) ->
         init_parameters_(one, 1, partial(family.init, config))
     assert ("output.weight" in dict(model.named_parameters())) != tied
     assert torch.equal(model(some_tokens(1, 8)), direct(some_tokens(1, 8)))
-    assert model.state_dict().keys() == dict(model.named_parameters(remove_duplicate=False)).keys()
+    others = {name for name in saved_tensors(model) if name.endswith(CHOICE_BIAS)}
+    assert model.state_dict().keys() == dict(model.named_parameters(remove_duplicate=False)).keys() | others
 
 
 @every_family
@@ -197,7 +200,9 @@ def test_cached_generation_equals_a_full_forward_pass(family: Family) -> None:
 @every_family
 def test_a_bfloat16_model_computes_in_bfloat16_outside_float32_islands(family: Family) -> None:
     config = small(family)
-    config = replace(config, n_active_experts=config.n_experts) if config.n_experts > 1 else config  # no near ties
+    if config.n_experts > 1:  # no near ties
+        groups = {"n_active_groups": config.n_groups} if config.n_groups > 1 else {}
+        config = replace(config, n_active_experts=config.n_experts, **groups)
     exact, rounded = perturbed_model(family, config), perturbed_model(family, config).bfloat16()
     rounded.init_buffers(CPU)
     with torch.no_grad():
@@ -225,6 +230,10 @@ def table(first: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in rest.partition("\n\n")[0].split("\n")[2:]]
 
 
+NORMS = {"head_norm": "each head", "wide_norm": "all heads", "whole_rows": "latent vectors"}
+"""Of queries and keys, by a style that families with them have."""
+
+
 def features(family: Family) -> list[str]:
     config = family.flavors["debug"]
     parameters = [name for name, _ in on_meta(family, config).named_parameters()]
@@ -244,11 +253,17 @@ def features(family: Family) -> list[str]:
         next((name for key, name in scaling.items() if hasattr(config, key)), ""),
         "some layers" if hasattr(config, "no_rope_interval") else "",
         ", ".join(each for each in biases if each),
-        "each head" if "head_norm" in styles else "all heads" if "wide_norm" in styles else "",
+        "latent vectors"
+        if "whole_rows" in styles
+        else "each head"
+        if "head_norm" in styles
+        else "all heads"
+        if "wide_norm" in styles
+        else "",
         " and ".join(place for place, norm in norms.items() if f"layers.0.{norm}.weight" in parameters),
         ", ".join(name for name, cap in caps.items() if cap),
         "yes" if "heads" in styles else "",
-        "yes" if config.n_experts > 1 else "",
+        "all blocks but the first" if config.n_dense_layers else "yes" if config.n_experts > 1 else "",
         ", ".join(name for name, flavor in family.flavors.items() if flavor.tie_embeddings),
     ]
 

@@ -66,6 +66,9 @@ PUBLISHED: dict[tuple[str, str], tuple[Any, ...]] = {  # parameters, then SIZES
     ("gpt_oss", "debug"): (8_140_080, 256, 4, 4, 2, 256, False),
     ("gpt_oss", "20B"): (20_914_757_184, 2880, 24, 64, 8, 2880, False),
     ("gpt_oss", "120B"): (116_829_156_672, 2880, 36, 64, 8, 2880, False),
+    ("deepseek_v3", "debug"): (4_653_952, 256, 4, 4, 4, 128, False),
+    ("deepseek_v3", "16B-A3B"): (15_960_108_544, 2048, 27, 16, 16, 1408, False),
+    ("deepseek_v3", "671B-A37B"): (671_026_404_352, 7168, 61, 128, 128, 2048, False),
     ("olmoe", "1B-7B"): (6_919_161_856, 2048, 16, 16, 16, 1024, False),
 }
 LLAMA3 = {"norm_eps": 1e-5, "rope_theta": 500_000.0, "max_seq_len": 131_072, "rope_original_seq_len": 8192}
@@ -89,21 +92,23 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "gemma3": GEMMA | {"rope_theta": 1_000_000.0, "rope_local_theta": 10_000.0, "logit_cap": 0.0},
     "gpt_oss": GPT_OSS | {"vocab_size": 201_088, "head_dim": 64, "n_active_experts": 4},
     "olmoe": OLMOE | {"vocab_size": 50_304, "n_experts": 64},
+    "deepseek_v3": {"bias_rate": 0.001, "scoring": "sigmoid", "rope_mscale": 1.0},
 }
 OF_DEBUG = {"vocab_size": 2000, "head_dim": 64, "n_experts": 8, "n_active_experts": 2}
 LLAMA3_FACTORS = {"debug": 1.0, "1B": 32.0, "3B": 32.0, "8B": 8.0, "70B": 8.0, "405B": 8.0}
 
 
 def count_parameters(family: Family, config: Any) -> int:
-    """Count a configuration's parameters from models of one and two blocks on the meta device; all blocks are alike."""
-    counts = []
-    for n_layers in (1, 2):
+    """Count a configuration's parameters from models of one and two blocks on the meta device behind the first ones
+    that differ; all others are alike."""
+    counts, first = [], config.n_dense_layers + 1
+    for n_layers in (first, first + 1):
         with torch.device("meta"):
             model = family.build(replace(config, n_layers=n_layers))
         assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
         counts.append(sum(parameter.numel() for parameter in model.parameters()))
     one, two = counts
-    return one + (config.n_layers - 1) * (two - one)
+    return one + (config.n_layers - first) * (two - one)
 
 
 def test_published_sizes_cover_every_flavor() -> None:
@@ -191,6 +196,22 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [  # family, overrides, keys of
     ),
     *(("gemma3", {name: 0.5}, name) for name in ("rope_local_theta", "rope_scaling_factor")),
     *(("olmoe", {name: 1.0}, name) for name in ("bias_rate", "rope_theta")),
+    *(
+        ("deepseek_v3", {name: value}, name)
+        for name, value in {
+            "n_kv_heads": 2,
+            "n_groups": 3,
+            "n_active_groups": 5,
+            "n_active_experts": 5,
+            "n_dense_layers": 4,
+            "qk_rope_head_dim": 7,
+            "v_head_dim": 65,
+            "z_loss": 0.1,
+            "route_scale": 0.0,
+            "q_lora_rank": -1,
+        }.items()
+    ),
+    ("deepseek_v3", {"n_groups": 8}, "n_groups"),
 ]
 
 
