@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.custom_loss import LOSS, registered
 from tests.distributed.gradients import build_on_mesh
-from tests.distributed.layouts import EXPERTS, FULL, GATHER, OLMOE, TIED
+from tests.distributed.layouts import DEEPSEEK_V3, EXPERTS, FULL, GATHER, OLMOE, TIED
 from tests.distributed.reference import global_batch, rank_batches, small_config
 from tests.pool import run_ranks
 from titanlite.planning.communication import Traffic
@@ -56,6 +56,12 @@ SOAK = [
     ["parallelism.cp=2", *DEEP],
     ["parallelism.cp=2", "activation_checkpoint.mode=full", *EP],
     ["parallelism.pp=2", *TIED, *DEEP],
+    [*DEEPSEEK_V3, *TP],
+    [*DEEPSEEK_V3, "activation_checkpoint.mode=full", *TP],
+    [*DEEPSEEK_V3, "activation_checkpoint.mode=selective", *TP],
+    [*DEEPSEEK_V3, "parallelism.cp=2", *DEEP],
+    [*DEEPSEEK_V3, "parallelism.cp=2", *GATHER, *DEEP],
+    [*DEEPSEEK_V3, "parallelism.ep=2", "activation_checkpoint.mode=full", *DEEP],
 ]
 
 LAYOUTS: dict[int, list[list[str]]] = {

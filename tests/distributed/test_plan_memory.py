@@ -45,6 +45,9 @@ OLMO3 = ["model.family=olmo3", "model.sliding_window=64", "model.full_interval=2
 GEMMA2 = ["model.family=gemma2", *MISTRAL[1:]]
 GPT_OSS = ["model.family=gpt_oss", *EXPERTS[1:], *MISTRAL[1:], "model.full_interval=2"]
 OLMOE = ["model.family=olmoe", *EXPERTS[1:]]
+DEEPSEEK_V3 = ["model.family=deepseek_v3", *EXPERTS[1:], "model.n_kv_heads=4", "model.dense_ffn_dim=384"]
+DEEPSEEK_V3 += ["model.qk_nope_head_dim=32", "model.qk_rope_head_dim=16", "model.v_head_dim=32", "model.bias_rate=0.0"]
+DEEPSEEK_V3 += ["model.q_lora_rank=96", "model.kv_lora_rank=48"]
 DTYPE = {
     "float32": ["training.dtype=float32"],
     "bfloat16": ["training.dtype=float32", "training.mixed_precision_param=bfloat16"],
@@ -65,9 +68,11 @@ KEPT_LAYOUTS = {
     "1 process, gemma2": (1, GEMMA2),
     "1 process, experts": (1, EXPERTS),
     "1 process, gpt_oss": (1, GPT_OSS),
+    "1 process, deepseek_v3": (1, DEEPSEEK_V3),
     "tp 2, experts": (2, [*EXPERTS, "parallelism.tp=2"]),
     "ep 2, experts": (2, [*EXPERTS, "parallelism.ep=2", "parallelism.fsdp_reshard_after_forward=never"]),
     "tp 2, olmoe": (2, [*OLMOE, "parallelism.tp=2"]),
+    "tp 2, deepseek_v3": (2, [*DEEPSEEK_V3, "parallelism.tp=2"]),
     "cp 2": (2, ["parallelism.cp=2", "parallelism.fsdp_reshard_after_forward=never"]),
     "cp 2, gather": (2, ["parallelism.cp=2", *GATHER, "parallelism.fsdp_reshard_after_forward=never"]),
 }

@@ -2,10 +2,19 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from titanlite.models.attention import MaskForm
 from titanlite.models.family import DecoderConfig, Structure
 from titanlite.models.head import PART_IDS
+
+
+class BlockKind(NamedTuple):
+    """What decides the work and the memory of a block. window: of its attention; 0: none, or one of an entire row.
+    is_dense: whether it has one feed-forward layer in a model with experts."""
+
+    window: int
+    is_dense: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,9 +47,12 @@ class MicrobatchShape:
         """Of one rank."""
         return self.rows * self.seq_len // self.cp
 
-    def windows(self, config: DecoderConfig) -> tuple[int, ...]:
-        """The window of each layer; 0 if it has none, or one of an entire row."""
-        return tuple(window if window < self.seq_len else 0 for window in config.windows)
+    def kinds(self, config: DecoderConfig) -> tuple[BlockKind, ...]:
+        """That of each layer."""
+        return tuple(
+            BlockKind(window if window < self.seq_len else 0, index < config.n_dense_layers)
+            for index, window in enumerate(config.windows)
+        )
 
     def uses_bands(self, config: DecoderConfig, window: int) -> bool:
         """Whether attention with this window computes bands, for which it copies keys and values. With a cap of the
@@ -95,11 +107,13 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
     wide = max(size, 4)  # bytes per element of the operations in at least float32
     residual = positions * config.dim * size // tp
     gathered = positions * config.dim * size
-    heads = positions * (query_dim + 2 * kv_dim) * size // tp  # queries, keys, values
+    latent = "whole_rows" in structure.tensor_styles.values()
+    projected = _latent_products(config) if latent else query_dim + 2 * kv_dim  # queries, keys, values
+    heads = positions * projected * size // tp
     attended = positions * query_dim * size // tp
     # copies in a wider dtype: saved in place of queries, keys and values, and beside the result, as after an exchange
     wider = shape.attention_bytes / size
-    windows = shape.windows(config)
+    kinds = shape.kinds(config)
 
     def attention(window: int) -> int:
         queries, keys, band = 1.0, 1.0, 0
@@ -111,11 +125,16 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
             band = 2 * window**2 * shape.attention_bytes if shape.mask is None else 0
         inputs = positions * (queries * query_dim + 2 * keys * rows_of_keys * n_kv_heads * config.head_dim) * size / tp
         is_copied = wider > 1 or exchanges_heads or shape.uses_bands(config, window)
-        return int(inputs * wider) + attended + (int(attended * wider) if is_copied else 0) + band
+        # narrower values, of whose result the padding is cut off
+        cut = positions * config.n_heads * config.value_dim * size // tp if config.value_dim < config.head_dim else 0
+        return int(inputs * wider) + attended + (int(attended * wider) if is_copied else 0) + cut + band
 
     logsumexp = positions * config.n_heads * wide // tp
     n_active = config.n_active_experts
-    hidden = n_active * positions * config.ffn_dim * size // tp
+    n_used = n_active + config.n_shared_experts
+    sparse = n_used * positions * config.ffn_dim * size // tp
+    dense = positions * config.dense_ffn_dim * size // tp
+    hidden = max(sparse, dense)
     norm = _norm_bytes(config.dim, positions // tp, size, wide)
     styles = structure.tensor_styles.values()
     head_norm = 0
@@ -123,10 +142,14 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
         head_norm = _norm_bytes(config.head_dim, positions * (config.n_heads + config.n_kv_heads) // tp, size, wide)
     if "wide_norm" in styles:
         head_norm = sum(_norm_bytes(dim // tp, positions, size, wide) for dim in (query_dim, kv_dim))
+    if latent:
+        head_norm = _latent_bytes(config, positions, tp, size, wide)
     # of wo and w2, before and after the reduction
-    row_outputs = (1 + n_active) * gathered + (2 * residual if tp > 1 else 0)
+    n_outputs = 1 + n_active + (config.n_shared_experts > 0)
+    row_outputs = n_outputs * gathered + ((n_outputs - n_active + 1) * residual if tp > 1 else 0)
     has_experts = config.n_experts > 1
-    scores = positions * config.n_experts * wide if has_experts else 0
+    # probabilities; of a sigmoid also scores and probabilities that add up to 1
+    scores = positions * config.n_experts * wide * (3 if config.scoring == "sigmoid" else 1) if has_experts else 0
     # the rows by expert, their results by position in the wide dtype; per choice three indexes and two weights
     routed = n_active * positions * (config.dim * (size + wide) + 3 * 8 + 2 * wide) if has_experts else 0
     wide_input = positions * config.dim * wide if has_experts and wide != size else 0
@@ -146,24 +169,27 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
     # the norms, the inputs of wq, wk, wv and of w1, w3, and of SwiGLU: both inputs, silu, the product; of the clamped
     # one also the clamped input of silu, and the other factor
     kept = 6 if config.clamped else 4
-    others = norms_of_block(structure) * norm + head_norm + 2 * gathered + logsumexp + kept * hidden
-    others += scores + routed + wide_input
-    by_window = {window: others + attention(window) for window in set(windows)}
+    others = norms_of_block(structure) * norm + head_norm + logsumexp
+    others += (residual if latent and tp > 1 else gathered) + gathered  # the inputs of attention and feed-forward
+    of_experts = kept * sparse + scores + routed + wide_input
+    by_kind = {
+        kind: others + attention(kind.window) + (kept * dense if kind.is_dense else of_experts) for kind in set(kinds)
+    }
     return ActivationBytes(
-        blocks=tuple(by_window[window] for window in windows),
+        blocks=tuple(by_kind[kind] for kind in kinds),
         block_by_op=residual + heads + int(attended * wider) + logsumexp + 2 * hidden + row_outputs + scores,
         block_input=residual,
         # in the backward pass of w2: the gradients of both factors, and of the residual stream; of experts, also those
         # of their results by position and by expert
         block_backward=2 * hidden + 2 * residual + routed,
         # of the outputs of all matrix products and norms
-        block_split=heads + 2 * hidden + (1 + n_active) * gathered + 2 * residual,
+        block_split=heads + 2 * hidden + n_outputs * gathered + 2 * residual,
         embedding=positions * 8,
         head=norm + (gathered if shape.recomputes_logits else head_gradients),
         loss=chunk + (head_gradients if shape.recomputes_logits else 0),
         tables=_table_bytes(config, shape, wide),
-        masks={window: _mask_bytes(shape, window) for window in set(windows)},
-        windows=windows,
+        masks={kind.window: _mask_bytes(shape, kind.window) for kind in set(kinds)},
+        windows=tuple(kind.window for kind in kinds),
     )
 
 
@@ -171,7 +197,7 @@ def _table_bytes(config: DecoderConfig, shape: MicrobatchShape, wide: int) -> in
     """Cosines and sines per position; two of each if only some layers have a window, as in olmo3."""
     has_positions = shape.mask is not None or shape.cp > 1
     kinds = len({window > 0 for window in config.windows})
-    return shape.rows * shape.seq_len // shape.cp * 2 * kinds * config.head_dim * wide if has_positions else 0
+    return shape.rows * shape.seq_len // shape.cp * 2 * kinds * config.rotary_dim * wide if has_positions else 0
 
 
 def _mask_bytes(shape: MicrobatchShape, window: int) -> int:
@@ -189,7 +215,22 @@ def _mask_bytes(shape: MicrobatchShape, window: int) -> int:
 
 def norms_of_block(structure: Structure) -> int:
     """Number of norms of the residual stream in each block."""
-    return sum(style == "norm" and name.startswith("layers.") for name, style in structure.tensor_styles.items())
+    own = (name for name, style in structure.tensor_styles.items() if style == "norm" and name.startswith("layers."))
+    return sum(name.count(".") == 2 for name in own)
+
+
+def _latent_products(config: Any) -> int:
+    """Numbers per position that the projections of latent attention give."""
+    latents = config.q_lora_rank + config.kv_lora_rank + config.qk_rope_head_dim
+    return int(latents + config.n_heads * (config.head_dim + config.qk_nope_head_dim + config.v_head_dim))
+
+
+def _latent_bytes(config: Any, positions: int, tp: int, size: int, wide: int) -> int:
+    """Latent vectors of attention: inputs of their norms, of the rank's own positions, and their results."""
+    own, rotated, q_rank, kv_rank = positions // tp, config.qk_rope_head_dim, config.q_lora_rank, config.kv_lora_rank
+    norms = sum(_norm_bytes(rank, own, size, wide) for rank in (q_rank, kv_rank) if rank) + own * rotated * size
+    gathered = (0 if q_rank else config.dim) + rotated if tp > 1 else 0
+    return int(norms + positions * (q_rank + kv_rank + gathered) * size)
 
 
 def _norm_bytes(dim: int, vectors: int, size: int, wide: int) -> int:

@@ -52,7 +52,9 @@ class StepShape:
     sync: None with a pipeline. microbatches: per optimizer step, of `rows` rows each, of which this rank has
     `positions` positions, `loss_chunk` of them per chunk of the loss. shard_logits: whether each rank has the logits of
     its part of the vocabulary only. exchanged: elements per position that attention exchanges, or gathers, over cp.
-    n_experts, n_active: experts of a block, and those of a position. wide_norms: norms of a block whose squares are
+    n_experts, n_active: experts of a block, and those of a position. n_dense_layers: first blocks without experts.
+    has_shared_experts: whether those with them have a further feed-forward layer. attention_input: elements per
+    position that attention gathers over tp. wide_norms: norms of a block whose squares are
     summed over tp. schedule_steps: runs of the actions per optimizer step. device_type: "cuda" or "cpu"."""
 
     device_type: str
@@ -66,6 +68,9 @@ class StepShape:
     exchanged: int
     n_experts: int
     n_active: int
+    n_dense_layers: int
+    has_shared_experts: bool
+    attention_input: int
     wide_norms: int
     loss_chunk: int
     shard_logits: bool
@@ -74,6 +79,10 @@ class StepShape:
     vocab_size: int
     param_bytes: int
     reduce_bytes: int
+
+    def with_experts(self, blocks: Iterable[int]) -> int:
+        """How many of the blocks have experts."""
+        return sum(index >= self.n_dense_layers for index in blocks) if self.n_experts > 1 else 0
 
 
 def stage_traffic(
@@ -99,7 +108,8 @@ LOADS = "dp_replicate x dp_shard"
 
 def loads_traffic(stages: Sequence[Stage], shape: StepShape) -> list[Traffic]:
     """The sum of the loads of all experts of a rank that have biases, once per step."""
-    blocks, ranks = sum(len(stage.blocks) for stage in stages), shape.sizes["dp_replicate"] * shape.sizes["dp_shard"]
+    blocks = sum(shape.with_experts(stage.blocks) for stage in stages)
+    ranks = shape.sizes["dp_replicate"] * shape.sizes["dp_shard"]
     loads = blocks * shape.n_experts * torch.int64.itemsize
     return _real([Traffic(LOADS, "all-reduce", int(blocks > 0), loads, ranks)])
 
@@ -186,7 +196,7 @@ def _context_parallel(
     forward = backward + len(recomputed_blocks(recompute, stage.blocks)) * shape.microbatches
     part = shape.positions * shape.exchanged * shape.param_bytes
     # of the choices and probabilities of each row's experts, for their balance
-    balances = forward if shape.n_experts > 1 else 0
+    balances, _ = _passes_of_experts(stage, recompute, shape)
     sums = 2 * shape.rows * shape.n_experts * max(4, shape.param_bytes)
     balance = Traffic("cp", "all-reduce", balances, balances * sums, cp)
     if section.context_parallel == "heads":
@@ -198,13 +208,18 @@ def _context_parallel(
     ]
 
 
+def _passes_of_experts(stage: Stage, recompute: ActivationCheckpointConfig, shape: StepShape) -> tuple[int, int]:
+    """(forward, backward) passes through blocks with experts per step."""
+    backward = shape.with_experts(stage.blocks) * shape.microbatches
+    return backward + shape.with_experts(recomputed_blocks(recompute, stage.blocks)) * shape.microbatches, backward
+
+
 def _expert_parallel(
     stage: Stage, section: ParallelismConfig, recompute: ActivationCheckpointConfig, shape: StepShape
 ) -> list[Traffic]:
     """Each block sends counts and the rows of all choices, and results return, also if it is recomputed; their
     gradients take both ways once. Bytes if all experts are chosen equally often."""
-    backward = len(stage.blocks) * shape.microbatches
-    forward = backward + len(recomputed_blocks(recompute, stage.blocks)) * shape.microbatches
+    forward, backward = _passes_of_experts(stage, recompute, shape)
     rows = shape.positions * shape.n_active * shape.dim * shape.param_bytes
     exchanged = forward * (2 * rows + shape.n_experts * 8) + backward * 2 * rows
     return [Traffic("ep", "all-to-all", 3 * forward + 2 * backward, exchanged, section.ep)]
@@ -220,13 +235,19 @@ def _tensor_parallel(
     keeps_scattered = recompute.mode == "selective" and recompute.selective_policy == "op"
     # With early stop, recomputation skips the last scatter of a block, which backward does not need.
     scatters_again = 0 if keeps_scattered else 1 if recompute.early_stop else 2
-    always = 4 * len(stage.blocks) + (stage.index == 0) + stage.is_last
+    shared = shape.with_experts(stage.blocks) if shape.has_shared_experts else 0  # their results are scattered, too
+    shared_again = shape.with_experts(recomputed_blocks(recompute, stage.blocks)) if shared else 0
+    always = 4 * len(stage.blocks) + shared + (stage.index == 0) + stage.is_last
     gathers = always + 2 * again
-    scatters = always + scatters_again * again
-    residual = shape.positions * shape.dim * shape.param_bytes
+    scatters = always + scatters_again * again + (0 if keeps_scattered else shared_again)
+    of_position = shape.positions * shape.param_bytes
+    # the input of attention may be narrower
+    wider = shape.dim - shape.attention_input
+    gathered = gathers * shape.dim - (len(stage.blocks) + again) * wider
+    scattered = scatters * shape.dim - len(stage.blocks) * wider
     found = [
-        Traffic("tp", "all-gather", count * gathers, count * gathers * residual, tp),
-        Traffic("tp", "reduce-scatter", count * scatters, count * scatters * residual, tp),
+        Traffic("tp", "all-gather", count * gathers, count * gathered * of_position, tp),
+        Traffic("tp", "reduce-scatter", count * scatters, count * scattered * of_position, tp),
     ]
     if stage.is_last:
         chunks, loss_bytes = -(-shape.positions // shape.loss_chunk), shape.positions * max(4, shape.param_bytes)

@@ -141,10 +141,13 @@ def step_shape(
     """sizes: degrees of the mesh axes. actions: of this rank, in one run of the schedule."""
     training, cp, tp = config.training, config.parallelism.cp, config.parallelism.tp
     family, model = config.family, config.hyper_parameters
+    widths, of_keys = model.head_dim + model.value_dim, model.n_kv_heads // tp
     if config.parallelism.context_parallel == "gather":
-        heads = 2 * (model.n_kv_heads // tp)
+        exchanged = of_keys * widths
     else:
-        heads = 2 * (model.n_heads // tp) + 2 * max(model.n_kv_heads // tp, cp)  # of queries, results, keys and values
+        exchanged = (model.n_heads // tp + max(of_keys, cp)) * widths  # queries, results, keys and values
+    styles = [*blueprint(config.model).structure.tensor_styles.values()]
+    latent = (model.q_lora_rank or model.dim) + model.kv_lora_rank + model.rotary_dim if "whole_rows" in styles else 0
     return StepShape(
         device_type=device_type,
         sizes={**sizes, "dp_shard": sizes["dp_shard"] * cp},
@@ -154,10 +157,13 @@ def step_shape(
         microbatches=step.microbatches,
         rows=step.size,
         positions=step.size * training.seq_len // cp,
-        exchanged=heads * model.head_dim,
+        exchanged=exchanged,
         n_experts=model.n_experts,
         n_active=model.n_active_experts,
-        wide_norms=list(blueprint(config.model).structure.tensor_styles.values()).count("wide_norm"),
+        n_dense_layers=model.n_dense_layers,
+        has_shared_experts=model.n_shared_experts > 0,
+        attention_input=latent or model.dim,
+        wide_norms=styles.count("wide_norm"),
         loss_chunk=loss_chunk(config, model.vocab_size, device_type),
         shard_logits=_shards_logits(config),
         dim=model.dim,

@@ -26,7 +26,7 @@ from titanlite.parallel.compile import compiles_blocks
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import stage_owners
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputed_blocks
-from titanlite.planning.activations import MicrobatchShape
+from titanlite.planning.activations import BlockKind, MicrobatchShape
 from titanlite.planning.communication import LOADS, Operation, StepShape, Traffic, exchanges, reductions
 from titanlite.planning.estimate import Estimate, RankPlan, microbatch_shape
 from titanlite.planning.hardware.machine import Profile
@@ -150,9 +150,9 @@ class BlockSeconds:
 
 @dataclass(frozen=True)
 class UnitSeconds:
-    """Seconds of one microbatch, without communication. blocks: by the window of their attention."""
+    """Seconds of one microbatch, without communication."""
 
-    blocks: Mapping[int, BlockSeconds]
+    blocks: Mapping[BlockKind, BlockSeconds]
     embedding: PassSeconds
     head: PassSeconds
 
@@ -166,8 +166,8 @@ def unit_seconds(
     ops = Elementwise(timer.dtype.itemsize, wide.itemsize, on_cpu=timer.profile.device == "cpu", compiled=compiled)
     structure = FAMILIES[family].structure(model)
 
-    def block_seconds(window: int) -> BlockSeconds:
-        work = block_work(model, structure, microbatch, ep, ops, window)
+    def block_seconds(kind: BlockKind) -> BlockSeconds:
+        work = block_work(model, structure, microbatch, ep, ops, kind)
         return BlockSeconds(
             PassSeconds(*map(timer.parts, (work.forward, work.input_gradient, work.weight_gradient, work.again))),
             timer.seconds(work.forward),
@@ -177,7 +177,7 @@ def unit_seconds(
     embedding, head = embedding_work(model, microbatch, ops), head_work(model, microbatch, ops)
     loss = (head.forward, head.input_gradient, head.weight_gradient, head.again)
     return UnitSeconds(
-        {window: block_seconds(window) for window in set(microbatch.windows(model))},
+        {kind: block_seconds(kind) for kind in set(microbatch.kinds(model))},
         PassSeconds(timer.parts(embedding.forward), {}, timer.parts(embedding.weight_gradient), {}),
         PassSeconds(*({"loss": timer.seconds(work)} for work in loss)),
     )
@@ -196,7 +196,7 @@ class Predictor:
         self.on_host = profile.device == "cpu"
         model = config.hyper_parameters
         microbatch = microbatch_shape(config, plan.ranks[0].shape, profile.device)
-        self.windows = microbatch.windows(model)
+        self.kinds = microbatch.kinds(model)
         self.units = unit_seconds(
             *(self.timer, config.model.family, model, microbatch, config.parallelism.ep),
             compiled=compiles_blocks(config.compile, model),
@@ -217,8 +217,8 @@ class Predictor:
         passes = {}
         for stage in chain.from_iterable(rank.stages for rank in self.plan.ranks):
             recomputed = recomputed_blocks(self.config.activation_checkpoint, stage.blocks)
-            windows = (tuple(self.windows[index] for index in blocks) for blocks in (stage.blocks, recomputed))
-            key = stage.index == 0, stage.is_last, stage.parameter_bytes, *windows
+            kinds = (tuple(self.kinds[index] for index in blocks) for blocks in (stage.blocks, recomputed))
+            key = stage.index == 0, stage.is_last, stage.parameter_bytes, *kinds
             if key not in alike:
                 alike[key] = self.passes(stage, shape)
             passes[stage.index] = alike[key]
@@ -264,7 +264,7 @@ class Predictor:
     def passes(self, stage: Stage, shape: StepShape) -> PassSeconds:
         """Seconds of a microbatch on a stage, without data parallelism."""
         units, recompute = self.units, self.config.activation_checkpoint
-        blocks = Counter(self.windows[index] for index in stage.blocks)
+        blocks = Counter(self.kinds[index] for index in stage.blocks)
         again: Seconds = {}
         if recompute.mode != "none":
             # a memory budget recomputes what is cheap: elementwise operations
@@ -272,12 +272,12 @@ class Predictor:
             by_op = is_budget or (recompute.mode == "selective" and recompute.selective_policy == "op")
             recomputed = stage.blocks if is_budget else recomputed_blocks(recompute, stage.blocks)
             again["recomputation"] = sum(
-                count * (units.blocks[window].again_by_op if by_op else units.blocks[window].again)
-                for window, count in Counter(self.windows[index] for index in recomputed).items()
+                count * (units.blocks[kind].again_by_op if by_op else units.blocks[kind].again)
+                for kind, count in Counter(self.kinds[index] for index in recomputed).items()
             )
-        forward = [times(units.blocks[window].passes.forward, count) for window, count in blocks.items()]
-        into = [times(units.blocks[window].passes.input_gradient, count) for window, count in blocks.items()]
-        weights = [times(units.blocks[window].passes.weight_gradient, count) for window, count in blocks.items()]
+        forward = [times(units.blocks[kind].passes.forward, count) for kind, count in blocks.items()]
+        into = [times(units.blocks[kind].passes.input_gradient, count) for kind, count in blocks.items()]
+        weights = [times(units.blocks[kind].passes.weight_gradient, count) for kind, count in blocks.items()]
         if stage.index == 0:
             forward.append(units.embedding.forward)
             weights.append(units.embedding.weight_gradient)

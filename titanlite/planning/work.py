@@ -7,9 +7,10 @@ their products, attention and collectives exchange. tests/unit/planning/test_wor
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from titanlite.models.family import DecoderConfig, Structure
-from titanlite.planning.activations import MicrobatchShape, norms_of_block
+from titanlite.planning.activations import BlockKind, MicrobatchShape, norms_of_block
 
 
 @dataclass(frozen=True)
@@ -149,26 +150,33 @@ def elementwise_work(forward: Work, backward: Work) -> PassWork:
 
 
 def block_work(
-    config: DecoderConfig, structure: Structure, shape: MicrobatchShape, ep: int, ops: Elementwise, window: int = 0
+    config: DecoderConfig, structure: Structure, shape: MicrobatchShape, ep: int, ops: Elementwise, kind: BlockKind
 ) -> PassWork:
-    """The work of one transformer block, without its collectives. window: of its attention, see MicrobatchShape."""
+    """The work of one transformer block, without its collectives."""
+    window = kind.window
     tp, dim = shape.tp, config.dim
     positions = shape.positions
     residual, gathered = positions * dim / tp, positions * dim
     query_dim, kv_dim = config.n_heads * config.head_dim // tp, config.n_kv_heads * config.head_dim // tp
     queries, keys = positions * query_dim, positions * kv_dim
+    styles = structure.tensor_styles.values()
     parts = [
-        linear_work(positions, dim, query_dim),
-        linear_work(positions, dim, kv_dim, count=2),
-        linear_work(positions, query_dim, dim),
         _attention(config, shape, window),
         *(elementwise_work(*ops.norm(residual)) for _ in range(norms_of_block(structure))),
-        elementwise_work(*ops.rotation(queries)),
-        elementwise_work(*ops.rotation(keys)),
-        # the residual stream; backward also adds up the gradients of the inputs of wq, wk and wv
-        elementwise_work(ops.sums(residual, 2), ops.sums(residual, 2) + ops.sums(gathered, 2)),
+        elementwise_work(ops.sums(residual, 2), ops.sums(residual, 2)),
     ]
-    styles = structure.tensor_styles.values()
+    if "whole_rows" in styles:
+        parts += _latent_projections(config, shape, ops)
+    else:
+        parts += [
+            linear_work(positions, dim, query_dim),
+            linear_work(positions, dim, kv_dim, count=2),
+            linear_work(positions, query_dim, dim),
+            elementwise_work(*ops.rotation(queries)),
+            elementwise_work(*ops.rotation(keys)),
+            # of the inputs of wq, wk and wv
+            elementwise_work(Work(), ops.sums(gathered, 2)),
+        ]
     if "head_norm" in styles or "wide_norm" in styles:
         parts += [elementwise_work(*ops.norm(queries)), elementwise_work(*ops.norm(keys))]
     if shape.uses_bands(config, window):
@@ -179,17 +187,45 @@ def block_work(
         parts.append(elementwise_work(ops.copies(queries), ops.copies(queries, 2)))
     if tp > 1:  # two gathers and two scatters, each with a copy
         parts.append(elementwise_work(ops.copies(gathered, 4), ops.copies(gathered, 4)))
-    if config.n_experts > 1:
+    if config.n_experts > 1 and not kind.is_dense:
         parts += _experts(config, shape, ep, ops)
+        if config.n_shared_experts:
+            parts += _feed_forward(positions, dim, config.n_shared_experts * config.ffn_dim // tp, ops)
+            parts.append(elementwise_work(ops.sums(residual, 1), ops.sums(gathered, 1)))
     else:
-        hidden = config.ffn_dim // tp
-        parts += [
-            linear_work(positions, dim, hidden, count=2),
-            linear_work(positions, hidden, dim),
-            elementwise_work(*ops.swiglu(positions * hidden)),
-            elementwise_work(Work(), ops.sums(gathered, 1)),
-        ]
+        parts += _feed_forward(positions, dim, (config.dense_ffn_dim if kind.is_dense else config.ffn_dim) // tp, ops)
     return total(parts)
+
+
+def _feed_forward(positions: int, dim: int, hidden: int, ops: Elementwise) -> list[PassWork]:
+    return [
+        linear_work(positions, dim, hidden, count=2),
+        linear_work(positions, hidden, dim),
+        elementwise_work(*ops.swiglu(positions * hidden)),
+        elementwise_work(Work(), ops.sums(positions * dim, 1)),
+    ]
+
+
+def _latent_projections(config: Any, shape: MicrobatchShape, ops: Elementwise) -> list[PassWork]:
+    """Those of latent attention, with the rotation of the parts of queries and keys that are rotated."""
+    positions, tp, dim = shape.positions, shape.tp, config.dim
+    own, n_heads, rotated = positions // tp, config.n_heads // tp, config.qk_rope_head_dim
+    queries, values = positions * n_heads * config.head_dim, positions * n_heads * config.value_dim
+    q_rank, kv_rank = config.q_lora_rank, config.kv_lora_rank
+    parts = [
+        linear_work(positions, q_rank or dim, n_heads * config.head_dim),
+        linear_work(own, dim, kv_rank + rotated),
+        linear_work(positions, kv_rank, n_heads * (config.qk_nope_head_dim + config.value_dim)),
+        linear_work(positions, n_heads * config.value_dim, dim),
+        elementwise_work(*ops.norm(own * kv_rank)),
+        elementwise_work(*ops.rotation(positions * (n_heads + 1) * rotated)),
+        # queries and keys are put together of their parts, values are padded and cut again
+        elementwise_work(ops.copies(2 * queries + 2 * values, 1), ops.copies(3 * queries + 3 * values, 1)),
+        elementwise_work(Work(), ops.sums(own * dim, 1)),
+    ]
+    if q_rank:
+        parts += [linear_work(own, dim, q_rank), elementwise_work(*ops.norm(own * q_rank))]
+    return parts
 
 
 def _attention(config: DecoderConfig, shape: MicrobatchShape, window: int) -> PassWork:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from tests.distributed.reference import small_config
 from titanlite.models.family import LanguageModel, resolve_model
 from titanlite.models.registry import FAMILIES
-from titanlite.planning.activations import MicrobatchShape
+from titanlite.planning.activations import BlockKind, MicrobatchShape
 from titanlite.planning.estimate import estimate
 from titanlite.planning.work import Elementwise, Work, block_work, embedding_work, head_work
 
@@ -61,6 +61,7 @@ def assert_close(work: Work, trace: Trace, *, moved: float = 0.1) -> None:
 def built(request: pytest.FixtureRequest) -> tuple[LanguageModel, Any, Any]:
     """The debug model of each family, its hyper-parameters and plan."""
     bands = ["model.sliding_window=16"] if request.param in ("mistral", "olmo3", "gemma2", "gemma3", "gpt_oss") else []
+    bands += ["model.n_kv_heads=4"] * (request.param == "deepseek_v3")
     family_settings = (f"model.family={request.param}", "model.flavor=debug", LENGTH, *bands)
     config = small_config(1, *family_settings, "training.dtype=float32")
     family, hyper_parameters = resolve_model(config.model)
@@ -79,19 +80,19 @@ def shape_of(*, recomputes_logits: bool = False) -> MicrobatchShape:
 
 def test_a_block(built: tuple[LanguageModel, Any, Any]) -> None:
     model, config, plan = built
-    layers = {window: index for index, window in enumerate(shape_of().windows(config))}  # one with each window
-    for window, index in layers.items():
-        check_block(model.get_submodule(f"layers.{index}"), model.get_submodule("rope")(None), config, plan, window)
+    layers = {kind: index for index, kind in enumerate(shape_of().kinds(config))}  # one of each kind
+    for kind, index in layers.items():
+        check_block(model.get_submodule(f"layers.{index}"), model.get_submodule("rope")(None), config, plan, kind)
 
 
-def check_block(block: torch.nn.Module, rope: Any, config: Any, plan: Any, window: int) -> None:
+def check_block(block: torch.nn.Module, rope: Any, config: Any, plan: Any, kind: BlockKind) -> None:
     x = torch.randn(ROWS, SEQ_LEN, config.dim, requires_grad=True)
     with Trace() as forward:
         y = block(x, rope, None)
     gradient = torch.randn_like(y)
     with Trace() as backward:
         y.backward(gradient)
-    work = block_work(config, plan, shape_of(), 1, OPS, window)
+    work = block_work(config, plan, shape_of(), 1, OPS, kind)
     assert_close(work.forward, forward)
     assert_close(work.input_gradient + work.weight_gradient, backward)
 
