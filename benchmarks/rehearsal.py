@@ -81,6 +81,13 @@ CASES: dict[str, Case] = {
             "training.global_batch_size=32",
         ),
     ),
+    "DeepSeek-V3 16B-A3B, ep 8 x tp 2": (
+        *("qwen3_30b_a3b", 16, (0,)),
+        (
+            *("model.family=deepseek_v3", "model.flavor=16B-A3B", "parallelism.ep=8", "parallelism.tp=2"),
+            "training.global_batch_size=32",
+        ),
+    ),
 }
 """Configuration, number of ranks, the rehearsed ones (of pipelines: first, middle and last; of gemma3's, whose last
 chunk of the loss has as few positions as what counts as scalars, the first), and settings that replace

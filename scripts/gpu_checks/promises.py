@@ -35,6 +35,7 @@ PROMISES = (
     *(
         Promise("3", f"{name},*", f"steps of {name} have the gradients of float64", f"titanlite/models/{name}.py")
         for name in (
+            "deepseek_v3",
             "gemma2",
             "gemma3",
             "gpt_oss",

@@ -80,7 +80,7 @@ def matmul_flops(setup: Setup) -> float:
     return 2 * size**3 / setup.seconds(lambda: left @ right)
 
 
-EXPERTS = ("qwen3_moe", "olmoe", "gpt_oss")
+EXPERTS = ("qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
 """Families with experts. Compared in float64 only: in lower precision, near ties choose other experts."""
 
 
@@ -99,6 +99,10 @@ def small_model(setup: Setup, family: str) -> list[str]:
         sizes["full_interval"] = 2
     if family in EXPERTS:
         sizes |= {"n_experts": 8, "n_active_experts": 2}
+    if family == "deepseek_v3":
+        sizes |= {"n_kv_heads": 4, "n_dense_layers": 1, "dense_ffn_dim": sizes["ffn_dim"], "n_groups": 4}
+        sizes |= {"n_active_groups": 2, "q_lora_rank": sizes["dim"] // 2, "kv_lora_rank": sizes["dim"] // 4}
+        sizes |= {"qk_nope_head_dim": head_dim, "qk_rope_head_dim": head_dim // 2, "v_head_dim": head_dim}
     return [
         f"model.family={family}",
         *(f"model.{key}={value}" for key, value in sizes.items()),

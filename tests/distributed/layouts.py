@@ -196,6 +196,7 @@ SLOW = (
     Layout((1, 1, 1, 2), (*QWEN2, *BY_OP, *CHUNKS), accumulation=3, rows=24),
     Layout((1, 1, 1, 2), OLMOE),
     Layout((1, 1, 2, 2), (*GPT_OSS, *EP)),
+    Layout((1, 1, 1, 2), (*DEEPSEEK_V3, *FULL)),
     Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"), *TIED)),
     Layout((2, 1, 1, 1), (*schedule("GPipe"), *split("layers.1"))),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *LAST), accumulation=3, rows=24),

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from tests.distributed import gradients
 from tests.distributed.gradients import replaced
 from tests.distributed.layouts import (
+    DEEPSEEK_V3,
     EVERY,
     EXPERTS,
     GATHER,
@@ -71,6 +72,8 @@ TP_QWEN2 = Layout((1, 1, 1, 2), QWEN2)
 TP_QWEN3 = Layout((1, 1, 1, 2), QWEN3)
 TP_GEMMA2 = Layout((1, 1, 1, 2), GEMMA2)
 TP_GPT_OSS = Layout((1, 1, 1, 2), GPT_OSS)
+TP_DEEPSEEK_V3 = Layout((1, 1, 1, 2), DEEPSEEK_V3)
+EP_DEEPSEEK_V3 = Layout((1, 1, 2, 1), (*DEEPSEEK_V3, "parallelism.ep=2"))
 CP_GPT_OSS = Layout((1, 1, 1, 1), GPT_OSS, cp=2)
 TP_OLMOE = Layout((1, 1, 1, 2), OLMOE)
 REPLICATE = Layout((1, 2, 1, 1), LAST, accumulation=2)
@@ -352,6 +355,31 @@ def sinks_of_the_first_rank() -> Iterator[None]:
 
     styles = tensor_module._STYLES
     with patch.dict(styles, {"heads": (*styles["heads"][:2], first)}):
+        yield
+
+
+@contextmanager
+def latents_not_summed_over_tp() -> Iterator[None]:
+    """The gradients of the projections to latent vectors are those of a rank's own positions."""
+
+    def project(linear: nn.Linear, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, tensor_module.local_weight(linear.weight))
+
+    styles = tensor_module._STYLES
+    with patch.dict(styles, {"positions": (*styles["positions"][:2], project)}):
+        yield
+
+
+@contextmanager
+def shared_experts_of_each_rank() -> Iterator[None]:
+    """Each rank of ep adds the results of the shared experts, as if they were dealt out, too."""
+    build = MixtureOfExperts.forward
+
+    def forward(self: MixtureOfExperts, x: Tensor, is_token: Tensor | None = None) -> Tensor:
+        out = build(self, x, is_token)
+        return out if self.shared is None else out + self.shared(x)
+
+    with patch.object(MixtureOfExperts, "forward", forward):
         yield
 
 
@@ -753,6 +781,10 @@ OF_TENSORS = (
         "biases of experts added on each rank (gpt_oss)",
         *(TP_GPT_OSS, bias_of_experts_on_each_rank, GRADIENT, "gradient of"),
     ),
+    Mistake(
+        "projections to latent vectors not summed over tp (deepseek_v3)",
+        *(TP_DEEPSEEK_V3, latents_not_summed_over_tp, GRADIENT, "gradient of"),
+    ),
     Mistake("norm of the own heads (olmoe)", TP_OLMOE, wide_norms_of_own_heads, STEP, "choice of experts: "),
     Mistake(
         "gradient of the norm of all heads not summed over tp (olmoe)",
@@ -778,6 +810,10 @@ OF_EXPERTS = (
     Mistake("balance of own positions", CP_EXPERTS, changed(balance_of_own_positions), GRADIENT, "gradient of"),
     Mistake("balance over the rows of a rank", SHARD_EXPERTS, changed(balance_of_own_rows), GRADIENT, "gradient of"),
     Mistake("results of experts in the order of arrival", EP, results_in_the_order_of_arrival, STEP, "step 1, "),
+    Mistake(
+        "shared experts counted on each ep rank (deepseek_v3)",
+        *(EP_DEEPSEEK_V3, shared_experts_of_each_rank, STEP, "step 1, "),
+    ),
     Mistake(
         "gradients of experts not reduced over the other shards",
         *(EP_SHARD, changed(experts_not_reduced_over_shards), GRADIENT, "gradient of"),
@@ -823,6 +859,7 @@ SOAK = (
     ("gradients of the norms of queries and keys not summed over tp (qwen3)", TP_QWEN3),
     ("bias of wo added on each rank (gpt_oss)", TP_GPT_OSS),
     ("sinks of another rank's heads (gpt_oss)", CP_GPT_OSS),
+    ("shared experts counted on each ep rank (deepseek_v3)", EP_DEEPSEEK_V3),
     ("norm of the own heads (olmoe)", TP_OLMOE),
     ("loss not summed over positions", CP),
     ("gather: masks of adjacent queries", CP_GATHER),

@@ -65,7 +65,7 @@ class MicrobatchShape:
 class ActivationBytes:
     """Bytes on one rank that a microbatch keeps until its backward pass, by owner.
 
-    blocks: each transformer block; block_by_op: one with the recompute policy "op"; block_input: one with full
+    blocks: each transformer block; blocks_by_op: with the recompute policy "op"; block_input: one with full
     recomputation. block_backward: additional memory of the backward pass of one block. block_split: gradients that wait
     for those of weights if the backward pass is split. embedding, head: first and last FSDP unit.
     loss: additional memory while the head computes the loss, or its gradients.
@@ -74,7 +74,7 @@ class ActivationBytes:
     """
 
     blocks: tuple[int, ...]
-    block_by_op: int
+    blocks_by_op: tuple[int, ...]
     block_input: int
     block_backward: int
     block_split: int
@@ -146,7 +146,9 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
         head_norm = _latent_bytes(config, positions, tp, size, wide)
     # of wo and w2, before and after the reduction
     n_outputs = 1 + n_active + (config.n_shared_experts > 0)
-    row_outputs = n_outputs * gathered + ((n_outputs - n_active + 1) * residual if tp > 1 else 0)
+    scattered = residual if tp > 1 else 0
+    sparse_outputs = n_outputs * gathered + (n_outputs - n_active + 1) * scattered
+    dense_outputs = 2 * (gathered + scattered)
     has_experts = config.n_experts > 1
     # probabilities; of a sigmoid also scores and probabilities that add up to 1
     scores = positions * config.n_experts * wide * (3 if config.scoring == "sigmoid" else 1) if has_experts else 0
@@ -175,9 +177,14 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
     by_kind = {
         kind: others + attention(kind.window) + (kept * dense if kind.is_dense else of_experts) for kind in set(kinds)
     }
+    always_kept = residual + heads + int(attended * wider) + logsumexp
+    router = positions * config.n_experts * wide if has_experts else 0
     return ActivationBytes(
         blocks=tuple(by_kind[kind] for kind in kinds),
-        block_by_op=residual + heads + int(attended * wider) + logsumexp + 2 * hidden + row_outputs + scores,
+        blocks_by_op=tuple(
+            always_kept + (2 * dense + dense_outputs if kind.is_dense else 2 * sparse + sparse_outputs + router)
+            for kind in kinds
+        ),
         block_input=residual,
         # in the backward pass of w2: the gradients of both factors, and of the residual stream; of experts, also those
         # of their results by position and by expert

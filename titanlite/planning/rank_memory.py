@@ -251,4 +251,4 @@ def _block_bytes(recompute: ActivationCheckpointConfig, index: int, activations:
     if not recomputes(recompute, index):
         return full
     by_op = recompute.mode == "selective" and recompute.selective_policy == "op"
-    return activations.block_by_op if by_op else activations.block_input
+    return activations.blocks_by_op[index] if by_op else activations.block_input

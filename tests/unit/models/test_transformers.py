@@ -480,7 +480,61 @@ def scale_of_the_width(model: nn.Module) -> None:
         layer.attention.query_factor = 1.0
 
 
+def rotary_halves(model: nn.Module) -> None:
+    """The halves of the rotated parts are pairs, in place of adjacent numbers."""
+    forward = model.forward
+
+    def changed(*inputs: Any) -> Tensor:
+        with patch("titanlite.models.latent_attention.halves", lambda x: x):
+            return forward(*inputs)
+
+    model.forward = changed
+
+
+def biased_weights(model: nn.Module) -> None:
+    """The weights of the chosen experts have their biases in them."""
+    mixture = model.layers["1"].feed_forward
+    router, bias = mixture.router, mixture.bias.clone()
+    mixture.bias.zero_()
+    forward = router.forward
+    router.forward = lambda x: (forward(x).sigmoid() + bias).clamp(1e-9, 1 - 1e-9).logit()
+
+
+def mscale_once(model: nn.Module) -> None:
+    for layer in model.layers.values():
+        layer.attention.query_factor **= 0.5
+
+
+def all_groups(model: nn.Module) -> None:
+    model.layers["1"].feed_forward.n_active_groups = 4
+
+
+def best_of_group(model: nn.Module) -> None:
+    """A group counts as much as its best expert, not as its two best ones."""
+    mixture = model.layers["1"].feed_forward
+    choose, bias = mixture.choose, mixture.bias.clone()
+
+    def changed(probabilities: Tensor) -> Tensor:
+        groups = (probabilities + bias).unflatten(-1, (4, -1))
+        best = groups.amax(-1).topk(2).indices
+        outside = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
+        mixture.n_active_groups = 4
+        return choose(probabilities.unflatten(-1, (4, -1)).masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2))
+
+    mixture.choose = changed
+
+
+def eps_of_the_model(model: nn.Module) -> None:
+    model.layers["1"].attention.kv_norm.eps = 1e-3
+
+
 MISTAKES = {
+    "rotary halves for pairs": ("deepseek_v3", rotary_halves),
+    "biases in the weights of experts": ("deepseek_v3", biased_weights),
+    "mscale once": ("deepseek_v3, scaled", mscale_once),
+    "experts of all groups": ("deepseek_v3", all_groups),
+    "groups by their best expert": ("deepseek_v3", best_of_group),
+    "norm_eps in the norms of latent vectors": ("deepseek_v3", eps_of_the_model),
     "cap after the mask": ("gemma2", cap_after_the_mask),
     "(1 + w) is forgotten": ("gemma2", without_offset),
     "scores by the width of heads": ("gemma2", scale_of_the_width),

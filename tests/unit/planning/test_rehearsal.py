@@ -19,6 +19,12 @@ SMALL = (
 GEMMA3 = ("model.family=gemma3", "model.head_dim=16", "model.sliding_window=64", "parallelism.pp=2")
 GPT_OSS = ("model.family=gpt_oss", "model.head_dim=16", "model.sliding_window=64", "model.n_experts=16")
 
+DEEPSEEK_V3 = (
+    *("model.family=deepseek_v3", "model.n_kv_heads=8", "model.n_experts=16", "model.q_lora_rank=24"),
+    *("model.kv_lora_rank=16", "model.qk_nope_head_dim=12", "model.qk_rope_head_dim=4", "model.v_head_dim=8"),
+    *("model.dense_ffn_dim=256", "model.bias_rate=0.001"),
+)
+
 
 def rehearsed(*settings: str, ranks: int = 8, rank: int = 0) -> Rehearsal:
     return rehearse(configuration([*SMALL, *settings], ranks, "cuda"), ranks, rank)
@@ -40,6 +46,7 @@ def rehearsed(*settings: str, ranks: int = 8, rank: int = 0) -> Rehearsal:
         ),
         (0, (*GEMMA3, "parallelism.pp_schedule=Interleaved1F1B")),  # peak: the gradient of the embedding
         (0, (*GPT_OSS, "parallelism.ep=2", "parallelism.tp=2")),
+        (0, (*DEEPSEEK_V3, "parallelism.ep=2", "parallelism.tp=2", "training.local_batch_size=4")),
     ],
 )
 def test_plan_equals_a_rank_of_a_small_model(rank: int, settings: tuple[str, ...]) -> None:
