@@ -432,6 +432,7 @@ def build_expert_loads(config: JobConfig, trainer: Trainer) -> ExpertLoads:
         trainer.device,
         counts=trainer.mesh.is_first(["tp"]),
         num_blocks=len(family.structure(hyper_parameters).blocks),
+        num_dense=getattr(hyper_parameters, "n_dense_layers", 0),
         n_experts=getattr(hyper_parameters, "n_experts", 1),
         n_active=getattr(hyper_parameters, "n_active_experts", 1),
         first_step=trainer.step + 1,

@@ -35,17 +35,19 @@ class ExpertLoads:
         *,
         counts: bool,
         num_blocks: int,
+        num_dense: int = 0,
         n_experts: int,
         n_active: int,
         first_step: int,
         total_steps: int,
     ) -> None:
         """counts: whether this is the first of the ranks that route the same positions. num_blocks, n_experts: of the
-        full model; 1 expert if it has no mixtures of experts. n_active: experts of a position. first_step: of this
+        full model; 1 expert if it has no mixtures of experts. num_dense: first blocks without experts. n_active: experts of a position. first_step: of this
         start."""
         self._mixtures = mixtures_of(model_parts)
         self._counts = counts
         self._shape = num_blocks, n_experts
+        self._num_dense = num_dense
         self._n_active = n_active
         self._device = device
         self._every = total_steps // MOST_RECORDS
@@ -91,12 +93,12 @@ class ExpertLoads:
                 z_loss / positions,
             )
         )
-        *columns, balance_losses, z_losses = by_block.tolist()
+        *columns, balance_losses, z_losses = by_block[:, self._num_dense :].tolist()
         names = ["max_load", "min_load", "router_entropy", *(["bias_range"] if math.isfinite(columns[3][0]) else [])]
         found = {"balance_loss": mean(balance_losses), "z_loss": mean(z_losses)} | {
             f"{name}/{block}": value
             for name, values in zip(names, columns, strict=False)
-            for block, value in enumerate(values)
+            for block, value in enumerate(values, self._num_dense)
         }
         interval, self._step = step - self._step, step
         if dist.get_rank() != 0:
