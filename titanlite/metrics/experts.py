@@ -42,8 +42,8 @@ class ExpertLoads:
         total_steps: int,
     ) -> None:
         """counts: whether this is the first of the ranks that route the same positions. num_blocks, n_experts: of the
-        full model; 1 expert if it has no mixtures of experts. num_dense: first blocks without experts. n_active: experts of a position. first_step: of this
-        start."""
+        full model; 1 expert if it has no mixtures of experts. num_dense: first blocks without experts. n_active:
+        experts of a position. first_step: of this start."""
         self._mixtures = mixtures_of(model_parts)
         self._counts = counts
         self._shape = num_blocks, n_experts
