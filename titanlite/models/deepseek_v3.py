@@ -154,7 +154,8 @@ class DeepseekV3(Decoder):
         def block(index: int) -> Block:
             if index < config.n_dense_layers:
                 return DenseBlock(config, attention(config, factor), FeedForward(config.dim, config.dense_ffn_dim))
-            return Block(config, attention(config, factor), MixtureOfExperts(config))
+            shared = FeedForward(config.dim, width) if (width := config.n_shared_experts * config.ffn_dim) else None
+            return Block(config, attention(config, factor), MixtureOfExperts(config, shared=shared))
 
         super().__init__(config, block, scaling)
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from titanlite.models.family import DecoderConfig
-from titanlite.models.layers import FeedForward
 from titanlite.models.watch import summed_parts, watch
 
 
@@ -190,8 +189,7 @@ class MixtureOfExperts(nn.Module):
     the chosen experts are their probabilities, divided by their sum if `normalize` (of a softmax, the softmax of their
     scores alone), times route_scale. With n_groups, the experts are chosen from the n_active_groups groups whose two
     most probable experts have the largest sum (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2).
-    n_shared_experts: experts that each position uses besides, computed as one layer of their total width. bias: whether
-    router and experts have biases. config: its balance_loss and z_loss are coefficients of these losses, whose
+    shared: a layer whose result each position also has. bias: whether router and experts have biases. config: its balance_loss and z_loss are coefficients of these losses, whose
     gradients each backward pass adds. bias_rate: if above 0, experts are chosen by probability plus the buffer `bias`,
     float32 (n_experts,), which `end_step` moves by this rate toward equal loads (Wang et al., "Auxiliary-Loss-Free Load
     Balancing Strategy for Mixture-of-Experts", 2024); the weights do not contain it.
@@ -205,7 +203,9 @@ class MixtureOfExperts(nn.Module):
     bias: Tensor | None
     watch = staticmethod(watch)
 
-    def __init__(self, config: DecoderConfig, *, normalize: bool = True, bias: bool = False) -> None:
+    def __init__(
+        self, config: DecoderConfig, *, normalize: bool = True, bias: bool = False, shared: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.n_active = config.n_active_experts
         self.normalize = normalize
@@ -222,8 +222,7 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(config.dim, config.n_experts, bias=bias)
         activation = clamped_swiglu if config.clamped else swiglu
         self.experts = Experts(config.n_experts, config.dim, config.ffn_dim, bias=bias, activation=activation)
-        shared_dim = config.n_shared_experts * config.ffn_dim
-        self.shared = FeedForward(config.dim, shared_dim) if shared_dim else None
+        self.shared = shared
         self.scoring = config.scoring
         self.route_scale = config.route_scale
         self.n_groups, self.n_active_groups = config.n_groups, config.n_active_groups
