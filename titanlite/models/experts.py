@@ -189,10 +189,11 @@ class MixtureOfExperts(nn.Module):
     the chosen experts are their probabilities, divided by their sum if `normalize` (of a softmax, the softmax of their
     scores alone), times route_scale. With n_groups, the experts are chosen from the n_active_groups groups whose two
     most probable experts have the largest sum (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2).
-    shared: a layer whose result each position also has. bias: whether router and experts have biases. config: its balance_loss and z_loss are coefficients of these losses, whose
-    gradients each backward pass adds. bias_rate: if above 0, experts are chosen by probability plus the buffer `bias`,
-    float32 (n_experts,), which `end_step` moves by this rate toward equal loads (Wang et al., "Auxiliary-Loss-Free Load
-    Balancing Strategy for Mixture-of-Experts", 2024); the weights do not contain it.
+    shared: a layer whose result each position also has. bias: whether router and experts have biases. config: its
+    balance_loss and z_loss are coefficients of these losses, whose gradients each backward pass adds. bias_rate: if
+    above 0, experts are chosen by probability plus the buffer `bias`, float32 (n_experts,), which `end_step` moves by
+    this rate toward equal loads (Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts",
+    2024); the weights do not contain it.
 
     placement: parallelism replaces it. num_rows, num_tokens: see start_step.
     step_load: positions of this rank that chose each expert, int64 (n_experts,), in the backward passes of this step;
