@@ -131,7 +131,7 @@ def run_job(
     if run.validation is not None and run.validation.missing:  # a kill or a signal prevented it
         last = any(ended) or first_step > config.training.steps
         if run.validation.is_due(run.trainer.step, last):
-            run.validation.after_step(run.trainer.step)
+            run.validation.after_step(run.trainer.step, last)
     if any(ended):
         end = End(config, "data exhausted", run.trainer.step)
         log.info(
@@ -231,7 +231,7 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
                 # The first one compiles the forward pass without gradients.
                 trainer.mesh.set_timeout(config.comm.train_timeout_s if has_validated else config.comm.init_timeout_s)
                 try:
-                    requested, has_validated = run.validation.after_step(step), True
+                    requested, has_validated = run.validation.after_step(step, last), True
                 except Exception:
                     if checkpoints is not None and not stops and run.validation.fails_on_all_ranks():
                         checkpoints.save_unsaved(step)

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from tests.distributed.program import FAULTY, Program, own_tracebacks, rows, start_command, start_program
 from tests.distributed.reference import SEQ_LEN
+from tests.task_files import write_task
 from titanlite.checkpoint.folder import step_folder
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import train_bpe
@@ -40,8 +41,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "uneven.jsonl").write_text("".join(json.dumps({"text": (TEXT * 20)[:n]}) + "\n" for n in lengths))
     train_bpe(iter([TEXT] * 4), 280, folder)
     questions = [{"context": TEXT[:n], "choices": [" it", "né", " it is given"], "answer": n % 3} for n in range(7)]
-    (folder / "which.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions))
-    (folder / "next.jsonl").write_text("".join(f'{{"context": "{TEXT[:n]}", "answer": " it"}}\n' for n in (5, 40, 9)))
+    write_task(folder / "which.yaml", questions)
+    write_task(folder / "next.yaml", [{"context": TEXT[:n], "answer": " it"} for n in (5, 40, 9)])
     start_program(
         folder,
         *("--data.sources.0.kind", "text", "--data.sources.0.path", str(folder / "text.txt")),
@@ -51,7 +52,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--validation.sources.0.kind", "text", "--validation.sources.0.name", "held out"),
         *("--validation.sources.1.kind", "jsonl", "--validation.sources.1.path", str(folder / "uneven.jsonl")),
         *("--validation.sources.1.name", "uneven"),
-        *("--validation.tasks", json.dumps([str(folder / "which.jsonl"), str(folder / "next.jsonl")])),
+        *("--validation.tasks", json.dumps([str(folder / "which.yaml"), str(folder / "next.yaml")])),
     ).succeed()
     return folder
 
@@ -90,8 +91,8 @@ def test_numbers_are_those_of_the_validation_in_the_run(trained: Path, ranks: in
         for name in ("held out", "uneven"):
             right = row[f"validation/{key}/{name}"]
             assert found["sources"][name][key] == pytest.approx(right, rel=1e-12, abs=0)
-    for name, scores in (("which", ("acc", "acc_norm")), ("next", ("acc", "perplexity"))):
-        for key in (key for score in scores for key in (score, f"{score}_stderr")):
+    for name, scores in (("which", ("acc", "acc_norm", "acc_stderr")), ("next", ("acc", "perplexity"))):
+        for key in (*scores, "bits_per_byte"):
             right = row[f"validation/task/{name}/{key}"]
             assert found["tasks"][name][key] == pytest.approx(right, rel=1e-6, abs=0)
     assert "held out" in program.output
@@ -202,9 +203,10 @@ def test_requested_data_replace_the_validation_sources_of_the_run(trained: Path,
     with_key = configured(run, "--data", str(trained / "text.txt"), "--validation.sources.0.document", "line")
     assert with_key.validation.sources[0].document == "line"
     assert [named.validation.tasks, len(configured(run).validation.tasks)] == [(), 2]
-    asked = configured(run, "--tasks", str(trained / "next.jsonl")).validation
-    assert (asked.sources, asked.tasks) == ((), (str(trained / "next.jsonl"),))
-    assert "text.txt, line 1: the row is not JSON" in config_error(run, "--tasks", str(trained / "text.txt"))
+    asked = configured(run, "--tasks", str(trained / "next.yaml")).validation
+    assert (asked.sources, asked.tasks) == ((), (str(trained / "next.yaml"),))
+    assert "write a YAML with `dataset_path: json`" in config_error(run, "--tasks", str(trained / "which.jsonl"))
+    assert "there is no such file" in config_error(run, "--tasks", str(trained / "none.yaml"))
     # Needs neither the training data nor write access.
     shutil.copytree(run, tmp_path / "moved")
     assert configured(tmp_path / "moved", size=2).parallelism.dp_shard == -1
@@ -219,7 +221,7 @@ def test_missing_sources_or_tokenizer_raise_config_errors(trained: Path) -> None
     ):
         evaluated_config(saved, options, overrides, ONE, has_tokenizer=True)
     with pytest.raises(ConfigError, match=r"--tasks = .*\n.*not without a tokenizer"):
-        configured(trained / "out", "--tasks", str(trained / "next.jsonl"), has_tokenizer=False)
+        configured(trained / "out", "--tasks", str(trained / "next.yaml"), has_tokenizer=False)
     with pytest.raises(ConfigError, match=r"validation\.sources\.0\.kind = 'text'\n.*has a tokenizer"):
         configured(trained / "out", "--data", str(trained / "text.txt"), has_tokenizer=False)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.distributed.program import clean_environment
 from tests.documentation.blocks import REPOSITORY, Block
+from tests.task_files import CHOICE, TASK
 
 CLONE = ("run_train.sh", "scripts", "configs", "examples", "benchmarks")
 """Parts of a clone of the repository that commands of the pages use."""
@@ -75,7 +76,8 @@ path = "talk.jsonl"
     "talk.jsonl": TALK * 20,
     "chat.jsonl": TALK * 20,
     "held_out.jsonl": TALK * 4,
-    "questions.jsonl": '{"messages": [{"role": "user", "content": "Who?"}], "choices": ["Ada", "Bo"], "answer": 0}\n',
+    "questions.jsonl": '{"context": "Who?", "choices": ["Ada", "Bo"], "answer": 0}\n',
+    "questions.yaml": f"{TASK.format(name='questions', data='questions.jsonl')}{CHOICE}",
     "base.toml": "",
     "cluster.toml": "",
     "plug.py": "",

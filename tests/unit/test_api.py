@@ -24,6 +24,7 @@ import torch.distributed as dist
 import titanlite
 from tests.distributed.program import CONFIG
 from tests.distributed.reference import TOKENS
+from tests.task_files import write_task
 from titanlite.api import AnyRun, TrainedRun
 from titanlite.config.toml import dump_config
 from titanlite.data.bpe import train_bpe
@@ -332,13 +333,11 @@ def test_evaluate_run_has_the_loss_of_validation(spoken: TrainedRun, capsys: pyt
     assert json.dumps(found.settings)
     with pytest.raises(ConfigError, match=r"optimizer\.lr"):
         titanlite.evaluate_run(spoken, text, overrides={"optimizer.lr": 1.0})
-    task = spoken.folder.with_name("next.jsonl")
-    task.write_text('{"context": "the model", "answer": " reads"}\n' * 2)
+    task = write_task(spoken.folder.with_name("next.yaml"), [{"context": "the model", "answer": " reads"}] * 2)
     alone = titanlite.evaluate_run(spoken, tasks=task)
     assert (alone.loss, alone.by_source, list(alone.tasks)) == (None, {}, ["next"])
-    assert alone.tasks["next"].numbers["perplexity"] == pytest.approx(
-        math.exp(-alone.tasks["next"].log_likelihoods[0][0])
-    )
+    (likely,) = alone.tasks["next"].log_likelihoods[0]
+    assert alone.tasks["next"].numbers["bits_per_byte"] == pytest.approx(-likely / math.log(2) / len(" reads"))
     with pytest.raises(ConfigError, match="steps = 0"):
         titanlite.evaluate_run(spoken, text, steps=0)
     with pytest.raises(ConfigError, match="weights = 'avg'"):
@@ -353,12 +352,8 @@ def test_evaluate_run_on_conversations(spoken: TrainedRun, tmp_path: Path) -> No
     source = {"validation.sources": [{"kind": "chat", "path": tmp_path / "chat.jsonl", "name": "chat"}]}
     with pytest.raises(ConfigError, match=r"chat_template\n.* \(validation\.sources\.0\): .* has no chat template"):
         titanlite.evaluate_run(spoken, overrides=source)
-    task = tmp_path / "task.jsonl"
-    task.write_text(json.dumps({"messages": rows[0]["messages"][:1], "answer": "the model"}))
-    with pytest.raises(
-        ConfigError, match=r"chat_template\n.* \(validation\.tasks: .*task\.jsonl\): .* has no chat template"
-    ):
-        titanlite.evaluate_run(spoken, tasks=task)
+    with pytest.raises(ConfigError, match=r"chat_template\n.* \(validation\.task_chat\): .* has no chat template"):
+        titanlite.evaluate_run(spoken, tasks="piqa", overrides={"validation.task_chat": True})
     template = "{{ messages[0].content }}{% generation %}{{ messages[1].content }}{% endgeneration %}"
     (tmp_path / "chat.jinja").write_text(template)
     found = titanlite.evaluate_run(spoken, overrides=source, chat_template=tmp_path / "chat.jinja")

@@ -108,7 +108,7 @@ def test_calls_of_each_step_are_in_order(run: MagicMock) -> None:
     updates = [(call.args[0], call.kwargs) for call in run.meter.update.call_args_list]
     assert updates == [(step, {"lr": float(step), **numbers}) for step in (1, 2, 3)]
     assert [call.args for call in run.validation.is_due.call_args_list] == [(1, False), (2, False), (3, True)]
-    assert [call.args for call in run.validation.after_step.call_args_list] == [(1,), (2,), (3,)]
+    assert [call.args for call in run.validation.after_step.call_args_list] == [(1, False), (2, False), (3, True)]
 
 
 def test_the_first_validation_has_the_time_limit_of_the_start(run: MagicMock) -> None:

@@ -15,11 +15,13 @@ from titanlite.data.kinds import source_names
 from titanlite.data.loader import Loader, build_loader
 from titanlite.data.sources.stored import stored_parts
 from titanlite.data.steps import BatchStage
-from titanlite.data.tasks import EncodedTask, encode_task, read_task
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.evaluation.evaluator import Evaluator, RowShape
+from titanlite.evaluation.harness import Harness
 from titanlite.forward import ModelOnMesh
 from titanlite.parallel.mesh import Mesh
+from titanlite.ranks.agreement import share_from_rank_0
+from titanlite.ranks.distributed import World
 from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.logging import log
 
@@ -83,18 +85,31 @@ def build_validation_data(job: Job, mesh: Mesh, tokenizer: Tokenizer | None) -> 
     return loaders
 
 
-def build_tasks(config: JobConfig, tokenizer: Tokenizer | None) -> list[EncodedTask]:
-    """Read and tokenize all questions of validation.tasks, the same on all ranks. Raises UserError."""
-    paths = config.validation.tasks if config.validation.enable else ()
-    tasks = []
-    for path in paths:
-        assert tokenizer is not None, "see check_validation"
-        task = read_task(path)
-        tasks.append(encode_task(task, tokenizer, seq_len=config.training.seq_len, add_bos=config.data.add_bos))
-        log.info("Task: %s", tasks[-1].describe())
-    if tasks and tokenizer is not None and tokenizer.prefix_ids and not config.data.add_bos:
-        log.info("Tasks: contexts begin as the post-processor of tokenizer.json defines, although data.add_bos = false")
-    return tasks
+def build_tasks(
+    config: JobConfig,
+    tokenizer: Tokenizer | None,
+    world: World,
+    store: dist.Store,
+    *,
+    allows_code: bool = False,
+    why_no_text: str = "",
+) -> Harness | None:
+    """Load validation.tasks with their data on rank 0, whose errors all ranks raise; None on the others, and without
+    tasks. allows_code, why_no_text: see Harness. Raises UserError."""
+    section, found = config.validation, list[Harness]()
+    if not section.enable or not section.tasks:
+        return None
+    assert tokenizer is not None, "see check_validation"
+
+    def load() -> None:
+        log.info("Loading the tasks %s", ", ".join(section.tasks))
+        seq_len = config.training.seq_len
+        found.append(Harness(section, tokenizer, seq_len=seq_len, allows_code=allows_code, why_no_text=why_no_text))
+        for line in found[0].describe():
+            log.info("Task: %s", line)
+
+    share_from_rank_0("tasks", load, world, store, config.comm.save_timeout_s)
+    return found[0] if found else None
 
 
 def build_evaluator(

@@ -19,7 +19,6 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.value_types import literal
 from titanlite.data.fingerprint import source_facts
 from titanlite.data.sources.base import Source, sampled_digest
-from titanlite.data.tasks import EncodedTask
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.hf.folder import PREFIX
 from titanlite.parallel.microbatches import rows_together
@@ -115,10 +114,9 @@ def content_facts(
     tokenizer: Tokenizer | None,
     data: Sequence[Source],
     validation: Sequence[Source],
-    tasks: Sequence[EncodedTask],
     weights: Sequence[Path],
 ) -> dict[str, str]:
-    """The tokenizer, its chat template, the tasks, and the content of the files of data and of initial weights, by
+    """The tokenizer, its chat template, and the content of the files of data and of initial weights, by
     samples.
 
     data, validation: the sources, opened: there may be more files by now. weights: files that decide the initial
@@ -132,7 +130,6 @@ def content_facts(
         for index, source in enumerate(sources):
             content = source_facts(source, config.data, tokenizer)
             facts |= {f"{section}.sources.{index}: {key}": str(content[key]) for key in content if key != "name"}
-    facts |= {f"validation.tasks: {index}": encoded.task.digest for index, encoded in enumerate(tasks)}
     return facts | {f"weights: {file.name}": sampled_digest(file).hex() for file in weights}
 
 

@@ -42,8 +42,9 @@ from titanlite.data.ledger import Ledger, ledger_files
 from titanlite.data.loader import Loader
 from titanlite.data.sources.base import Source
 from titanlite.data.steps import BatchStage, stage_index
-from titanlite.data.tasks import EncodedTask
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
+from titanlite.evaluation.evaluator import share_tasks
+from titanlite.evaluation.harness import Harness
 from titanlite.evaluation.validation import Validation
 from titanlite.faults.record import StepRecorder
 from titanlite.faults.replicas import Replicas
@@ -133,10 +134,10 @@ def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[st
     describe_job(config, world.device)
     # Build the data before the process group, so that a long index build on one rank does not cause a timeout.
     mesh = Mesh(config.parallelism, world)
-    data = build_run_data(job, mesh, cleanup)
+    data = build_run_data(job, mesh, store, cleanup)
     weights = imported.files() if imported else []
     held_out = [source for loader in data.held_out.values() for source in loader.sources]
-    content = content_facts(config, data.tokenizer, data.loader.sources, held_out, data.tasks, weights)
+    content = content_facts(config, data.tokenizer, data.loader.sources, held_out, weights)
     if config.training.bit_equal:
         content["device"] = device_kind(world.device)
     require_equal("content", content, world, store, config.comm.init_timeout_s)
@@ -191,15 +192,16 @@ def fix_threads(config: JobConfig, world: World, environment: Mapping[str, str])
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run. tokenizer: None if all sources hold tokens. held_out, tasks: those of the validation."""
+    """The data of a run. tokenizer: None if all sources hold tokens. held_out, harness: data and tasks of the
+    validation."""
 
     tokenizer: Tokenizer | None
     loader: Loader
     held_out: dict[str, Loader]
-    tasks: Sequence[EncodedTask]
+    harness: Harness | None
 
 
-def build_run_data(job: Job, mesh: Mesh, cleanup: ExitStack) -> RunData:
+def build_run_data(job: Job, mesh: Mesh, store: dist.Store, cleanup: ExitStack) -> RunData:
     """Open all data. cleanup: gets what closes the loaders."""
     tokenizer = build_tokenizer(job.config)
     loader = build_data(job, mesh, tokenizer)
@@ -207,7 +209,9 @@ def build_run_data(job: Job, mesh: Mesh, cleanup: ExitStack) -> RunData:
     held_out = build_validation_data(job, mesh, tokenizer)
     for each in held_out.values():
         cleanup.callback(each.close)
-    return RunData(tokenizer, loader, held_out, build_tasks(job.config, tokenizer))
+    why_no_text = "a run on a mesh cannot; evaluate it with titanlite evaluate RUN --tasks, in one process"
+    harness = build_tasks(job.config, tokenizer, mesh.world, store, why_no_text=why_no_text)
+    return RunData(tokenizer, loader, held_out, harness)
 
 
 def build_planned_trainer(job: Job, mesh: Mesh, store: dist.Store) -> tuple[Trainer, Memory | None]:
@@ -456,7 +460,7 @@ def build_validation(
         config.validation,
         evaluator,
         data.held_out,
-        data.tasks,
+        share_tasks(data.harness, group) if config.validation.tasks else None,
         meter,
         loggers,
         max_bad_rows=config.data.max_bad_rows,

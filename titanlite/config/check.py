@@ -353,7 +353,7 @@ def check_path_lengths(config: JobConfig) -> list[Problem]:
         return problems
     for section, sources in (("data", config.data.sources), ("validation", config.validation.sources)):
         paths |= {f"{section}.sources.{n}.path": source.path for n, source in enumerate(sources)}
-    paths |= {f"validation.tasks.{n}": path for n, path in enumerate(config.validation.tasks)}
+    paths |= {f"validation.tasks.{n}": task for n, task in enumerate(config.validation.tasks)}
     paths = {key: path for key, path in paths.items() if not is_address(path)}
     encoding = sys.getfilesystemencoding()
     for key, path in paths.items():

@@ -1,10 +1,11 @@
 """Checks of the [data], [validation] and [tokenizer] sections before a run starts."""
 
+import re
 import shlex
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,17 @@ from titanlite.data.sources.stored import SourceFile
 from titanlite.data.sources.tables import Arrow, Csv
 from titanlite.data.sources.text import Text
 from titanlite.data.sources.tokens import Tokens, manifests_of
-from titanlite.data.tasks import check_tasks, read_task
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer_files import read_chat_template, tokenizer_file
 from titanlite.runtime.errors import Problem, Rules, UserError
 from titanlite.runtime.plugins import is_of_program
 
 TRAIN_TOKENIZER = "titanlite train-tokenizer CONFIG --out DIR"
+
+HARNESS = "0.4.13"
+"""Oldest version of lm_eval that runs tasks."""
+TASKS_PAGE = "docs/evaluation.md#tasks"
+YAML = (".yaml", ".yml")
 
 PACKED = {
     ".gz": ("gzip", "gunzip -k"),
@@ -182,7 +187,8 @@ def check_tokenizer(
     folder or the name on the hub of the model that the run starts from, or "".
     """
     rules = Rules("tokenizer", section)
-    held_out, tasks = (validation.sources, validation.tasks) if validation and validation.enable else ((), ())
+    validation = validation if validation and validation.enable else ValidationConfig()
+    held_out = validation.sources
     try:
         if section.chat_template:
             ChatTemplate(read_chat_template(section.chat_template), {})
@@ -192,7 +198,7 @@ def check_tokenizer(
         return rules.problems
     file = tokenizer_file(section.path) if section.path else kept_tokenizer(data.sources)
     if file is None:
-        return _check_without_path(rules, data, held_out, tasks, vocab_size, model)
+        return _check_without_path(rules, data, validation, vocab_size, model)
     tokenizer = _load_tokenizer(rules, file, data.sources)
     if tokenizer is None:
         return rules.problems
@@ -209,7 +215,7 @@ def check_tokenizer(
         remedy = f"write vocab_size = {tokenizer.vocab_size} in [model], or use another tokenizer.path"
         rules.problems.append(Problem("model.vocab_size", vocab_size, rule, remedy))
     if tokenizer.chat_template is None:
-        _require_chat_template(rules, data, held_out, tasks, str(file.parent), tokenizer.unused_templates)
+        _require_chat_template(rules, data, validation, str(file.parent), tokenizer.unused_templates)
     if rules.problems or all(source.kind != Tokens.kind for source in (*data.sources, *held_out)):
         return rules.problems
     return _check_made_by(section, tokenizer, data, held_out) + _check_written_with(data)
@@ -239,18 +245,13 @@ def _load_tokenizer(rules: Rules, file: Path, sources: Sequence[SourceConfig]) -
 
 
 def _require_chat_template(
-    rules: Rules,
-    data: DataConfig,
-    held_out: Sequence[SourceConfig],
-    tasks: Sequence[str],
-    tokenizer: str,
-    unused_templates: Sequence[str] = (),
+    rules: Rules, data: DataConfig, validation: ValidationConfig, tokenizer: str, unused_templates: Sequence[str] = ()
 ) -> None:
     """Add a problem if sources or tasks hold conversations. tokenizer: the one without a chat template, in words."""
     if rules.section.chat_template:
         return
     keys = [f"data.sources.{n}" for n, source in enumerate(data.sources) if source.is_chat]
-    keys += keys_with_conversations(held_out, tasks)
+    keys += keys_with_conversations(validation)
     rule = f"required for conversations ({', '.join(keys[:1])}): {tokenizer} has no chat template"
     remedy = "write the path of a Jinja file that uses special tokens of this tokenizer, such as examples/chatml.jinja"
     if unused_templates:
@@ -259,13 +260,10 @@ def _require_chat_template(
     rules.require("chat_template", not keys, rule, remedy)
 
 
-def keys_with_conversations(held_out: Sequence[SourceConfig], tasks: Sequence[str]) -> list[str]:
-    """Which sources and files of tasks of the validation hold conversations. Ignores files that check_tasks names."""
-    keys = [f"validation.sources.{n}" for n, source in enumerate(held_out) if source.is_chat]
-    for path in tasks:
-        with suppress(UserError):
-            keys += [f"validation.tasks: {path}"] if read_task(path).has_conversations else []
-    return keys
+def keys_with_conversations(validation: ValidationConfig) -> list[str]:
+    """Which sources of the validation hold conversations, and whether its tasks become conversations."""
+    keys = [f"validation.sources.{n}" for n, source in enumerate(validation.sources) if source.is_chat]
+    return keys + (["validation.task_chat"] if validation.tasks and validation.task_chat else [])
 
 
 def _check_made_by(
@@ -312,7 +310,7 @@ def _check_written_with(data: DataConfig) -> list[Problem]:
 
 
 def _check_without_path(
-    rules: Rules, data: DataConfig, held_out: Sequence[SourceConfig], tasks: Sequence[str], vocab_size: int, model: str
+    rules: Rules, data: DataConfig, validation: ValidationConfig, vocab_size: int, model: str
 ) -> list[Problem]:
     kinds = {source.kind for source in data.sources}
     needing = sorted(kind for kind in kinds if KINDS[kind].holds == "text" and KINDS[kind] is not PythonStdlib)
@@ -328,7 +326,7 @@ def _check_without_path(
         return rules.problems
     _check_no_separators(rules)
     if PythonStdlib.kind in kinds:
-        _require_chat_template(rules, data, held_out, tasks, "the tokenizer trained at the start")
+        _require_chat_template(rules, data, validation, "the tokenizer trained at the start")
         of_data = Rules("data", data, rules.problems)
         rule = "false: the tokenizer trained at the start has no BOS"
         of_data.require("add_bos", not data.add_bos, rule, "write false")
@@ -353,6 +351,26 @@ def _manifests(source: SourceConfig) -> dict[SourceFile, dict[str, Any]]:
         return {}
 
 
+def check_tasks(key: str, tasks: Sequence[str]) -> list[Problem]:
+    """Problems of tasks, without those that only the harness itself can find, on rank 0."""
+    problems = []
+    for task in tasks:
+        rule = "the name of a task of lm-evaluation-harness, or the path of a task in YAML"
+        remedy = f"for a file of questions, write a YAML with `dataset_path: json` that names {task} ({TASKS_PAGE})"
+        if Path(task).is_file() and not task.endswith(YAML):
+            problems.append(Problem(key, task, rule, remedy))
+        elif task.endswith((*YAML, ".jsonl", ".json")) and not Path(task).is_file():
+            problems.append(Problem(key, task, f"{rule}; there is no such file", "fix the path"))
+    try:
+        found = version("lm_eval") if tasks else HARNESS
+    except PackageNotFoundError:
+        found = ""
+    if tuple(map(int, re.findall(r"\d+", found)[:3])) < tuple(map(int, HARNESS.split("."))):
+        rule = f"none without lm_eval {HARNESS} or newer, which is {f'version {found}' if found else 'not installed'}"
+        problems.append(Problem(key, list(tasks), rule, "pip install 'titanlite[eval]' on all nodes"))
+    return problems
+
+
 def check_validation(
     section: ValidationConfig, data: DataConfig, *, vocab_size: int, has_tokenizer: bool, checks_files: bool = True
 ) -> list[Problem]:
@@ -366,8 +384,11 @@ def check_validation(
         return rules.problems
     remedy = "add a [[validation.sources]] table"
     has_any = section.sources or section.tasks
-    rules.require("sources", has_any, "at least one source, or a file in validation.tasks", remedy)
+    rules.require("sources", has_any, "at least one source, or an entry in validation.tasks", remedy)
     rules.problems += check_tasks("validation.tasks", section.tasks) if checks_files else []
+    is_multiple = section.task_interval % section.interval == 0
+    rule = f"a multiple of validation.interval = {section.interval}"
+    rules.require("task_interval", section.task_interval == -1 or is_multiple, rule, "change one of them")
     needing = ["validation.tasks"] if section.tasks else []
     needing += [f"validation.sources.{n}" for n, one in enumerate(section.sources) if open_source(one).holds == "text"]
     if needing and not has_tokenizer:

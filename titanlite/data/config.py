@@ -13,6 +13,7 @@ PIECE_BYTES_PER_POSITION = 64
 _ORDERS = Needs("data.shuffle = true or several data.sources", lambda data: data.shuffle or len(data.sources) > 1)
 _SKIPS = Needs('data.on_bad_row = "skip"', lambda data: data.on_bad_row == "skip")
 _VALIDATES = Needs("validation.enable = true", lambda validation: validation.enable)
+_HAS_TASKS = Needs("validation.tasks", lambda validation: validation.enable and bool(validation.tasks))
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,15 @@ class ValidationConfig:
     sources: tuple[SourceConfig, ...] = setting((), needs=_VALIDATES)
     """Corpora to validate on, each read once and unshuffled: [[validation.sources]] tables."""
     tasks: tuple[str, ...] = setting((), needs=_VALIDATES, per_node=True, is_path=True)
-    """Files of questions to evaluate on, at the same steps (docs/evaluation.md#tasks)."""
+    """Tasks of lm-evaluation-harness: names such as "hellaswag", or YAML files (docs/evaluation.md#tasks)."""
+    task_fewshot: int = setting(-1, "leave it out", least=0, unset=-1, needs=_HAS_TASKS)
+    """Examples before each question; -1: as many as the task says. A task that says 0 has none."""
+    task_limit: int = setting(-1, "leave it out", least=1, unset=-1, needs=_HAS_TASKS)
+    """Maximum documents per task, the first ones; -1: all."""
+    task_interval: int = setting(-1, "leave it out", least=1, unset=-1, affects="nothing", needs=_HAS_TASKS)
+    """Steps between evaluations on tasks, a multiple of interval; -1: interval."""
+    task_chat: bool = setting(False, needs=_HAS_TASKS)
+    """Whether to write the questions as conversations, by the chat template."""
 
 
 @dataclass(frozen=True)

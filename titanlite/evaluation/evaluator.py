@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,12 +10,12 @@ from torch import Tensor
 
 from titanlite.batch import FILLER, IGNORE_INDEX, Batch
 from titanlite.data.loader import Loader
-from titanlite.data.tasks import EncodedTask, Scored
+from titanlite.evaluation.harness import Generate, Harness, Row
 from titanlite.forward import ModelOnMesh, cross_entropy_in, forward_only, on_device
-from titanlite.metrics.scores import SetTotals, TaskScores, score_choices, score_cloze
+from titanlite.metrics.scores import SetTotals, TaskScores
 from titanlite.parallel.exact import loss_grid, on_grid
 from titanlite.parallel.mesh import Mesh
-from titanlite.ranks.agreement import RanksError
+from titanlite.ranks.agreement import RanksError, run_on_all_ranks
 from titanlite.ranks.signals import StoppedError, StopRequest
 from titanlite.runtime.errors import DataError, UserError
 from titanlite.runtime.logging import Progress
@@ -24,6 +25,22 @@ LEAST_LENGTH = 32
 """Shortest length to which rows are padded."""
 MOST_TOKENS = 2**26
 """Of a data set whose loss has the same bits on all meshes."""
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The tasks of a run. harness: on rank 0, else None. rows: its rows, on all ranks."""
+
+    harness: Harness | None
+    rows: Sequence[Row]
+
+
+def share_tasks(harness: Harness | None, group: dist.ProcessGroup) -> Tasks:
+    """The tasks on all ranks of a gloo group. harness: on rank 0. A collective."""
+    rows = [harness.rows if harness is not None else None]
+    dist.broadcast_object_list(rows, src=0, group=group)
+    assert rows[0] is not None
+    return Tasks(harness, rows[0])
 
 
 @dataclass(frozen=True)
@@ -37,26 +54,30 @@ class RowShape:
     seq_len: int
     is_fixed: bool
 
-    def fitting(self, inputs: int, divisor: int) -> tuple[int, int]:
-        """(rows, length) of a batch whose longest row has this many inputs: half of seq_len as often as it fits.
+    def length(self, inputs: int, divisor: int) -> int:
+        """The length to which a row with this many inputs is padded: half of seq_len as often as it fits.
 
         divisor: of the length.
         """
         length = self.seq_len
         while not self.is_fixed and length % (2 * divisor) == 0 and length // 2 >= max(inputs, LEAST_LENGTH):
             length //= 2
-        return self.rows * (self.seq_len // length), length
+        return length
 
 
-def task_batches(rows: Sequence[Scored], shape: RowShape, mesh: Mesh) -> Iterator[tuple[Tensor, Batch, int]]:
+def row_batches(rows: Sequence[Row], shape: RowShape, mesh: Mesh) -> Iterator[tuple[Tensor, Batch, int]]:
     """(numbers of this rank's rows, the rows, number of rows on all ranks) of each batch, the longest rows first.
 
-    All ranks have the same number of batches of the same shape: filler follows this rank's rows.
+    All ranks have the same number of batches of the same shape: filler follows this rank's rows. A row is padded to a
+    length that does not depend on the other rows, nor on the number of data ranks.
     """
-    order = sorted(range(len(rows)), key=lambda index: (-len(rows[index].tokens), index))
+    lengths = [shape.length(len(row.tokens) - 1, mesh.degrees["tp"]) for row in rows]
+    order = sorted(range(len(rows)), key=lambda index: (-lengths[index], index))
     while order:
-        per_rank, length = shape.fitting(len(rows[order[0]].tokens) - 1, mesh.degrees["tp"])
-        batch, order = order[: per_rank * mesh.data_degree], order[per_rank * mesh.data_degree :]
+        length = lengths[order[0]]
+        per_rank = shape.rows * (shape.seq_len // length)
+        batch = [index for index in order[: per_rank * mesh.data_degree] if lengths[index] == length]
+        order = order[len(batch) :]
         own = batch[mesh.data_rank :: mesh.data_degree]
         yield (
             torch.tensor(own, dtype=torch.int64),
@@ -65,7 +86,7 @@ def task_batches(rows: Sequence[Scored], shape: RowShape, mesh: Mesh) -> Iterato
         )
 
 
-def _padded(rows: Sequence[Scored], per_rank: int, length: int) -> Batch:
+def _padded(rows: Sequence[Row], per_rank: int, length: int) -> Batch:
     """A batch of `per_rank` rows, the last ones filler. Labels are the tokens to be scored."""
     tokens = torch.zeros(per_rank, length, dtype=torch.int64)
     labels = torch.full_like(tokens, IGNORE_INDEX)
@@ -169,34 +190,35 @@ class Evaluator:
             num_valid, bad_rows, too_long = counts.tolist()
             require_usable(num_valid, bad_rows, too_long, max_bad_rows)
 
-    def scores(self, encoded: EncodedTask) -> TaskScores:
-        """Compute the scores of a task, by the cross-entropy whatever the loss of training is; the same on all ranks.
+    def scores(self, tasks: Tasks, generate: Generate | None = None) -> dict[str, TaskScores]:
+        """Compute the scores of all tasks, by the cross-entropy whatever the loss of training is, on all ranks.
 
-        The data ranks share the rows. One host read, at the end, except for the answers of a cloze.
+        The data ranks share the rows. generate: see Harness.scores.
         """
-        model, task, rows = self.model, encoded.task, encoded.rows
-        is_cloze = task.format == "cloze"
+        model, rows = self.model, tasks.rows
         # Loss and misses of each row. One rank adds each of them to zeros, so that their sum is exact.
         found = torch.zeros(len(rows), 2, dtype=torch.float64, device=model.device)
         done, progress = 0, Progress()
         with forward_only(model), cross_entropy_in(model):
-            for own, batch, size in task_batches(rows, self.shape, model.mesh):
+            for own, batch, size in row_batches(rows, self.shape, model.mesh):
                 self._any_has_data(True)
-                batch = on_device(batch, model.device)
-                losses, misses = model.row_misses(batch) if is_cloze else (model.row_losses(batch), torch.zeros(()))
+                losses, misses = model.row_misses(on_device(batch, model.device))
                 if model.counts_loss:
-                    both = torch.stack([losses, misses.to(losses).expand_as(losses)], dim=1)[: len(own)]
-                    found[own] = both.to(found.dtype)
+                    found[own] = torch.stack([losses, misses], dim=1)[: len(own)].to(found.dtype)
                 done += size
-                progress.note(f"task {task.name}: {done:,} of {len(rows):,} rows")
+                progress.note(f"tasks: {done:,} of {len(rows):,} rows")
         dist.all_reduce(found)
         losses, misses = found.T.tolist()
-        questions, sums = task.questions, iter(-loss for loss in losses)
-        if is_cloze:
-            return score_cloze(list(sums), [count == 0 for count in misses], encoded.truncated)
-        grouped = [[next(sums) for _ in question.choices] for question in questions]
-        choices = [question.choices for question in questions]
-        return score_choices(grouped, choices, [question.answer for question in questions], encoded.truncated)
+        scores: list[Any] = [None]
+
+        def score() -> None:
+            if tasks.harness is not None:
+                scores[0] = tasks.harness.scores(losses, misses, generate)
+
+        run_on_all_ranks(score, self.group)
+        dist.broadcast_object_list(scores, src=0, group=self.group)
+        result: dict[str, TaskScores] = scores[0]
+        return result
 
     def _batches(self, loader: Loader, steps: int) -> Iterator[Sequence[Batch]]:
         """Batches of each step of the loader, until the loaders of all ranks are exhausted. Raises RanksError."""

@@ -1,13 +1,12 @@
 """Validation of a run: when, on what, and where its results go."""
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from titanlite.data.config import ValidationConfig
 from titanlite.data.loader import Loader
-from titanlite.data.tasks import EncodedTask
-from titanlite.evaluation.evaluator import Evaluator
+from titanlite.evaluation.evaluator import Evaluator, Tasks
 from titanlite.metrics.loggers import Loggers
 from titanlite.metrics.meter import Meter
 from titanlite.metrics.records import ValidationRecord
@@ -23,14 +22,15 @@ ARRIVE_S = 5.0
 class Validation:
     """Validation of a run: its interval, sources, tasks and outputs.
 
-    loaders: of this rank, by name of the source. max_bad_rows: data.max_bad_rows, for each validation. missing: whether
-    the step from which the run resumes has not been validated yet.
+    loaders: of this rank, by name of the source. tasks: None without validation.tasks. max_bad_rows:
+    data.max_bad_rows, for each validation. missing: whether the step from which the run resumes has not been validated
+    yet.
     """
 
     section: ValidationConfig
     evaluator: Evaluator
     loaders: Mapping[str, Loader]
-    tasks: Sequence[EncodedTask]
+    tasks: Tasks | None
     meter: Meter
     loggers: Loggers
     max_bad_rows: int
@@ -38,11 +38,17 @@ class Validation:
 
     def is_due(self, step: int, last: bool) -> bool:
         """Whether to validate after `step`. last: whether it is the last step of the run."""
-        return last or step % self.section.interval == 0
+        return last or step % (self.section.interval if self.loaders else self.task_interval) == 0
 
-    def after_step(self, step: int) -> int:
+    @property
+    def task_interval(self) -> int:
+        """Steps between evaluations on tasks."""
+        return self.section.interval if self.section.task_interval == -1 else self.section.task_interval
+
+    def after_step(self, step: int, last: bool) -> int:
         """Validate and write a row; return 0, or the number of the signal that interrupted the validation.
 
+        Tasks are evaluated at multiples of validation.task_interval, and after the last step.
         A collective over all ranks. Raises RanksError if data is bad, or there is no token to predict.
         """
         with self.meter.left_out() as clock:
@@ -51,7 +57,8 @@ class Validation:
                     self.loaders, steps=self.section.steps, max_bad_rows=self.max_bad_rows
                 )
                 by_source = dict(totals)
-                scores = {encoded.task.name: self.evaluator.scores(encoded) for encoded in self.tasks}
+                is_due = last or step % self.task_interval == 0
+                scores = self.evaluator.scores(self.tasks) if self.tasks and is_due else {}
             except StoppedError as stopped:
                 name = signal.Signals(stopped.number).name
                 log.info(

@@ -209,6 +209,6 @@ def validation_line(record: ValidationRecord) -> str:
         parts.append(f"{numbers['bits_per_byte']:.4f} bits/byte")
     of_sources = {name: totals.numbers() for name, totals in record.by_source.items() if len(record.by_source) > 1}
     parts += [f"{name} {found['loss']:.4f}" for name, found in of_sources.items() if found]
-    parts += [f"{name} {scores.describe()}" for name, scores in record.tasks.items()]
+    parts += [f"{name} {scores.describe()}" for name, scores in record.tasks.items() if not scores.in_group]
     parts += [f"too long {total.too_long}"] if total.too_long else []
     return f"validation after step {record.step}: {', '.join(parts)} ({duration(record.time_s)})"

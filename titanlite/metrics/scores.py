@@ -1,10 +1,8 @@
-"""Scores of data sets and tasks: losses, and accuracies and likelihoods by the definitions of lm_eval."""
+"""Scores of data sets and tasks."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-
-import numpy as np
 
 
 @dataclass(frozen=True)
@@ -54,72 +52,30 @@ def sum_of(sets: Iterable[SetTotals]) -> SetTotals:
 
 @dataclass(frozen=True)
 class TaskScores:
-    """The result of one task. num_truncated: of its rows (a row is a context with one choice).
+    """The result of one task, or of a group of tasks. num_truncated: requests that lost the first tokens of their
+    context. num_close: documents whose two best choices are almost equally likely.
 
-    numbers: acc, the share of right answers; acc_norm of a multiple choice, perplexity of a cloze; each with its
-    standard error NAME_stderr if there are two questions or more.
-    log_likelihoods: of each choice of each question, in nats; a cloze has one choice. is_greedy: of the questions of a
-    cloze, whether each token of the answer is the most likely one; else empty.
+    numbers: the metrics of the task, each with its standard error NAME_stderr if that is known; bits_per_byte of the
+    right answers of a multiple choice or cloze. in_group: whether it is a part of another result.
+    log_likelihoods: of the requests of each document, in nats.
     """
 
-    num_questions: int
+    num_documents: int
     num_truncated: int
+    num_close: int
     numbers: dict[str, float]
-    log_likelihoods: tuple[tuple[float, ...], ...] = field(repr=False)
-    is_greedy: tuple[bool, ...] = field(default=(), repr=False)
+    in_group: bool = False
+    log_likelihoods: tuple[tuple[float, ...], ...] = field(default=(), repr=False)
 
     def names(self) -> list[str]:
         """Of the scores, without their errors."""
         return [name for name in self.numbers if not name.endswith("_stderr")]
 
     def describe(self) -> str:
-        """acc and the other number, in percent except for perplexities, with their errors: "acc 41.2% ± 1.4%"."""
+        """All numbers, accuracies in percent, with their errors: "acc 41.2% ± 1.4%"."""
         parts = []
         for name in self.names():
-            form = ".4g" if name == "perplexity" else ".1%"
+            form = ".1%" if name.startswith(("acc", "exact_match")) else ".4g"
             error = self.numbers.get(f"{name}_stderr")
             parts.append(f"{name} {self.numbers[name]:{form}}" + (f" ± {error:{form}}" if error is not None else ""))
-        return ", ".join(parts)
-
-
-def score_choices(
-    log_likelihoods: Sequence[Sequence[float]],
-    choices: Sequence[Sequence[str]],
-    answers: Sequence[int],
-    num_truncated: int = 0,
-) -> TaskScores:
-    """Scores of a multiple choice. Of equally likely choices, the first one is chosen.
-
-    acc: the choice with the largest log-likelihood. acc_norm: with the largest log-likelihood per character.
-    """
-    right, right_norm = [], []
-    for sums, texts, answer in zip(log_likelihoods, choices, answers, strict=True):
-        per_character = np.array(sums) / np.array([len(text) for text in texts])
-        right.append(float(np.argmax(sums) == answer))
-        right_norm.append(float(np.argmax(per_character) == answer))
-    numbers = {**_mean("acc", right), **_mean("acc_norm", right_norm)}
-    return TaskScores(len(answers), num_truncated, numbers, tuple(map(tuple, log_likelihoods)))
-
-
-def score_cloze(log_likelihoods: Sequence[float], is_greedy: Sequence[bool], num_truncated: int = 0) -> TaskScores:
-    """Scores of a cloze. acc: the share of greedy answers. perplexity: of an answer, the exponential of minus the mean
-    log-likelihood; its error is that of the mean, to first order."""
-    numbers = _mean("acc", [float(each) for each in is_greedy])
-    mean = _mean("mean", log_likelihoods)
-    perplexity = math.inf if mean["mean"] < -700 else math.exp(-mean["mean"])  # exp would overflow
-    numbers["perplexity"] = perplexity
-    if "mean_stderr" in mean:
-        numbers["perplexity_stderr"] = perplexity * mean["mean_stderr"]
-    return TaskScores(
-        len(is_greedy), num_truncated, numbers, tuple((each,) for each in log_likelihoods), tuple(is_greedy)
-    )
-
-
-def _mean(name: str, values: Sequence[float]) -> dict[str, float]:
-    """The mean, and its standard error from the sample's standard deviation; without it for a single value."""
-    count = len(values)
-    mean = math.fsum(values) / count
-    if count < 2:
-        return {name: mean}
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    return {name: mean, f"{name}_stderr": math.sqrt(variance / count)}
+        return ", ".join(parts) + (f" ({self.num_close} close)" if self.num_close else "")

@@ -9,13 +9,15 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
 
+import torch
 import torch.distributed as dist
 import tyro
 
@@ -29,15 +31,19 @@ from titanlite.checkpoint.manifest import MANIFEST_FILE, copy_id
 from titanlite.config.check import apply_stores, check_config, resolve_config
 from titanlite.config.load import config_from_values
 from titanlite.config.schema import JobConfig, JobSection
-from titanlite.data.check import check_validation, keys_with_conversations
+from titanlite.data.check import check_tasks, check_validation, keys_with_conversations
 from titanlite.data.kinds import open_source, source_from_path
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.tasks import check_tasks
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.evaluation.evaluator import share_tasks
+from titanlite.evaluation.harness import CLOSE, Generate
+from titanlite.generation.generate import Sampling, generate
+from titanlite.generation.model import gather_model
 from titanlite.metrics.scores import SetTotals, TaskScores, sum_of
 from titanlite.models.attention import pin_kernels
-from titanlite.models.family import saved_tensors
+from titanlite.models.family import LanguageModel, saved_tensors
 from titanlite.parallel.mesh import LAYOUT, Mesh, ParallelismConfig
+from titanlite.precision import DTYPES
 from titanlite.ranks.agreement import require_equal, share_from_rank_0, start_rank, watch_ranks
 from titanlite.ranks.distributed import CommConfig, World, set_timeout
 from titanlite.ranks.network import connect, init_process_group
@@ -86,10 +92,10 @@ class Options:
         (), is_path=True
     )
     """file, folder or glob; its kind follows from the file names"""
-    tasks: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE")]] = setting(
+    tasks: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="TASK")]] = setting(
         (), is_path=True
     )
-    """questions as JSON lines: multiple choice or cloze (docs/evaluation.md)"""
+    """task of lm-evaluation-harness: a name such as hellaswag, or a YAML file (docs/evaluation.md)"""
     steps: OptionalCount = setting(None, "leave it out to evaluate on all of the data", least=1)
     """batches of training.global_batch_size sequences per source; None: all of its data"""
     weights: Weights = "last"
@@ -97,7 +103,7 @@ class Options:
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = setting(None, is_path=True)
     """tokenizer.json or its folder, for a run on token files without a tokenizer; None: the run's own"""
     chat_template: Annotated[str, tyro.conf.arg(metavar="FILE")] = setting("", is_path=True)
-    """chat template in Jinja, for conversations in sources and tasks; empty: the tokenizer's own"""
+    """chat template in Jinja, for conversations and validation.task_chat; empty: the tokenizer's own"""
     json: File = None
     """also write the results to this file"""
     allow_import: AllowImport = False
@@ -150,7 +156,9 @@ def evaluate_saved(
         require_chat_template(saved, config, tokenizer)
         if failure.positions is not None:
             failure.positions.silence_s = config.comm.train_timeout_s
-        return config, saved, evaluate(config, saved, tokenizer, world, store, failure, cleanup)
+        allows_code = options.allow_import
+        found = evaluate(config, saved, tokenizer, world, store, failure, cleanup, allows_code=allows_code)
+        return config, saved, found
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[Options, list[str]]:
@@ -216,7 +224,7 @@ def evaluated_config(
     config = replace(config, validation=replace(config.validation, enable=True))
     if not config.validation.sources and not config.validation.tasks:
         rule = "needed, since the run has neither validation.sources nor validation.tasks"
-        raise ConfigError([Problem(DATA, "", rule, f"give {DATA} and a file, a folder or a glob, or {TASKS} FILE")])
+        raise ConfigError([Problem(DATA, "", rule, f"give {DATA} and a file, a folder or a glob, or {TASKS} TASK")])
     if config.validation.tasks and not has_tokenizer:
         rule = "not without a tokenizer: neither the run's dump folder nor its tokenizer.path has one"
         raise ConfigError([Problem(TASKS, list(config.validation.tasks), rule, "give --tokenizer PATH")])
@@ -242,7 +250,7 @@ def evaluated_config(
 
 def require_chat_template(saved: SavedRun, config: JobConfig, tokenizer: Tokenizer | None) -> None:
     """Raise ConfigError if the configuration evaluates conversations, and the tokenizer has no chat template."""
-    keys = keys_with_conversations(config.validation.sources, config.validation.tasks)
+    keys = keys_with_conversations(config.validation)
     if keys and tokenizer is not None and tokenizer.chat_template is None:
         rule = f"required for conversations ({keys[0]}): the tokenizer of {saved.path} has no chat template"
         raise ConfigError([Problem("--chat-template", None, rule, "write the path of a template in Jinja")])
@@ -264,10 +272,12 @@ def evaluate(
     store: dist.Store,
     failure: FailureReport,
     cleanup: ExitStack,
+    *,
+    allows_code: bool,
 ) -> Found:
     """Build the model without optimizer, load it, evaluate the data. On all ranks. Raises UserError.
 
-    cleanup: gets what closes the loaders and the process group.
+    cleanup: gets what closes the loaders and the process group. allows_code: whether tasks may run code of the user.
     """
     apply_determinism(config.debug)
     pin_kernels(world.device)
@@ -280,10 +290,11 @@ def evaluate(
     loaders = build_validation_data(job, mesh, tokenizer)
     for loader in loaders.values():
         cleanup.callback(loader.close)
-    tasks = build_tasks(config, tokenizer)
+    why_no_text = "" if world.size == 1 else "start titanlite evaluate without torchrun, in one process"
+    harness = build_tasks(config, tokenizer, world, store, allows_code=allows_code, why_no_text=why_no_text)
     held_out = [source for loader in loaders.values() for source in loader.sources]
     manifests = [saved.path / MANIFEST_FILE] if isinstance(saved.path, Path) else []  # a store is the same for all
-    facts = content_facts(config, tokenizer, [], held_out, tasks, manifests)
+    facts = content_facts(config, tokenizer, [], held_out, manifests)
     require_equal("content", facts, world, store, config.comm.init_timeout_s)
     init_process_group(world, store, config.comm)
     cleanup.callback(dist.destroy_process_group)
@@ -304,8 +315,33 @@ def evaluate(
     ):
         totals[name], time_s[name] = found, perf_counter() - start
         start = perf_counter()
-    scores = {encoded.task.name: evaluator.scores(encoded) for encoded in tasks}
+    scores = {}
+    if config.validation.tasks:
+        generate = greedy_texts(config, parts, mesh, tokenizer) if world.size == 1 else None
+        scores = evaluator.scores(share_tasks(harness, control), generate)
     return Found(totals, time_s, evaluator.why_no_bytes, scores)
+
+
+def greedy_texts(
+    config: JobConfig, parts: Sequence[LanguageModel], mesh: Mesh, tokenizer: Tokenizer | None
+) -> Generate:
+    """What generates the text of tasks, in one process."""
+
+    @cache
+    def full_model() -> LanguageModel:
+        dtype = DTYPES[config.training.mixed_precision_param]
+        model = gather_model(parts, mesh, config.family, config.hyper_parameters, dtype)
+        assert model is not None, "one process"
+        return model.eval()
+
+    def generate_greedily(prompt: Sequence[int], most: int) -> Iterator[int]:
+        ends = () if tokenizer is None or tokenizer.eos_id is None else (tokenizer.eos_id,)
+        with torch.no_grad():
+            for (token,) in generate(full_model(), [prompt], Sampling(), max_new_tokens=most, eos_ids=ends):
+                if token is not None and token not in ends:
+                    yield token
+
+    return generate_greedily
 
 
 def conditions(config: JobConfig, saved: SavedRun) -> dict[str, Any]:
@@ -380,22 +416,28 @@ def loss_lines(config: JobConfig, found: Found) -> list[str]:
 
 def task_lines(config: JobConfig, found: Found) -> list[str]:
     """A row per score of a task."""
-    table = [["task", "score", "value", "stderr", "questions"]]
+    table = [["task", "score", "value", "stderr", "documents"]]
     for name, scores in found.tasks.items():
         for score in scores.names():
             error = scores.numbers.get(f"{score}_stderr")
             values = [f"{scores.numbers[score]:.6g}", "-" if error is None else f"{error:.4g}"]
-            table.append([name, score, *values, f"{scores.num_questions:,}"])
-    cut = {name: scores.num_truncated for name, scores in found.tasks.items() if scores.num_truncated}
+            table.append([name, score, *values, f"{scores.num_documents:,}"])
+    tasks = {name: scores for name, scores in found.tasks.items() if scores.log_likelihoods}
     return [
         "",
         *aligned(table),
         "",
-        "acc: share of right answers; acc_norm: by log-likelihood per character; perplexity: of an entire answer",
+        "acc: share of right answers; acc_norm: by log-likelihood per character; bits_per_byte: of the right answers",
         *(
-            f"{name}: {counted(count, 'row')} with a context too long for training.seq_len = "
+            f"{name}: {counted(scores.num_truncated, 'request')} with a context too long for training.seq_len = "
             f"{config.training.seq_len:,}, whose first tokens were left out"
-            for name, count in cut.items()
+            for name, scores in tasks.items()
+            if scores.num_truncated
+        ),
+        *(
+            f"{name}: {counted(scores.num_close, 'document')} whose two best choices differ by less than {CLOSE:g}"
+            for name, scores in tasks.items()
+            if scores.num_close
         ),
         *([] if config.loss.is_cross_entropy else ["tasks: by the cross-entropy"]),
     ]
@@ -413,11 +455,11 @@ def json_results(config: JobConfig, saved: SavedRun, found: Found) -> dict[str, 
 
     def task_entry(scores: TaskScores) -> dict[str, Any]:
         return {
-            "num_questions": scores.num_questions,
+            "num_documents": scores.num_documents,
             "num_truncated": scores.num_truncated,
+            "num_close": scores.num_close,
             **{name: _finite(value) for name, value in scores.numbers.items()},
             "log_likelihoods": [[_finite(each) for each in sums] for sums in scores.log_likelihoods],
-            **({"is_greedy": list(scores.is_greedy)} if scores.is_greedy else {}),
         }
 
     return {

@@ -232,7 +232,8 @@ LOGGED = {
     *("lr_schedule.warmup_steps", "lr_schedule.decay", "lr_schedule.decay_steps", "lr_schedule.decay_ratio"),
     *("lr_schedule.final_decay_steps", "lr_schedule.min_lr_factor", "lr_schedule.over", "lr_schedule.batch_scaling"),
     *("debug.seed", "debug.deterministic", "faults.spike_factor", "faults.on_spike"),
-    *("validation.steps", "validation.sources", "validation.tasks", "job.plugins"),
+    *("validation.steps", "validation.sources", "validation.tasks", "validation.task_fewshot"),
+    *("validation.task_limit", "validation.task_chat", "job.plugins"),
 }
 
 

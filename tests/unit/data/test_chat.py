@@ -139,14 +139,11 @@ def test_conversations_in_other_files_name_the_command_that_writes_lines(tmp_pat
         assert problem.remedy.endswith(f'python -c \'{code}\', then kind = "chat" and path = "chat.jsonl"')
 
 
-@pytest.mark.parametrize("where", ["data.sources.0", "validation.sources.0", "validation.tasks: "])
+@pytest.mark.parametrize("where", ["data.sources.0", "validation.sources.0", "validation.task_chat"])
 @pytest.mark.parametrize("kind", ["jsonl", "python-stdlib"])
 def test_a_tokenizer_without_a_chat_template_is_named(folder: Path, where: str, kind: str) -> None:
     """Of the training, the validation and its tasks; also the tokenizer that the quick start trains."""
     (folder / "tokenizer/chat_template.jinja").unlink()
-    task = folder / "task.jsonl"
-    question = {"messages": [{"role": "user", "content": "a"}], "answer": "b"}
-    task.write_text(json.dumps({"context": "a", "answer": "b"}) + "\n" + json.dumps(question) + "\n")
     chat = {"kind": "chat", "path": str(folder / "chat.jsonl")}
     text = {"kind": kind} | ({"path": str(folder / "text.jsonl")} if kind == "jsonl" else {})
     settings = {"data__sources": [text], "tokenizer__path": str(folder / "tokenizer") if kind == "jsonl" else ""}
@@ -156,8 +153,7 @@ def test_a_tokenizer_without_a_chat_template_is_named(folder: Path, where: str, 
         case "validation.sources.0":
             settings |= {"validation__enable": True, "validation__sources": [chat]}
         case _:
-            settings |= {"validation__enable": True, "validation__tasks": [str(task)]}
-            where += str(task)
+            settings |= {"validation__enable": True, "validation__tasks": ["piqa"], "validation__task_chat": True}
     problem = problem_of(folder, **settings)
     assert problem.key == "tokenizer.chat_template"
     assert f"required for conversations ({where})" in problem.rule

@@ -10,11 +10,11 @@ import pytest
 from titanlite.metrics.jsonl import json_line
 from titanlite.metrics.loggers import validation_line
 from titanlite.metrics.records import ValidationRecord, is_validation
-from titanlite.metrics.scores import SetTotals, TaskScores, score_choices, score_cloze, sum_of
+from titanlite.metrics.scores import SetTotals, TaskScores, sum_of
 
 CODE, TEXT, EMPTY = SetTotals(20.0, 10, 40), SetTotals(90.0, 30, 60), SetTotals(0.0, 0, 0)
-TASK = {"last word": score_cloze([-math.log(2)] * 2, [True, False])}
-OF_TASK = {"acc": 0.5, "acc_stderr": 0.5, "perplexity": 2.0, "perplexity_stderr": 0.0}
+OF_TASK = {"acc": 0.5, "acc_stderr": 0.25, "perplexity": 2.0}
+TASK = {"last word": TaskScores(4, 0, 3, OF_TASK), "part": TaskScores(2, 0, 0, OF_TASK, in_group=True)}
 
 
 def test_each_token_has_equal_weight() -> None:
@@ -45,7 +45,7 @@ def test_each_token_has_equal_weight() -> None:
             {"code": replace(CODE, in_nats=False), "text": replace(TEXT, in_nats=False)},
             *({}, ["loss", "num_valid", "loss/code", "loss/text"], "loss 2.7500, code 2.0000, text 3.0000"),
         ),
-        ({}, TASK, [], "last word acc 50.0% ± 50.0%, perplexity 2 ± 0"),
+        ({}, TASK, [], "7: last word acc 50.0% ± 25.0%, perplexity 2 (3 close) (1m"),
         (
             {"code": CODE},
             *(TASK, ["loss", "perplexity", "bits_per_byte", "num_valid"], "0.7213 bits/byte, last word acc 50.0% ± "),
@@ -100,36 +100,3 @@ def test_non_finite_values_are_written(loss: float, perplexity: float) -> None:
     row = json.loads(json_line(record.row()))
     assert float(row["validation/loss"]) == pytest.approx(loss, nan_ok=True)
     assert float(row["validation/perplexity"]) == pytest.approx(perplexity, nan_ok=True)
-
-
-def test_a_choice_is_the_most_likely_one_in_total_and_per_character() -> None:
-    """é is one character and two bytes: per byte, the other choice of the second question would be the better one."""
-    sums = [[-1.0, -9.0], [-4.0, -3.6], [-2.0, -2.0]]
-    choices = [["a", "abcdefghijkl"], ["abcde", "éééé"], ["no", "yes"]]
-    found = score_choices(sums, choices, [0, 0, 0], num_truncated=2)
-    # In total: 0, 1 and, of equal ones, the first. Per character: -1 and -0.75; -0.8 and -0.9; -1 and -0.67.
-    assert found.numbers == {
-        "acc": pytest.approx(2 / 3),
-        "acc_stderr": pytest.approx(math.sqrt(2 / 9 * 3 / 2 / 3)),
-        "acc_norm": pytest.approx(1 / 3),
-        "acc_norm_stderr": pytest.approx(math.sqrt(2 / 9 * 3 / 2 / 3)),
-    }
-    assert (found.num_questions, found.num_truncated, found.log_likelihoods) == (3, 2, tuple(map(tuple, sums)))
-    assert found.describe() == "acc 66.7% ± 33.3%, acc_norm 33.3% ± 33.3%"
-    ties = score_choices([[-2.0, -4.0], [-4.0, -2.0]], [["a", "bb"], ["aa", "b"]], [0, 0])
-    assert ties.numbers["acc_norm"] == 1.0
-
-
-def test_perplexity_of_a_cloze_is_per_answer() -> None:
-    sums = [-math.log(2), -math.log(32), -math.log(8)]
-    found = score_cloze(sums, [True, False, False])
-    spread = math.log(4) / math.sqrt(3)
-    assert found.numbers == pytest.approx(
-        {"acc": 1 / 3, "acc_stderr": 1 / 3, "perplexity": 8.0, "perplexity_stderr": 8 * spread}
-    )
-    assert found.describe() == "acc 33.3% ± 33.3%, perplexity 8 ± 6.403"
-
-
-def test_one_question_has_no_error_and_an_unlikely_answer_no_overflow() -> None:
-    assert score_cloze([-5000.0], [False]).numbers == {"acc": 0.0, "perplexity": math.inf}
-    assert score_choices([[-1.0, -2.0]], [["a", "b"]], [1]).describe() == "acc 0.0%, acc_norm 0.0%"

@@ -174,37 +174,6 @@ class ChatEncoder:
         self._require_roles(given, text, KNOWN_ROLES - {"system", "developer"}, prompts=True)
         return text
 
-    def continuations(
-        self, pairs: Sequence[tuple[Sequence[Message], str]]
-    ) -> list[tuple[npt.NDArray[np.int64], int] | BadRowError]:
-        """Conversations, each with a text that the assistant may write next, encoded as one batch.
-
-        Returns for each the tokens of the prompt for the assistant's turn with the text, and how many of them are the
-        prompt's; or why it cannot be encoded. Raises UserError if the template has no such prompt.
-        """
-        self._require_prompt()
-        texts = [self._continued(messages, text) for messages, text in pairs]
-        encoded = self._encode(part for both in texts if isinstance(both, tuple) for part in both)
-        return [
-            both
-            if isinstance(both, BadRowError)
-            else self._removed([*messages, {"content": text}], encoded[both[1]])
-            or _divided(encoded[both[0]], encoded[both[1]], text)
-            for both, (messages, text) in zip(texts, pairs, strict=True)
-        ]
-
-    def _continued(self, messages: Sequence[Message], text: str) -> tuple[_Text, _Text] | BadRowError:
-        """The prompt for the assistant's turn, and the prompt with the text."""
-        try:
-            self._require_tool_calls(messages)
-            given, marked = self._special_tokens.mark([*messages, {"role": ASSISTANT, "content": text}])
-            prompt, _ = self._render(given[:-1], marked, prompts=True)
-            self._require_roles(given[:-1], prompt, KNOWN_ROLES, prompts=True)
-            continued, _ = self._render(given[:-1], marked, prompts=True, then=given[-1]["content"])
-        except BadRowError as bad:
-            return bad
-        return prompt, continued
-
     def _draft(self, messages: Sequence[Message], loss_on: LossOn) -> _Draft | BadRowError:
         """Render a conversation."""
         answers = [index for index, message in enumerate(messages) if message.get("role") == ASSISTANT]
@@ -242,9 +211,9 @@ class ChatEncoder:
             if self._render(other, full.marked, prompts=prompts).text == full:
                 raise BadRowError(f"turn {index + 1}: the chat template writes nothing for the role {role!r}")
 
-    def _render(self, messages: Sequence[Message], marked: bool, *, prompts: bool = False, then: str = "") -> _Rendered:
-        """Render the messages of SpecialTokens.mark, followed by the text `then`. Raises BadRowError."""
-        text = self._template.render(messages, prompts=prompts) + then
+    def _render(self, messages: Sequence[Message], marked: bool, *, prompts: bool = False) -> _Rendered:
+        """Render the messages of SpecialTokens.mark. Raises BadRowError."""
+        text = self._template.render(messages, prompts=prompts)
         text, spans = unmarked(self._special_tokens.written(text) if marked else text)
         return _Rendered(_Text(text, marked), spans)
 
@@ -402,22 +371,6 @@ def _result(
     if not trained.any():
         return BadRowError("the chat template writes no text for it that is trained on")
     return EncodedChat(encoded.ids, trained)
-
-
-def _divided(
-    prompt: Encoded | BadRowError, continued: Encoded | BadRowError, text: str
-) -> tuple[npt.NDArray[np.int64], int] | BadRowError:
-    """The tokens of `continued`, the prompt with the text, and how many of them are those of the prompt."""
-    if isinstance(prompt, BadRowError):
-        return prompt
-    if isinstance(continued, BadRowError):
-        return continued
-    if not np.array_equal(continued.ids[: len(prompt.ids)], prompt.ids):
-        return BadRowError(
-            f"the end of the chat template's prompt and {text!r} are encoded to common tokens: begin it with another "
-            "character"
-        )
-    return continued.ids, len(prompt.ids)
 
 
 def _in_spans(offsets: npt.NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:

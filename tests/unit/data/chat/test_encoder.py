@@ -381,12 +381,10 @@ def test_system_messages_that_the_template_does_not_write(for_system: str, fault
     assert bool(found) == bool(fault)
 
 
-def test_a_mistyped_role_is_refused_in_prompts_and_tasks(tmp_path: Path) -> None:
+def test_a_mistyped_role_is_refused_in_prompts(tmp_path: Path) -> None:
     encoder = ChatEncoder(make_tokenizer("qwen", KNOWN_ONLY, tmp_path))
     mistyped, right = [USER, ANSWER, USER | {"role": "usr"}], [USER, ANSWER, USER]
-    bad, (_, begin) = encoder.continuations([(mistyped, "the"), (right, "the")])  # type: ignore[misc]
-    assert str(bad) == "turn 3: the chat template writes nothing for the role 'usr'"
-    assert begin == len(encoder.prompt(right))
+    assert encoder.prompt(right)
     with pytest.raises(UserError, match="turn 3: the chat template writes nothing for the role 'usr'"):
         encoder.prompt(mistyped)
 
@@ -412,7 +410,5 @@ def test_a_message_of_which_the_tokenizer_removes_all_text(style: str, tmp_path:
     assert str(*encoder.encode([[kept, reasoning]], "all")) == (
         "turn 2: the tokenizer removes all text of its reasoning_content"
     )
-    (choice,) = encoder.continuations([([kept], "日")])
-    assert str(choice) == "turn 2: the tokenizer removes all text of its content"
     with pytest.raises(UserError, match=f"the conversation cannot be encoded: {fault}"):
         encoder.prompt([removed])

@@ -1,0 +1,400 @@
+"""Tasks of lm-evaluation-harness: their requests as rows of tokens, built once, and their scores, by its own code.
+
+Rank 0 alone imports the harness, which sees one rank. All ranks compute the log-likelihoods of all rows (Evaluator);
+the harness then finds them where it expects a model.
+"""
+
+import logging
+import math
+import random
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenizers import Tokenizer as Library
+
+from titanlite.data.chat.template import ChatTemplate, unmarked
+from titanlite.data.config import ValidationConfig
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.metrics.scores import TaskScores
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.plugins import loaded_plugins, split_entry
+
+SEED = 1234
+"""Of few-shot examples, numpy and torch, as in the harness, whose own default for Python's random numbers is 0."""
+NEW_TOKENS = 256
+"""Of a text that is generated if the task does not say, as in the harness."""
+CLOSE = 1e-5
+"""Nats between two choices whose order may depend on the mesh."""
+GENERATES = "generate_until"
+
+Generate = Callable[[Sequence[int], int], Iterator[int]]
+"""(prompt, maximum number of tokens) -> the greedy tokens, without EOS."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens of a context and its continuation, int64, of which those from `begin` on are scored.
+
+    is_truncated: whether the context has lost its first tokens.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    begin: int
+    is_truncated: bool = False
+
+
+class Encoder:
+    """Tokens by the rules of HFLM, the harness's model for transformers, in rows of at most seq_len inputs.
+
+    Unlike in training, the text of a special token is this token. The post-processor of tokenizer.json adds its special
+    tokens, such as BOS, unless the text begins with BOS (EOS without BOS).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, seq_len: int) -> None:
+        self._library = Library.from_str(tokenizer.content.decode())
+        self._library.no_truncation()
+        self._library.no_padding()
+        self.seq_len = seq_len
+        self._prefix = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        self._start = None if self._prefix is None else tokenizer.decode([self._prefix])
+
+    def encode(self, texts: Iterable[str], *, adds: bool = True) -> dict[str, list[int]]:
+        """Text -> its tokens. adds: whether to add special tokens. Raises UserError."""
+        found: dict[str, list[int]] = {}
+        texts = dict.fromkeys(texts)
+        begun = {text for text in texts if self._start and text.startswith(self._start)}
+        for group, adds_here in ((begun, False), (texts.keys() - begun, adds)):
+            ordered = [text for text in texts if text in group]
+            try:
+                encoded = self._library.encode_batch(ordered, add_special_tokens=adds_here)
+            except Exception as error:  # the library raises bare Exceptions
+                raise UserError(f"the tokenizer cannot encode a text of a task: {error}") from None
+            found |= zip(ordered, (one.ids for one in encoded), strict=True)
+        return found
+
+    def rows(self, requests: Sequence[Any]) -> list[list[Row]]:
+        """The rows of each request for a log-likelihood: one, or for a rolling one, one per window.
+
+        Whitespace at the end of a context belongs to the continuation, whose tokens are those of both texts after as
+        many as the context alone has. An empty context is BOS, or EOS. A row of more than seq_len inputs loses its
+        first tokens. Raises UserError, which names the task and the document.
+        """
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+        pairs = {id(each): _moved(*each.args) for each in requests if len(each.args) == 2}
+        bare = self.encode((end for context, end in pairs.values() if context is None), adds=False)
+        texts = [text for context, end in pairs.values() if context is not None for text in (context, context + end)]
+        encoded = self.encode([*texts, *(each.args[0] for each in requests if len(each.args) == 1)])
+        rows = []
+        for each in requests:
+            parts: list[tuple[Sequence[Any], Sequence[int]]]
+            if len(each.args) == 1:
+                windows = get_rolling_token_windows(encoded[each.args[0]], self._prefix, self.seq_len, context_len=1)
+                parts = [make_disjoint_window(window) for window in windows]
+            else:
+                context, end = pairs[id(each)]
+                if context is not None:
+                    own = encoded[context]
+                    parts = [(own, encoded[context + end][len(own) :])]
+                else:
+                    ids = bare[end]
+                    parts = [(ids[:1], ids[1:]) if ids[:1] == [self._prefix] else ([self._prefix], ids)]
+            where = f"{each.task_name}, document {each.doc_id}"
+            rows.append([self._row(context, end, where) for context, end in parts])
+        return rows
+
+    def decode(self, ids: Sequence[int], *, skips_special: bool) -> str:
+        """The text of the ids. skips_special: without special tokens."""
+        return str(self._library.decode(ids, skip_special_tokens=skips_special))
+
+    def _row(self, context: Sequence[Any], end: Sequence[int], where: str) -> Row:
+        if not context or context[0] is None:
+            raise UserError(f"{where}: the context has no tokens, and the tokenizer neither BOS nor EOS: write a text")
+        if not 0 < len(end) <= self.seq_len:
+            rule = f"1 to training.seq_len = {self.seq_len:,} tokens can be scored after a context"
+            raise UserError(f"{where}: {rule}, not {len(end):,}: change the task, or raise this key")
+        cut = max(0, len(context) + len(end) - self.seq_len - 1)
+        return Row(np.array([*context, *end][cut:], np.int64), len(context) - cut, cut > 0)
+
+
+def _moved(context: str, continuation: str) -> tuple[str | None, str]:
+    """Context and continuation, without whitespace at the end of the context; None: an empty context."""
+    kept = context.rstrip()
+    return kept if context else None, context[len(kept) :] + continuation
+
+
+class Harness:
+    """The tasks of a run on rank 0: their rows, and the model that lm_eval.evaluator.evaluate calls.
+
+    rows: of all requests. The names of its methods are the harness's.
+    """
+
+    rank, world_size = 0, 1
+
+    def __init__(
+        self, section: ValidationConfig, tokenizer: Tokenizer, *, seq_len: int, allows_code: bool, why_no_text: str
+    ) -> None:
+        """allows_code: whether the tasks may run any code of the user. why_no_text: why tasks cannot generate text; "":
+        they can. Raises UserError."""
+        self._tokenizer, self._encoder = tokenizer, Encoder(tokenizer, seq_len)
+        self._limit = None if section.task_limit == -1 else section.task_limit
+        self._generate: Generate | None = None
+        with _on_the_side():
+            self._loaded = _load(section.tasks, allows_code=allows_code)
+            for name, task in self._loaded["tasks"].items():
+                self._build(name, task, section, why_no_text)
+            self._scored = [
+                each
+                for task in self._loaded["tasks"].values()
+                for each in task.instances
+                if each.request_type != GENERATES
+            ]
+            rows = self._encoder.rows(self._scored)
+        self.rows = [row for of_request in rows for row in of_request]
+        self._counts = [len(of_request) for of_request in rows]
+        self._answers: dict[int, tuple[float, bool]] = {}
+        self._truncated = Counter(
+            each.task_name
+            for each, of_request in zip(self._scored, rows, strict=True)
+            if any(row.is_truncated for row in of_request)
+        )
+
+    def _build(self, name: str, task: Any, section: ValidationConfig, why_no_text: str) -> None:
+        """Build the requests of a task, once: evaluate would draw other few-shot examples at each call."""
+        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+            raise UserError(f"validation.tasks: {name} runs generated code, or reads images or sound: leave it out")
+        given = task.get_config("num_fewshot")
+        if given != 0:  # the task's own 0 stays, as in the harness
+            task.set_config("num_fewshot", section.task_fewshot if section.task_fewshot != -1 else given or 0)
+        task.set_fewshot_seed(SEED)
+        try:
+            task.build_all_requests(
+                limit=self._limit,
+                apply_chat_template=section.task_chat,
+                fewshot_as_multiturn=section.task_chat,
+                chat_template=self.apply_chat_template if section.task_chat else None,
+            )
+        except Exception as error:
+            raise _unusable(name, error) from error
+        task.build_all_requests = lambda **_: None
+        if why_no_text and any(each.request_type == GENERATES for each in task.instances):
+            raise UserError(f"validation.tasks: {name} generates text (output_type: {GENERATES}): {why_no_text}")
+
+    def describe(self) -> list[str]:
+        """Name and sizes of each task, for the log."""
+        return [
+            f"{name}, {task.OUTPUT_TYPE}: {len({each.doc_id for each in task.instances}):,} documents, "
+            f"{len(task.instances):,} requests, {task.get_config('num_fewshot')} examples"
+            for name, task in self._loaded["tasks"].items()
+        ]
+
+    def scores(
+        self, losses: Sequence[float], misses: Sequence[float], generate: Generate | None
+    ) -> dict[str, TaskScores]:
+        """The scores of all tasks and groups, by name. losses: of each row; misses: labels that are not the most likely
+        token. generate: None if no task generates text."""
+        from lm_eval.evaluator import evaluate
+
+        ends = np.cumsum(self._counts)
+        for each, count, end in zip(self._scored, self._counts, ends, strict=True):
+            own = slice(end - count, end)
+            self._answers[id(each)] = -sum(losses[own]), sum(misses[own]) == 0
+        self._generate = generate
+        tasks, groups = self._loaded["tasks"], self._loaded["groups"]
+        for task in tasks.values():
+            for each in task.instances:
+                each.resps, each.filtered_resps = [], {}
+        with _on_the_side():
+            found = evaluate(self, self._loaded, limit=self._limit, log_samples=False)
+            in_groups = {name for names in found["group_subtasks"].values() for name in names}
+            scores = {name: self._task_scores(task, found["results"][name]) for name, task in tasks.items()}
+        for name, group in groups.items():
+            members = [scores[task.task_name] for task in group.get_all_tasks()]
+            numbers = _numbers(found["results"][name])
+            counts = [(each.num_documents, each.num_truncated, each.num_close) for each in members]
+            num_documents, num_truncated, num_close = map(sum, zip(*counts, strict=True))
+            scores[name] = TaskScores(num_documents, num_truncated, num_close, numbers)
+        return {name: replace(each, in_group=name in in_groups) for name, each in scores.items()}
+
+    def _task_scores(self, task: Any, found: Mapping[str, Any]) -> TaskScores:
+        documents = defaultdict(list)
+        for each in task.instances:
+            documents[each.doc_id].append(each)
+        numbers, sums, num_close = _numbers(found), [], 0
+        nats = num_bytes = 0.0
+        for requests in documents.values():
+            requests.sort(key=lambda each: each.idx)
+            likely = [self._answers[id(each)][0] for each in requests if each.request_type != GENERATES]
+            sums.append(tuple(likely))
+            if (right := _right(task, requests)) is not None:
+                nats -= likely[right]
+                num_bytes += len(requests[right].args[1].encode())
+            if task.OUTPUT_TYPE == "multiple_choice":
+                choices = task.doc_to_choice(requests[0].doc)
+                per_character = [each / len(text) for each, text in zip(likely, choices, strict=False)]
+                num_close += _is_close(likely[: len(choices)]) or _is_close(per_character)
+        if num_bytes:
+            numbers["bits_per_byte"] = nats / math.log(2) / num_bytes
+        num_truncated = self._truncated[task.task_name]
+        return TaskScores(len(documents), num_truncated, num_close, numbers, log_likelihoods=tuple(sums))
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Log-likelihood of each continuation in nats, and whether each of its tokens is the most likely one."""
+        return [self._answers[id(each)] for each in requests]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Log-likelihood of each text."""
+        return [self._answers[id(each)][0] for each in requests]
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """The greedy text after each context, up to the first of the stop texts."""
+        return [self._text_after(*each.args) for each in requests]
+
+    def _text_after(self, context: str, settings: Mapping[str, Any]) -> str:
+        assert self._generate is not None
+        if settings.get("do_sample") or settings.get("temperature"):
+            raise UserError(f"generation_kwargs = {dict(settings)}: titanlite generates greedily: remove temperature")
+        most, until = settings.get("max_gen_toks", NEW_TOKENS), settings.get("until") or []
+        if most >= self._encoder.seq_len:
+            raise UserError(f"max_gen_toks = {most:,} must be below training.seq_len = {self._encoder.seq_len:,}")
+        stops = [text for text in ([until] if isinstance(until, str) else until) if text]
+        prompt = self._encoder.encode([context])[context][most - self._encoder.seq_len :]
+        tokens: list[int] = []
+        for token in self._generate(prompt, most):
+            tokens.append(token)
+            text = self._encoder.decode(tokens, skips_special=False)
+            if any(stop in text for stop in stops):
+                break
+        text = self._encoder.decode(tokens, skips_special=True)
+        return min((text.partition(stop)[0] for stop in stops), key=len, default=text)
+
+    def apply_chat_template(self, chat_history: Sequence[Any], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation, by the chat template of the run."""
+        if not add_generation_prompt:
+            raise UserError("gen_prefix in a task, with validation.task_chat = true: remove it from the task")
+        assert self._tokenizer.chat_template is not None, "see check_tokenizer"
+        template = ChatTemplate(self._tokenizer.chat_template, self._tokenizer.special_tokens)
+        return unmarked(template.render(chat_history, prompts=True)).text
+
+
+def _is_close(values: Sequence[float]) -> bool:
+    """Whether the two largest values differ by less than CLOSE."""
+    first, *others = sorted(values, reverse=True)
+    return bool(others) and first - others[0] < CLOSE
+
+
+def _right(task: Any, requests: Sequence[Any]) -> int | None:
+    """Index of the request with the right continuation; None if it is not one of a multiple choice or cloze."""
+    if task.OUTPUT_TYPE == "loglikelihood":
+        return 0
+    if task.OUTPUT_TYPE != "multiple_choice":
+        return None
+    doc = requests[0].doc
+    right = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
+    choices = task.doc_to_choice(doc)
+    if isinstance(right, str):
+        right = choices.index(right) if right in choices else None
+    return right if isinstance(right, int) and 0 <= right < len(choices) else None
+
+
+def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
+    """Metric -> value: "acc" of the harness's "acc,none", without values that are not numbers."""
+    numbers = {}
+    for key, value in found.items():
+        if "," in key and isinstance(value, int | float) and value == value:
+            numbers[key.removesuffix(",none")] = float(value)
+    return numbers
+
+
+def _load(specs: Sequence[str], *, allows_code: bool) -> Any:
+    """Tasks and groups by name, with their data sets. Raises UserError."""
+    from lm_eval.tasks import TaskManager
+
+    files = [Path(spec) for spec in specs if Path(spec).is_file()]
+    for path in files:
+        _require_permission(path, allows_code=allows_code)
+    manager = TaskManager(include_defaults=len(files) < len(specs))  # reads 14,000 files
+    loaded: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}}
+    for spec in specs:
+        try:
+            found = manager.load([spec])
+        except Exception as error:
+            raise _unusable(spec, error) from error
+        if twice := found["tasks"].keys() & loaded["tasks"].keys():
+            raise UserError(f"validation.tasks: {spec} has the task {min(twice)}, which another entry has, too")
+        loaded = {key: {**loaded[key], **found[key]} for key in loaded}
+    return loaded
+
+
+def _unusable(spec: str, error: Exception) -> UserError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    remedy = 'a data set must be on this machine or reachable; "dataset_path: json" reads local files'
+    return UserError(f"validation.tasks: {spec} cannot be used: {reason}: {remedy}")
+
+
+def _require_permission(path: Path, *, allows_code: bool) -> None:
+    """Raise UserError if a task in YAML names code that was not permitted, as a plugin is."""
+    import yaml
+    from lm_eval.api.registry import metric_registry
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    try:
+        config = load_yaml(path, resolve_func=False, recursive=False)
+        tagged = [each.value for each in yaml.parse(path.read_bytes()) if getattr(each, "tag", None) == "!function"]
+    except Exception as error:
+        raise _unusable(str(path), error) from error
+    if "group" in config:
+        raise UserError(f"validation.tasks: {path} is a group, which lm_eval loads by its name only: list its tasks")
+    code = []
+    for module in (name.rpartition(".")[0] for name in tagged):
+        file = path.parent / f"{module.replace('.', '/')}.py"
+        code.append(str(file.resolve()) if file.is_file() else module)
+    for each in config.get("metric_list") or ():
+        name = each.get("metric")  # one that the harness lacks is a program on the hub
+        code += [name] if each.get("hf_evaluate") or (isinstance(name, str) and name not in metric_registry) else []
+    allowed = {split_entry(entry)[0] for entry in loaded_plugins()}
+    for each in code if not allows_code else ():
+        if each.partition(".")[0] != "lm_eval" and each not in allowed:
+            raise UserError(
+                f"validation.tasks: {path} runs the code of {each}; if you trust it, add it to job.plugins of the run, "
+                "or give titanlite evaluate --allow-import"
+            )
+    included = config.get("include") or []
+    for each in [included] if isinstance(included, str) else included:
+        _require_permission(path.parent / each, allows_code=allows_code)
+
+
+@contextmanager
+def _on_the_side() -> Iterator[None]:
+    """The harness's code inside: with its seeds, without progress bars and resampling; random states stay as they were.
+
+    lm_eval estimates the error of a perplexity by 100,000 resamplings, in processes of its own.
+    """
+    import datasets
+    from lm_eval.api import metrics, task
+
+    datasets.disable_progress_bars()
+    states = random.getstate(), np.random.get_state()
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of its defaults for metrics
+    bar, resample = task.tqdm, metrics.bootstrap_stderr
+    task.tqdm = lambda documents, **_: documents
+    metrics.bootstrap_stderr = lambda *_, **__: float("nan")
+    try:
+        with torch.random.fork_rng([]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            random.seed(0)
+            np.random.seed(SEED)
+            torch.manual_seed(SEED)
+            yield
+    finally:
+        task.tqdm, metrics.bootstrap_stderr = bar, resample
+        random.setstate(states[0])
+        np.random.set_state(states[1])
