@@ -1,7 +1,6 @@
 """Tasks of lm-evaluation-harness, judged by its HFLM: the same tokens, scores and texts from the same model."""
 
 import random
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -343,11 +342,18 @@ def test_unusable_tasks_are_named(plain: Tokenizer, tmp_path: Path, case: str) -
         Harness(section, plain, seq_len=SEQ_LEN, allows_code=False, why_no_text="not in a run")
 
 
-def test_permitted_code_is_run(plain: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "flipped_docs.py").write_text("def docs(rows):\n    return rows.select(range(2))\n")
+@pytest.mark.parametrize("allows_code", [True, False])
+def test_permitted_code_is_run(
+    plain: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allows_code: bool
+) -> None:
+    """By the option, or since job.plugins has named the file."""
+    (tmp_path / "first_docs.py").write_text("def docs(rows):\n    return rows.select(range(2))\n")
     rows = [{"context": "a", "choices": ["b", "c"], "answer": 0}] * 5
-    path = write_task(tmp_path / "task.yaml", rows, CODE.format("flipped_docs"))
+    path = write_task(tmp_path / "task.yaml", rows, CODE.format("first_docs"))
+    if not allows_code:
+        entry = f"{tmp_path.resolve() / 'first_docs.py'}@sha256:0123456789abcdef"
+        monkeypatch.setattr(module, "loaded_plugins", lambda: (entry,))
     section = ValidationConfig(enable=True, tasks=(str(path),))
-    harness = Harness(section, plain, seq_len=SEQ_LEN, allows_code=True, why_no_text="")
+    harness = Harness(section, plain, seq_len=SEQ_LEN, allows_code=allows_code, why_no_text="")
     assert len(harness.rows) == 4
-    assert re.fullmatch("task, multiple_choice: 2 documents, 4 requests, 0 examples", *harness.describe())
+    assert harness.describe() == ["task, multiple_choice: 2 documents, 4 requests, 0 examples"]
