@@ -53,8 +53,8 @@ class UnknownFormatError(Exception):
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A written file. rank: the rank that wrote it. hash: HASH, in hex. parts: those of its parts of PART_BYTES, of
-    which the last is shorter; () if it has only one, and in files of older versions."""
+    """A written file. rank: the rank that wrote it. hash: HASH, in hex. parts: in a store, the hashes of its parts of
+    PART_BYTES, of which the last is shorter; () if it has only one."""
 
     rank: int
     bytes: int

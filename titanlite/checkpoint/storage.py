@@ -4,6 +4,7 @@ only tensors, and are read without executing code."""
 import io
 import os
 import pickle
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,7 +44,7 @@ READS_AHEAD = 4
 
 
 class _HashingFile(io.RawIOBase):
-    """Hashes a file, and its parts, while it is written sequentially.
+    """Hashes a file, in a store its parts too, while it is written sequentially.
 
     The constructor takes an open file instead of a path: if it opened the file and that failed, Python's finalizer
     would call close() on an object without `_file`.
@@ -79,14 +80,15 @@ class _HashingFile(io.RawIOBase):
             return written
 
     def _update(self, data: memoryview) -> None:
+        part_bytes = PART_BYTES if isinstance(self._file, Upload) else sys.maxsize
         while len(data):
-            content = data[: PART_BYTES - self._bytes % PART_BYTES]
+            content = data[: part_bytes - self._bytes % part_bytes]
             self._hash.update(content)
             if self._part is not self._hash:
                 self._part.update(content)
             self._bytes += len(content)
             data = data[len(content) :]
-            if self._bytes % PART_BYTES == 0:
+            if self._bytes % part_bytes == 0:
                 self._parts.append(self._part.hexdigest())
                 self._part = xxhash.xxh3_128()
 
@@ -106,7 +108,7 @@ class _HashingFile(io.RawIOBase):
             super().close()
 
     def record(self, rank: int) -> FileRecord:
-        parts = self._parts + ([self._part.hexdigest()] if self._bytes % PART_BYTES else [])
+        parts = self._parts + ([self._part.hexdigest()] if self._bytes > len(self._parts) * PART_BYTES else [])
         return FileRecord(rank, self._bytes, self._hash.hexdigest(), tuple(parts) if len(parts) > 1 else ())
 
 
