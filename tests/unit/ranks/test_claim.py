@@ -1,6 +1,9 @@
 """Two jobs on one checkpoint folder in a store: one gets it, whatever the previous owner was and however it ended."""
 
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -63,6 +66,37 @@ def owned(folder: Store, number: int = 1, *, beats: bool = False, **changes: Any
 
 def claims(folder: Store) -> list[str]:
     return [name for name in sorted(folder.children(JOB_LOCK_FILE)) if name.endswith(".json")]
+
+
+JOB = """
+import os, sys
+from titanlite.ranks.claim import claim
+from titanlite.runtime.errors import UserError
+from titanlite.storage.address import Address
+
+try:
+    with claim(Address.parse(sys.argv[1]), 0, take_over=False, environment=os.environ, wait_s=1.0):
+        print("inside", flush=True)
+        sys.stdin.read()
+except UserError as error:
+    print(error, flush=True)
+"""
+
+
+@contextmanager
+def job(folder: Store) -> Iterator[subprocess.Popen[str]]:
+    """A process that takes the folder and keeps it until its stdin is closed."""
+    command = [sys.executable, "-c", JOB, str(folder.address)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def says(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().rstrip("\n")
 
 
 OTHER_HOST = {"host": "other", "boot": "other"}
@@ -160,6 +194,24 @@ def test_a_number_that_was_freed_meanwhile_is_no_claim(folder: Store, monkeypatc
         enter(folder),
     ):
         pass
+
+
+@pytest.mark.slow
+def test_a_killed_job_frees_the_folder_and_a_stopped_one_keeps_it(store: Bucket) -> None:
+    folder = Store(Address.parse(f"{store.address}/run"))
+    with job(folder) as first, job(folder) as second:
+        inside = first if says(first) == "inside" else second
+        if inside is first:
+            assert f"is in use by another job: process {first.pid} on host" in says(second)
+        else:
+            assert says(second) == "inside"
+        inside.send_signal(signal.SIGSTOP)
+        with job(folder) as third:
+            assert f"is in use by another job: process {inside.pid} on host" in says(third)
+        inside.kill()
+        inside.wait()
+        with job(folder) as fourth:
+            assert says(fourth) == "inside"
 
 
 @pytest.mark.slow
