@@ -23,6 +23,7 @@ from titanlite.checkpoint.manifest import (
     manifest_text,
     read_manifest,
 )
+from titanlite.ranks.claim import require_claim
 from titanlite.runtime.errors import UserError
 from titanlite.storage.address import Address
 from titanlite.storage.store import Store, in_parallel
@@ -52,7 +53,9 @@ def discard(writing: Address) -> None:
 
 
 def publish(writing: Address, manifest: Manifest) -> None:
-    """Put the manifest of a finished attempt. Raises FileExistsError if the step is published already."""
+    """Put the manifest of a finished attempt. Raises FileExistsError if the step is published already, and UserError if
+    another job has taken over the folder meanwhile."""
+    require_claim(writing.parent.parent)
     own = replace(manifest, attempt=writing.name, format=STORE_FORMAT_VERSION)
     Store(writing.parent).create(MANIFEST_FILE, manifest_text(own))
 

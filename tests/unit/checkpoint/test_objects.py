@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.saver import Saver
 from titanlite.checkpoint.storage import load_tensors, read_shapes
 from titanlite.ranks.agreement import RanksError
+from titanlite.ranks.job_lock import JOB_LOCK_FILE, this_process
 from titanlite.runtime.errors import UserError
 from titanlite.storage.address import Address
 from titanlite.storage.store import Store
@@ -279,6 +281,14 @@ def test_a_failed_attempt_is_discarded(folder: Address, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Store, "list", refuse)
     discard(writing)  # the error of the save counts
+
+
+def test_a_job_that_was_taken_over_publishes_nothing(folder: Address, save: Save) -> None:
+    save(5)
+    Store(folder).create(f"{JOB_LOCK_FILE}/1.json", replace(this_process({}), host="other").encode())
+    with pytest.raises(RanksError, match=f"checkpoint.folder: {folder} was taken over by process .* on host other"):
+        save(6)
+    assert published_steps(folder) == [5]
 
 
 def test_damaged_manifests(folder: Address, save: Save) -> None:
