@@ -47,11 +47,11 @@ def saver(folder: Address) -> Saver:
 
 def measure(folder: Address, rounds: int, threads: int) -> tuple[int, dict[str, list[float]]]:
     """(bytes of the state, seconds of each round by method)."""
-    import s3fs
+    import fsspec
 
     torch.set_num_threads(threads)
     logging.getLogger("titanlite").setLevel(logging.WARNING)
-    tensors, own, plain = state(BLOCKS), saver(folder), s3fs.S3FileSystem(use_listings_cache=False)
+    tensors, own, plain = state(BLOCKS), saver(folder), fsspec.filesystem("s3", use_listings_cache=False)
     content = b"".join(storage_of(tensor).numpy().tobytes() for tensor in tensors.values())
     step = 0
 
@@ -158,13 +158,13 @@ def main(rounds: int = 5, seconds: float = 1.5, address: str = "", json: Path | 
             stack.enter_context(patch.dict(os.environ, bucket.environment))
             address = f"{bucket.address}/benchmark"
         folder = Address.parse(address)
-        size, seconds = run_ranks(measure, RANKS, folder, rounds, threads_per_process(RANKS), timeout_s=3600)[0]
+        size, times = run_ranks(measure, RANKS, folder, rounds, threads_per_process(RANKS), timeout_s=3600)[0]
         rows: list[Row] = [
             {
                 "method": name,
-                "seconds": seconds[name],
-                "MB/s": [size / 1e6 / value for value in seconds[name]],
-                **({"speed / s3fs": ratios(seconds[other], seconds[name])} if other else {}),
+                "seconds": times[name],
+                "MB/s": [size / 1e6 / value for value in times[name]],
+                **({"speed / s3fs": ratios(times[other], times[name])} if other else {}),
             }
             for name, other in {
                 "s3fs, write": "",
