@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,15 +58,15 @@ class Parts:
         self._limit = limit
         self._mapped: Recent[str, Part] = Recent(MAPPED_BYTES, len)
         self._mapping = threading.Lock()
-        self.made_bytes = 0
-        self.made_s = 0.0
-        """Bytes of the parts that this process has made, and the seconds that this took."""
+        self.fetched_bytes = 0
+        self.fetch_s = 0.0
+        """Bytes that this process has fetched, also of what is not kept, and the seconds that its requests took."""
 
     def describe(self) -> str:
-        """What this process has made so far, and the size of the cache, in one line."""
+        """What this process has fetched so far, and the size of the cache, in one line."""
         size = sum(part.size for part in self._stored())
         return (
-            f"fetched {self.made_bytes / 2**20:,.1f} MiB of stored files in {self.made_s:.1f} s; {self.folder} has "
+            f"fetched {self.fetched_bytes / 2**20:,.1f} MiB of stored files in {self.fetch_s:.1f} s; {self.folder} has "
             f"{size / 2**30:,.2f} of at most {self.limit / 2**30:,.2f} GiB"
         )
 
@@ -100,17 +100,15 @@ class Parts:
     def _opened_or_made(self, name: str, size: int, make: Callable[[], bytes], lock: Any) -> Part:
         if (found := self._opened(name, size)) is not None:
             return found
-        with self._errors():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = self.folder / f"{int(content_key(lock), 16) % NUM_LOCKS}.lock"
-        with locked(file, "fetch a part of a file"):
+        with ExitStack() as stack:
+            with self._errors():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                file = self.folder / f"{int(content_key(lock), 16) % NUM_LOCKS}.lock"
+                stack.enter_context(locked(file, "fetch a part of a file"))
             if (found := self._opened(name, size)) is not None:
                 return found
-            start = time.monotonic()
             content = make()
             assert len(content) == size, "a part has the size that its facts decide"
-            self.made_bytes += size
-            self.made_s += time.monotonic() - start
             return self._written(name, content)
 
     def _path(self, name: str) -> Path:

@@ -1,8 +1,11 @@
 """Sources in object stores: the files, the order and the batches of a local copy, through a bounded cache."""
 
+import errno
 import gzip
 import json
+import os
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -225,6 +228,10 @@ def test_all_processes_of_a_node_fetch_a_part_once(
     section = section_of(bucket.address, source, num_workers=2)
     expected = all_tokens(section_of(tmp_path, source), any_tokenizer)
     build(section, any_tokenizer).close()  # the index
+    log = r"fetched (\d\.\d) MiB of stored files in \d\.\d s; .*/cache/parts has 0.00 of at most [1-9][\d,.]* GiB"
+    found = re.fullmatch(log, stored.stored_parts().describe())
+    assert found
+    assert float(found[1]) == round(proxy.received / 2**20, 1) > 0
     proxy.clear()
     assert [all_tokens(section, any_tokenizer) for _ in range(2)] == [expected] * 2
     assert proxy.received <= most * len(content)
@@ -470,3 +477,29 @@ def test_parts_keep_their_bound_when_many_processes_write(tmp_path: Path) -> Non
     with ThreadPoolExecutor(8) as threads:
         [*threads.map(fetch, range(8))]
     assert 2**22 < size_of_parts(tmp_path) == int((tmp_path / "parts/total").read_text()) <= 2**23
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "write a smaller data.cache_bytes, or set TITANLITE_CACHE to a folder with more space"),
+        (
+            errno.EROFS,
+            "set the environment variable TITANLITE_CACHE to a folder that is writable and supports file locks",
+        ),
+    ],
+)
+def test_a_disk_that_is_full_or_read_only_is_named(
+    number: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Parts(tmp_path / "parts", 1000)
+
+    def rename(path: Path, target: Path) -> None:
+        raise OSError(number, os.strerror(number), str(path), None, str(target))
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(UserError, match=rf"^cannot write parts of files into {tmp_path}/parts: .*; {remedy}$"):
+        cache.get(["part"], 3, lambda: b"abc")
+    assert part_files(tmp_path) == []
+    monkeypatch.undo()
+    assert cache.get(["part"], 3, lambda: b"abc")[:3] == b"abc"

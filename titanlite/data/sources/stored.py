@@ -9,6 +9,7 @@ import io
 import mmap
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -212,7 +213,11 @@ class StoredFile:
 
     def read(self, begin: int, end: int) -> bytes:
         """As fetch, of the object as it is now; see check_unchanged."""
-        return Store(self.address).read_range("", begin, end - begin)
+        start, parts = time.monotonic(), stored_parts()
+        data = Store(self.address).read_range("", begin, end - begin)
+        parts.fetched_bytes += len(data)
+        parts.fetch_s += time.monotonic() - start
+        return data
 
     def check_unchanged(self) -> None:
         """Raise UserError if the object has changed since it was listed, or was deleted."""
