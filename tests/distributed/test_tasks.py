@@ -187,13 +187,27 @@ def in_another_order() -> Any:
     return replaced(evaluation, "row_batches", turned)
 
 
+def with_other_examples() -> Any:
+    """The contexts of rank 1 begin with other tokens."""
+    row_batches = evaluation.row_batches
+
+    def changed(rows: list[Row], shape: RowShape, mesh: Mesh) -> Any:
+        starts = [(row.tokens[:1] + mesh.world.rank) % VOCAB_SIZE for row in rows]
+        others = [np.concatenate([start, row.tokens[1:]]) for start, row in zip(starts, rows, strict=True)]
+        yield from row_batches([Row(tokens, row.begin) for tokens, row in zip(others, rows, strict=True)], shape, mesh)
+
+    return replaced(evaluation, "row_batches", changed)
+
+
 def planted_and_scored(layout: Layout, mistakes: list[Callable[[], Any]]) -> list[Any]:
     return [scored(layout, mistake) for mistake in mistakes]
 
 
 @pytest.mark.slow
 def test_mistakes_are_detected() -> None:
-    for found, changed in run_ranks(planted_and_scored, 2, TWO[0], [shifted, counted_twice, in_another_order])[0]:
+    for found, changed in run_ranks(
+        planted_and_scored, 2, TWO[0], [shifted, counted_twice, in_another_order, with_other_examples]
+    )[0]:
         assert not is_right(TWO[0], found, changed)
 
 

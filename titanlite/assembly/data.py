@@ -107,6 +107,8 @@ def build_tasks(
         found.append(Harness(section, tokenizer, seq_len=seq_len, allows_code=allows_code, why_no_text=why_no_text))
         for line in found[0].describe():
             log.info("Task: %s", line)
+        if config.data.add_bos and not tokenizer.prefix_ids:
+            log.warning("Tasks: no BOS before contexts, since tokenizer.json adds none, although data.add_bos = true")
 
     share_from_rank_0("tasks", load, world, store, config.comm.save_timeout_s)
     return found[0] if found else None
