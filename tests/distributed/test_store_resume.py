@@ -1,14 +1,19 @@
 """Checkpoints in a store of S3's protocol: a killed run resumes from there as from a folder, on another mesh too."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import pytest
 
+from tests.distributed.program import Starter
 from tests.distributed.resuming import Start, numbers, start_runs
 from tests.stores import Bucket
+from titanlite.checkpoint.folder import complete_manifest, published_steps
+from titanlite.storage.address import Address
 
 pytestmark = pytest.mark.slow
 
@@ -60,9 +65,41 @@ def test_a_run_in_a_store_equals_a_run_in_a_folder(tmp_path: Path, store: Bucket
     content[len(content) // 2] ^= 1
     store.request("PUT", latest, bytes(content))
     more = (*in_store, "training.steps=10")
-    (again,) = start_runs(tmp_path, [Start(more, 1, None, "store", around)])
+    (again,) = start_runs(tmp_path, [Start(more, 2, None, "store", around)])
     assert (again.error, again.step) == ("", 6)
     assert again.logged("Checkpoint step-8 is corrupted: ")
     assert again.logged("its xxh3-128 differs. Quarantined as step-8.invalid-")
     keys = store.keys()
     assert any("/step-8.invalid-" in key for key in keys)
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+def test_kills_at_random_moments_of_saving(kills: int, tmp_path: Path, store: Bucket, start: Starter) -> None:
+    """One and two ranks in turn, which save after each step, are killed within or between saves."""
+    random, steps, folder = Random(kills), 8 * (kills + 1), Address.parse(f"{store.address}/run")
+    settings = ("--training.steps", str(steps), "--checkpoint.enable", "true", "--checkpoint.interval", "1")
+    stored = (*settings, "--checkpoint.folder", str(folder), "--checkpoint.async_mode", "async")
+    latest = 0
+    for number in range(kills + 1):
+        ranks, name = 2 * (number % 2), f"output{number}"
+        program = start(tmp_path, *stored, ranks=ranks, name=name, environment=store.environment)
+        if number < kills:
+            program.wait_for("Saved step")
+            time.sleep(random.uniform(0, 0.6))
+            program.process.kill()
+            program.wait_until_gone(5)
+        else:
+            program.succeed()
+        assert f"Start: step {latest}," in program.output or latest == 0, program.output
+        before, (*_, latest) = latest, published_steps(folder)
+        assert latest > before
+        for step in published_steps(folder):
+            complete_manifest(folder, step)
+    assert latest == steps
+    start(tmp_path, *settings, "--job.dump_folder", str(tmp_path / "local"), name="output").succeed()
+    found, expected = numbers(tmp_path / "out"), numbers(tmp_path / "local")
+    assert [row["step"] for row in found] == [row["step"] for row in expected] == list(range(1, steps + 1))
+    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in expected], rel=1e-12, abs=0)
+    keys = store.keys()
+    attempts = {key.rpartition("/")[0] for key in keys if "/attempt-" in key}
+    assert len(attempts) == len(published_steps(folder)), "an attempt was left"
