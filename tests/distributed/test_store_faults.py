@@ -16,6 +16,7 @@ from tests.stores import Bucket
 from titanlite.storage import store as store_module
 from titanlite.storage.address import Address
 from titanlite.storage.store import Store
+from titanlite.tools import digest
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +38,9 @@ def reaching(bucket: Bucket, damages: bool = False) -> Iterator[None]:
         yield
 
 
-def test_a_run_survives_its_store(tmp_path: Path, faulty_store: tuple[Bucket, Proxy]) -> None:
+def test_a_run_survives_its_store(
+    tmp_path: Path, faulty_store: tuple[Bucket, Proxy], capsys: pytest.CaptureFixture[str]
+) -> None:
     bucket, proxy = faulty_store
     for fault in (
         Fault("cut upload", "PUT", f"step-1/{SHARD}", times=2),
@@ -74,3 +77,7 @@ def test_a_run_survives_its_store(tmp_path: Path, faulty_store: tuple[Bucket, Pr
     assert (fell_back.step, fell_back.error, fell_back.end) == (4, "", expected.end)
     assert {**failed.rows, **resumed.rows, **fell_back.rows} == expected.rows
     assert "the bucket missing does not exist: create it, or fix the address" in lost.error
+    # commands read the run at its address
+    with pytest.raises(SystemExit, match="False"):
+        digest.main([f"{bucket.address}/run", str(tmp_path / "local")])
+    assert "equal: all tensors that they have in common, bit for bit" in capsys.readouterr().out

@@ -19,6 +19,7 @@ from titanlite.hf.folder import CONFIG_FILE, open_folder
 from titanlite.parallel.digest import combine, sum_of_bits
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import expand_home
+from titanlite.storage.address import place
 from titanlite.tools.command import AllowImport, read_options, run_command
 from titanlite.tools.saved_run import open_run
 
@@ -33,9 +34,10 @@ class Options:
     optimizers of runs, and compare them: exit code 1 if any differ. A digest does not depend on the mesh."""
 
     runs: Annotated[
-        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)")
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)")
     ]
-    """dump folders, of which the latest valid checkpoint counts, folders step-N, or folders in Hugging Face's format"""
+    """dump folders, of which the latest valid checkpoint counts, folders step-N, both also at addresses in a store, or
+    folders in Hugging Face's format"""
     allow_import: AllowImport = False
 
 
@@ -74,10 +76,10 @@ def main(argv: Sequence[str]) -> None:
     sys.exit(bool(differing))
 
 
-def sums_of(path: Path, *, allow_import: bool) -> Sums:
+def sums_of(text: str, *, allow_import: bool) -> Sums:
     """Read the tensors of a run or folder, one after the other. Raises UserError."""
-    path = Path(expand_home(path))
-    if (path / CONFIG_FILE).is_file():
+    path = place(expand_home(text))
+    if isinstance(path, Path) and (path / CONFIG_FILE).is_file():
         folder = open_folder(str(path), path)
 
         def fill(name: str) -> Tensor:
