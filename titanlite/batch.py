@@ -70,6 +70,8 @@ class StepStats:
         of the loader's; 0 except on the last stage of a pipeline.
     shard_norms: norm of this rank's shard of each gradient, float64 (parameters,), see GradNorm.
     spike_ratio: global norm relative to the median of recent steps, see SpikeGate; 0 if spikes are disabled.
+    max_score: the largest attention score of this rank's heads, of the rows of all data ranks; None without
+        optimizer.qk_clip.
     terms: the parts of this rank's share of each term of the loss, see parts_of, in their order; empty on ranks that
         compute no loss.
     """
@@ -83,4 +85,5 @@ class StepStats:
     row_losses: Tensor
     shard_norms: Tensor
     spike_ratio: Tensor
+    max_score: Tensor | None = None
     terms: Sequence[Tensor] = ()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,17 +24,25 @@ from titanlite.parallel.shared import SharedParameters
 from titanlite.profiling.regions import region
 
 
+class WeightClip(Protocol):
+    """Scales weights after an update by what the forward passes of the step have noted: titanlite/optim/qk_clip.py."""
+
+    def start_step(self) -> None: ...
+
+    def clip_if(self, ok: Tensor, *, counts: bool) -> Tensor: ...
+
+
 @dataclass(kw_only=True, eq=False)
 class Trainer(ModelOnMesh):
     """Trains a parallelized model.
 
     schedule: the learning rate by step, from 1. factors: see build_factors. sync: see set_gradient_sync. num_sources:
-    number of data sources; if there are several, steps also compute the totals by source. average: of the weights.
-    spikes: None: no step is a spike. statistics: around the update of steps for which is_logged. compute_time: of this
-    rank, started by the caller. enter_stage: called with each step before it begins, see Stages. before_update: called
-    in each step before state that checkpoints have is changed.
-    exact: with training.bit_equal. loss_grid: see on_grid; 0 without bit_equal. shared: parameters of which other
-    pipeline stages have copies.
+    number of data sources; if there are several, steps also compute the totals by source. qk_clip: None: scores are not
+    noted. average: of the weights. spikes: None: no step is a spike. statistics: around the update of steps for which
+    is_logged. compute_time: of this rank, started by the caller. enter_stage: called with each step before it begins,
+    see Stages. before_update: called in each step before state that checkpoints have is changed. exact: with
+    training.bit_equal. loss_grid: see on_grid; 0 without bit_equal. shared: parameters of which other pipeline stages
+    have copies.
     """
 
     optimizer: GatedOptimizer
@@ -42,6 +51,7 @@ class Trainer(ModelOnMesh):
     sync: GradientSync | None
     max_norm: float
     num_sources: int
+    qk_clip: WeightClip | None = None
     average: WeightAverage = NO_AVERAGE
     spikes: SpikeGate | None = None
     statistics: Sequence[Statistic] = ()
@@ -75,6 +85,8 @@ class Trainer(ModelOnMesh):
         self.enter_stage(self.step)
         self.optimizer.zero_grad()
         self.compute_time.before_collectives()
+        if self.qk_clip is not None:
+            self.qk_clip.start_step()
         if self.exact is not None and not self.exact.is_known:
             self.measure_gradients(batches, self.exact)
         num_valid = self.count(batches)
@@ -111,6 +123,7 @@ class Trainer(ModelOnMesh):
             spike_ratio = self.spikes.ratio(self.step, grad_norm)
             if self.spikes.skips:
                 ok &= spike_ratio <= self.spikes.factor
+        max_score = None
         with region("update"), ExitStack() as stack:
             if self.statistics and self.is_logged(self.step):
                 stack.enter_context(self.watched.noting())
@@ -118,6 +131,8 @@ class Trainer(ModelOnMesh):
                 for statistic in self.statistics:
                     stack.enter_context(statistic({name: named[name] for name in named if name not in copies}))
             self.optimizer.step_if(ok)
+            if self.qk_clip is not None:
+                max_score = self.qk_clip.clip_if(ok, counts=count_sequences(batches) > 0)
             self.average.update_if(ok)
             end_step(self.mixtures, ok, self.mesh.position_group)
         self.watched.end_step(ok)
@@ -131,6 +146,7 @@ class Trainer(ModelOnMesh):
             row_losses=torch.cat(row_losses)[: count_sequences(batches)],
             shard_norms=shard_norms,
             spike_ratio=spike_ratio,
+            max_score=max_score,
             terms=self.term_shares(),
         )
 

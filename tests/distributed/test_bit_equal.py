@@ -142,7 +142,10 @@ SOAK: Table = {
     "experts": (EXPERTS, [((1, 1, 5, 1, 1), ())]),
     "noted values, term": (WATCHING, [((1, 1, 5, 1, 1), ())]),
     "cancelling": (("loss.name=cancelling",), [((1, 1, 3, 1, 1), ()), ((1, 2, 2, 1, 1), ()), ((2, 1, 1, 1, 1), ())]),
-    "Lion": (("optimizer.name=Lion",), [((1, 2, 1, 1, 1), ()), ((2, 1, 2, 1, 1), ())]),
+    "Lion, QK-clip": (
+        ("optimizer.name=Lion", "optimizer.qk_clip=0.045"),
+        [((1, 2, 1, 1, 1), ()), ((2, 1, 2, 1, 1), ())],
+    ),
     "gemma2, tied": (("model.tie_embeddings=true", *GEMMA2), [((1, 2, 1, 1, 1), ()), ((1, 1, 3, 1, 1), (EVERY,))]),
 }
 NEEDS_MORE = {
@@ -173,7 +176,7 @@ def trained(config: JobConfig) -> list[str]:
         stats = trainer.train_step(local_batches(config, mesh, batch))
         meter.update(step + 1, stats, lr=0.0, data_wait_s=0.0, bad_rows=0)
         record = meter.flush()
-        logged += [record.loss, record.interval_loss, record.terms, sorted(record.watched.items())]
+        logged += [record.loss, record.interval_loss, record.max_score, record.terms, sorted(record.watched.items())]
         digests.append(weights_digest(trainer.exact))
         totals = torch.stack([stats.mean_loss, stats.loss_sum])
         dist.all_reduce(totals)

@@ -4,26 +4,50 @@ With -s, prints the errors of docs/layouts.md.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.distributed.gradients import build_on_mesh, difference, full_tensor, local_batches, replaced
-from tests.distributed.layouts import EP, EXPERTS, FULL, GATHER, PAIRS, TIED, Layout, depth, is_supported, schedule
+from tests.distributed.layouts import (
+    COMPILE,
+    EP,
+    EXPERTS,
+    FOUR_KV_HEADS,
+    FULL,
+    GATHER,
+    GPT_OSS,
+    MISTRAL,
+    PAIRS,
+    QWEN2,
+    TIED,
+    Layout,
+    depth,
+    is_supported,
+    schedule,
+)
 from tests.distributed.reference import backward, global_batch, plain_model
 from tests.pool import run_ranks
+from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
+from titanlite.models.attention import attend
+from titanlite.models.layers import Attention
 from titanlite.optim import muon
 from titanlite.optim.muon import POLAR_EXPRESS, Muon, scale_rows_
 from titanlite.optim.owners import Matrix, Owners
+from titanlite.optim.qk_clip import QKClip, attentions_of
 from titanlite.runtime.dtensors import local_part
+from titanlite.trainer import Trainer
 
 STEPS = 3
-BOUND = 1e-12
+BOUND = 1e-11
+"""AdamW of biases of keys, whose gradients are nearly 0, has the largest errors, 1e-12."""
 LR, DECAY, START, MOMENTUM = 0.02, 0.1, 0.7, 0.9
 SETTINGS = (
     *("optimizer.name=Muon", f"optimizer.lr={LR}", f"optimizer.weight_decay={DECAY}"),
@@ -35,6 +59,8 @@ NORMUON = (
     *(f"optimizer.normuon_beta2={BETA2}", "optimizer.orthogonalization=polar_express"),
     "optimizer.cautious_weight_decay=true",
 )
+QK_CLIP = ("optimizer.qk_clip=0.045",)
+"""Below the scores of some heads only, in the first step."""
 LAYOUTS = (
     Layout((1, 1, 1, 1), EXPERTS),
     Layout((1, 1, 1, 1), (*EXPERTS, *NORMUON)),
@@ -45,6 +71,11 @@ LAYOUTS = (
     Layout((1, 1, 1, 1), (*EXPERTS, *EP), cp=2),
     Layout((1, 1, 2, 2), (*TIED, *NORMUON)),
     Layout((1, 2, 2, 1), (*EXPERTS, *EP, *FULL, *NORMUON)),
+    Layout((1, 1, 1, 1), QK_CLIP),
+    Layout((1, 2, 1, 1), (*QWEN2, *QK_CLIP), accumulation=3, rows=24),
+    Layout((1, 1, 1, 2), (*QWEN2, *FOUR_KV_HEADS, *QK_CLIP)),
+    Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *PAIRS, *QK_CLIP)),
+    Layout((1, 1, 1, 1), (*MISTRAL, *QK_CLIP), cp=2),
 )
 """One to four ranks, in the default suite."""
 SOAK = (
@@ -64,12 +95,20 @@ SOAK = (
     Layout((2, 1, 2, 2), (*EXPERTS, *EP, *schedule("1F1B"), *PAIRS, *NORMUON)),
     Layout((1, 1, 2, 2), (*EXPERTS, "model.n_experts=8", "parallelism.ep=4", *NORMUON), cp=2),
     Layout((2, 2, 2, 1), schedule("ZBVZeroBubble")),
+    Layout((1, 1, 3, 1), (*GPT_OSS, "optimizer.qk_clip=0.075"), streams=8),
+    Layout((1, 1, 2, 2), (*FOUR_KV_HEADS, *FULL, *COMPILE, *QK_CLIP)),
+    Layout((1, 1, 2, 1), (*GATHER, *MISTRAL, *QK_CLIP), cp=2),
+    Layout((2, 1, 2, 2), (*QWEN2, *FOUR_KV_HEADS, *schedule("1F1B"), *PAIRS, *QK_CLIP)),
 )
 """Three to eight ranks."""
 
 
 def is_muons(name: str, parameter: Tensor) -> bool:
-    return name.startswith("layers.") and parameter.dim() >= 2 and "router" not in name
+    return name.startswith("layers.") and decays(name, parameter) and "router" not in name
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    return parameter.dim() >= 2 and not name.endswith("bias")
 
 
 def orthogonalized(matrix: Tensor, *, is_polar: bool) -> Tensor:
@@ -88,15 +127,46 @@ def decay_(weights: Tensor, before: Tensor, update: Tensor, decay: float, *, is_
     weights.sub_(LR * decay * before * (update * before >= 0 if is_cautious else 1))
 
 
+@contextmanager
+def scores_of(model: nn.Module) -> Iterator[dict[Attention, Tensor]]:
+    """The largest score of each head in the forward passes inside, from the full matrix of scores."""
+    found: dict[Attention, Tensor] = {}
+
+    def noting(attention: Attention, queries: Tensor, keys: Tensor, *others: Any, **options: Any) -> Tensor:
+        groups = queries.shape[1] // keys.shape[1]
+        scores = queries @ keys.repeat_interleave(groups, dim=1).mT / queries.shape[-1] ** 0.5
+        places = torch.arange(queries.shape[2])
+        distance = places[:, None] - places
+        seen = (distance >= 0) & (distance < (options.get("window") or len(places)))
+        found[attention] = scores.detach().masked_fill(~seen, -torch.inf).amax((0, 2, 3))
+        return attend(queries, keys, *others, **options)
+
+    for attention in attentions_of([model]):
+        attention.attend = partial(noting, attention)
+    yield found
+
+
+def clip_(scores: Mapping[Attention, Tensor], threshold: float) -> None:
+    """QK-clip of all heads, one after the other."""
+    for attention, of_heads in scores.items():
+        width, is_grouped = attention.head_dim, len(attention.wq.weight) != len(attention.wk.weight)
+        for head, score in enumerate(of_heads.tolist()):
+            rows, factor = slice(head * width, (head + 1) * width), min(threshold / score, 1) if score > 0 else 1
+            for parameter in attention.wq.parameters():
+                parameter[rows] *= factor if is_grouped else math.sqrt(factor)
+            for parameter in () if is_grouped else attention.wk.parameters():
+                parameter[rows] *= math.sqrt(factor)
+
+
 def expected_weights(config: JobConfig, rows: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(initial, updated) weights of one process in plain torch."""
     model = plain_model(config)
     named = dict(model.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
     others = [(name, parameter) for name, parameter in named.items() if not is_muons(name, parameter)]
-    norms = [parameter for name, parameter in others if "norm" in name]
-    rest = [parameter for name, parameter in others if "norm" not in name]
-    adamw = torch.optim.AdamW([*rest, *norms], lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+    rest = [parameter for name, parameter in others if decays(name, parameter)]
+    kept = [parameter for name, parameter in others if not decays(name, parameter)]
+    adamw = torch.optim.AdamW([*rest, *kept], lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
     is_cautious, has_squares = config.optimizer.cautious_weight_decay, config.optimizer.normuon_beta2 != -1
     squares = {name: torch.zeros_like(value[..., :1]) for name, value in before.items()}
     momentum = {name: torch.zeros_like(value) for name, value in before.items()}
@@ -104,7 +174,8 @@ def expected_weights(config: JobConfig, rows: int) -> tuple[dict[str, Tensor], d
         decay = DECAY * (1 - (step + 1) / STEPS)
         share = START + (MOMENTUM - START) * min((step + 1) / 4, 1)
         model.zero_grad()
-        backward(model, config, global_batch("silent_ranks", step, rows), step + 1)
+        with scores_of(model) as scores:
+            backward(model, config, global_batch("silent_ranks", step, rows), step + 1)
         earlier = [parameter.detach().clone() for parameter in rest]
         adamw.step()
         with torch.no_grad():
@@ -129,6 +200,10 @@ def expected_weights(config: JobConfig, rows: int) -> tuple[dict[str, Tensor], d
             with torch.no_grad():
                 parameter.sub_(factor * found)
                 decay_(parameter, old, found, decay, is_cautious=is_cautious)
+        if threshold := config.optimizer.qk_clip:
+            assert step > 0 or {False, True} == set((torch.cat([*scores.values()]) > threshold).tolist())
+            with torch.no_grad():
+                clip_(scores, threshold)
     return before, {name: parameter.detach() for name, parameter in named.items()}
 
 
@@ -259,6 +334,32 @@ def decay_twice() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def scores_of_each_rank() -> Iterator[None]:
+    """Each data rank clips by the scores of its own rows."""
+    original = QKClip.clip_if
+
+    def clip_if(self: QKClip, ok: Tensor, *, counts: bool) -> Tensor:
+        with replaced(dist, "all_reduce", lambda *_, **__: None):
+            return original(self, ok, counts=counts)
+
+    with replaced(QKClip, "clip_if", clip_if):
+        yield
+
+
+@contextmanager
+def scores_of_last_microbatch() -> Iterator[None]:
+    original = Trainer.forward_backward
+
+    def forward_backward(self: Trainer, batch: Batch, num_valid: Tensor) -> Tensor:
+        assert self.qk_clip is not None
+        self.qk_clip.start_step()
+        return original(self, batch, num_valid)
+
+    with replaced(Trainer, "forward_backward", forward_backward):
+        yield
+
+
 MISTAKES: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "": nullcontext,
     "local orthogonalization": local_orthogonalization,
@@ -266,6 +367,8 @@ MISTAKES: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "momentum of each replica": momentum_of_each_replica,
     "owner without row norms": no_row_norms,
     "decay twice": decay_twice,
+    "scores of each data rank": scores_of_each_rank,
+    "scores of the last microbatch": scores_of_last_microbatch,
 }
 PLANTED = (
     ("local orthogonalization", Layout((1, 1, 2, 1))),
@@ -275,6 +378,8 @@ PLANTED = (
     ("momentum of each replica", Layout((1, 2, 1, 1))),
     ("owner without row norms", Layout((1, 1, 2, 1), NORMUON)),
     ("decay twice", Layout((1, 1, 2, 1))),
+    ("scores of each data rank", Layout((1, 2, 1, 1), QK_CLIP)),
+    ("scores of the last microbatch", Layout((1, 2, 1, 1), QK_CLIP, accumulation=3, rows=24)),
 )
 
 

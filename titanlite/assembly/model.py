@@ -23,6 +23,7 @@ from titanlite.models.registry import full_parameters
 from titanlite.models.watch import STATISTICS
 from titanlite.optim.groups import has_owners
 from titanlite.optim.optimizer import GatedOptimizer, WeightAverage
+from titanlite.optim.qk_clip import QKClip, attentions_of
 from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_factors, build_schedule
 from titanlite.parallel.clip import SpikeGate
@@ -86,6 +87,8 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
             compilation=config.compile,
             bit_equal=training.bit_equal,
         )
+        for attention in attentions_of([part]) if config.optimizer.qk_clip else ():
+            attention.note_largest(hyper_parameters.n_heads // config.parallelism.tp)
         for description in applied if not parts else ():
             log.info("Applied %s to the model", description)
         part.tie_weights()
@@ -171,6 +174,7 @@ def build_trainer(job: Job, model_parts: list[LanguageModel], mesh: Mesh, device
         statistics=[STATISTICS[name] for name in config.metrics.statistics],
         is_logged=partial(is_log_step, log_freq=config.metrics.log_freq, total_steps=config.training.steps),
         num_sources=len(config.data.sources),
+        qk_clip=build_qk_clip(config, model_parts, mesh),
         average=WeightAverage(named, config.optimizer.ema_decay),
         spikes=SpikeGate(faults.spike_factor, device, skips=faults.on_spike == "skip") if faults.spike_factor else None,
     )
@@ -215,6 +219,13 @@ class Stages:
 def shape_of(job: Job) -> tuple[int, int]:
     """Rows and positions of a microbatch."""
     return job.step.size, job.config.training.seq_len
+
+
+def build_qk_clip(config: JobConfig, model_parts: Sequence[nn.Module], mesh: Mesh) -> QKClip | None:
+    """None without optimizer.qk_clip."""
+    tp = mesh.coordinate["tp"], mesh.degrees["tp"]
+    threshold = config.optimizer.qk_clip
+    return QKClip(model_parts, threshold, mesh.position_group, tp) if threshold else None
 
 
 def build_optimizers(

@@ -34,8 +34,9 @@ from titanlite.metrics.config import (
     check_metrics,
 )
 from titanlite.models.head import check_terms
-from titanlite.models.registry import check_model, full_parameters
+from titanlite.models.registry import check_model, full_model, full_parameters
 from titanlite.optim.optimizer import OWN, optimizers_of
+from titanlite.optim.qk_clip import check_qk_clip
 from titanlite.optim.registry import check_optimizer, check_parameters
 from titanlite.optim.schedule import check_schedules
 from titanlite.parallel.compile import check_compile, compiles_blocks
@@ -143,9 +144,11 @@ def _check_optimizer(config: JobConfig) -> list[Problem]:
     section, training, layout = config.optimizer, config.training, config.parallelism
     problems = check_optimizer(section)
     # else no model is built, which takes half a second
-    depends = section.groups or section.state_dtype != "auto" or training.dtype == "bfloat16"
+    depends = section.groups or section.state_dtype != "auto" or training.dtype == "bfloat16" or section.qk_clip
     if not depends or check_model(config.model, seq_len=training.seq_len, tp=layout.tp, pp=layout.pp):
         return problems
+    if section.qk_clip:
+        problems += check_qk_clip(section, full_model(config.model))
     return problems + check_parameters(section, *full_parameters(config.model), DTYPES[training.dtype])
 
 

@@ -256,7 +256,8 @@ class Meter:
         columns = list(zip(*ranks, strict=True))
         mean_loss, grad_norm, num_valid, skipped_steps, data_time_s, memory, bad_rows, compute_s, watched = columns[:9]
         loss_sum, num_counted = (sum(column) for column in columns[9:11])
-        of_terms, others = columns[11:][: PARTS * len(self._terms)], columns[11 + PARTS * len(self._terms) :]
+        max_score, others = columns[11], columns[12:]
+        of_terms, others = others[: PARTS * len(self._terms)], others[PARTS * len(self._terms) :]
         sums = [sum(parts) for parts in of_terms]
         of_epochs, others = others[: len(epochs)], others[len(epochs) :]
         of_too_long, by_source = others[: len(too_long)], others[len(too_long) :]
@@ -278,6 +279,7 @@ class Meter:
             skipped_steps=int(skipped_steps[0]),
             bad_rows=int(sum(bad_rows)),
             interval_loss=loss_sum / num_counted if num_counted else None,
+            max_score=None if stats.max_score is None else max(max_score),
             mfu=None if self._mesh_peak_flops is None else flops / self._mesh_peak_flops,
             slowest_rank=slowest.rank if slowest else None,
             slowest_host=slowest.host if slowest else None,
@@ -340,6 +342,7 @@ class Meter:
                 torch.stack([value.detach().to(torch.float64) for value in on_device]),
                 torch.tensor(on_host, dtype=torch.float64, device=self._device),
                 self._interval,
+                self._interval.new_zeros(1) if stats.max_score is None else stats.max_score.to(torch.float64).view(1),
                 torch.cat(list(stats.terms)) if stats.terms else self._interval.new_zeros(PARTS * len(self._terms)),
                 torch.tensor(of_sources, dtype=torch.float64, device=self._device),
                 self._by_source.flatten(),

@@ -66,6 +66,8 @@ class Record:
     """Rows so far that were skipped as bad, over all data ranks."""
     interval_loss: float | None = None
     """Mean loss per valid token since the last row, without skipped steps; None if all were skipped."""
+    max_score: float | None = None
+    """With optimizer.qk_clip: the largest attention score of this step, of all layers, heads and rows."""
     mfu: float | None = None
     """Model FLOP/s as a fraction of the devices' peak; None if the peak is unknown."""
     digest: str | None = None

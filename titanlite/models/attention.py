@@ -11,11 +11,12 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, create_mask, flex_attention
 
-from titanlite.models.capped_attention import capped_attention
+from titanlite.models.capped_attention import capped_attention, largest_scores
 from titanlite.runtime.torch_internals import (
     attention_on_cpu,
     attention_on_cpu_backward,
     fused_attention_choice,
+    is_in_backward,
     set_attention_kernels,
 )
 
@@ -206,6 +207,7 @@ def attend(
     window: int = 0,
     sinks: Tensor | None = None,
     cap: float = 0.0,
+    largest: Tensor | None = None,
 ) -> Tensor:
     """softmax(queries keys^T / sqrt(head_dim) + mask) values; mask None: causal.
 
@@ -214,8 +216,11 @@ def attend(
     positions that a query sees, its own included; 0: all up to its own. A mask was built with the same window. sinks:
     (heads,), a further score of each query in the softmax, whose value is 0 (Xiao et al., "Efficient Streaming Language
     Models with Attention Sinks", 2023); None: no sinks.
-    cap: scores s are cap * tanh(s / cap), before the mask; 0: they are not capped. Not with sinks.
+    cap: scores s are cap * tanh(s / cap), before the mask; 0: they are not capped. Not with sinks. largest: (heads,),
+    raised to the largest score of each head, sinks left out; None: scores are not noted.
     """
+    if largest is not None:
+        note_scores(queries, keys, mask, window, largest)
     dtype, wide = queries.dtype, attention_dtype(queries.device.type, queries.dtype)
     if wide != dtype:
         sinks = None if sinks is None else sinks.to(wide)
@@ -233,6 +238,22 @@ def attend(
     if isinstance(mask, BlockMask):
         return _attend_in_blocks(queries, keys, values, mask, sinks, cap)
     return attend_to_scores(queries, keys, values, mask, is_causal=mask is None, sinks=sinks)
+
+
+def note_scores(queries: Tensor, keys: Tensor, mask: AttentionMask | None, window: int, largest: Tensor) -> None:
+    """Raise `largest`, (heads,), to the largest score of each head; not in recomputations. See `attend`."""
+    queries, keys = queries.detach(), keys.detach()
+    if isinstance(mask, BlockMask):
+        largest.copy_(torch.maximum(largest, largest_scores(queries, keys, mask, window, largest.dtype)))
+    else:
+        _note_scores(queries, keys, mask, window, largest)
+
+
+@torch.library.custom_op("titanlite::note_scores", mutates_args=("largest",))
+def _note_scores(queries: Tensor, keys: Tensor, mask: Tensor | None, window: int, largest: Tensor) -> None:
+    """An operation, so that compiled blocks do not trace its loop."""
+    if not is_in_backward():
+        largest.copy_(torch.maximum(largest, largest_scores(queries, keys, mask, window, largest.dtype)))
 
 
 def _attend_in_blocks(

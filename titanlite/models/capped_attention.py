@@ -1,4 +1,4 @@
-"""Attention with capped scores by blocks of queries: torch's fused kernels cap no scores.
+"""Capped attention, and the largest scores, by blocks of queries: torch's fused kernels do neither.
 
 Two operations of torch's library, forward and backward: compiled blocks do not trace their loops, and recomputation can
 save the result. On a GPU, models/attention.py caps scores in FlexAttention.
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 64
 """Queries whose scores exist at the same time, of all heads."""
@@ -113,15 +114,17 @@ def _differentiate(ctx: Any, gradient: Tensor, _of_logsumexp: Tensor) -> tuple[T
 capped_attention.register_autograd(_differentiate, setup_context=_save)
 
 
-def _blocks(queries: Tensor, n_keys: int, mask: Tensor | None, window: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Blocks of queries: their slice, that of the keys that they may see, and the additive mask of both, of shape
-    (batch or 1, 1, queries, keys)."""
+def _blocks(
+    queries: Tensor, n_keys: int, mask: Tensor | None, window: int, size: int = BLOCK
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Blocks of at most `size` queries: their slice, that of the keys that they may see, and the additive mask of both,
+    of shape (batch or 1, 1, queries, keys)."""
     n_queries, of_bands = queries.shape[2], mask is not None and mask.ndim == 5
     ahead, band = (n_keys - n_queries if mask is None else 0), window if of_bands else n_queries
     for start in range(0, n_queries, band):
         end = min(start + band, n_queries)
-        for begin in range(start, end, BLOCK):
-            rows = slice(begin, min(begin + BLOCK, end))
+        for begin in range(start, end, size):
+            rows = slice(begin, min(begin + size, end))
             if mask is not None and not of_bands:
                 yield rows, slice(0, n_keys), mask[:, :, rows]
                 continue
@@ -159,3 +162,40 @@ def _by_head(x: Tensor, queries: Tensor) -> Tensor:
     """The inverse of _by_key_head."""
     out: Tensor = x.unflatten(2, (queries.shape[1] // x.shape[1], -1))
     return out.flatten(1, 2)
+
+
+BLOCK_SCORES = 2**24
+"""Scores of a block of `largest_scores`: 64 MiB in float32."""
+
+
+def largest_scores(
+    queries: Tensor, keys: Tensor, mask: Tensor | BlockMask | None, window: int, dtype: torch.dtype
+) -> Tensor:
+    """The largest score of each head that the mask does not hide, (heads,). Other arguments: as of `attend`."""
+    rows, heads, _, width = queries.shape
+    size = max(BLOCK_SCORES // (rows * heads * keys.shape[2]), 1)
+    if isinstance(mask, BlockMask):
+        blocks = _seen_blocks(queries, keys, mask, size)
+    else:
+        blocks = _blocks(queries, keys.shape[2], mask, window, size)
+    found = queries.new_full((heads,), -torch.inf, dtype=dtype)
+    for of_queries, of_keys, part in blocks:
+        seen = keys[:, :, of_keys].to(dtype)
+        scores = _by_key_head(queries[:, :, of_queries].to(dtype), seen) @ seen.mT
+        scores = scores.unflatten(2, (heads // keys.shape[1], -1)) + part.to(dtype).unsqueeze(2)
+        found = torch.maximum(found, scores.amax((0, 3, 4)).flatten())
+    largest: Tensor = found * width**-0.5
+    return largest
+
+
+def _seen_blocks(queries: Tensor, keys: Tensor, mask: BlockMask, size: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """_blocks of a mask for FlexAttention."""
+    n_rows, n_keys, device = len(queries), keys.shape[2], queries.device
+    row = torch.arange(n_rows, device=device).view(-1, 1, 1)
+    key = torch.arange(n_keys, device=device)
+    for begin in range(0, queries.shape[2], size):
+        rows = slice(begin, min(begin + size, queries.shape[2]))
+        query = torch.arange(rows.start, rows.stop, device=device).unsqueeze(1)
+        seen = mask.mask_mod(row, torch.zeros_like(row), query, key).expand(n_rows, -1, -1)
+        hidden = torch.zeros_like(seen, dtype=queries.dtype).masked_fill(~seen, -torch.inf)
+        yield rows, slice(0, n_keys), hidden.unsqueeze(1)

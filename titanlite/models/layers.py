@@ -277,9 +277,11 @@ class Attention(nn.Module):
     attend: the attention function, by default that of models/attention.py. A family may have its own, as a method of a
     subclass or an attribute. Context parallelism calls it with the heads and queries of a rank (parallel/context.py),
     and generation replaces the default one by one with a KV cache.
+    largest: with `note_largest`, the largest score of each head since it was last filled, in train mode.
     """
 
     attend: Kernel
+    largest: Tensor | None
     watch = staticmethod(watch)
 
     def __init__(
@@ -309,6 +311,12 @@ class Attention(nn.Module):
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.sinks = Scalar(n_heads) if sinks else None
+        self.register_buffer("largest", None)
+
+    def note_largest(self, n_heads: int) -> None:
+        """Let the training's forward passes note the largest scores of this rank's heads, n_heads."""
+        dtype = torch.promote_types(self.wq.weight.dtype, torch.float32)
+        self.register_buffer("largest", torch.empty(n_heads, dtype=dtype, device="meta"), persistent=False)
 
     def set_scores(self, head_dim: int, query_factor: float = 1.0, window: int = 0, cap: float = 0.0) -> None:
         """Set what decides the scores of queries and keys of width head_dim."""
@@ -343,6 +351,8 @@ class Attention(nn.Module):
             options["cap"] = self.cap
         if self.sinks is not None:
             options["sinks"] = self.sinks()
+        if self.largest is not None and self.training:
+            options["largest"] = self.largest
         attended = self.attend(*heads, mask, **options)
         out: Tensor = self.wo(attended.transpose(1, 2).flatten(2))
         return out

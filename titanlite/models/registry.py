@@ -9,7 +9,7 @@ from torch import nn
 
 from titanlite.models.deepseek_v3 import DEEPSEEK_V3
 from titanlite.models.family import FAMILIES as FAMILIES
-from titanlite.models.family import ModelConfig, Structure, resolve_model
+from titanlite.models.family import LanguageModel, ModelConfig, Structure, resolve_model
 from titanlite.models.gemma2 import GEMMA2
 from titanlite.models.gemma3 import GEMMA3
 from titanlite.models.gpt_oss import GPT_OSS
@@ -31,16 +31,21 @@ FAMILIES.update({family.name: family for family in SHIPPED})
 def full_parameters(section: ModelConfig) -> tuple[Mapping[str, nn.Parameter], Structure]:
     """The parameters of the full model by name, on the meta device, and its structure. The section must be valid."""
     family, hyper_parameters = resolve_model(section)
-    return _full_parameters(family.name, hyper_parameters)
+    return dict(full_model(section).named_parameters()), family.structure(hyper_parameters)
+
+
+def full_model(section: ModelConfig) -> LanguageModel:
+    """The full model, on the meta device. The section must be valid."""
+    family, hyper_parameters = resolve_model(section)
+    return _full_model(family.name, hyper_parameters)
 
 
 @cache
-def _full_parameters(family_name: str, hyper_parameters: Any) -> tuple[Mapping[str, nn.Parameter], Structure]:
-    family = FAMILIES[family_name]
+def _full_model(family_name: str, hyper_parameters: Any) -> LanguageModel:
     with torch.device("meta"):
-        model = family.build(hyper_parameters)
+        model = FAMILIES[family_name].build(hyper_parameters)
     model.tie_weights()
-    return dict(model.named_parameters()), family.structure(hyper_parameters)
+    return model
 
 
 def check_model(section: ModelConfig, *, seq_len: int, tp: int, pp: int) -> list[Problem]:

@@ -121,6 +121,9 @@ class OptimizerConfig:
     weight_decay_skip: tuple[str, ...] = setting(("*norm*", "*bias*"), needs=_SHRINKS)
     """Parameters without weight decay: shell patterns, matched against the full parameter name. Parameters with fewer
     than two dimensions have none either, unless their group sets weight_decay or this list is empty."""
+    qk_clip: float = setting(0.0, "0 for none; 100 is usual", least=0)
+    """Largest attention score of a head: if it was higher in a step, the weights of its queries and keys are scaled
+    after the update (Kimi K2's QK-clip); 0: none."""
     ema_decay: float = setting(0.0, "0 keeps no average; 0.999 is usual for 10,000 steps", least=0, below=1)
     """Decay per step of an average of the weights, which checkpoints have beside the weights; 0: no average."""
     groups: tuple[GroupConfig, ...] = ()

@@ -54,11 +54,11 @@ def attend_over_heads(
     """`kernel` for this rank's positions: (batch, heads, seq_len / cp, head_dim), the result as the queries.
 
     mask: of entire rows. If there are fewer heads of keys than ranks, several ranks compute with the same one. options:
-    see `attend`; sinks are those of all heads.
+    see `attend`; sinks and largest are those of all heads.
     """
     cp = group.size()
-    if "sinks" in options:
-        options["sinks"] = options["sinks"].chunk(cp)[group.rank()]
+    for name in options.keys() & {"sinks", "largest"}:
+        options[name] = options[name].chunk(cp)[group.rank()]
     if keys.shape[1] < cp:
         keys, values = (x.repeat_interleave(cp // x.shape[1], dim=1) for x in (keys, values))
     queries, keys, values = (_HeadsForPositions.apply(x, group, 1, 2) for x in (queries, keys, values))  # type: ignore[no-untyped-call]

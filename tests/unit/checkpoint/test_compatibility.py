@@ -226,7 +226,7 @@ LOGGED = {
     *("optimizer.weight_decay_shape", "optimizer.momentum_start", "optimizer.momentum_steps"),
     "optimizer.momentum_shape",
     *("optimizer.newton_schulz_steps", "optimizer.newton_schulz_coefficients", "optimizer.orthogonalization"),
-    *("optimizer.normuon_beta2", "optimizer.cautious_weight_decay"),
+    *("optimizer.normuon_beta2", "optimizer.cautious_weight_decay", "optimizer.qk_clip"),
     *("optimizer.newton_schulz_dtype", "optimizer.adjust_lr", "optimizer.state_dtype", "optimizer.state_rounding"),
     *("optimizer.ema_decay", "loss.name", "loss.terms", "loss.z_loss"),
     *("lr_schedule.warmup_steps", "lr_schedule.decay", "lr_schedule.decay_steps", "lr_schedule.decay_ratio"),

@@ -42,7 +42,7 @@ ALWAYS = {
     *("training.bit_equal", "training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce"),
     *(f"parallelism.{key}" for key in ("layout", "dp_replicate", "dp_shard", "cp", "ep", "tp", "pp")),
     *("activation_checkpoint.mode", "compile.enable", "loss.name", "loss.z_loss", "loss.terms", "loss.chunk_tokens"),
-    *("optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.ema_decay"),
+    *("optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.ema_decay", "optimizer.qk_clip"),
     # refused, if the optimizer of the group lacks them
     *(f"optimizer.groups.{key}" for key in ("parameters", "optimizer", "lr_factor", "weight_decay")),
     *("optimizer.groups.beta2", "lr_schedule.warmup_steps"),

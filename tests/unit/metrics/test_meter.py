@@ -155,9 +155,12 @@ def test_the_keys_of_a_row(group: dist.ProcessGroup) -> None:
         *SLOWEST,
         "digest",
         "computed_by",
+        "max_score",
     )
     assert list(row) == [field.name for field in fields(Record) if field.name not in left_out] == KEYS
     assert row["mfu"] == pytest.approx(512 * 1e6 / 1e12)
+    note(meter, clock, 2, replace(stats_of(1.0), max_score=torch.tensor(7.5)))
+    assert meter.flush().row()["max_score"] == 7.5
 
 
 LOSSES = [(8.0, 10), (math.nan, 10), (4.0, 30), (3.0, 20), (math.inf, 0), (1.0, 5)]

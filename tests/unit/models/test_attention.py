@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kern
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 
-from titanlite.models import attention, llama3
+from titanlite.models import attention, capped_attention, llama3
 from titanlite.models.attention import (
     additive_mask,
     attend,
@@ -168,6 +168,35 @@ def test_every_mask_form_matches_the_definition(
                 assert torch.equal(mask.to_dense()[:, 0], visible_blocks(document_ids)), (
                     "blocks without visible scores must be left out"
                 )
+
+
+@pytest.mark.usefixtures("composed")
+@pytest.mark.parametrize("block_scores", [2**24, 2**13])
+@pytest.mark.parametrize(
+    ("form", "queries", "window"),
+    [
+        *[("additive", None, 0), ("additive", SOME, 0), ("additive", None, 9), ("bands", None, 9)],
+        *[("none", None, 0), ("none", None, 9)],
+        *(pytest.param("blocks", queries, 9, marks=pytest.mark.slow) for queries in (None, SOME)),
+    ],
+)
+def test_largest_scores_are_those_of_the_full_matrix(
+    form: str, queries: Tensor | None, window: int, block_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one block of queries, and in several. Also compiled with a mask for GPUs."""
+    monkeypatch.setattr(capped_attention, "BLOCK_SCORES", block_scores)
+    document_ids = ids_of([], []) if form == "none" else ids_of(*STARTS)
+    of_queries, keys, values = projections(HEADS[0], len(document_ids), torch.float64)
+    of_queries = of_queries if queries is None else of_queries[:, :, queries]
+    mask = MASKS[form](document_ids, torch.float64, queries, window)
+    products = of_queries @ keys.repeat_interleave(2, 1).mT / math.sqrt(HEADS[0][2])
+    expected = products.masked_fill(~may_see(document_ids, queries, window), -torch.inf).amax((0, 2, 3))
+    expected[0] = 1e3  # noted before
+    compiles = form == "blocks" and queries is None
+    attending = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiles else attend
+    largest = torch.tensor([1e3, *[-torch.inf] * 3], dtype=torch.float64)
+    attending(of_queries, keys, values, mask, window, largest=largest)
+    torch.testing.assert_close(largest, expected, rtol=1e-13, atol=0)
 
 
 @pytest.mark.slow
