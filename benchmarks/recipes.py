@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.measuring import Row, report
@@ -46,7 +47,7 @@ def trained(folder: Path, steps: int, interval: int, options: Sequence[str]) -> 
 
 def at(losses: Sequence[tuple[int, float]], step: float) -> float:
     """The validation loss at a step, linear between two validations, and at most that of the last one."""
-    for (before, loss), (after, other) in zip(losses, losses[1:], strict=False):
+    for (before, loss), (after, other) in pairwise(losses):
         if before <= step <= after:
             return loss + (other - loss) * (step - before) / (after - before)
     return losses[-1][1]

@@ -245,6 +245,8 @@ BAD = [
         '--optimizer.groups.0.parameters ["output.wieght"]'),
     Bad("optimizer.qk_clip", "normalizes queries and keys", "leave it out",
         "--optimizer.qk_clip 100 --model.family qwen3"),
+    Bad("optimizer.qk_clip", "whose attention is its own", "leave it out",
+        "--optimizer.qk_clip 100 --model.family deepseek_v3"),
     Bad("optimizer.qk_clip", "0 with capped scores, which model.score_cap bounds", "model.score_cap = 0.0",
         "--optimizer.qk_clip 100 --model.family gemma2"),
     Bad("optimizer.groups.0.lr", "a key of one [[optimizer.groups]]", "lr_factor",
