@@ -18,11 +18,14 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer_files import TEMPLATES, TOKENIZER_FILES, TOKENIZER_JSON
 from titanlite.hf.generation_defaults import GENERATION_FILE, defaults_of_config
 from titanlite.hf.safetensors import (
+    BLOCK_SCALES,
     BLOCKS,
+    FP8_BLOCK,
     GROUP,
     SCALES,
     SUFFIX,
     Stored,
+    StoredFp8,
     StoredMxfp4,
     StoredRows,
     StoredStack,
@@ -185,11 +188,16 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
 
 def _located(found: Mapping[str, StoredTensor], name: StoredName) -> Stored:
     if isinstance(name, str):
-        return found[name]
+        return _matrix(found, name)
     if isinstance(name, tuple):
-        return StoredStack(tuple(found[each] for each in name))
+        return StoredStack(tuple(_matrix(found, each) for each in name))
     whole = found.get(name.name) or StoredMxfp4(found[name.name + BLOCKS], found[name.name + SCALES])
     return StoredRows(whole, name.start, name.step)
+
+
+def _matrix(found: Mapping[str, StoredTensor], name: str) -> StoredTensor | StoredFp8:
+    scales = found.get(name + BLOCK_SCALES)
+    return found[name] if scales is None else StoredFp8(found[name], scales)
 
 
 class _Files:
@@ -255,6 +263,10 @@ def _model_of(name: str, fields: Mapping[str, Any], num_tensors: int) -> tuple[F
     if quantization and method != (supported or None):
         only = f"only those of quant_method {supported!r}" if supported else "quantized models are not supported"
         raise UserError(f"{name}: {CONFIG_FILE}: quantization_config: {only}")
+    sizes = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+    if method == "fp8" and sizes != [FP8_BLOCK, FP8_BLOCK]:
+        only = f"only blocks of {FP8_BLOCK} rows and columns"
+        raise UserError(f"{name}: {CONFIG_FILE}: quantization_config.weight_block_size = {sizes!r}: {only}")
     for key in _COUNTS:  # before anything is computed from them
         value = fields.get(key)
         if type(value) is int and not 1 <= value <= (num_tensors if key == "num_hidden_layers" else 2**31):
@@ -372,6 +384,9 @@ def _faults(
         if shape != expected:
             transposed = ": it is transposed" if len(shape) > 1 and shape == expected[::-1] else ""
             yield f"{theirs} has shape {shape}; by {CONFIG_FILE} it must be {expected}{transposed}"
+        elif (found[theirs].dtype == torch.float8_e4m3fn) != (theirs + BLOCK_SCALES in found):
+            rule = f"those with {BLOCK_SCALES} have torch.float8_e4m3fn, and only these"
+            yield f"{theirs} has dtype {found[theirs].dtype}; {rule}"
         elif (found[theirs].dtype == torch.uint8) != theirs.endswith((BLOCKS, SCALES)):
             yield f"{theirs} has dtype {found[theirs].dtype}; {BLOCKS} and {SCALES} have torch.uint8, and only these"
     others = (theirs for theirs in found if theirs not in expected_shapes and theirs not in computed)
@@ -383,7 +398,11 @@ def _stored_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """The shapes of the stored tensors of a parameter of this shape."""
     if not isinstance(name, StoredPart):
-        return dict.fromkeys(stored_names(name), shape if isinstance(name, str) else shape[1:])
+        expected = shape if isinstance(name, str) else shape[1:]
+        blocks = tuple(-(-size // FP8_BLOCK) for size in expected)
+        factors = [f"{each}{BLOCK_SCALES}" for each in stored_names(name)] if len(blocks) == 2 else []
+        given = [each for each in factors if each in found]
+        return dict.fromkeys(stored_names(name), expected) | dict.fromkeys(given, blocks)
     n_experts, rows, *columns = (shape[0], name.step * shape[1], *shape[2:])
     if name.name not in found and columns and name.name + BLOCKS in found:
         scales = (n_experts, rows, columns[0] // GROUP)

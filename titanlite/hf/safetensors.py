@@ -38,8 +38,11 @@ MAX_COMMAS = 12 * MAX_TENSORS
 _WRITE_AGAIN = "download the file again, or write it with the safetensors library"
 _BLOCK_BYTES = 2**23
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn}
 BLOCKS, SCALES = "_blocks", "_scales"
 """Ends of the names of the two tensors, of dtype U8, that store one in MXFP4."""
+BLOCK_SCALES = "_scale_inv"
+"""End of the name of the scales of a matrix in float8, behind its own name."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,41 @@ class StoredTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
+FP8_BLOCK = 128
+"""Rows, and columns, of a float8 matrix with the same scale."""
+
+
+@dataclass(frozen=True)
+class StoredFp8:
+    """A matrix in float8 (e4m3) with a factor for each block of FP8_BLOCK rows and columns (DeepSeek-AI, "DeepSeek-V3
+    Technical Report", 2024, section 3.3.2). Its values are the products in float32."""
+
+    values: StoredTensor
+    scales: StoredTensor
+    dtype: ClassVar[torch.dtype] = torch.float32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def read_(self, out: Tensor, offset: Sequence[int]) -> None:
+        """See read_box_."""
+        box = torch.empty(out.shape)
+        read_box_(box, self.values, offset)
+        places = [torch.arange(first, first + size) for first, size in zip(offset, out.shape, strict=True)]
+        blocks = [place // FP8_BLOCK for place in places]
+        first = [int(block[0]) for block in blocks]
+        factors = torch.empty([int(block[-1]) - begin + 1 for block, begin in zip(blocks, first, strict=True)])
+        read_box_(factors, self.scales, first)
+        rows, columns = (block - begin for block, begin in zip(blocks, first, strict=True))
+        out.copy_(box.mul_(factors[rows][:, columns]))
+
+
 @dataclass(frozen=True)
 class StoredStack:
     """Tensors of equal shape in files that are one tensor, stacked along its first dimension."""
 
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[StoredTensor | StoredFp8, ...]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -141,7 +174,7 @@ class StoredRows:
             part.copy_(box[0, ..., :: self.step].t())
 
 
-Stored = StoredTensor | StoredStack | StoredRows
+Stored = StoredTensor | StoredFp8 | StoredStack | StoredRows
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -208,7 +241,7 @@ def _stored(file: Path, name: str, entry: Any, data: int) -> StoredTensor:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise UserError(f"the entry of {name} must have exactly dtype, shape and data_offsets; {_WRITE_AGAIN}")
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    dtypes = _DTYPES | ({"U8": torch.uint8} if name.endswith((BLOCKS, SCALES)) else {})
+    dtypes = _DTYPES | _FLOAT8 | ({"U8": torch.uint8} if name.endswith((BLOCKS, SCALES)) else {})
     if not isinstance(kind, str) or kind not in dtypes:
         raise UserError(
             f"tensor {name} has dtype {reprlib.repr(kind)}; convert the model to one of {', '.join(_DTYPES)} "
@@ -246,7 +279,7 @@ def read_box_(out: Tensor, stored: Stored, offset: Sequence[int]) -> None:
         for part, tensor in zip(out, stored.tensors[offset[0] : offset[0] + len(out)], strict=True):
             read_box_(part, tensor, offset[1:])
         return
-    if isinstance(stored, StoredRows):
+    if isinstance(stored, StoredRows | StoredFp8):
         stored.read_(out, offset)
         return
     width = stored.dtype.itemsize

@@ -227,7 +227,7 @@ def structure(config: DeepseekV3Config) -> Structure:
 
 
 def _prepared(fields: Mapping[str, Any]) -> dict[str, Any]:
-    found = {**fields, "head_dim": None}
+    found = {**fields, "head_dim": None, "quantization_config": None}
     if fields.get("q_lora_rank") is None and "q_lora_rank" in fields:
         found["q_lora_rank"] = 0
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
@@ -315,7 +315,7 @@ DEEPSEEK_V3 = Family(
     structure=structure,
     init=init,
     flops_per_token=flops_per_token,
-    hugging_face=FORMAT.hugging_face("deepseek_v3", "DeepseekV3ForCausalLM"),
+    hugging_face=replace(FORMAT.hugging_face("deepseek_v3", "DeepseekV3ForCausalLM"), quantization="fp8"),
     needs=YARN_NEEDS
     | {
         "rope_mscale": YARN_NEEDS["rope_beta_fast"],

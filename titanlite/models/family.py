@@ -283,7 +283,8 @@ class HuggingFace:
     config_json(config): the fields of config.json for the hyper-parameters.
     config_from_json(fields): the hyper-parameters in config.json. Raises UserError with the field's name if a field is
     missing, or has a value that the family does not support.
-    quantization: the quant_method of folders that store each StoredPart in fewer bits; "": none.
+    quantization: the quant_method of folders that store each StoredPart, or with "fp8" any matrix, in fewer bits; "":
+    none.
     """
 
     model_type: str
@@ -291,7 +292,7 @@ class HuggingFace:
     names: Callable[[Any], dict[str, StoredName]]
     config_json: Callable[[Any], dict[str, Any]]
     config_from_json: Callable[[Mapping[str, Any]], Any]
-    quantization: Literal["", "mxfp4"] = ""
+    quantization: Literal["", "mxfp4", "fp8"] = ""
 
 
 @dataclass(frozen=True)

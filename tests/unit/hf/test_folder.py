@@ -20,7 +20,7 @@ from titanlite.hf.folder import open_folder
 from titanlite.hf.generation_defaults import GenerationDefaults, read_generation_defaults, with_eos
 from titanlite.hf.safetensors import read_box_
 from titanlite.models.family import saved_tensors
-from titanlite.models.hugging_face import parameter_of, stored_tensors
+from titanlite.models.hugging_face import parameter_of, stored_names, stored_tensors
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.json_files import JsonError
@@ -404,6 +404,80 @@ def pack(folder: Path) -> dict[str, Tensor]:
     save_file(tensors, folder / SINGLE)
     edit("config.json", lambda c: c.update(quantization_config={"quant_method": "mxfp4"}))(folder)
     return expected
+
+
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+def pack_fp8(folder: Path) -> dict[str, Tensor]:
+    """Store the matrices of a folder in float8 by blocks; returns them as transformers dequantizes them."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    tensors, expected = load_file(folder / SINGLE), dict[str, Tensor]()
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in list(tensors.items()):
+        if name.endswith("_proj.weight"):
+            tensors[name] = (100 * torch.randn(tensor.shape, generator=generator)).to(torch.float8_e4m3fn)
+            scales = torch.rand([-(-size // 128) for size in tensor.shape], generator=generator) / 1000
+            tensors[f"{name}_scale_inv"] = scales
+            rows, columns = (128 * size for size in scales.shape)  # its blocks must be whole
+            padded = torch.zeros(rows, columns).to(torch.float8_e4m3fn)
+            padded[: tensor.shape[0], : tensor.shape[1]] = tensors[name]
+            expected[name] = Fp8Dequantize(None)._dequantize_one(padded, scales)[: tensor.shape[0], : tensor.shape[1]]
+    save_file(tensors, folder / SINGLE)
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    edit("config.json", lambda c: c.update(quantization_config=quantization))(folder)
+    return expected
+
+
+FP8 = {"dim": 200, "ffn_dim": 130, "dense_ffn_dim": 260}
+
+
+def test_matrices_in_float8(tmp_path: Path) -> None:
+    """Bit for bit as transformers dequantizes them: entire parameters, and a part as a rank has it."""
+    write_model(tmp_path / "it", "deepseek_v3", torch.bfloat16, **FP8)
+    expected = pack_fp8(tmp_path / "it")
+    folder = open_folder("it", tmp_path / "it")
+    names = folder.family.hugging_face.names(folder.hyper_parameters)
+    compared = 0
+    for name, stored in names.items():
+        if stored_names(stored)[0] in expected:
+            right = parameter_of(expected, stored)
+            found = torch.empty(right.shape)
+            folder.fill_({name: found})
+            assert torch.equal(found, right), name
+            sizes = [size - size // 3 for size in right.shape]
+            part = torch.empty(sizes)
+            read_box_(part, folder.tensors[name], [size // 3 for size in right.shape])
+            assert torch.equal(part, right[tuple(slice(size // 3, None) for size in right.shape)]), name
+            compared += 1
+    assert compared > 10
+    assert "converted from bfloat16 and float32 to bfloat16" in folder.describe(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda t: t.pop(f"{DOWN}_scale_inv"), "down_proj.weight has dtype torch.float8_e4m3fn; those with"),
+        (lambda t: t.update({DOWN: t[DOWN].float()}), "down_proj.weight has dtype torch.float32; those with"),
+        (lambda t: t.update({f"{DOWN}_scale_inv": torch.ones(1, 1)}), r"_scale_inv has shape \(1, 1\)"),
+    ],
+)
+def test_damaged_float8(tmp_path: Path, damage: Callable[[dict[str, Tensor]], None], message: str) -> None:
+    write_model(tmp_path / "it", "deepseek_v3", **FP8)
+    pack_fp8(tmp_path / "it")
+    tensors = load_file(tmp_path / "it" / SINGLE)
+    damage(tensors)
+    save_file(tensors, tmp_path / "it" / SINGLE)
+    with pytest.raises(UserError, match=message):
+        open_folder("it", tmp_path / "it")
+
+
+def test_other_blocks_of_float8_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "it", "deepseek_v3", **FP8)
+    edit("config.json", lambda c: c.update(quantization_config={"quant_method": "fp8"}))(tmp_path / "it")
+    with pytest.raises(UserError, match="weight_block_size = None: only blocks of 128 rows and columns"):
+        open_folder("it", tmp_path / "it")
 
 
 def test_experts_in_mxfp4(tmp_path: Path) -> None:
