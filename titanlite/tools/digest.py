@@ -19,13 +19,14 @@ from titanlite.hf.folder import CONFIG_FILE, open_folder
 from titanlite.parallel.digest import combine, sum_of_bits
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import expand_home
-from titanlite.storage.address import place
+from titanlite.storage.address import Place, place
 from titanlite.tools.command import AllowImport, read_options, run_command
 from titanlite.tools.saved_run import open_run
 
 PARTS = {"weights": MODEL, "buffers": MODEL, "average": AVERAGE, "optimizer": OPTIMIZER}
 """Part of a checkpoint -> prefix of its tensors. buffers: such as the biases of experts."""
 MOST_NAMES = 10
+BATCH_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def sums_of(text: str, *, allow_import: bool) -> Sums:
-    """Read the tensors of a run or folder, one after the other. Raises UserError."""
+    """Read the tensors of a run or folder. Raises UserError."""
     path = place(expand_home(text))
     if isinstance(path, Path) and (path / CONFIG_FILE).is_file():
         folder = open_folder(str(path), path)
@@ -95,30 +96,43 @@ def sums_of(text: str, *, allow_import: bool) -> Sums:
     model.tie_weights()
     parameters = {name for name, _ in model.named_parameters()}
 
-    def load(name: str, shape: Sequence[int], dtype: str) -> Tensor:
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-        try:
-            load_tensors(run.path, {name: tensor}, None)
-        except dcp.CheckpointException as error:
-            raise UserError(f"{run.path} cannot be loaded: {first_failure(error)}") from None
-        return tensor
-
     stored = read_shapes(run.path)
     parts = {}
     for part, prefix in PARTS.items():
         own = [name for name in stored if name.startswith(prefix)]
         if prefix == MODEL:
             own = [name for name in own if (name.removeprefix(prefix) in parameters) == (part == "weights")]
-        parts[part] = _sums({name.removeprefix(prefix): partial(load, name, *stored[name]) for name in own})
+        parts[part] = {name.removeprefix(prefix): found for name, found in _stored_sums(run.path, own, stored).items()}
     return Sums(str(run.path), parts, {run.dtype}, run.manifest.computations)
 
 
-def _sums(tensors: Mapping[str, Callable[[], Tensor]]) -> dict[str, int]:
-    found = {}
-    for name, read in tensors.items():
-        tensor = read()
-        found[name] = int(sum_of_bits(tensor, tensor.shape, (0,) * tensor.dim()))
+def _stored_sums(
+    path: Place, names: Sequence[str], stored: Mapping[str, tuple[tuple[int, ...], str]]
+) -> dict[str, int]:
+    """The sums of tensors of a checkpoint. About BATCH_BYTES are read at a time: in a store, each read costs whole
+    parts of a file."""
+    found: dict[str, int] = {}
+    batch: dict[str, Tensor] = {}
+    for name in names:
+        shape, dtype = stored[name]
+        batch[name] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+        if name != names[-1] and sum(tensor.nbytes for tensor in batch.values()) < BATCH_BYTES:
+            continue
+        try:
+            load_tensors(path, batch, None)
+        except dcp.CheckpointException as error:
+            raise UserError(f"{path} cannot be loaded: {first_failure(error)}") from None
+        found |= {each: _sum(tensor) for each, tensor in batch.items()}
+        batch = {}
     return found
+
+
+def _sum(tensor: Tensor) -> int:
+    return int(sum_of_bits(tensor, tensor.shape, (0,) * tensor.dim()))
+
+
+def _sums(tensors: Mapping[str, Callable[[], Tensor]]) -> dict[str, int]:
+    return {name: _sum(read()) for name, read in tensors.items()}
 
 
 def differences(first: Sums, other: Sums) -> Iterable[str]:
