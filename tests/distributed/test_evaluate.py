@@ -33,7 +33,8 @@ ONE = World(0, 0, 1, "cpu")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with `out`, a run of 4 steps with a final validation, and its data files."""
+    """Folder with `out`, a run of 4 steps with a final validation, and its data files. Validation keeps the sizes of
+    the first stage, with the rotary embeddings of the last one."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text(TEXT * 100)
     (folder / "held_out.txt").write_text(HELD_OUT)
@@ -48,6 +49,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--data.sources.0.kind", "text", "--data.sources.0.path", str(folder / "text.txt")),
         *("--tokenizer.path", str(folder), "--model.vocab_size", "300", "--model.flavor", "debug"),
         *("--training.steps", "4", "--checkpoint.enable", "true", "--data.document_mask", "true"),
+        *("--training.stages.0.from_step", "3", "--training.stages.0.seq_len", "32", "--data.num_streams", "16"),
+        *("--training.stages.0.global_batch_size", "24", "--training.stages.0.rope_theta", "100.0"),
         *("--validation.enable", "true", "--validation.sources.0.path", str(folder / "held_out.txt")),
         *("--validation.sources.0.kind", "text", "--validation.sources.0.name", "held out"),
         *("--validation.sources.1.kind", "jsonl", "--validation.sources.1.path", str(folder / "uneven.jsonl")),

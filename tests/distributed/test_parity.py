@@ -71,7 +71,7 @@ def test_layouts_of_several_world_sizes_agree(more: str, config_file: Path) -> N
     folder = config_file.parent
     names = ["2x1x1x1:InterleavedZeroBubble", "1x1x3x1", more]
     settings = ["--steps", "1", "--training.dtype", "float32", "--training.mixed_precision_param", "bfloat16"]
-    stage = {"from_tokens": 2000, "global_batch_size": 24, "seq_len": 32}
+    stage = {"from_tokens": 2000, "global_batch_size": 24, "seq_len": 32, "rope_theta": 2e4}
     settings += [text for key, value in stage.items() for text in (f"--training.stages.0.{key}", f"{value}")]
     before = {path.name for path in folder.iterdir()}
     done = program(folder, str(config_file), *settings, "--json", "out.json", "--layouts", *names)
@@ -80,7 +80,7 @@ def test_layouts_of_several_world_sizes_agree(more: str, config_file: Path) -> N
     assert {path.name for path in folder.iterdir()} == before | {"out.json"}
     lines = done.stdout.splitlines()
     assert lines[0] == "reference: one process, plain torch, float64; 2 steps of 16 sequences x 16 tokens"
-    assert lines[1].strip() == "stage 2 from step 2 (256 tokens): 24 sequences of 32 tokens"
+    assert lines[1].strip() == "stage 2 from step 2 (256 tokens): 24 sequences of 32 tokens; rope_theta 20,000.0"
     assert lines[-1] == "all 4 layouts agree with the reference"
     rows = [line.split() for line in lines if line.endswith("agrees")]
     expected = [(name, dtype) for name in ["1x1x1x1", *names] for dtype in ("float64", "float32/bfloat16/float32")]

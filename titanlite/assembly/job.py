@@ -49,7 +49,6 @@ def job_of(config: JobConfig, world_size: int) -> Job:
             local_batch_size=training.local_batch_size,
             num_streams=config.data.num_streams,
             bit_equal=training.bit_equal,
-            any_start=bool(config.training.stages),
         )
         for training in (each.training for each in stage_configs(config))
     ]

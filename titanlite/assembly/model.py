@@ -18,6 +18,7 @@ from titanlite.models.decoder import describe_size, uneven_flops
 from titanlite.models.family import DecoderConfig, LanguageModel, parameters_of
 from titanlite.models.head import output_layers_of
 from titanlite.models.init import init_parameters_
+from titanlite.models.layers import adopt_rotary_
 from titanlite.models.losses import CROSS_ENTROPY
 from titanlite.models.registry import full_parameters
 from titanlite.models.watch import STATISTICS
@@ -36,7 +37,7 @@ from titanlite.parallel.pipeline import ModelPart, Pipeline, local_stages, stage
 from titanlite.parallel.shared import SharedParameters, share_between
 from titanlite.parallel.split import describe_stages, keep_units_, split_stages, stage_structure, unit_weights
 from titanlite.precision import DTYPES
-from titanlite.runtime.errors import ConfigError, Rules
+from titanlite.runtime.errors import ConfigError, Rules, UserError
 from titanlite.runtime.logging import log
 from titanlite.trainer import Trainer
 
@@ -212,8 +213,22 @@ class Stages:
             trainer.pipeline = build_pipeline(job, list(trainer.model_parts), trainer.mesh, trainer.device)
         if trainer.exact is not None:
             trainer.exact.set_summands(summands_of(job))
+        if job.hyper_parameters != before.hyper_parameters:
+            replace_rotary_tables_(trainer, job)
         if job.config.compile.enable and shape_of(job) != shape_of(before):
             log.info("Compile: the blocks are compiled again for microbatches of %d x %d tokens", *shape_of(job))
+
+
+def replace_rotary_tables_(trainer: Trainer, job: Job) -> None:
+    """Compute the rotary tables of the stage of `job`. Raises UserError if the model has no RotaryEmbedding."""
+    with torch.device("meta"):
+        other = job.family.build(job.hyper_parameters)
+    adopted = [adopt_rotary_(part, other) for part in trainer.model_parts]
+    if not all(adopted):
+        raise UserError(
+            f"training.stages: the model of model.family = {job.config.model.family!r} has no RotaryEmbedding, so a "
+            "stage cannot change its rotary embeddings; leave these keys out, or use RotaryEmbedding in the model"
+        )
 
 
 def shape_of(job: Job) -> tuple[int, int]:

@@ -163,7 +163,8 @@ def _unmet(facts: Facts, key: str) -> str:
     values = getattr(facts.config, section)
     if row and name == "sources":
         return _unmet_in_source(facts, section, getattr(values, name)[int(row[0])], row[1])
-    if row and name == "stages" and (first := values.stages[int(row[0])].from_step) > values.steps:
+    begins = bool(row) and row[1] in ("from_step", "from_tokens")
+    if begins and name == "stages" and (first := values.stages[int(row[0])].from_step) > values.steps:
         return f"training.steps of at least {first}"
     if row:
         return ""

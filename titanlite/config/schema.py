@@ -65,6 +65,20 @@ class StageConfig:
     weights: dict[str, float] = setting({}, "write a number: 0 leaves the source out of the stage", least=0, most=10**9)
     """Shares of the sequences by name of the source, relative to each other, in place of data.sources.N.weight. All
     sources have one; 0: not read in the stage."""
+    rope_theta: float = setting(-1.0, "leave it out to keep the one before", above=0, unset=-1)
+    """model.rope_theta; this key and those below need a family that has them."""
+    rope_scaling_factor: float = setting(-1.0, "leave it out to keep the one before", least=1, unset=-1)
+    """model.rope_scaling_factor."""
+    rope_original_seq_len: int = setting(-1, "leave it out to keep the one before", least=1, unset=-1)
+    """model.rope_original_seq_len."""
+    rope_low_freq_factor: float = setting(-1.0, "leave it out to keep the one before", above=0, unset=-1)
+    """model.rope_low_freq_factor."""
+    rope_high_freq_factor: float = setting(-1.0, "leave it out to keep the one before", above=0, unset=-1)
+    """model.rope_high_freq_factor."""
+    rope_beta_fast: float = setting(-1.0, "leave it out to keep the one before", above=0, unset=-1)
+    """model.rope_beta_fast."""
+    rope_beta_slow: float = setting(-1.0, "leave it out to keep the one before", above=0, unset=-1)
+    """model.rope_beta_slow."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +106,8 @@ class TrainingConfig:
     """Sequences per optimizer step over all ranks; gradient accumulation follows from it.
     -1: local_batch_size x data degree, resolved at the first start and kept by its checkpoints."""
     stages: tuple[StageConfig, ...] = setting((), affects="facts")
-    """Changes of batch, length and mixture during the run: [[training.stages]] tables (docs/stages.md)."""
+    """Changes of batch, length, mixture and rotary embeddings during the run: [[training.stages]] tables
+    (docs/stages.md)."""
     max_norm: float = 1.0
     """Gradients are clipped to this global norm; 0 or less: no clipping."""
     bit_equal: bool = setting(False, affects="facts")

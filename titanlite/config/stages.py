@@ -1,11 +1,11 @@
 """Training stages: the configuration of each, by [[training.stages]], their rules, and lengths in tokens."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from titanlite.config.lengths import UNSET
-from titanlite.config.schema import JobConfig, TrainingConfig
+from titanlite.config.schema import JobConfig, StageConfig, TrainingConfig
 from titanlite.data.kinds import source_names
 from titanlite.data.steps import BatchStage, steps_until, tokens_until
 from titanlite.optim.lengths import LENGTHS, steps_of
@@ -14,6 +14,11 @@ from titanlite.runtime.text import counted
 
 SIZES = ("global_batch_size", "seq_len")
 """Keys of a stage that are keys of [training], too."""
+ROPE = (
+    *("rope_theta", "rope_scaling_factor", "rope_original_seq_len", "rope_low_freq_factor", "rope_high_freq_factor"),
+    *("rope_beta_fast", "rope_beta_slow"),
+)
+"""Keys of a stage that are hyper-parameters of families."""
 
 
 def stage_configs(config: JobConfig) -> list[JobConfig]:
@@ -21,14 +26,31 @@ def stage_configs(config: JobConfig) -> list[JobConfig]:
     current = replace(config, training=replace(config.training, stages=()))
     found = [current]
     for row in config.training.stages:
-        sizes: dict[str, Any] = {key: value for key in SIZES if (value := getattr(row, key)) != UNSET}
+        sizes, rope = given_in(row, SIZES), given_in(row, ROPE)
         data = current.data
         if row.weights:
             named = zip(source_names(data.sources), data.sources, strict=True)
             weighted = (replace(each, weight=row.weights.get(name, each.weight)) for name, each in named)
             data = replace(data, sources=tuple(weighted))
-        current = replace(current, training=replace(current.training, **sizes), data=data)
+        model = current.model
+        if known := {key: value for key, value in rope.items() if hasattr(config.hyper_parameters, key)}:
+            model = replace(model, overrides={**model.overrides, **known})
+        current = replace(current, training=replace(current.training, **sizes), data=data, model=model)
         found.append(current)
+    return found
+
+
+def given_in(row: StageConfig, keys: Sequence[str]) -> dict[str, Any]:
+    """The values of those keys that a table has."""
+    return {key: value for key in keys if (value := getattr(row, key)) != UNSET}
+
+
+def rope_at(training: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """The hyper-parameters that stages have changed up to a step. training: [training] of a checkpoint."""
+    found: dict[str, Any] = {}
+    for row in training.get("stages", ()):
+        if row["from_step"] <= step:
+            found |= {key: row[key] for key in ROPE if row.get(key, UNSET) != UNSET}
     return found
 
 
@@ -104,6 +126,7 @@ def stage_lines(config: JobConfig) -> Iterator[str]:
         if row.weights:
             total = sum(row.weights.values())
             parts.append("mixture " + ", ".join(f"{name} {each / total:.2%}" for name, each in row.weights.items()))
+        parts += [f"{key} {value:,}" for key, value in given_in(row, ROPE).items()]
         before = tokens_until(stages, stage.from_step - 1)
         yield f"stage {number} from step {stage.from_step:,} ({before:,} tokens): {'; '.join(parts)}"
 
@@ -112,7 +135,7 @@ def stage_facts(config: JobConfig) -> dict[str, Any]:
     """What checkpoints store about the stages, as JSON values: the keys that each table changes. config: resolved."""
     facts = {}
     for row in config.training.stages:
-        given = {key: value for key in SIZES if (value := getattr(row, key)) != UNSET}
+        given = given_in(row, (*SIZES, *ROPE))
         weights = [row.weights[name] for name in source_names(config.data.sources)] if row.weights else None
         facts[f"from step {row.from_step}"] = {"from_step": row.from_step, **given, "weights": weights}
     return facts
@@ -127,8 +150,8 @@ def check_stages(config: JobConfig, facts: JobConfig) -> list[Problem]:
         starts = (row.from_step != UNSET) + (row.from_tokens != UNSET)
         remedy = "write the first step of the stage" if not starts else "leave one of them out"
         rules.require("from_step", starts == 1, "given, or from_tokens; not both", remedy)
-        given = any(getattr(row, key) != UNSET for key in SIZES) or row.weights
-        rule = f"the start of a change: one of {', '.join(SIZES)} or weights differs from it on"
+        given = given_in(row, (*SIZES, *ROPE)) or row.weights
+        rule = f"the start of a change: {', '.join(SIZES)}, weights or keys of rotary embeddings"
         key = "from_step" if row.from_tokens == UNSET else "from_tokens"
         rules.require(key, given, rule, "write one of them, or remove the table")
         rule = f"later than the stage before, which begins at step {last:,}"
@@ -138,6 +161,8 @@ def check_stages(config: JobConfig, facts: JobConfig) -> list[Problem]:
             rules.require(key, is_later, rule, "order the tables by their first step")
             last = max(last, resolved.from_step)
         _check_stage_weights(rules, names)
+        for key in given_in(row, ROPE):
+            rules.needs(key, hasattr(config.hyper_parameters, key), f"a family with model.{key}")
         problems += rules.problems
     return problems
 

@@ -6,7 +6,6 @@ compute the same number of rows, at least the largest number of sequences that a
 rank has no sequences for are filler.
 """
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -21,24 +20,21 @@ def streams_of(data_rank: int, num_streams: int, data_degree: int, together: int
 
 
 @lru_cache(maxsize=64)
-def most_sequences(
-    global_batch_size: int, num_streams: int, data_degree: int, together: int = 1, *, any_start: bool = False
-) -> int:
+def most_sequences(global_batch_size: int, num_streams: int, data_degree: int, together: int = 1) -> int:
     """The largest number of sequences that a data rank has in any step.
 
-    Step k takes sequences [k G, (k + 1) G); any_start: G sequences from any one on, as after steps of other sizes.
-    together: R, which divides G and S. Raises ValueError if there are more ranks than streams.
+    A step takes G sequences from any one on: steps before may have had other sizes. together: R, which divides G and S.
+    Raises ValueError if there are more ranks than streams.
     """
     if together > 1:
-        sizes = (global_batch_size // together, num_streams // together, data_degree)
-        return together * most_sequences(*sizes, any_start=any_start)
+        return together * most_sequences(global_batch_size // together, num_streams // together, data_degree)
     if not 1 <= data_degree <= num_streams:
         raise ValueError(f"{num_streams} streams cannot be dealt to {data_degree} data ranks")
     if num_streams % data_degree == 0:
         return -(-global_batch_size // data_degree)
     rounds, rest = divmod(global_batch_size, num_streams)
     # Beside full rounds of the streams, a step takes `rest` of them, from the first one of its first sequence.
-    begins = np.arange(0, num_streams, 1 if any_start else math.gcd(global_batch_size, num_streams))
+    begins = np.arange(num_streams)
     streams = np.arange(2 * num_streams) % num_streams
     most = 0
     for rank in range(data_degree):

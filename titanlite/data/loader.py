@@ -50,7 +50,7 @@ class Loader:
         self._rows_per_step = {}
         for stage in assignment.stages:
             sizes, size = (stage.global_batch_size, num_streams, data_degree, together), stage.local_batch_size
-            most = most_sequences(*sizes, any_start=len(assignment.stages) > 1)
+            most = most_sequences(*sizes)
             self._rows_per_step[stage] = -(-most // size) * size
         self.stream_ids = streams_of(data_rank, num_streams, data_degree, together)
         """The streams of this rank: the rows of state(), and the rows of all ranks' state that load_state() uses."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.models.family import Family, LanguageModel, saved_tensors
+from titanlite.models.layers import adopt_rotary_
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.dtensors import is_dtensor
 from titanlite.runtime.logging import REDISTRIBUTION
@@ -42,6 +43,8 @@ def gather_model(
     shapes = {name: tensor.shape for name, tensor in saved_tensors(full).items()}
     dtypes = dict.fromkeys(shapes, torch.float32) | {name: dtype for name, _ in full.named_parameters()}
     model = empty_model(family, hyper_parameters, device, dtype) if is_first else None
+    if model is not None:
+        adopt_rotary_(model, model_parts[0])  # a training stage may have changed them
     targets = saved_tensors(model) if model is not None else {}
     own = {name: tensor for part in model_parts for name, tensor in saved_tensors(part).items()}
     group = mesh.group("pp")

@@ -262,6 +262,22 @@ class RotaryEmbedding(nn.Module):
         return RotaryTables(self.cos[positions], self.sin[positions])
 
 
+def adopt_rotary_(model: nn.Module, source: nn.Module) -> bool:
+    """Give the rotary embeddings of `model` the wavelengths of those of `source`, which have the same names; returns
+    whether there are any, and all of them have one there. source: its tables may be undefined."""
+    own, others = (
+        {name: module for name, module in each.named_modules() if isinstance(module, RotaryEmbedding)}
+        for each in (model, source)
+    )
+    if not own or not own.keys() <= others.keys():
+        return False
+    for name, rope in own.items():
+        if (rope.theta, rope.scaling) != (others[name].theta, others[name].scaling):
+            rope.theta, rope.scaling = others[name].theta, others[name].scaling
+            rope.init_buffers(rope.cos.device, rope.cos.dtype)
+    return True
+
+
 class Attention(nn.Module):
     """Causal self-attention in which n_heads / n_kv_heads query heads share one key/value head (GQA).
 

@@ -38,17 +38,16 @@ def divide_step(
     local_batch_size: int,
     num_streams: int,
     bit_equal: bool = False,
-    any_start: bool = False,
 ) -> Microbatches:
     """The microbatches of each of `data_degree` data ranks.
 
     Microbatches have at most local_batch_size rows, with a pipeline parallelism.pp_microbatch_size, and are equally
     large. Pipeline stages reduce their gradients at the end of each batch: with gradient_sync "every", a batch has at
     most local_batch_size sequences, otherwise all of the step. bit_equal: microbatches have exactly this number of
-    rows, which stay together. any_start: see most_sequences.
+    rows, which stay together.
     """
     together = rows_together(section, local_batch_size) if bit_equal else 1
-    sequences = most_sequences(global_batch_size, num_streams, data_degree, together, any_start=any_start)
+    sequences = most_sequences(global_batch_size, num_streams, data_degree, together)
     is_whole = section.pp > 1 and section.gradient_sync != "every"
     batches = 1 if is_whole else -(-sequences // local_batch_size)
     per_batch, of_batch = 1, -(-sequences // batches)

@@ -31,6 +31,7 @@ from titanlite.checkpoint.manifest import MANIFEST_FILE, copy_id
 from titanlite.config.check import apply_stores, check_config, resolve_config
 from titanlite.config.load import config_from_values
 from titanlite.config.schema import JobConfig, JobSection
+from titanlite.config.stages import rope_at
 from titanlite.data.check import check_tasks, check_validation, keys_with_conversations
 from titanlite.data.kinds import open_source, source_from_path
 from titanlite.data.sources.config import SourceConfig
@@ -210,6 +211,9 @@ def evaluated_config(
     sources = [source_from_path(text, DATA) for text in options.data]
     raise_problems([*(each for each in sources if isinstance(each, Problem)), *check_tasks(TASKS, options.tasks)])
     values = {name: dict(table) for name, table in saved.manifest.config.items()}
+    rope = rope_at(values["training"], saved.manifest.step)
+    values["model"]["overrides"] = {**values["model"].get("overrides", {}), **rope}
+    values["training"]["stages"] = []
     validation = values.get("validation", {})
     if sources or options.tasks or any(word.startswith("--validation.sources") for word in overrides):
         tables = [asdict(source) for source in sources if isinstance(source, SourceConfig)]

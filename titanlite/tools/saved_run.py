@@ -28,6 +28,7 @@ from titanlite.checkpoint.storage import first_failure, load_tensors, read_shape
 from titanlite.config.load import CONFIG_COPY, config_from_values, read_copy
 from titanlite.config.plugins import import_plugins_of
 from titanlite.config.schema import JobConfig
+from titanlite.config.stages import rope_at
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.data.tokenizer_files import tokenizer_file
@@ -267,7 +268,7 @@ def _opened(path: Place, *, verifies: bool = True, allow_import: bool) -> SavedR
     if verifies:
         check_files(path, manifest)
     import_plugins_of(manifest.config, path, allowed=allow_import)
-    values = dict(manifest.facts["model"])
+    values = dict(manifest.facts["model"]) | rope_at(manifest.config["training"], manifest.step)
     family = FAMILIES.get(values.pop("family"))
     if family is None:
         raise UserError(

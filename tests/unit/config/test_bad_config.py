@@ -124,6 +124,10 @@ BAD = [
         f"{STAGE}global_batch_size 9"),
     Bad("parallelism.layout", "given by the degrees with training.stages", "set the degrees",
         f"--parallelism.layout auto --training.global_batch_size 8 {STAGE}from_step 4 {STAGE}seq_len 64"),
+    Bad("training.stages.0.rope_beta_fast", "only with a family with model.rope_beta_fast", "leave it out",
+        f"{STAGE}from_step 4 {STAGE}rope_beta_fast 30"),
+    Bad("training.stages.0.rope_scaling_factor", "-1 or at least 1", "leave it out",
+        f"{STAGE}from_step 4 {STAGE}seq_len 64 {STAGE}rope_scaling_factor 0.5"),
     # Names.
     Bad("steps", "a key of a section", "training.steps", "--steps 5"),
     Bad("steps", "a key of a section", "training.steps", toml="steps = 5"),

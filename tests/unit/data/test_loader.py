@@ -1,6 +1,7 @@
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -42,12 +43,19 @@ def make(corpus: FakeCorpus, monkeypatch: pytest.MonkeyPatch) -> Any:
     made: list[Loader] = []
 
     def one(rank: int = 0, degree: int = 1, **changes: Any) -> Loader:
-        facts = {"global_batch_size": 8, "local_batch_size": 2, "epochs": -1, "skip": True, "later": ()} | changes
+        facts = {
+            "global_batch_size": 8,
+            "local_batch_size": 2,
+            "epochs": -1,
+            "skip": True,
+            "later": (),
+            "weights": (-1.0,),
+        } | changes
         section = DataConfig(
             num_streams=STREAMS,
             on_bad_row="skip" if facts["skip"] else "error",
             max_bad_rows=10**6,
-            sources=(SourceConfig(epochs=facts["epochs"]),),
+            sources=tuple(SourceConfig(epochs=facts["epochs"], weight=each) for each in facts["weights"]),
         )
         order = {"num_streams": STREAMS, "name": "fake", "epochs": facts["epochs"]}
         pieces = partial(IndexedPieces, corpus, permutation_of(corpus), **order)
@@ -176,6 +184,30 @@ def test_stages_change_the_steps_and_keep_the_positions_of_the_streams(make: Any
         assert steps_of(second, 12 - stop) == reference[stop:], (before, after, stop)
         for loader in (*first, *second):
             loader.close()
+
+
+def test_stages_change_the_mixture(make: Any) -> None:
+    later = (BatchStage(3, 40, SEQ_LEN, 2, (0.0, 1.0, 0.0)), BatchStage(5, 400, SEQ_LEN, 2, (1.0, 0.0, 3.0)))
+    (loader,) = loaders = [make(later=later, weights=(1.0, 0.0, 0.0))]
+    for sources in ({0: 8}, {0: 8}, {1: 40}, {1: 40}, {0: 100, 2: 300}):
+        steps_of(loaders, 1)
+        found = Counter(origin.source for origin in loader.origins)
+        assert found.keys() == sources.keys()
+        assert all(abs(found[source] - count) <= 3 for source, count in sources.items()), found
+    state = loader.state()
+    resumed = make(later=later, weights=(1.0, 0.0, 0.0))
+    resumed.load_state(state, 5)
+    assert steps_of([resumed], 1) == steps_of(loaders, 1)
+
+
+def test_a_batch_size_that_changes_on_resume_loses_no_sequence(make: Any) -> None:
+    """7 ranks have 8 streams: 2 sequences from an odd one on may both be of rank 0, but not those from an even one."""
+    before = make(global_batch_size=7)
+    steps_of([before], 1)
+    after = [make(rank, 7, global_batch_size=2, local_batch_size=1) for rank in range(7)]
+    for loader in after:
+        loader.load_state(before.state())
+    assert [number for step in steps_of(after, 4) for *_, number in step] == list(range(7, 15))
 
 
 def test_the_batch_size_may_change_on_resume(make: Any) -> None:

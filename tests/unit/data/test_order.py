@@ -109,8 +109,8 @@ def test_the_most_sequences_of_a_rank_in_any_step(global_batch_size: int, num_st
         owner = {stream: rank for rank in range(degree) for stream in streams_of(rank, num_streams, degree)}
         assert sorted(owner) == list(range(num_streams))
         counts = []
-        for step in range(num_streams):  # after so many steps, the streams begin again
-            owners = [owner[n % num_streams] for n in range(step * global_batch_size, (step + 1) * global_batch_size)]
+        for begin in range(num_streams):  # after so many sequences, the streams begin again
+            owners = [owner[n % num_streams] for n in range(begin, begin + global_batch_size)]
             counts += [owners.count(rank) for rank in range(degree)]
         assert most_sequences(global_batch_size, num_streams, degree) == max(counts)
 

@@ -13,11 +13,13 @@ from titanlite.assembly.data import build_data, build_tokenizer
 from titanlite.assembly.job import job_of
 from titanlite.batch import IGNORE_INDEX, Batch, rows_and_tokens
 from titanlite.config.schema import JobConfig
-from titanlite.config.stages import batch_stages
+from titanlite.config.stages import batch_stages, stage_configs
+from titanlite.data.steps import stage_index
 from titanlite.models.attention import document_arguments
 from titanlite.models.experts import Placement, end_step, mixtures_of
 from titanlite.models.family import LanguageModel
 from titanlite.models.init import init_parameters_
+from titanlite.models.layers import RotaryEmbedding
 from titanlite.models.losses import Loss
 from titanlite.models.randomness import row_keys
 from titanlite.models.registry import full_parameters
@@ -70,6 +72,7 @@ def _measure_reference(config: JobConfig, steps: int, path: Path) -> dict[str, A
     measured = []
     try:
         for step in range(steps):
+            use_rotary_tables_(model, config, step + 1)
             torch.save({name: p.detach() for name, p in named.items()}, reference_file(path, "weights", step))
             batches, rows = mask_and_hash(loader, config)
             objective = objective_of(config.loss.chosen, batches)
@@ -103,6 +106,17 @@ def _measure_reference(config: JobConfig, steps: int, path: Path) -> dict[str, A
         for hashes, own, settings in zip(weights, updates, passes(config), strict=True)
     ]
     return {"measurements": [asdict(one) for one in measurements], "imprecise": watch.found}
+
+
+def use_rotary_tables_(model: LanguageModel, config: JobConfig, step: int) -> None:
+    """Give the model the rotary tables of a newly built model of the step's training stage, if that has others."""
+    before, now = (stage_configs(config)[stage_index(batch_stages(config), at)] for at in (step - 1, step))
+    if before.hyper_parameters == now.hyper_parameters:
+        return
+    others = dict(plain_model(now).named_modules())
+    for name, module in model.named_modules():
+        if isinstance(module, RotaryEmbedding):
+            module.cos, module.sin = (getattr(others[name], table) for table in ("cos", "sin"))
 
 
 def measure_updates(config: JobConfig, steps: int, folder: Path) -> dict[str, float | None]:
