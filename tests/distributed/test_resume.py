@@ -270,6 +270,23 @@ def test_every_mesh_resumes_the_last_state_of_the_previous_mesh(
         assert [row["share/added"] > 0 for row in rows] == [False] * 5 + [True]
 
 
+@pytest.mark.soak
+def test_stages_have_the_same_bits_on_other_meshes(tmp_path: Path) -> None:
+    exact = (*STAGES, "training.bit_equal=true", "training.dtype=float32", "training.local_batch_size=1")
+    exact = (*exact, "parallelism.pp_microbatch_size=1", "metrics.log_freq=2")
+    meshes = [(1, ()), (2, ("parallelism.dp_shard=2",)), (2, ("parallelism.pp=2",))]
+    starts = [Start((*exact, *mesh), ranks, run=f"{n}") for n, (ranks, mesh) in enumerate(meshes)]
+    starts.append(Start((*exact, *meshes[1][1]), 2, kill=(5, 0), run="killed"))
+    starts.append(Start((*exact, *meshes[2][1]), 2, run="killed"))
+    assert [outcome.error for outcome in start_runs(tmp_path, starts)] == [""] * 5
+    first, *others = (
+        [{key: value for key, value in row.items() if not key.startswith("epoch/")} for row in numbers(tmp_path / name)]
+        for name in ("0", "1", "2", "killed")
+    )
+    assert first[-1]["step"] == 8
+    assert others == [first] * 3
+
+
 def test_data_degrees_that_divide_nothing(tmp_path: Path) -> None:
     """Ledger, experts' biases and the state of the data are those of one process, in the middle of an epoch, also if
     steps change their size."""
