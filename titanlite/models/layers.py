@@ -263,8 +263,9 @@ class RotaryEmbedding(nn.Module):
 
 
 def adopt_rotary_(model: nn.Module, source: nn.Module) -> bool:
-    """Give the rotary embeddings of `model` the wavelengths of those of `source`, which have the same names; returns
-    whether there are any, and all of them have one there. source: its tables may be undefined."""
+    """Give the rotary embeddings of `model` the wavelengths of those of `source`, which have the same names, and its
+    attention the factors of queries, which may depend on them; returns whether there are any, and all of them have one
+    there. source: its tables may be undefined."""
     own, others = (
         {name: module for name, module in each.named_modules() if isinstance(module, RotaryEmbedding)}
         for each in (model, source)
@@ -275,6 +276,10 @@ def adopt_rotary_(model: nn.Module, source: nn.Module) -> bool:
         if (rope.theta, rope.scaling) != (others[name].theta, others[name].scaling):
             rope.theta, rope.scaling = others[name].theta, others[name].scaling
             rope.init_buffers(rope.cos.device, rope.cos.dtype)
+    factors = {name: module.query_factor for name, module in source.named_modules() if hasattr(module, "query_factor")}
+    for name, module in model.named_modules():
+        if name in factors:
+            module.query_factor = factors[name]
     return True
 
 

@@ -21,6 +21,7 @@ from titanlite.generation.generate import Sampling, generate
 from titanlite.models.experts import Experts
 from titanlite.models.family import CHOICE_BIAS, Family, LanguageModel, saved_tensors
 from titanlite.models.init import init_parameters_
+from titanlite.models.layers import adopt_rotary_
 from titanlite.models.registry import FAMILIES
 from titanlite.models.shrink import shrink_model
 from titanlite.parallel.split import stage_structure
@@ -282,3 +283,30 @@ def test_refused_combinations_are_refused(example: str, key: str, reason: str) -
     with pytest.raises(ConfigError) as error:
         load_config(argv, world_size=prod(degrees), device_type="cpu")
     assert any(each.key == key.strip("`") and reason in each.rule for each in error.value.problems), error.value
+
+
+@every_family
+def test_rotary_embeddings_that_change_are_those_of_a_new_model(family: Family) -> None:
+    """As at the first step of a training stage."""
+    config = small(family)
+    if hasattr(config, "full_interval"):
+        config = replace(config, full_interval=2)  # gemma3 has other embeddings in layers with a window
+    changes = {"rope_theta": 3e4, "rope_scaling_factor": 8.0, "rope_original_seq_len": 32}
+    other = replace(config, **{key: value for key, value in changes.items() if hasattr(config, key)})
+    models = []
+    for each in (config, other):
+        model = family.build(each).double()
+        generator = torch.Generator().manual_seed(0)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+        model.init_buffers(CPU)
+        models.append(model.eval())
+    tokens = torch.arange(64).unsqueeze(0) % config.vocab_size
+    with torch.no_grad():
+        before, expected = (model(tokens) for model in models)
+        with torch.device("meta"):
+            source = family.build(other)
+        assert adopt_rotary_(models[0], source)
+        after = models[0](tokens)
+    assert torch.equal(after, expected)
+    assert not torch.equal(before, expected)
