@@ -220,6 +220,11 @@ def test_texts_are_those_of_the_harness(judge: Judge, tokenizer: Tokenizer, task
     assert [each.resps for each in harness._loaded["tasks"]["generated"].instances] == [[text] for text in right]
 
 
+@pytest.fixture(scope="module")
+def right_of_shots(judge: Judge, tasks: dict[str, str]) -> Any:
+    return judge.results([tasks["shots"]], **QUIET)
+
+
 def doubled(encode: Any) -> Any:
     def twice(encoder: Encoder, texts: Any, *, adds: bool = True) -> Any:
         found = encode(encoder, texts, adds=adds)
@@ -259,15 +264,14 @@ def test_mistakes_are_detected(
     judge: Judge,
     tokenizer: Tokenizer,
     tasks: dict[str, str],
+    right_of_shots: Any,
     monkeypatch: pytest.MonkeyPatch,
     owner: Any,
     name: str,
     mistake: Any,
 ) -> None:
-    right = judge.results([tasks["shots"]], **QUIET)
-    assert agrees(scored(judge, tokenizer, tasks["shots"]), right)
     monkeypatch.setattr(owner, name, mistake(getattr(owner, name)))
-    assert not agrees(scored(judge, tokenizer, tasks["shots"]), right)
+    assert not agrees(scored(judge, tokenizer, tasks["shots"]), right_of_shots)
 
 
 @pytest.fixture(scope="module")
