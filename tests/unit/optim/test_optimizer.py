@@ -92,7 +92,7 @@ def torchs(kind: type[torch.optim.Optimizer], **options: Any) -> tuple[nn.Module
     return model, GatedOptimizer([kind(model.named_parameters(), lr=0.1, **options)])
 
 
-@pytest.mark.parametrize("kind", [*KINDS.keys() - {"SGD", "SGD with momentum"}, "torch's for-loop"])
+@pytest.mark.parametrize("kind", [*(kind for kind in KINDS if not kind.startswith("SGD")), "torch's for-loop"])
 def test_the_host_reads_nothing(kind: str) -> None:
     plain = kind == "torch's for-loop"
     model, optimizer = torchs(torch.optim.AdamW, foreach=False) if plain else build(kind)
