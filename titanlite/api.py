@@ -288,7 +288,7 @@ def export_run(
     with _problems_of_keywords():
         out = Path(expand_home(out))
         options = convert.ExportOptions(
-            *(out, "", dtype, _weights(run, weights), shard_size), verify=verify is True, no_verify=verify is False
+            *("", out, dtype, _weights(run, weights), shard_size), verify=verify is True, no_verify=verify is False
         )
         if problems := check_options(options):
             raise ConfigError(problems)

@@ -19,6 +19,7 @@ from titanlite.hf.folder import CONFIG_FILE, open_folder
 from titanlite.parallel.digest import combine, sum_of_bits
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import expand_home
+from titanlite.runtime.settings import setting
 from titanlite.storage.address import Place, place
 from titanlite.tools.command import AllowImport, read_options, run_command
 from titanlite.tools.saved_run import open_run
@@ -36,7 +37,7 @@ class Options:
 
     runs: Annotated[
         tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)")
-    ]
+    ] = setting(is_path=True)
     """dump folders, of which the latest valid checkpoint counts, folders step-N, both also at addresses in a store, or
     folders in Hugging Face's format"""
     allow_import: AllowImport = False

@@ -111,7 +111,7 @@ def test_a_rank_that_opens_a_folder_when_it_has_grown_differs(tmp_path: Path) ->
         return build(section, vocab_size=131)
 
     def facts(data: Loader, validation: Loader) -> dict[str, str]:
-        return content_facts(config, None, data.sources, validation.sources, [], [])
+        return content_facts(config, None, data.sources, validation.sources, [])
 
     (tmp_path / "data").mkdir()
     shutil.copyfile(TOKENS, tmp_path / "data/first.npy")

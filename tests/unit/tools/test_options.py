@@ -146,7 +146,7 @@ def test_a_number_out_of_range_is_a_problem_of_its_option(key: str, value: float
 
 def test_subcommands() -> None:
     options = read_options(ConvertOptions, ["export", "run", "--out", "folder", "--dtype", "float16"], "convert")
-    assert options == ExportOptions(Path("run"), Path("folder"), "float16")
+    assert options == ExportOptions("run", Path("folder"), "float16")
     for argv, message in (
         ([], "a subcommand is missing: write export or import"),
         (["foo"], "unknown subcommand 'foo': write export or import"),

@@ -31,10 +31,10 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 class ExportOptions:
     """Write a run's model as a folder that transformers loads."""
 
-    out: Folder
-    """new folder"""
     run: RunFolder = setting(is_path=True)
     """dump folder of a run, or one of its folders step-N; also an address in a store"""
+    out: Folder = setting()
+    """new folder"""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """of the weights; auto: as in the run"""
     weights: Weights = "last"

@@ -488,7 +488,7 @@ def test_a_variant_with_the_format_of_its_parent_is_always_verified(
     longer = replace(saved.manifest, config={**saved.manifest.config, "training": {"seq_len": 80}})
 
     def write(name: str, **options: bool) -> None:
-        options_of = command.ExportOptions(Path(), tmp_path / name, **options)
+        options_of = command.ExportOptions("", tmp_path / name, **options)
         command.write_export(replace(saved, family=FAMILIES[name], manifest=longer), options_of, 10**9)
 
     write("own", no_verify=True)
