@@ -37,6 +37,8 @@ from titanlite.runtime.parts import Parts
 from titanlite.storage.address import Address
 from titanlite.storage.store import Store
 
+pytestmark = pytest.mark.slow
+
 WORDS = SENTENCE.split()
 
 

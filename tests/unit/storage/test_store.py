@@ -12,6 +12,8 @@ from titanlite.storage import store as store_module
 from titanlite.storage.address import Address, is_address, place
 from titanlite.storage.store import PART_BYTES, Facts, Store, in_parallel
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(params=["memory", "s3"])
 def objects(request: pytest.FixtureRequest) -> Store:
