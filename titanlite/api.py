@@ -154,8 +154,9 @@ def run(config: JobConfig | str | Path, overrides: Mapping[str, Any] | None = No
         if parsed is not None and world.rank == 0:
             for problem in without_effect(parsed, job.config, world.size):
                 log.warning("Without effect: %s", describe(problem))
-        with job_locks(job.config, world, environment):
-            end = run_job(job, world, store, EmbeddedReport(cleanup), environment, cleanup)
+        report = EmbeddedReport(cleanup)
+        with job_locks(job.config, world, environment, report.end_by_error):
+            end = run_job(job, world, store, report, environment, cleanup)
         trained = TrainedRun(end.config, end.step, None, end.how)
         loss = end.record.loss if end.record else last_row(trained.folder / METRICS_FILE).get("loss")
         return replace(trained, loss=loss)

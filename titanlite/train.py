@@ -93,7 +93,7 @@ def main() -> None:
             for problem in without_effect(parsed, job.config, world.size):
                 log.warning("Without effect: %s", describe(problem))
         cleanup = ExitStack()  # not entered: an error ends the process, which must not wait for other ranks before
-        with job_locks(job.config, world, environment):
+        with job_locks(job.config, world, environment, failure.end_by_error):
             end = run_job(job, world, store, failure, environment, cleanup)
         if end.stop is None and world.rank == 0:
             note_finished(store)

@@ -221,7 +221,7 @@ def _start(folder: str, store: str, rank: int, start: Start) -> dict[str, Any]:
                 *start.settings,
             )
             world = World(rank, rank, start.ranks, "cpu")
-            with job_locks(config, world, {}):
+            with job_locks(config, world, {}, log.error):
                 connection = dist.FileStore(store, start.ranks)
                 train.run_job(job_of(config, world.size), world, connection, FailureReport(), {}, ExitStack())
     except UserError as error:

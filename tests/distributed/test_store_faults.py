@@ -2,6 +2,8 @@
 
 import os
 import re
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.distributed.program import Program, Starter
 from tests.distributed.resuming import Start, start_runs
 from tests.store_proxy import Fault, Proxy
 from tests.stores import Bucket
@@ -81,3 +84,68 @@ def test_a_run_survives_its_store(
     with pytest.raises(SystemExit, match="False"):
         digest.main([f"{bucket.address}/run", str(tmp_path / "local")])
     assert "equal: all tensors that they have in common, bit for bit" in capsys.readouterr().out
+
+
+ON_A_HOST = """
+import os, socket
+from titanlite import train
+from titanlite.ranks import claim
+from titanlite.ranks.failure import end_process
+
+claim.BEAT_S, claim.SILENT_S = 0.5, 4.0
+socket.gethostname = lambda: os.environ["PLANTED_HOST"]
+train.main()
+end_process(0)
+"""
+
+
+@pytest.mark.soak
+def test_of_two_jobs_with_one_folder_one_trains(tmp_path: Path, store: Bucket, start: Starter) -> None:
+    """Jobs of two ranks, each on a host of its own with a dump folder of its own."""
+    path = tmp_path / "program.py"
+    path.write_text(ON_A_HOST)
+    shared = ("--training.steps", "100000", "--checkpoint.enable", "true")
+    shared += ("--checkpoint.folder", f"{store.address}/run")
+
+    def job(host: str, interval: int = 5) -> Program:
+        environment = store.environment | {"PLANTED_HOST": host}
+        own = ("--job.dump_folder", str(tmp_path / f"{host}-output"), "--checkpoint.interval", str(interval))
+        program = (str(path),)
+        return start(tmp_path, *shared, *own, ranks=2, program=program, name=host, environment=environment)
+
+    def stop(program: Program, number: signal.Signals) -> None:
+        for pid in program.processes():
+            os.kill(pid, number)
+
+    first = job("first", interval=50_000)  # no save is due
+    first.wait_for(" 10/100000 ")
+    refused = job("refused")
+    assert refused.wait() != 0
+    message = (
+        f"in use by another job: process {first.ranks()[0]} on host first, since .*; its heartbeat continues; give"
+    )
+    assert (
+        len(re.findall(f"titanlite: checkpoint.folder: {store.address}/run is {message} another", refused.output)) == 1
+    )
+    assert "/100000 " not in refused.output
+
+    stop(first, signal.SIGSTOP)
+    second = job("second")
+    second.wait_for("Saved step")
+    assert "is silent for 4 s" in second.output
+    stop(first, signal.SIGCONT)
+    since = time.monotonic()
+    assert first.wait() != 0
+    first.wait_until_gone(5)
+    assert time.monotonic() - since < 15
+    found = re.findall(f"was taken over by process {second.ranks()[0]} on host second", first.output)
+    assert len(found) == 1, first.output
+    assert first.output.count("titanlite: ") == 1
+
+    stop(second, signal.SIGKILL)
+    third = job("third")
+    third.wait_for("Saved step")
+    assert "is silent for 4 s" in third.output
+    assert "Start: step " in third.output
+    stop(third, signal.SIGTERM)
+    assert third.wait() == 0

@@ -233,16 +233,18 @@ def _claimed(config: JobConfig) -> Address | None:
 
 
 @contextmanager
-def job_locks(config: JobConfig, world: World, environment: Mapping[str, str]) -> Iterator[None]:
+def job_locks(
+    config: JobConfig, world: World, environment: Mapping[str, str], on_lost: Callable[[str], object]
+) -> Iterator[None]:
     """Context in which this job is the only one in its dump folder, and in its checkpoint folder in a store.
 
-    environment: the variables at program start. See job_lock and claim.
+    environment: the variables at program start. on_lost: of claim. See job_lock and claim.
     """
-    section, rank, claimed = config.job, world.rank, _claimed(config)
+    folder, rank, take_over, claimed = config.job.dump_folder, world.rank, config.job.take_over, _claimed(config)
     with ExitStack() as stack:
-        stack.enter_context(job_lock(section.dump_folder, rank, take_over=section.take_over, environment=environment))
+        stack.enter_context(job_lock(folder, rank, take_over=take_over, environment=environment))
         if claimed is not None:
-            stack.enter_context(claim(claimed, rank, take_over=section.take_over, environment=environment))
+            stack.enter_context(claim(claimed, rank, take_over=take_over, environment=environment, on_lost=on_lost))
         yield
 
 

@@ -38,7 +38,8 @@ class JobSection:
     """Modules to import, which add families, sources, optimizers, ...: names, or paths that end in .py, beside the TOML
     file. Runs store them with a digest of their code."""
     take_over: bool = setting(False, once=True)
-    """Take dump_folder over from a job on another host that has ended. No effect if that job is known to run."""
+    """Take dump_folder, and a checkpoint.folder in a store, over from a job on another host that has ended. No effect
+    if that job is known to run. That in a store is also taken over without this, after 90 s without its heartbeat."""
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 `<folder>/job.lock/<number>.json` names an owner, as job.lock does. A job takes the folder by creating the next number,
 which a store lets only one job do; the largest number is the claim. Its owner writes `<token>.beat` every BEAT_S
-seconds, and "released" at its end. No clocks are compared: a waiting job watches the heartbeat itself.
+seconds, and "released" at its end. No clocks are compared: a waiting job watches the heartbeat itself. An owner that
+was stopped for longer, and has lost the folder meanwhile, finds that before it writes the next heartbeat, and ends.
 """
 
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -38,13 +39,20 @@ class _Claim(NamedTuple):
 
 @contextmanager
 def claim(
-    folder: Address, rank: int, *, take_over: bool, environment: Mapping[str, str], wait_s: float = WAIT_S
+    folder: Address,
+    rank: int,
+    *,
+    take_over: bool,
+    environment: Mapping[str, str],
+    on_lost: Callable[[str], object],
+    wait_s: float = WAIT_S,
 ) -> Iterator[None]:
     """Context in which this job is the only one that writes checkpoints into `folder`.
 
     By the rules of `job_lock`, except that an owner whose host cannot be checked has ended if its heartbeat is silent
     for SILENT_S seconds. Only rank 0 takes part. It first probes the folder: raises UserError if permissions are
-    missing, and if the folder has another owner.
+    missing, and if the folder has another owner. on_lost: called in a thread, with the message, if another job has
+    taken over the folder.
     """
     if rank != 0:
         yield
@@ -57,12 +65,12 @@ def claim(
     if not conditional:
         log.warning(
             "%s: the store has no conditional put; jobs that start within the same %.0f s may all train until the "
-            "next save of the first, and a job that was taken over while it saves may replace a checkpoint",
+            "next heartbeat of the first, and a job that was taken over while it saves may replace a checkpoint",
             *(folder, SETTLE_S),
         )
     mine = this_process(environment)
     number = _acquire(store, mine, take_over, wait_s, 0.0 if conditional else SETTLE_S)
-    heartbeat = _Heartbeat(store, number, mine)
+    heartbeat = _Heartbeat(store, number, mine, on_lost)
     try:
         yield
     finally:
@@ -73,11 +81,14 @@ def require_claim(folder: Address) -> None:
     """Raise UserError if another job has taken over the claim of this process."""
     owner = _latest(Store(folder)).owner
     if owner is not None and owner.place != this_process({}).place:
-        raise UserError(f"{_lost(folder, owner)}, and ends")
+        raise UserError(_lost(folder, owner))
 
 
 def _lost(folder: Address, owner: Owner) -> str:
-    return f"checkpoint.folder: {folder} was taken over by {owner}, while this job ran: this job saves nothing more"
+    return (
+        f"checkpoint.folder: {folder} was taken over by {owner}, while this job ran: this job ends, and saves nothing "
+        "more"
+    )
 
 
 def _acquire(store: Store, mine: Owner, take_over: bool, wait_s: float, settle_s: float) -> int:
@@ -155,8 +166,8 @@ def _beat(owner: Owner) -> str:
 class _Heartbeat:
     """Thread that writes the heartbeat of the owner `mine` of the claim `number`, after it has deleted earlier ones."""
 
-    def __init__(self, store: Store, number: int, mine: Owner) -> None:
-        self._store, self._number, self._mine = store, number, mine
+    def __init__(self, store: Store, number: int, mine: Owner, on_lost: Callable[[str], object]) -> None:
+        self._store, self._number, self._mine, self._on_lost = store, number, mine, on_lost
         self._end, self._lost = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="titanlite-claim", daemon=True)
         self._thread.start()
@@ -165,17 +176,16 @@ class _Heartbeat:
         count = 0
         while not self._end.wait(BEAT_S if count else 0.0):
             try:
+                owner = _latest(self._store).owner
+                if owner and owner.token != self._mine.token:
+                    self._lost = True
+                    self._on_lost(_lost(self._store.address, owner))
+                    return
                 self._store.write(_beat(self._mine), b"%d" % count)
                 if count == 0:
                     self._delete_earlier()
-                owner = _latest(self._store).owner
             except UserError as error:
                 log.warning("%s", error)
-            else:
-                if owner and owner.token != self._mine.token:
-                    self._lost = True
-                    log.error("%s; it ends when a save is due", _lost(self._store.address, owner))
-                    return
             count += 1
 
     def _delete_earlier(self) -> None:

@@ -163,6 +163,15 @@ class FailureReport:
         self._wait_for_ranks()
         os._exit(128 + number)
 
+    def end_by_error(self, message: str) -> None:
+        """End the process because of an error that a thread has found. For a thread."""
+        self._ending.acquire()
+        signal.alarm(LAST_RESORT_S)
+        if (detail := self._register()) != "silent" or self._takes_over():
+            self._print(message, detail)
+        self._wait_for_ranks()
+        end_process(1)
+
     def _follow(self) -> None:
         """End the process SILENT_WAIT_S after the error of another rank is printed. Raises RuntimeError.
 
@@ -355,6 +364,16 @@ class EmbeddedReport(FailureReport):
     def __init__(self, cleanup: ExitStack) -> None:
         super().__init__()
         self._cleanup = cleanup
+        self._error = ""
+
+    def end_by_error(self, message: str) -> None:
+        """Raise UserError when the main thread enters the next phase."""
+        self._error = message
+
+    def enter(self, step: int, phase: str) -> None:
+        if self._error:
+            raise UserError(self._error)
+        super().enter(step, phase)
 
     def record_stops(self, stop: StopRequest) -> None:
         self._cleanup.enter_context(stop.recorded())

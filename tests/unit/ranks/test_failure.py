@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.context import ForkServerProcess
@@ -23,7 +23,7 @@ from tests.distributed.program import free_port
 from titanlite.ranks import failure, positions
 from titanlite.ranks.agreement import RanksError
 from titanlite.ranks.distributed import ConnectError
-from titanlite.ranks.failure import FailureReport
+from titanlite.ranks.failure import EmbeddedReport, FailureReport
 from titanlite.ranks.launch import fork_context
 from titanlite.ranks.positions import Positions
 from titanlite.runtime.errors import ConfigError, LateRanksError, Problem, UserError
@@ -644,3 +644,11 @@ def test_an_error_that_mentions_a_connection_keeps_its_traceback() -> None:
     assert report._describe(LateRanksError([2, 3], 9), "full") == late
     report.positions.explain.assert_called_with((2, 3))
     signal.signal(signal.SIGTERM, previous)
+
+
+def test_an_error_of_a_thread_ends_a_run_inside_a_program() -> None:
+    report = EmbeddedReport(ExitStack())
+    report.enter(1, "saving")
+    report.end_by_error("taken over")
+    with pytest.raises(UserError, match="taken over"):
+        report.enter(2, "waiting for data")
