@@ -6,8 +6,7 @@ import os
 import pickle
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,20 +26,17 @@ from titanlite.checkpoint.manifest import (
     PART_BYTES,
     FileRecord,
     InvalidCheckpointError,
-    changed,
     files_of,
     has_manifest,
     read_listed,
     read_manifest,
 )
+from titanlite.checkpoint.verified_parts import Part, PartnerError, VerifiedParts, part_bytes, parts_of, share_parts
 from titanlite.ranks.agreement import RanksError, describe_failure
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import open_regular
 from titanlite.storage.address import Address, Place
 from titanlite.storage.store import Store, Upload
-
-READS_AHEAD = 4
-"""Parts of a file in a store that are read at the same time. So many parts are in memory."""
 
 
 class _HashingFile(io.RawIOBase):
@@ -232,7 +228,7 @@ def load_tensors(place: Place, tensors: Mapping[str, Tensor], group: dist.Proces
     with _ignore_no_group_warning():
         dcp.load(
             dict(tensors),
-            storage_reader=_Reader(place),
+            storage_reader=_Reader(place, group),
             planner=_TensorPlanner(),
             process_group=group,
             no_dist=group is None,
@@ -270,98 +266,85 @@ class _TensorPlanner(dcp.DefaultLoadPlanner):
 
 
 class _VerifiedObject(io.RawIOBase):
-    """Reads an object of a checkpoint by its parts; each is verified. ranges: (start, length) of what will be read, in
-    this order."""
+    """Reads an object of a checkpoint by its parts, from its beginning to its end."""
 
-    def __init__(self, store: Store, name: str, record: FileRecord, ranges: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, parts: VerifiedParts, name: str, record: FileRecord) -> None:
         super().__init__()
-        self._store = store
+        self._parts = parts
         self._name = name
         self._record = record
-        self._hashes = record.parts or (record.hash,)
-        self._part_bytes = PART_BYTES if record.parts else max(record.bytes, 1)
-        self._threads = ThreadPoolExecutor(READS_AHEAD)
-        self._pending = sorted({part for each in ranges for part in self._parts_of(*each)}, reverse=True)
-        self._read: dict[int, Future[bytes]] = {}
         self._last: tuple[int, int, bytearray] = (0, 0, bytearray())
-
-    def _parts_of(self, start: int, length: int) -> range:
-        return range(start // self._part_bytes, (start + length - 1) // self._part_bytes + 1)
 
     def read_at(self, start: int, length: int) -> bytearray:
         """`length` bytes from byte `start` on. The last content is kept: a tensor may be read for several shards."""
         if self._last[:2] != (start, length):
             content = bytearray()
-            for index in self._parts_of(start, length):
-                offset = start + len(content) - index * self._part_bytes
-                content += memoryview(self._part(index))[offset : offset + length - len(content)]
+            for part in parts_of(self._name, self._record, start, length):
+                offset = start + len(content) - part.number * part_bytes(self._record)
+                content += self._parts.get(part)[offset : offset + length - len(content)]
             self._last = start, length, content
         return self._last[2]
 
-    def _part(self, index: int) -> bytes:
-        """The content of a part; earlier parts are forgotten, and the next ones are read ahead."""
-        for earlier in [each for each in self._read if each < index]:
-            del self._read[earlier]
-        while self._pending and len(self._read) < READS_AHEAD:
-            part = self._pending.pop()
-            self._read[part] = self._threads.submit(self._read_part, part)
-        return (self._read[index] if index in self._read else self._threads.submit(self._read_part, index)).result()
-
-    def _read_part(self, index: int) -> bytes:
-        start = index * self._part_bytes
-        if index >= len(self._hashes):
-            raise InvalidCheckpointError(f"{METADATA_FILE} names more bytes of {self._name} than it has")
-        try:
-            content = self._store.read_range(self._name, start, min(self._part_bytes, self._record.bytes - start))
-        except FileNotFoundError:
-            raise InvalidCheckpointError(f"{self._name} (written by rank {self._record.rank}) is missing") from None
-        if xxhash.xxh3_128_hexdigest(content) != self._hashes[index]:
-            raise changed(self._name, self._record)
-        return content
-
-    def close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
-        super().close()
-
 
 class _VerifiedObjects(FileSystem):
-    """Opens the files of a checkpoint in a store. stored: what will be read of them, in the order of reading."""
+    """Opens the files of a checkpoint in a store."""
 
-    def __init__(self, place: Address, records: Mapping[str, FileRecord], stored: Sequence[Any]) -> None:
-        self._store = Store(place)
+    def __init__(self, parts: VerifiedParts, records: Mapping[str, FileRecord]) -> None:
+        self._parts = parts
         self._records = records
-        self._stored = stored
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:  # noqa: ARG002
-        name = str(path)
-        if name not in self._records:
-            raise InvalidCheckpointError(f"{METADATA_FILE} names {name}, which the manifest does not list")
-        ranges = [(item.offset, item.length) for item in self._stored if item.relative_path == name]
-        with _VerifiedObject(self._store, name, self._records[name], ranges) as file:
+        with _VerifiedObject(self._parts, str(path), self._records[str(path)]) as file:
             yield file
 
 
 class _Reader(dcp.FileSystemReader):
     """Reads DCP's metadata, a pickle, through an allow-list of the names that valid metadata contain.
 
-    In a store, each file is read by parts, in the order in which they stand and each once, and these are verified.
+    In a store, each file is read by parts, in the order in which they stand; see VerifiedParts.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, group: dist.ProcessGroup | None = None) -> None:
         self._place = place
+        self._group = group
         is_plain = isinstance(place, Path) and ((place / METADATA_FILE).exists() or not has_manifest(place))
         self._manifest = None if is_plain else read_manifest(place)
         self._files = place if self._manifest is None else files_of(place, self._manifest)
         super().__init__(self._files if isinstance(self._files, Path) else Path())
 
+    def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
+        """Called on one rank, with the plans of all: decides which rank reads which part."""
+        if isinstance(self._files, Path) or self._manifest is None:
+            return plans
+        files, needed = self._manifest.files, list[list[Part]]()
+        for plan in plans:
+            parts = set[Part]()
+            for index in {item.storage_index for item in plan.items}:
+                stored = self.storage_data[index]
+                if (name := stored.relative_path) not in files:
+                    raise InvalidCheckpointError(f"{METADATA_FILE} names {name}, which the manifest does not list")
+                parts.update(parts_of(name, files[name], stored.offset, stored.length))
+            needed.append(sorted(parts))
+        shares = share_parts(needed, files)
+        return [replace(plan, storage_data=each) for plan, each in zip(plans, shares, strict=True)]
+
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future[None]:
-        if isinstance(self._files, Address) and self._manifest is not None:
-            stored = [(self.storage_data[item.storage_index], item) for item in plan.items]
-            stored.sort(key=lambda pair: (pair[0].relative_path, pair[0].offset))
-            self.fs = _VerifiedObjects(self._files, self._manifest.files, [info for info, _ in stored])
-            plan = replace(plan, items=[item for _, item in stored])
-        return super().read_data(plan, planner)
+        if isinstance(self._files, Path) or self._manifest is None:
+            return super().read_data(plan, planner)
+        files = self._manifest.files
+        items = [(self.storage_data[item.storage_index], item) for item in plan.items]
+        items.sort(key=lambda pair: (pair[0].relative_path, pair[0].offset))
+        parts = VerifiedParts(Store(self._files), files, plan.storage_data, self._group)
+        self.fs = _VerifiedObjects(parts, files)
+        try:
+            return super().read_data(replace(plan, items=[item for _, item in items]), planner)
+        except PartnerError:
+            done = torch.futures.Future[None]()
+            done.set_result(None)
+            return done
+        finally:
+            parts.close()
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
         if isinstance(file, _VerifiedObject):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.unit.checkpoint.making import Killed, a_manifest
 from titanlite.checkpoint import manifest as manifest_module
-from titanlite.checkpoint import storage
+from titanlite.checkpoint import storage, verified_parts
 from titanlite.checkpoint.folder import (
     begin,
     checkpoint_names,
@@ -59,7 +59,7 @@ def folder() -> Address:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (manifest_module, storage):
+    for module in (manifest_module, storage, verified_parts):
         monkeypatch.setattr(module, "PART_BYTES", 1000)
 
 

@@ -1,0 +1,108 @@
+"""A checkpoint in a store is read by several ranks: each part by one of them, also where a rank fails."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+from uuid import uuid4
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+from tests.pool import run_ranks
+from tests.unit.checkpoint.making import a_manifest
+from titanlite.checkpoint import manifest, storage, verified_parts
+from titanlite.checkpoint.saver import Saver
+from titanlite.storage.address import Address
+from titanlite.storage.store import Store
+
+pytestmark = pytest.mark.slow
+
+RANKS = 4
+PART_BYTES = 2500
+MESHES: dict[str, tuple[tuple[int, ...], list[Placement]]] = {
+    "the same": ((4,), [Shard(0)]),
+    "2 replicas": ((2, 2), [Replicate(), Shard(0)]),
+    "4 replicas": ((4,), [Replicate()]),
+    "other rows": ((2, 2), [Shard(1), Shard(0)]),
+}
+
+
+@contextmanager
+def small_parts() -> Iterator[None]:
+    with ExitStack() as stack:
+        for module in (manifest, storage, verified_parts):
+            stack.enter_context(patch.object(module, "PART_BYTES", PART_BYTES))
+        yield
+
+
+def on_mesh(values: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    shape, placements = MESHES[name]
+    mesh = init_device_mesh("cpu", shape)
+    return {key: distribute_tensor(value.clone(), mesh, placements) for key, value in values.items()}
+
+
+def saved(folder: Address, values: dict[str, torch.Tensor]) -> None:
+    """Save a checkpoint, and give each rank, whose store is in its own memory, all objects."""
+    group = dist.new_group(backend="gloo")
+    saver = Saver(folder, group, "disabled", torch.device("cpu"), list)
+    saver.save(a_manifest(1, {}), on_mesh(values, "the same"))
+    objects: list[Any] = [None] * RANKS
+    dist.all_gather_object(objects, {name: Store(folder).read(name) for name in Store(folder).list()}, group)
+    for name, content in {name: content for each in objects for name, content in each.items()}.items():
+        Store(folder).write(name, content)
+
+
+def load_on_meshes(address: str) -> dict[str, Any]:
+    """Per mesh: the reads (object, begin) of the tensors' files by this rank, and whether all values are right."""
+    folder = Address.parse(address)
+    values = {"a": torch.arange(8000.0).reshape(400, 20), "b": torch.arange(64.0).reshape(8, 8)}
+    reads: list[tuple[str, int]] = []
+    read_range = Store.read_range
+    group = dist.new_group(backend="gloo")
+    found: dict[str, Any] = {}
+
+    def noted(store: Store, name: str, start: int, length: int) -> bytes:
+        reads.append((name, start))
+        return read_range(store, name, start, length)
+
+    with small_parts(), patch.object(Store, "read_range", noted):
+        saved(folder, values)
+        for name in MESHES:
+            reads.clear()
+            loaded = on_mesh({key: torch.zeros_like(value) for key, value in values.items()}, name)
+            storage.load_tensors(folder / "step-1", loaded, group)
+            expected = on_mesh(values, name)
+            is_right = all(torch.equal(loaded[key].to_local(), expected[key].to_local()) for key in values)  # type: ignore[attr-defined]
+            found[name] = [list(reads), is_right]
+        for rank in (0, 3):  # its store answers with other content, but for the first requests
+            good_answers = iter([True] * 3)
+
+            def altered(store: Store, name: str, start: int, length: int, good: Iterator[bool] = good_answers) -> bytes:
+                return read_range(store, name, start, length) if next(good, False) else bytes(length)
+
+            lost = patch.object(Store, "read_range", altered) if dist.get_rank() == rank else small_parts()
+            loaded = on_mesh(values, "4 replicas")
+            with lost, pytest.raises(dcp.CheckpointException) as raised:
+                storage.load_tensors(folder / "step-1", loaded, group)
+            found[f"rank {rank} fails"] = {str(at): str(cause) for at, (cause, _) in raised.value.failures.items()}
+    return found
+
+
+def test_each_part_is_read_by_one_rank() -> None:
+    by_rank = run_ranks(load_on_meshes, RANKS, f"memory://{uuid4().hex}/run", timeout_s=60)
+    for name in MESHES:
+        reads = [tuple(read) for rank in by_rank for read in rank[name][0]]
+        assert [rank[name][1] for rank in by_rank] == [True] * RANKS, name
+        assert len(reads) == len({*reads}) > 4 * verified_parts.PARTS_AHEAD, name
+        counts = [len(rank[name][0]) for rank in by_rank]
+        assert max(counts) - min(counts) <= 2, (name, counts)
+    for rank in (0, 3):
+        for each in by_rank:
+            ((at, cause),) = each[f"rank {rank} fails"].items()
+            assert at == str(rank)
+            assert "has changed since it was written: its xxh3-128 differs" in cause
