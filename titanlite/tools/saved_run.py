@@ -40,7 +40,7 @@ from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.files import expand_home
 from titanlite.runtime.logging import log
-from titanlite.storage.address import Address, Place, place
+from titanlite.storage.address import Address, Place, is_address, place
 
 Weights = Literal["last", "ema"]
 """last: the weights of the checkpoint's step. ema: the average of the weights, see WeightAverage."""
@@ -195,7 +195,7 @@ def open_run(path: str | Place, *, verifies: bool = True, allow_import: bool = F
             raise UserError(f"{path} is damaged: {error}; {_ANOTHER}") from None
     folder, steps = path, published_steps(path)
     if not steps:
-        folder = path / CheckpointConfig.folder if isinstance(path, Address) else _checkpoints_in(path)
+        folder = path / CheckpointConfig.folder if isinstance(path, Address) else checkpoints_in(path, path)
         steps = published_steps(folder)
     found = next(_valid(folder, steps, allow_import=allow_import), None)
     if found is not None:
@@ -207,13 +207,12 @@ def open_run(path: str | Place, *, verifies: bool = True, allow_import: bool = F
     )
 
 
-def latest_before(dump_folder: Path, step: int, *, allow_import: bool) -> SavedRun | None:
+def latest_before(folder: Place, step: int, *, allow_import: bool) -> SavedRun | None:
     """The latest valid checkpoint of a step before `step` with the state of the optimizer; None if absent.
 
     allow_import: see open_run. Raises UserError.
     """
-    folder = _checkpoints_in(dump_folder)
-    earlier = [saved for saved in checkpoint_steps(dump_folder) if saved < step]
+    earlier = [saved for saved in published_steps(folder) if saved < step]
     return _latest_full(folder, earlier, allow_import=allow_import)
 
 
@@ -237,11 +236,6 @@ def _latest_full(folder: Place, steps: Sequence[int], *, allow_import: bool) -> 
     return next((found for found in valid if found.manifest.content == "full"), None)
 
 
-def checkpoint_steps(dump_folder: Path) -> list[int]:
-    """Steps of a run's checkpoints, damaged ones included, in ascending order."""
-    return published_steps(_checkpoints_in(dump_folder))
-
-
 def _valid(folder: Place, steps: Sequence[int], *, allow_import: bool) -> Iterator[SavedRun]:
     """The valid checkpoints of `steps`, the latest first; damaged ones are skipped with a warning."""
     for step in reversed(steps):
@@ -251,12 +245,11 @@ def _valid(folder: Place, steps: Sequence[int], *, allow_import: bool) -> Iterat
             log.warning("%s is damaged: %s; trying the previous checkpoint", step_folder(folder, step), error)
 
 
-def _checkpoints_in(dump_folder: Path) -> Place:
-    """The folder of the checkpoints of the run in `dump_folder`."""
+def checkpoints_in(dump_folder: Path, where: Place) -> Place:
+    """The folder of the checkpoints of the run in `dump_folder`, which is the place `where` or a copy of it."""
     copy = dump_folder / CONFIG_COPY
-    if not copy.is_file():
-        return dump_folder / CheckpointConfig.folder
-    return place(read_copy(dump_folder).checkpoint.folder, dump_folder)
+    folder = read_copy(dump_folder).checkpoint.folder if copy.is_file() else CheckpointConfig.folder
+    return where / folder if isinstance(where, Address) and not is_address(folder) else place(folder, dump_folder)
 
 
 def _opened(path: Place, *, verifies: bool = True, allow_import: bool) -> SavedRun:

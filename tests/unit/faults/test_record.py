@@ -26,6 +26,7 @@ from titanlite.faults.record import (
     read_records,
 )
 from titanlite.metrics.config import METRICS_FILE
+from titanlite.metrics.jsonl import last_row
 from titanlite.runtime import durability
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
@@ -127,7 +128,9 @@ def test_the_expected_time_is_left_out_if_the_metrics_are_garbage(
     for row, expected in (('{"step": 9, "step_time_s": 0.5}', ", about 3 s on one device"), ('"x"', ""), ("[]", "")):
         text = row if row.startswith("{") else f'{{"step": 9, "step_time_s": {row}}}'
         (tmp_path / METRICS_FILE).write_text(f"{text}\n")
-        require_start(tmp_path, JobConfig(), [record], None, 4, from_checkpoint_only=False)
+        require_start(
+            tmp_path, last_row(tmp_path / METRICS_FILE), JobConfig(), [record], None, 4, from_checkpoint_only=False
+        )
         assert caplog.messages[-1] == f"Replay of step 4 from the initial weights: after 3 steps from there{expected}"
 
 
@@ -139,6 +142,6 @@ def test_steps_of_other_settings_are_not_computed_again(tmp_path: Path) -> None:
     require_same_settings(second, [second, record_of(0.2, 1, 2, 3)], None, None, 5)
     with pytest.raises(UserError, match=r"optimizer.lr: 0.1 in the checkpoint, 0.2 now"):
         require_same_settings(second, [second, first], None, None, 5)
-    require_trained(tmp_path, [second], 5)
+    require_trained(tmp_path, {}, [second], [], 5)
     with pytest.raises(UserError, match="trained to step 5: give a --step from 1 to 5"):
-        require_trained(tmp_path, [second], 6)
+        require_trained(tmp_path, {}, [second], [], 6)

@@ -4,19 +4,24 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from titanlite.assembly.facts import code_facts
+from titanlite.checkpoint.folder import published_steps
 from titanlite.config.load import CONFIG_COPY
-from titanlite.faults.record import read_records
+from titanlite.faults.record import RECORD_FOLDER, read_records
+from titanlite.metrics.config import METRICS_FILE
+from titanlite.metrics.jsonl import last_row
 from titanlite.ranks.distributed import world_from_environment
 from titanlite.runtime.errors import UsageError, UserError
+from titanlite.runtime.files import expand_home
 from titanlite.runtime.logging import setup_logging
 from titanlite.runtime.settings import setting
+from titanlite.storage.address import place
 from titanlite.tools.command import AllowImport, Count, read_options, run_command
+from titanlite.tools.dump_folder import local_dump_folder
 from titanlite.tools.parity.measure import own_dtypes
 from titanlite.tools.replay.compare import judge, report_lines
 from titanlite.tools.replay.compute import (
@@ -28,7 +33,7 @@ from titanlite.tools.replay.compute import (
     require_trained,
     start_of_run,
 )
-from titanlite.tools.saved_run import latest_before
+from titanlite.tools.saved_run import checkpoints_in, latest_before
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,10 @@ class Options:
     does not exist; 2 for invalid arguments.
     """
 
-    dump_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DUMP_FOLDER")]
-    """job.dump_folder of the run"""
+    dump_folder: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DUMP_FOLDER")] = setting(
+        MISSING, is_path=True
+    )
+    """job.dump_folder of the run, or the address of a copy in a store"""
     step: Annotated[int, tyro.conf.arg(metavar="K")] = setting(MISSING, "a step of the run", least=1)
     """the step to compute again"""
     from_checkpoint_only: bool = False
@@ -60,20 +67,22 @@ def main(argv: Sequence[str]) -> None:
     if world.size > 1:
         raise UsageError("replay runs on one process: start it without torchrun")
     setup_logging(0)
-    folder, step = options.dump_folder, options.step
-    if not (folder / CONFIG_COPY).is_file():
-        raise UserError(f"{folder} has no {CONFIG_COPY}: pass the dump folder of a run")
-    all_records = read_records(folder)
-    require_trained(folder, all_records, step)
-    records = [record for record in all_records if step in record.steps]
-    saved = latest_before(folder, step, allow_import=options.allow_import)
-    config = launch_config(folder, records, saved, allow_import=options.allow_import)
-    start = saved or start_of_run(config, step, allow_import=options.allow_import)
-    config = replayed_config(config, folder, start, world)
-    require_start(folder, config, records, start, step, from_checkpoint_only=options.from_checkpoint_only)
-    if records:
-        require_same_settings(records[0], all_records, saved, start, step)
-    replayed = replay(config, start, step, world)
+    where, step = place(expand_home(options.dump_folder)), options.step
+    with local_dump_folder(where, RECORD_FOLDER) as folder:
+        if not (folder / CONFIG_COPY).is_file():
+            raise UserError(f"{where} has no {CONFIG_COPY}: pass the dump folder of a run")
+        all_records, last = read_records(folder), last_row(folder / METRICS_FILE)
+        checkpoints = checkpoints_in(folder, where)
+        require_trained(where, last, all_records, published_steps(checkpoints), step)
+        records = [record for record in all_records if step in record.steps]
+        saved = latest_before(checkpoints, step, allow_import=options.allow_import)
+        config = launch_config(folder, records, saved, allow_import=options.allow_import)
+        start = saved or start_of_run(config, step, allow_import=options.allow_import)
+        config = replayed_config(config, folder, start, world)
+        require_start(where, last, config, records, start, step, from_checkpoint_only=options.from_checkpoint_only)
+        if records:
+            require_same_settings(records[0], all_records, saved, start, step)
+        replayed = replay(config, start, step, world)
     dtypes = own_dtypes(config)
     verdict = judge(replayed, all_records, dtypes, code_facts(os.environ))
     for line in report_lines(records, replayed, verdict, "/".join(dict.fromkeys(dtypes)), options.sequences):

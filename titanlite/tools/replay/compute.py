@@ -1,9 +1,10 @@
 """Compute a step again: the configuration, the start, and the step in the run's dtypes and in float64."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,6 @@ from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.faults.record import Record, RecordedStep
 from titanlite.forward import on_device
-from titanlite.metrics.config import METRICS_FILE
-from titanlite.metrics.jsonl import last_row
 from titanlite.models.attention import pin_kernels
 from titanlite.models.family import parameters_of, saved_tensors
 from titanlite.parallel.mesh import Mesh
@@ -37,10 +36,10 @@ from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UsageError, UserError, raise_problems
 from titanlite.runtime.logging import Progress, log
-from titanlite.storage.address import place
+from titanlite.storage.address import Place, place
 from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
 from titanlite.tools.parity.measure import passes
-from titanlite.tools.saved_run import SavedRun, checkpoint_steps, initial_checkpoint
+from titanlite.tools.saved_run import SavedRun, initial_checkpoint
 from titanlite.trainer import Trainer
 
 AVERAGE_KEY = "optimizer.ema_decay"
@@ -128,17 +127,20 @@ def replayed_config(config: JobConfig, folder: Path, start: SavedRun | None, wor
     return resolve_config(config, world_size=world.size, device_type=world.device_type)
 
 
-def require_trained(folder: Path, records: Sequence[Record], step: int) -> None:
-    """Raise UsageError if the run has not taken the step, so far as its metrics, records and checkpoints show."""
+def require_trained(
+    folder: Place, last_row: Mapping[str, Any], records: Sequence[Record], saved: Sequence[int], step: int
+) -> None:
+    """Raise UsageError if the run has not taken the step, so far as its metrics, records and saved steps show."""
     recorded = [taken for record in records for taken in record.steps]
-    last = max([0, last_row(folder / METRICS_FILE).get("step", 0), *recorded, *checkpoint_steps(folder)])
+    last = max([0, last_row.get("step", 0), *recorded, *saved])
     if step > last:
         remedy = f"give a --step from 1 to {last}" if last else "it has no step to compute again"
         raise UsageError(f"{folder} is the folder of a run that was trained to step {last}: {remedy}")
 
 
 def require_start(
-    folder: Path,
+    folder: Place,
+    last_row: Mapping[str, Any],
     config: JobConfig,
     records: Sequence[Record],
     start: SavedRun | None,
@@ -156,7 +158,7 @@ def require_start(
             "first: leave out --from-checkpoint-only to do so"
         )
     first = f"after {steps} from there" if before else "the next one"
-    step_time_s = last_row(folder / METRICS_FILE).get("step_time_s")
+    step_time_s = last_row.get("step_time_s")
     if before and records and isinstance(step_time_s, float):  # the file may have been edited
         first += f", about {duration(step_time_s * records[0].about['world_size'] * before)} on one device"
     log.info("Replay of step %d from %s: %s", step, where, first)

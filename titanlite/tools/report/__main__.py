@@ -10,6 +10,9 @@ import tyro
 
 from titanlite.runtime.durability import replace_file
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import expand_home
+from titanlite.runtime.settings import setting
+from titanlite.storage.address import place
 from titanlite.tools.command import read_options, run_command
 from titanlite.tools.report.charts import Drawing, charts_of
 from titanlite.tools.report.page import FIRST_LINE, page
@@ -21,9 +24,9 @@ class Options:
     """Write a report of one or several runs: one HTML file with charts, which loads nothing from the network."""
 
     runs: Annotated[
-        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)")
-    ]
-    """dump folders of runs, also of runs in progress"""
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)")
+    ] = setting(is_path=True)
+    """dump folders of runs, also of runs in progress, or addresses of copies in a store"""
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("report.html")
     """HTML file to write; an earlier report is replaced"""
     png: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
@@ -34,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
     """Write the report. Raises UserError."""
     options = read_options(Options, argv, "report")
     require_report_or_new(options.out)
-    runs = read_runs(options.runs)
+    runs = read_runs([place(expand_home(run)) for run in options.runs])
     charts = charts_of(runs)
     drawing = Drawing(runs)
     created = f"{datetime.now():%Y-%m-%d %H:%M}"

@@ -1,6 +1,5 @@
 """The page of a report: one HTML file from the template page.html, without scripts, that loads nothing."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 
@@ -63,7 +62,6 @@ def page(runs: Sequence[RunFiles], charts: Sequence[Chart], drawings: Sequence[s
         literal=literal,
         duration=duration,
         counted=counted,
-        realpath=os.path.realpath,
     )
 
 

@@ -21,6 +21,8 @@ from titanlite.ranks.positions import FAULTS_FOLDER
 from titanlite.runtime.errors import UsageError, UserError
 from titanlite.runtime.files import open_regular
 from titanlite.runtime.logging import log
+from titanlite.storage.address import Place
+from titanlite.tools.dump_folder import local_dump_folder
 
 DATA_WAIT = "data_wait"
 """Percent of the step time."""
@@ -64,11 +66,11 @@ class Goodput:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run. name: distinguishes it from the other runs of the report. loads: the last ones, if the model has experts.
-    config: by full key; {} if unknown."""
+    """A run. name: distinguishes it from the other runs of the report. folder: its path or address. loads: the last
+    ones, if the model has experts. config: by full key; {} if unknown."""
 
     name: str
-    folder: Path
+    folder: str
     series: Mapping[str, Series]
     starts: Sequence[Started]
     events: Sequence[Event]
@@ -84,19 +86,18 @@ class RunFiles:
         return max((int(series.steps[-1]) for series in self.series.values()), default=0)
 
 
-def read_runs(folders: Sequence[Path]) -> list[RunFiles]:
+def read_runs(folders: Sequence[Place]) -> list[RunFiles]:
     """Read the runs. Raises UserError."""
-    for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"{folder} is not a folder: pass the dump folder of a run")
-        if not (folder / METRICS_FILE).exists() and not (folder / CONFIG_COPY).exists():
-            raise UserError(f"{folder} has neither {METRICS_FILE} nor {CONFIG_COPY}: pass the dump folder of a run")
-    return [_read_run(name, folder) for name, folder in zip(distinct_names(folders), folders, strict=True)]
+    runs = []
+    for name, place in zip(distinct_names(folders), folders, strict=True):
+        with local_dump_folder(place, FAULTS_FOLDER) as folder:
+            runs.append(_read_run(name, folder, _absolute(place)))
+    return runs
 
 
-def distinct_names(folders: Sequence[Path]) -> list[str]:
+def distinct_names(folders: Sequence[Place]) -> list[str]:
     """The last parts of each path, as many as distinguish it from the others. Raises UsageError for equal folders."""
-    paths = [Path(os.path.realpath(folder)) for folder in folders]
+    paths = [Path(_absolute(folder)) for folder in folders]
     if twice := next((folder for folder, path in zip(folders, paths, strict=True) if paths.count(path) > 1), None):
         raise UsageError(f"{twice} is given twice: pass each run once")
     counts = [1] * len(paths)
@@ -107,7 +108,11 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
         counts = [count + (names.count(name) > 1) for name, count in zip(names, counts, strict=True)]
 
 
-def _read_run(name: str, folder: Path) -> RunFiles:
+def _absolute(place: Place) -> str:
+    return os.path.realpath(place) if isinstance(place, Path) else str(place)
+
+
+def _read_run(name: str, folder: Path, shown: str) -> RunFiles:
     series = _with_derived(read_series(folder / METRICS_FILE))
     try:
         starts = read_starts(folder)
@@ -121,7 +126,7 @@ def _read_run(name: str, folder: Path) -> RunFiles:
     events = [*_events_of_starts(starts), *_skipped(series), *_faults(faults, starts, last_step)]
     return RunFiles(
         name,
-        folder,
+        shown,
         series,
         starts,
         sorted(events, key=lambda event: event.step),

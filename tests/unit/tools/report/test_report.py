@@ -9,12 +9,15 @@ from datetime import datetime, timedelta
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
 
 from titanlite.metrics.jsonl import Series
 from titanlite.runtime.errors import UsageError, UserError
+from titanlite.storage.address import Address
+from titanlite.storage.store import Store
 from titanlite.tools.report.__main__ import main
 from titanlite.tools.report.charts import (
     BUCKETS,
@@ -285,6 +288,20 @@ def test_buckets_without_a_finite_value_are_gaps() -> None:
     points = thinned(Series(np.arange(10 * BUCKETS), values))
     assert np.isnan(points.values[(points.steps >= 100) & (points.steps < 200)]).all()
     assert np.isfinite(points.values).sum() >= BUCKETS - 10
+
+
+def test_a_copy_in_a_store(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [row(1), row(2)], starts=[(0, 0, 1)], faults=[90])
+    copy = Store(Address.parse(f"memory://{uuid4().hex}/run"))
+    for file in folder.rglob("*"):
+        name = str(file.relative_to(folder))
+        copy.write(name if file.is_file() else f"{name}/rank-0.txt", file.read_bytes() if file.is_file() else b"")
+    local, stored = read_runs([folder, copy.address])
+    assert (stored.folder, stored.goodput) == (str(copy.address), None)  # its times are unknown
+    assert (stored.events, stored.config, stored.last_step) == (local.events, local.config, 2)
+    copy.write("checkpoints/step-2/MANIFEST.json", b"{}")
+    with pytest.raises(UserError, match=r"run/checkpoints has neither .* pass the dump folder of a run; checkpoint"):
+        read_runs([copy.address / "checkpoints"])
 
 
 def test_running_mean() -> None:
