@@ -341,7 +341,7 @@ def check_stores(config: JobConfig) -> list[Problem]:
     return [problem for key, source in keyed for problem in open_source(source).check_store(key)]
 
 
-def check_path_lengths(config: JobConfig) -> list[Problem]:
+def check_path_lengths(config: JobConfig, world_size: int) -> list[Problem]:
     """Problems of paths that no file system can have, and of addresses. Before any check that reads a path, which would
     raise OSError."""
     paths = {
@@ -357,6 +357,10 @@ def check_path_lengths(config: JobConfig) -> list[Problem]:
     for section, sources in (("data", config.data.sources), ("validation", config.validation.sources)):
         paths |= {f"{section}.sources.{n}.path": source.path for n, source in enumerate(sources)}
     paths |= {f"validation.tasks.{n}": task for n, task in enumerate(config.validation.tasks)}
+    own = [(key, path) for key, path in paths.items() if world_size > 1 and path.startswith("memory://")]
+    if own:
+        rule, remedy = "a place that all processes share: each has a memory:// of its own", "write s3://BUCKET/NAME"
+        return [Problem(key, path, rule, remedy) for key, path in own]
     paths = {key: path for key, path in paths.items() if not is_address(path)}
     encoding = sys.getfilesystemencoding()
     for key, path in paths.items():

@@ -151,8 +151,10 @@ def resolve(
     """
     any_layout |= parsed.config.parallelism.layout == "auto"
     apply_stores(parsed.config)  # the checks read stores
+    unreadable = check_path_lengths(parsed.config, world_size) if checks_files else []
+    keys = {problem.key for problem in unreadable}
+    unreadable += [each for each in check_stores(parsed.config) if each.key not in keys] if checks_files else []
     world_size = 1 if any_layout else world_size
-    unreadable = check_path_lengths(parsed.config) + check_stores(parsed.config) if checks_files else []
     problems = [*parsed.problems, *unreadable]
     config = parsed.config
     if checks_files and not unreadable:
@@ -182,7 +184,7 @@ def check_and_resolve(config: JobConfig, *, world_size: int, device_type: str) -
 def most_ranks(parsed: Parsed, world_size: int, *, device_type: str) -> int:
     """The largest number of ranks, up to world_size, that the configuration fits; world_size if it fits none, so that
     `resolve` raises its problems."""
-    if check_path_lengths(parsed.config) or parsed.config.parallelism.layout == "auto":
+    if check_path_lengths(parsed.config, world_size) or parsed.config.parallelism.layout == "auto":
         return world_size
     config = keep_earlier(parsed.config)
     sizes = range(world_size, 0, -1)

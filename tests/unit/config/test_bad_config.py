@@ -212,6 +212,8 @@ BAD = [
         f"{EQUAL} 1 --training.global_batch_size 4097"),
     Bad("data.num_streams", "divisible by training.local_batch_size = 2", "= 6 or 8",
         f"{EQUAL} 2 --training.global_batch_size 8 --data.num_streams 7"),
+    Bad("checkpoint.folder", "a place that all processes share", "write s3://BUCKET/NAME", world_size=2,
+        argv="--checkpoint.folder memory://bucket/run"),
     Bad("data.num_streams", "at least 2 x 4 data ranks = 8", "or use fewer ranks", world_size=4,
         argv=f"{EQUAL} 2 --training.global_batch_size 8 --data.num_streams 6"),
     Bad("training.local_batch_size", "parallelism.pp_microbatch_size", "set training.local_batch_size",
