@@ -279,12 +279,15 @@ class _MultipartUpload(Upload):
 
     def write(self, data: Any) -> int:
         with memoryview(data) as view, view.cast("B") as rest:
-            for start in range(0, len(rest), PART_BYTES):
-                self._buffer += rest[start : start + PART_BYTES]
-                if len(self._buffer) >= PART_BYTES:
-                    self._send(bytes(self._buffer[:PART_BYTES]))
-                    del self._buffer[:PART_BYTES]
-            return len(rest)
+            size = len(rest)
+            while len(rest):
+                content = rest[: PART_BYTES - len(self._buffer)]
+                self._buffer += content
+                if len(self._buffer) == PART_BYTES:
+                    self._send(bytes(self._buffer))
+                    self._buffer = bytearray()
+                rest = rest[len(content) :]
+            return size
 
     def _send(self, content: bytes) -> None:
         if not self._id:
