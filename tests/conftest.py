@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import tests.unsynced  # noqa: F401
 from tests.durations import pytest_runtest_logreport, pytest_terminal_summary  # noqa: F401 these are hooks
 from tests.stores import faulty_store, moto_server, store  # noqa: F401 these are fixtures
 

@@ -34,7 +34,7 @@ POOL_SIZES = (1, 2, 4)
 launch.PRELOAD = (
     *launch.PRELOAD,
     *("titanlite.train", "titanlite.tools.parity.measure", "pytest", "tests.distributed.layouts"),
-    "tests.frozen",  # the last one
+    *("tests.unsynced", "tests.frozen"),  # in this order
 )
 
 _WATCHED = ("titanlite", "torch.nn", "torch.distributed")

@@ -136,6 +136,7 @@ def test_report_of_experts(tmp_path: Path) -> None:
         assert len(row["step (ms)"]) == len(row["CPU of both ranks / ep 1"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_experts", [8, 64])
 def test_the_compared_layers_compute_the_same(n_experts: int) -> None:
     """All mixtures; 64 experts on 16 positions leave some without positions."""

@@ -87,6 +87,14 @@ def earlier_threads() -> None:
     EARLIER_THREADS.update(threading.enumerate())
 
 
+@pytest.fixture(autouse=True)
+def modules_stay_frozen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collections of runs do not visit all modules, which takes half a second each."""
+    if "unusual" not in request.fixturenames:
+        monkeypatch.setattr(gc, "unfreeze", lambda: None)
+        monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)
+
+
 def settings_of_the_process() -> dict[str, Any]:
     log = logging.getLogger("titanlite")
     threads = {thread.name for thread in threading.enumerate() if thread not in EARLIER_THREADS} - {"tqdm_monitor"}
@@ -363,6 +371,7 @@ def test_evaluate_run_on_conversations(spoken: TrainedRun, tmp_path: Path) -> No
         titanlite.evaluate_run(spoken, overrides=source, chat_template="nowhere")
 
 
+@pytest.mark.slow
 def test_export_run_writes_the_folder_of_the_command(
     spoken: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,9 +92,9 @@ class Node:
 
 @pytest.fixture(autouse=True)
 def _own_gc() -> Iterator[None]:
-    """Re-enable automatic collection after each test."""
+    """Enable automatic collection after each test, without visits to all modules."""
     yield
-    gc.unfreeze()
+    gc.freeze()
     gc.enable()
 
 

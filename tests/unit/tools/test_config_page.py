@@ -52,7 +52,7 @@ def test_help_names_a_configuration_that_cannot_be_read(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama3", "deepseek_v3"])
 def test_help_shows_every_key_with_underscores(family: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = set(shown_help(capsys, "--model.family", family))
     assert [key for key in full_keys(family) if f"--{key}" not in words] == []
