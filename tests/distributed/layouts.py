@@ -123,6 +123,7 @@ IMPLIED = (
     *GEMMA2[1:],
     *GEMMA3[1:],
     *DEEPSEEK_V3[1:],
+    "model.base_layers=1",
     *EIGHT,
     *EPS,
 )
@@ -139,6 +140,7 @@ SHORT = {
     GEMMA3[0]: "gemma3",
     GPT_OSS[0]: "gpt_oss",
     DEEPSEEK_V3[0]: "deepseek_v3",
+    "model.base_dim=8": "base model",
     "compile.enable=true": "compile",
     GATHER[0]: "gather",
     FULL[0]: "recompute full",
@@ -146,6 +148,7 @@ SHORT = {
     BY_LAYER[1]: "recompute layer",
 }
 TIED = ("model.tie_embeddings=true",)
+BASE = ("model.base_dim=8", "model.base_layers=1")  # a quarter of the width
 EVERY, LAST = ("parallelism.gradient_sync=every",), ("parallelism.gradient_sync=last",)
 PAIRS = ("parallelism.pp_microbatch_size=2",)
 CHUNKS = ("loss.chunk_tokens=7",)  # several, also where "auto" makes one

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 
 from tests.distributed.gradients import build_on_mesh, difference, full_tensor, local_batches, replaced
 from tests.distributed.layouts import (
+    BASE,
     COMPILE,
     EP,
     EXPERTS,
     FOUR_KV_HEADS,
     FULL,
     GATHER,
+    GEMMA2,
     GPT_OSS,
     MISTRAL,
     PAIRS,
@@ -37,9 +39,11 @@ from tests.pool import run_ranks
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
 from titanlite.models.attention import attend
+from titanlite.models.family import Transfer
 from titanlite.models.layers import Attention
-from titanlite.optim import muon
+from titanlite.optim import groups, muon
 from titanlite.optim.muon import POLAR_EXPRESS, Muon, scale_rows_
+from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.owners import Matrix, Owners
 from titanlite.optim.qk_clip import QKClip, attentions_of
 from titanlite.runtime.dtensors import local_part
@@ -66,10 +70,10 @@ LAYOUTS = (
     Layout((1, 1, 1, 1), (*EXPERTS, *NORMUON)),
     Layout((1, 1, 2, 1), (*EXPERTS, *EP, *NORMUON)),
     Layout((1, 2, 1, 1), accumulation=3, rows=24),
-    Layout((1, 1, 1, 2), (*EXPERTS, *NORMUON)),
-    Layout((2, 1, 1, 1), (*EXPERTS, *schedule("ZBVZeroBubble"), *depth(3), *PAIRS)),
-    Layout((1, 1, 1, 1), (*EXPERTS, *EP), cp=2),
-    Layout((1, 1, 2, 2), (*TIED, *NORMUON)),
+    Layout((1, 1, 1, 2), (*EXPERTS, *BASE, *NORMUON)),
+    Layout((2, 1, 1, 1), (*EXPERTS, *BASE, *schedule("ZBVZeroBubble"), *depth(3), *PAIRS)),
+    Layout((1, 1, 1, 1), (*EXPERTS, *BASE, *EP), cp=2),
+    Layout((1, 1, 2, 2), (*TIED, *BASE, *NORMUON)),
     Layout((1, 2, 2, 1), (*EXPERTS, *EP, *FULL, *NORMUON)),
     Layout((1, 1, 1, 1), QK_CLIP),
     Layout((1, 2, 1, 1), (*QWEN2, *QK_CLIP), accumulation=3, rows=24),
@@ -86,7 +90,7 @@ SOAK = (
     Layout((1, 1, 3, 1), (*EXPERTS, "parallelism.ep=3"), streams=8),
     Layout((1, 2, 1, 2), NORMUON),
     Layout((2, 2, 1, 1), (*schedule("Interleaved1F1B"), *NORMUON)),
-    Layout((2, 1, 1, 2), (*schedule("1F1B"), *PAIRS)),
+    Layout((2, 1, 1, 2), (*GEMMA2, *TIED, *BASE, *schedule("1F1B"), *PAIRS)),
     Layout((1, 1, 2, 1), (*GATHER, *TIED), cp=2),
     Layout((1, 1, 1, 2), cp=2),
     Layout((1, 2, 1, 1), EXPERTS, cp=2),
@@ -109,6 +113,26 @@ def is_muons(name: str, parameter: Tensor) -> bool:
 
 def decays(name: str, parameter: Tensor) -> bool:
     return parameter.dim() >= 2 and not name.endswith("bias")
+
+
+def factors(config: JobConfig, name: str, parameter: Tensor) -> tuple[float, float]:
+    """Factors of the learning rate and of AdamW's eps with a base model, from the names in docs/optimizers.md."""
+    model = config.hyper_parameters
+    if not model.base_dim:
+        return 1.0, 1.0
+    width, layers = model.dim / model.base_dim, model.base_layers / model.n_layers
+    growth = math.sqrt(width) if config.model.family == "gemma2" else 1.0
+    if name == "tok_embeddings.weight":
+        return 1 / growth, growth / width
+    if name == "norm.weight":
+        return (growth / width, 1 / growth) if model.tie_embeddings else (1.0, 1 / width)
+    if name == "output.weight":
+        return 1 / width, 1.0
+    if "router" in name:
+        return 1 / width, layers
+    ends = ("post_norm.weight",) if model.norms != "before" else ("wo.weight", ".w2", ".w2.weight")
+    scale = layers if name.endswith(ends) else 1.0
+    return scale * (width**-0.5 if is_muons(name, parameter) else 1.0), layers / width / scale
 
 
 def orthogonalized(matrix: Tensor, *, is_polar: bool) -> Tensor:
@@ -165,8 +189,11 @@ def expected_weights(config: JobConfig, rows: int) -> tuple[dict[str, Tensor], d
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
     others = [(name, parameter) for name, parameter in named.items() if not is_muons(name, parameter)]
     rest = [parameter for name, parameter in others if decays(name, parameter)]
-    kept = [parameter for name, parameter in others if not decays(name, parameter)]
-    adamw = torch.optim.AdamW([*rest, *kept], lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+    own = {name: factors(config, name, parameter) for name, parameter in named.items()}
+    factored = [
+        {"params": [parameter], "lr": LR * own[name][0], "eps": 1e-8 * own[name][1]} for name, parameter in others
+    ]
+    adamw = torch.optim.AdamW(factored, betas=(0.9, 0.95), weight_decay=0.0)
     is_cautious, has_squares = config.optimizer.cautious_weight_decay, config.optimizer.normuon_beta2 != -1
     squares = {name: torch.zeros_like(value[..., :1]) for name, value in before.items()}
     momentum = {name: torch.zeros_like(value) for name, value in before.items()}
@@ -195,7 +222,7 @@ def expected_weights(config: JobConfig, rows: int) -> tuple[dict[str, Tensor], d
                 scaled = found / (squares[name].sqrt() + 1e-10)
                 norms_of = [each.square().sum((-2, -1), keepdim=True).sqrt() for each in (found, scaled)]
                 found = scaled * (norms_of[0] / norms_of[1])
-            factor = LR * 0.2 * math.sqrt(max(parameter.shape[-2:]))
+            factor = LR * own[name][0] * 0.2 * math.sqrt(max(parameter.shape[-2:]))
             old = parameter.detach().clone()
             with torch.no_grad():
                 parameter.sub_(factor * found)
@@ -335,6 +362,18 @@ def decay_twice() -> Iterator[None]:
 
 
 @contextmanager
+def width(change: Callable[[Transfer], float]) -> Iterator[None]:
+    """Another factor of the learning rate of hidden matrices with a base model, relative to the right one."""
+    original = groups.lr_factor
+
+    def factor(section: OptimizerConfig, optimizer: str, transfer: Transfer) -> float:
+        return original(section, optimizer, transfer) * (change(transfer) if transfer.is_hidden else 1)
+
+    with replaced(groups, "lr_factor", factor):
+        yield
+
+
+@contextmanager
 def scores_of_each_rank() -> Iterator[None]:
     """Each data rank clips by the scores of its own rows."""
     original = QKClip.clip_if
@@ -367,6 +406,9 @@ MISTAKES: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "momentum of each replica": momentum_of_each_replica,
     "owner without row norms": no_row_norms,
     "decay twice": decay_twice,
+    "width applied twice": partial(width, lambda transfer: transfer.width**-0.5),
+    # of wo and w2 with tp 2, which have the scale of the residual branch, ranks have half of the inputs
+    "width of the shard": partial(width, lambda transfer: 2**0.5 if transfer.scale != 1 else 1.0),
     "scores of each data rank": scores_of_each_rank,
     "scores of the last microbatch": scores_of_last_microbatch,
 }
@@ -378,6 +420,8 @@ PLANTED = (
     ("momentum of each replica", Layout((1, 2, 1, 1))),
     ("owner without row norms", Layout((1, 1, 2, 1), NORMUON)),
     ("decay twice", Layout((1, 1, 2, 1))),
+    ("width applied twice", Layout((1, 1, 2, 1), BASE)),
+    ("width of the shard", Layout((1, 1, 1, 2), BASE)),
     ("scores of each data rank", Layout((1, 2, 1, 1), QK_CLIP)),
     ("scores of the last microbatch", Layout((1, 2, 1, 1), QK_CLIP, accumulation=3, rows=24)),
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.distributed.drawing import drawing_families
-from tests.distributed.layouts import ALL_OPTIMIZERS, EXPERTS, GATHER, GEMMA2, GPT_OSS
+from tests.distributed.layouts import ALL_OPTIMIZERS, BASE, EXPERTS, GATHER, GEMMA2, GPT_OSS
 from tests.distributed.reference import TOKENS
 from tests.distributed.resuming import Outcome, Start, numbers, start_runs, write_text
 from titanlite.assembly.run import Run
@@ -29,7 +29,9 @@ KILLS = (
 SETTINGS = (f"training.steps={STEPS}", "training.local_batch_size=4")
 CHAINS = [
     pytest.param(1, False, ("model.family=drawing",), id="windows"),
-    pytest.param(1, True, ("checkpoint.async_mode=async",), id="text"),  # positions in the middle of a piece
+    pytest.param(
+        1, True, ("checkpoint.async_mode=async", "model.base_dim=8"), id="text"
+    ),  # positions in the middle of a piece
     pytest.param(2, True, ("model.family=torch_drawing",), id="sharded"),
     pytest.param(2, False, ("parallelism.tp=2", "checkpoint.async_mode=async"), id="tensor", marks=pytest.mark.soak),
     pytest.param(2, False, ("parallelism.pp=2", "model.family=drawing"), id="piped", marks=pytest.mark.soak),
@@ -95,9 +97,14 @@ def forget_seed(run: Run) -> None:
     run.trainer.seed += 1
 
 
+def forget_base_model(run: Run) -> None:
+    for _, group in run.trainer.optimizer.param_groups:
+        group["lr_factor"] = 1.0
+
+
 FORGOTTEN = [
     *(partial(zero, suffix="exp_avg_sq"), partial(zero, suffix="/step"), forget_streams, forget_one_stream),
-    *(forget_a_step, forget_counts, forget_a_weight),
+    *(forget_a_step, forget_counts, forget_a_weight, forget_base_model),
 ]
 
 
@@ -105,7 +112,7 @@ FORGOTTEN = [
 @pytest.mark.parametrize("family", ["llama3", "drawing", "torch_drawing"])
 def test_each_missing_part_of_the_state_is_detected(family: str, tmp_path: Path) -> None:
     """Otherwise the comparison above would test nothing. The seed matters to models that draw random numbers."""
-    settings = (*SETTINGS, f"model.family={family}")
+    settings = (*SETTINGS, f"model.family={family}", *(["model.base_dim=8"] if family == "llama3" else []))
     uninterrupted, _ = start_runs(
         tmp_path,
         [
@@ -234,8 +241,8 @@ def check_numbers(folder: Path, rel: float) -> None:
         pytest.param(INTERLEAVED, ("model.n_layers=4",), id="interleaved", marks=pytest.mark.soak),
         pytest.param(
             TIED,
-            (*GEMMA2, "model.tie_embeddings=true", "optimizer.ema_decay=0.8"),
-            id="gemma2, tied",
+            (*GEMMA2, *BASE, "model.tie_embeddings=true", "optimizer.ema_decay=0.8"),
+            id="gemma2, tied, base model",
             marks=pytest.mark.soak,
         ),
         pytest.param(

@@ -31,6 +31,8 @@ _REMEDIES = {
 }
 # Hyper-parameters that only the training of the model depends on: they may change.
 _COEFFICIENTS = ("balance_loss", "z_loss", "bias_rate")
+# Hyper-parameters that checkpoints of earlier versions lack, with what they stand for there.
+_MISSING = {"base_dim": 0, "base_layers": 0}
 _ACCEPTED = "accepted change since the checkpoint"
 _REMOVED = (
     "a source cannot be removed, also not with checkpoint.accept_changes: keep it; with a small weight, and weights of "
@@ -118,7 +120,8 @@ def _of(side: Mapping[str, Any], name: str) -> Any:
 
 def model_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One line per hyper-parameter of the model that differs. saved, now: facts of a manifest."""
-    return list(differences(saved.get("model", {}), now.get("model", {}), "model"))
+    before, after = ({**_MISSING, **side.get("model", {})} for side in (saved, now))
+    return list(differences(before, after, "model"))
 
 
 def _is_coefficient(line: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

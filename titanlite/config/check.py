@@ -145,6 +145,7 @@ def _check_optimizer(config: JobConfig) -> list[Problem]:
     problems = check_optimizer(section)
     # else no model is built, which takes half a second
     depends = section.groups or section.state_dtype != "auto" or training.dtype == "bfloat16" or section.qk_clip
+    depends = depends or getattr(config.hyper_parameters, "transfers", False)
     if not depends or check_model(config.model, seq_len=training.seq_len, tp=layout.tp, pp=layout.pp):
         return problems
     if section.qk_clip:

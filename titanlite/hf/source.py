@@ -26,7 +26,7 @@ RULE = "hf:FOLDER, a model folder in the format of transformers, or hf:ORGANIZAT
 _POLL_S = 0.2
 _PROGRESS = "progress"
 """Key in the store: a count that grows while a rank downloads."""
-_MAY_DIFFER = {"max_seq_len", "balance_loss", "z_loss", "bias_rate"}
+_MAY_DIFFER = {"max_seq_len", "balance_loss", "z_loss", "bias_rate", "base_dim", "base_layers"}
 """Hyper-parameters that need not match: they do not change what the model computes at the start."""
 
 

@@ -4,7 +4,8 @@ file of a family adds its specifics."""
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from titanlite.models.experts import mixtures_of
 from titanlite.models.family import DecoderConfig, Init, LanguageModel, Structure, TensorStyle
 from titanlite.models.head import OutputLayer
 from titanlite.models.layers import Attention, FeedForward, RMSNorm, RopeScaling, RotaryEmbedding, RotaryTables
+from titanlite.models.transfer import MATRICES, parts_of, transfer_of
 from titanlite.models.watch import watch
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Range
@@ -46,6 +48,11 @@ class HyperParameters(DecoderConfig):
     """Maximum sequence length, and the length of the rotary tables."""
     tie_embeddings: bool = False
     """The output layer uses the embedding's weights."""
+    base_dim: int = 0
+    """dim of a smaller model of the same shape, whose learning rate, weight decay and initial values this one takes
+    over by µP (docs/optimizers.md): the other widths must be larger by the same factor, head_dim the same. 0: none."""
+    base_layers: int = 0
+    """n_layers of the smaller model. 0: nothing is taken over for the depth."""
 
     @property
     def head_dim(self) -> int:  # type: ignore[override]
@@ -94,10 +101,6 @@ class ByWindow(dict[int, Any]):
     """An argument of blocks, such as the mask, by the window of their attention."""
 
 
-Norms = Literal["before", "after", "both"]
-"""Where the norms of a block are: before attention and feed-forward, after them, before the residual sum, or both."""
-
-
 class Block(nn.Module):
     """Transformer block: x + attention(norm(x)), then x + feed_forward(norm(x)); with norms "after": x +
     norm(attention(x)), then x + norm(feed_forward(x)); with "both": x + norm(attention(norm(x))), then x +
@@ -105,18 +108,11 @@ class Block(nn.Module):
 
     watch = staticmethod(watch)
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        attention: Attention,
-        feed_forward: nn.Module | None = None,
-        *,
-        norms: Norms = "before",
-    ) -> None:
+    def __init__(self, config: DecoderConfig, attention: Attention, feed_forward: nn.Module | None = None) -> None:
         super().__init__()
 
-        def norm(place: Norms) -> RMSNorm | None:
-            return norm_of(config, config.dim) if norms in (place, "both") else None
+        def norm(place: str) -> RMSNorm | None:
+            return norm_of(config, config.dim) if config.norms in (place, "both") else None
 
         self.attention_norm = norm("before")
         self.attention = attention
@@ -285,18 +281,21 @@ def init(config: DecoderConfig, name: str) -> Init:
 
     The std of matrices that write into the residual stream (wo, w2) is multiplied by 1/sqrt(number of such matrices) =
     1/sqrt(2 * n_layers), so that the variance of the residual stream does not grow with depth (Radford et al., "GPT-2",
-    2019, section 2.3).
+    2019, section 2.3). With a base model, n_layers is that of the base model here, and all values but biases have the
+    factor of their Transfer.
     """
-    if name.endswith(("_bias", ".bias")):
+    transfer = transfer_of(config, name)
+    module, is_bias = parts_of(name)
+    if is_bias:
         return Init("constant", 0.0)
-    module = name.removesuffix(".weight").rpartition(".")[2]
     if module == "norm" or module.endswith("_norm"):
-        return Init("ones") if config.norm_offset == 0 else Init("constant", 1.0 - config.norm_offset)
+        value = transfer.std - config.norm_offset
+        return Init("ones") if value == 1 else Init("constant", value)
+    std = 0.02 * transfer.std
     if module in ("wo", "w2"):
-        return Init("normal", 0.02 / math.sqrt(2 * config.n_layers))
-    others = ("tok_embeddings", "output", "wq", "wk", "wv", "w1", "w3", "router", "sinks")
-    assert module in (*others, "wq_a", "wq_b", "wkv_a", "wkv_b"), f"no initial distribution for {name}"
-    return Init("normal", 0.02)
+        return Init("normal", std / math.sqrt(2 * (config.base_layers or config.n_layers)))
+    assert module in (*MATRICES, "tok_embeddings", "output", "router", "sinks"), f"no initial distribution for {name}"
+    return Init("normal", std)
 
 
 TENSOR_STYLES: dict[str, TensorStyle] = {
@@ -340,7 +339,8 @@ def decoder_structure(config: DecoderConfig, tensor_styles: Mapping[str, TensorS
     blocks = {f"layers.{index}": index for index in range(config.n_layers)}
     units = (("tok_embeddings",), *((block,) for block in blocks), ("norm", "output"))
     shared = {"tok_embeddings.weight": ("output.weight",)} if config.tie_embeddings else {}
-    return Structure(units, blocks, tensor_styles, shared)
+    transfer = partial(transfer_of, config) if config.transfers else None
+    return Structure(units, blocks, tensor_styles, shared, transfer)
 
 
 def matmul_parameters(config: DecoderConfig) -> list[int]:
@@ -399,6 +399,7 @@ _COEFFICIENT = Range("0.0 for none; 0.001 is usual", least=0, below=math.inf)
 RANGES = {
     **dict.fromkeys(("dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_seq_len"), _SIZE),
     **dict.fromkeys(("n_active_experts", "rope_original_seq_len", "query_pre_attn_scalar"), _SIZE),
+    **dict.fromkeys(("base_dim", "base_layers"), replace(_SIZE, least=0, remedy="0 for no base model")),
     **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "dense_ffn_dim"), _SIZE),
     **dict.fromkeys(("n_groups", "n_active_groups"), replace(_SIZE, remedy="1 for no groups")),
     **dict.fromkeys(

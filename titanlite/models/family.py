@@ -43,6 +43,8 @@ class DecoderConfig:
     rope_theta: float
     max_seq_len: int
     tie_embeddings: bool
+    base_dim: int = 0
+    base_layers: int = 0
     n_experts: int = 1
     n_active_experts: int = 1
     balance_loss: float = 0.0
@@ -63,8 +65,16 @@ class DecoderConfig:
     """Whether the activation of experts is clamped_swiglu, not swiglu."""
     norm_offset: ClassVar[float] = 0.0
     """Added to the weights of all norms."""
+    norms: ClassVar[Literal["before", "after", "both"]] = "before"
+    """Where the norms of a block are: before attention and feed-forward, after them, before the residual sum, or
+    both."""
 
     dense_ffn_dim: int = 0
+
+    @property
+    def transfers(self) -> bool:
+        """Whether parameters follow those of a base model, see titanlite/models/transfer.py."""
+        return self.base_dim > 0 or self.base_layers > 0
 
     @property
     def rotary_dim(self) -> int:
@@ -99,6 +109,40 @@ TensorStyle = (
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """What a parameter has other than in the base model, see titanlite/models/transfer.py.
+
+    width: of the model, relative to that of the base model. depth: of a parameter of a block, base_layers / n_layers.
+    scale: of the weights, from factors of the forward pass. is_hidden: whether it is a matrix whose rows and columns
+    both grow with the width.
+    """
+
+    width: float = 1.0
+    depth: float = 1.0
+    scale: float = 1.0
+    is_hidden: bool = False
+
+    @property
+    def std(self) -> float:
+        """Factor of the standard deviation of the initial values."""
+        return self.scale * (self.width**-0.5 if self.is_hidden else 1.0)
+
+    @property
+    def lr(self) -> float:
+        """Factor of the learning rate of AdamW and Lion, whose updates of elements do not depend on the width."""
+        return self.scale / (self.width if self.is_hidden else 1.0)
+
+    @property
+    def eps(self) -> float:
+        """Factor of AdamW's eps: that of the gradients."""
+        return self.depth / self.width / self.scale
+
+
+BASE = Transfer()
+"""That of all parameters of the base model."""
+
+
+@dataclass(frozen=True)
 class Structure:
     """Names of the submodules to which parallelism is applied.
 
@@ -125,12 +169,14 @@ class Structure:
         "scalar": a Scalar, replicated; each rank computes with it for its own positions or heads.
         "heads": a Scalar with a number per head, sharded by heads.
         "logits": the output layer, sharded by output features (the vocabulary); its input is gathered.
+    transfer: the Transfer of a parameter by its name in the full model; None: no base model.
     """
 
     units: tuple[tuple[str, ...], ...]
     blocks: Mapping[str, int]
     tensor_styles: Mapping[str, TensorStyle]
     shared: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    transfer: Callable[[str], Transfer] | None = None
 
 
 @dataclass(frozen=True)

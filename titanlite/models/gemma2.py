@@ -50,6 +50,7 @@ class GemmaConfig(WindowHyperParameters, HyperParameters):
     logit_cap: float = 30.0
     """Logits are logit_cap x tanh(logits / logit_cap); 0.0: they are not capped."""
     norm_offset: ClassVar[float] = 1.0
+    norms: ClassVar[Any] = "both"
 
     @property
     def embedding_scale(self) -> float:
@@ -99,7 +100,7 @@ def attention(config: Gemma2Config, index: int) -> Attention:
 
 def gemma_block(config: GemmaConfig, of_block: Attention) -> Block:
     """Block with norms before and after attention and feed-forward, and with GeGLU."""
-    return Block(config, of_block, FeedForward(config.dim, config.ffn_dim, gelu_tanh), norms="both")
+    return Block(config, of_block, FeedForward(config.dim, config.ffn_dim, gelu_tanh))
 
 
 def check(config: GemmaConfig, seq_len: int, tp: int, pp: int) -> list[Problem]:

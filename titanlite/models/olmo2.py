@@ -4,6 +4,7 @@ RMSNorm over all heads of queries, and over all of keys, before the rotation."""
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -31,6 +32,7 @@ class Olmo2Config(HyperParameters):
 
     norm_eps: float = 1e-6
     rope_theta: float = 500_000.0
+    norms: ClassVar[Any] = "after"
 
 
 _7B = Olmo2Config(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11_008, vocab_size=100_352)
@@ -50,7 +52,7 @@ class Olmo2(Decoder):
     Decoder; None: that of OLMo 2."""
 
     def __init__(self, config: Olmo2Config, block: Callable[[int], nn.Module] | None = None) -> None:
-        super().__init__(config, block or (lambda _: Block(config, attention(config), norms="after")))
+        super().__init__(config, block or (lambda _: Block(config, attention(config))))
 
 
 def attention(config: Olmo2Config, window: int = 0) -> Attention:

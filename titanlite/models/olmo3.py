@@ -74,7 +74,7 @@ class Olmo3(Decoder):
 
     def __init__(self, config: Olmo3Config, block: Callable[[int], nn.Module] | None = None) -> None:
         def own(index: int) -> Block:
-            return Block(config, attention(config, config.windows[index]), norms="after")
+            return Block(config, attention(config, config.windows[index]))
 
         local = RotaryEmbedding(config.head_dim, config.max_seq_len, config.rope_theta, None)
         super().__init__(config, block or own, yarn(config), local_rope=local)

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from titanlite.models.decoder import init
 from titanlite.models.deepseek_v3 import DEEPSEEK_V3
 from titanlite.models.family import FAMILIES as FAMILIES
-from titanlite.models.family import LanguageModel, ModelConfig, Structure, resolve_model
+from titanlite.models.family import DecoderConfig, LanguageModel, ModelConfig, Structure, resolve_model
 from titanlite.models.gemma2 import GEMMA2
 from titanlite.models.gemma3 import GEMMA3
 from titanlite.models.gpt_oss import GPT_OSS
@@ -54,4 +55,9 @@ def check_model(section: ModelConfig, *, seq_len: int, tp: int, pp: int) -> list
     Family, flavor, and the names and types of overrides must be valid.
     """
     family, config = resolve_model(section)
-    return family.check(config, seq_len, tp, pp)
+    problems = family.check(config, seq_len, tp, pp)
+    if isinstance(config, DecoderConfig) and config.transfers and family.init is not init:
+        key = "base_dim" if config.base_dim else "base_layers"
+        rule = f"0 with the family {family.name!r}, whose init is not the one of titanlite/models/decoder.py"
+        problems = [*problems, Problem(f"model.{key}", getattr(config, key), rule, "leave it out")]
+    return problems

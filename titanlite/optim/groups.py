@@ -1,7 +1,7 @@
 """Which optimizer updates a parameter, and with which hyper-parameters."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from titanlite.models.family import Structure
+from titanlite.models.family import BASE, Structure, Transfer
 from titanlite.optim.optimizer import OPTIMIZERS, GroupConfig, OptimizerConfig, OptimizerKind
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.text import aligned
@@ -34,7 +34,7 @@ class Group:
 def divide(section: OptimizerConfig, named: Mapping[str, Tensor], structure: Structure) -> list[Group]:
     """The groups of these parameters. structure: of the full model, or of the stage that has
     the parameters."""
-    found: dict[tuple[int, str, bool], dict[str, Tensor]] = {}
+    found: dict[tuple[int, str, tuple[bool, float, float]], dict[str, Tensor]] = {}
     for name, parameter in named.items():
         index = next(iter(groups_of(section.groups, name)), -1)
         group = section.groups[index] if index >= 0 else DEFAULT
@@ -43,28 +43,42 @@ def divide(section: OptimizerConfig, named: Mapping[str, Tensor], structure: Str
         optimizer = default_optimizer(section, structure, name, is_matrix=is_matrix) if given == "auto" else given
         is_asked = is_matrix or group.weight_decay != -1 or not section.weight_decay_skip
         decays = is_asked and not any(fnmatchcase(name, pattern) for pattern in section.weight_decay_skip)
-        found.setdefault((index, optimizer, decays), {})[name] = parameter
+        transfer = BASE if structure.transfer is None else structure.transfer(name)
+        others = decays, lr_factor(section, optimizer, transfer), transfer.eps
+        found.setdefault((index, optimizer, others), {})[name] = parameter
     return [
         Group(
             f"groups.{index}" if index >= 0 else "-",
             optimizer,
-            options_of(section, section.groups[index] if index >= 0 else DEFAULT, OPTIMIZERS[optimizer], decays=decays),
+            options_of(section, section.groups[index] if index >= 0 else DEFAULT, OPTIMIZERS[optimizer], *others),
             parameters,
         )
-        for (index, optimizer, decays), parameters in sorted(found.items(), key=lambda item: item[0][0])
+        for (index, optimizer, others), parameters in sorted(found.items(), key=lambda item: item[0][0])
     ]
 
 
-def options_of(section: OptimizerConfig, group: GroupConfig, kind: OptimizerKind, *, decays: bool) -> dict[str, Any]:
-    """The hyper-parameters of a group. decays: whether its parameters have weight decay."""
+def lr_factor(section: OptimizerConfig, optimizer: str, transfer: Transfer) -> float:
+    """Factor of the learning rate of a parameter. Muon's updates have the same spectral norm at all widths, as they
+    must have, times its own factor: the root of the width for match_rms_adamw, 1 for original."""
+    if optimizer != "Muon":
+        return transfer.lr
+    return transfer.scale * (transfer.width**-0.5 if section.adjust_lr == "match_rms_adamw" else 1.0)
+
+
+def options_of(
+    section: OptimizerConfig, group: GroupConfig, kind: OptimizerKind, decays: bool, lr: float, eps: float
+) -> dict[str, Any]:
+    """The hyper-parameters of a group. decays: whether its parameters have weight decay. lr, eps: factors of their
+    Transfer; learning rate times weight decay stays the same."""
 
     def value(key: str) -> float:
         own: float = getattr(group, key)
         return own if own != -1 else getattr(section, key)
 
     return {
-        "lr_factor": group.lr_factor,
-        "weight_decay": value("weight_decay") if decays else 0.0,
+        "lr_factor": group.lr_factor * lr,
+        "eps": section.eps * eps,
+        "weight_decay": value("weight_decay") / lr if decays else 0.0,
         "betas": (section.beta1, value("beta2")),
         "momentum": kind.momentum if section.momentum == -1 else section.momentum,
         "cautious": section.cautious_weight_decay,
@@ -142,7 +156,10 @@ def _check_options(section: OptimizerConfig, named: Mapping[str, Tensor], struct
     """Problems between groups and the optimizers of their parameters. The groups' names are valid."""
     problems: list[Problem] = []
     of_group: dict[str, set[str]] = {}
-    for group in divide(section, named, structure):
+    groups = divide(section, named, structure)
+    if structure.transfer is not None:
+        problems += _check_transfer(groups, structure.transfer)
+    for group in groups:
         of_group.setdefault(group.label, set()).add(group.optimizer)
         small = [name for name, parameter in group.parameters.items() if not has_matrices(name, parameter)]
         if small and OPTIMIZERS[group.optimizer].takes_matrices:
@@ -160,10 +177,28 @@ def _check_options(section: OptimizerConfig, named: Mapping[str, Tensor], struct
     return problems
 
 
+def _check_transfer(groups: Sequence[Group], transfer: Callable[[str], Transfer]) -> list[Problem]:
+    """Problems of optimizers for which there is no rule with a base model."""
+    rule = "with model.base_dim or model.base_layers "
+    problems = {}
+    for group in groups:
+        key = f"optimizer.{'name' if group.label == '-' else f'{group.label}.optimizer'}"
+        others = [name for name in group.parameters if not transfer(name).is_hidden]
+        if group.optimizer not in ("AdamW", "Lion", "Muon"):
+            text = f"{rule}AdamW, Lion or Muon: there is no rule for the learning rate of others"
+            problems[key] = Problem(key, group.optimizer, text, "choose one of them, or leave these keys out")
+        elif group.optimizer == "Muon" and others:
+            text = f'{rule}no Muon for "{others[0]}": its rule is for matrices whose rows and columns both grow'
+            problems[key] = Problem(key, group.optimizer, text, "leave this parameter out of the group")
+    return [*problems.values()]
+
+
 def describe_groups(section: OptimizerConfig, named: Mapping[str, Tensor], structure: Structure) -> list[str]:
     """A table, line by line: group, optimizer, parameters, elements, hyper-parameters; then the parameters without
     weight decay. named, structure: as for `divide`."""
     rows = [["group", "optimizer", "parameters", "elements", "lr", "weight decay", "betas or momentum"]]
+    if structure.transfer is not None:
+        rows[0].append("eps")
     for group in divide(section, named, structure):
         elements = sum(parameter.numel() for parameter in group.parameters.values())
         options, used = group.options, OPTIMIZERS[group.optimizer].options
@@ -177,6 +212,7 @@ def describe_groups(section: OptimizerConfig, named: Mapping[str, Tensor], struc
                 f"x {options['lr_factor']:g}",
                 f"{options['weight_decay']:g}",
                 ", ".join(f"{decay:g}" for decay in decays),
+                *([f"{options['eps']:.3g}" if group.optimizer == "AdamW" else "-"] if len(rows[0]) > 7 else []),
             ]
         )
     kept = [group.parameters for group in divide(section, named, structure) if not group.options["weight_decay"]]

@@ -150,7 +150,8 @@ class Arguments:
     """What an optimizer is built from.
 
     bit_equal: whether the update of an element must not depend on where this rank's shard ends.
-    groups: torch's parameter groups: pairs of name and parameter, lr_factor, weight_decay, betas, momentum, cautious.
+    groups: torch's parameter groups: pairs of name and parameter, lr_factor, eps, weight_decay, betas, momentum,
+        cautious.
     shard_groups: the ranks that hold parts of the parameters. seed: of random numbers.
     """
 

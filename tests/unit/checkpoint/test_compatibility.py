@@ -109,6 +109,16 @@ def test_one_difference_raises_with_both_values_and_a_remedy(name: str) -> None:
     assert ("accept_changes" in text) == (name in ACCEPTED)
 
 
+def test_the_base_model_stays_and_earlier_checkpoints_have_none() -> None:
+    def facts(**values: int) -> dict[str, Any]:
+        return {"model": FACTS["model"] | values}
+
+    assert check_facts(facts(), facts(base_dim=0, base_layers=0), (), "here", 0) == []
+    for saved, now in ((facts(), facts(base_dim=32)), (facts(base_dim=32), facts(base_dim=64))):
+        with pytest.raises(UserError, match=r"model\.base_dim: \d+ in the checkpoint, \d+ now\n.*the model of the"):
+            check_facts(saved, now, get_args(Changeable), "here", 0)
+
+
 def test_coefficients_of_experts_may_change_but_biases_not_appear() -> None:
     def facts(**values: float) -> dict[str, Any]:
         return {"model": FACTS["model"] | {"balance_loss": 0.01, "z_loss": 0.0, "bias_rate": 0.001} | values}
