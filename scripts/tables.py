@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 from tests.distributed.layouts import ALL, BOUNDS, SHORT, Layout, measure_all
-from tests.distributed.test_bit_equal import ALONE, FOUR, QUICK, SOAK, STEPS, different, run
+from tests.distributed.test_bit_equal import ALONE, FOUR, QUICK, SOAK, STEPS, TWO, different, run
 from tests.distributed.test_plan_memory import DTYPE, KEPT_LAYOUTS, RECOMPUTE, STEP_LAYOUTS, kept_errors, peak_errors
 from titanlite.ranks.launch import run_ranks
 
@@ -42,9 +42,9 @@ def layout_table(most: int = 16) -> None:
 
 def bits_table(most: int = 8) -> None:
     print("| what is computed | pp x dp_replicate x dp_shard | ranks | with | digest |\n|---|---|---|---|---|")
-    rows = {name: settings for table in (QUICK, FOUR, SOAK) for name, (settings, _) in table.items()}
+    rows = {name: settings for table in (QUICK, TWO, FOUR, SOAK) for name, (settings, _) in table.items()}
     for name, settings in rows.items():
-        cases = [case for table in (QUICK, FOUR, SOAK) for case in table.get(name, ((), ()))[1]]
+        cases = [case for table in (QUICK, TWO, FOUR, SOAK) for case in table.get(name, ((), ()))[1]]
         expected: list[str] = []
         for size in sorted({prod(axes) for axes, _ in [ALONE, *cases] if prod(axes) <= most}):
             own = [case for case in [ALONE, *cases] if prod(case[0]) == size]

@@ -32,7 +32,7 @@ from titanlite.planning.estimate import Estimate, RankPlan, microbatch_shape
 from titanlite.planning.hardware.machine import Profile
 from titanlite.planning.pipeline_order import DURATION, Action, Kind, schedule_order, simulate
 from titanlite.planning.stages import Stage
-from titanlite.planning.work import Elementwise, Work, block_work, embedding_work, head_work
+from titanlite.planning.work import Elementwise, Work, block_work, embedding_work, head_work, noted_scores
 from titanlite.precision import DTYPES
 
 PARTS = (
@@ -159,17 +159,20 @@ class UnitSeconds:
 
 @lru_cache(maxsize=1024)  # a search predicts the same microbatches many times
 def unit_seconds(
-    timer: Timer, family: str, model: Any, microbatch: MicrobatchShape, ep: int, *, compiled: bool
+    timer: Timer, family: str, model: Any, microbatch: MicrobatchShape, ep: int, *, compiled: bool, notes_scores: bool
 ) -> UnitSeconds:
-    """model: hyper-parameters of the family."""
+    """model: hyper-parameters of the family. notes_scores: for QK-clip."""
     wide = torch.promote_types(timer.dtype, torch.float32)
     ops = Elementwise(timer.dtype.itemsize, wide.itemsize, on_cpu=timer.profile.device == "cpu", compiled=compiled)
     structure = FAMILIES[family].structure(model)
 
     def block_seconds(kind: BlockKind) -> BlockSeconds:
         work = block_work(model, structure, microbatch, ep, ops, kind)
+        noted = noted_scores(model, microbatch, kind.window, ops) if notes_scores else Work()
         return BlockSeconds(
-            PassSeconds(*map(timer.parts, (work.forward, work.input_gradient, work.weight_gradient, work.again))),
+            PassSeconds(
+                *map(timer.parts, (work.forward + noted, work.input_gradient, work.weight_gradient, work.again))
+            ),
             timer.seconds(work.forward),
             timer.seconds(replace(work.forward, products=(), attention=())),
         )
@@ -200,6 +203,7 @@ class Predictor:
         self.units = unit_seconds(
             *(self.timer, config.model.family, model, microbatch, config.parallelism.ep),
             compiled=compiles_blocks(config.compile, model),
+            notes_scores=config.optimizer.qk_clip > 0,
         )
 
     def step(self) -> StepTime:

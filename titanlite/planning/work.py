@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from titanlite.models.capped_attention import BLOCK_SCORES
 from titanlite.models.family import DecoderConfig, Structure
 from titanlite.planning.activations import BlockKind, MicrobatchShape, norms_of_block
 
@@ -238,6 +239,20 @@ def _attention(config: DecoderConfig, shape: MicrobatchShape, window: int) -> Pa
         rows, seq_len = 4 * rows * -(-seq_len // window), window
     forward, backward = (Attention(rows, seq_len, config.head_dim, is_backward) for is_backward in (False, True))
     return PassWork(Work(attention=(forward,), operations=1), Work(attention=(backward,), operations=1), Work())
+
+
+def noted_scores(config: DecoderConfig, shape: MicrobatchShape, window: int, ops: Elementwise) -> Work:
+    """The scores that QK-clip computes once more in a forward pass of attention, in blocks of queries, with the sum of
+    scores and mask and the maximum. Not repeated by recomputation."""
+    rows = max(shape.rows * config.n_heads // shape.tp // shape.cp, 1)
+    size = min(max(BLOCK_SCORES // (rows * shape.seq_len), 1), shape.seq_len)
+    blocks = -(-shape.seq_len // size)
+    seen = min(window + size if window else (shape.seq_len + size) // 2, shape.seq_len)  # keys of a block, on average
+    return Work(
+        (Product(size, config.head_dim, seen, rows * blocks, is_wide=True),),
+        moved=3 * rows * blocks * size * seen * ops.wide,
+        operations=8 * blocks,
+    )
 
 
 def _experts(config: DecoderConfig, shape: MicrobatchShape, ep: int, ops: Elementwise) -> list[PassWork]:

@@ -82,6 +82,16 @@ def test_recomputation_takes_the_planned_flops() -> None:
     assert half.parts["recomputation"] == pytest.approx(found.parts["recomputation"] / 2)
 
 
+def test_qk_clip_computes_scores_once_more() -> None:
+    settings = ("activation_checkpoint.mode=full", "training.local_batch_size=16", "training.seq_len=4096")
+    without, found = (predicted(1, *settings, f"optimizer.qk_clip={clip}") for clip in (0, 100))
+    model = config_of(1, settings).hyper_parameters
+    per_head = 2 * 4096 * (4096 + 2**24 // (16 * model.n_heads * 4096)) // 2 * model.head_dim
+    more = found.parts["products"] - without.parts["products"]
+    assert more == pytest.approx(16 * model.n_layers * model.n_heads * per_head / RATE, rel=1e-2)
+    assert found.parts["recomputation"] == without.parts["recomputation"]
+
+
 def test_a_gpu_hides_the_gathers_that_a_cpu_waits_for() -> None:
     fast, slow = profile(), profile(bytes_per_s=1e7)
     hidden = predicted(4, on=fast).parts["data parallel"]
