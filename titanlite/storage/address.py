@@ -11,11 +11,12 @@ EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "memory": ""}
 KINDS = "s3://, gs://, az:// or memory://"
 
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
+_MEANT = re.compile(rf"[a-z][a-z0-9+.-]*://|({'|'.join(EXTRAS)}):", re.IGNORECASE)
 
 
 def is_address(text: str) -> bool:
-    """Whether the text names a place in a store, of any protocol, and not a path."""
-    return _ADDRESS.fullmatch(text) is not None
+    """Whether the text is meant as a place in a store, of any protocol, and not as a path; see address_problem."""
+    return _MEANT.match(text) is not None
 
 
 def address_problem(text: str) -> tuple[str, str] | None:

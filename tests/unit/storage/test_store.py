@@ -144,9 +144,20 @@ def test_addresses() -> None:
     for other, inside in {"s3://bucket/a": True, "s3://bucket/a/b": True, "s3://bucket/a/bc": False}.items():
         assert address.is_relative_to(Address.parse(other)) is inside
     texts = {"s3://x": True, "abc://y": True, "a/b": False, "/a://b": False, "C:/x": False, "hf:x": False}
+    texts |= {"S3://x": True, "s3:/x": True, "./s3:/x": False}
     assert {text: is_address(text) for text in texts} == texts
     assert str(place("x", "folder")) == "folder/x"
-    for text in ("ftp://x", "s3://", "s3:///x", "s3://a//b", "s3://a/../b", "s3://a/b?versionId=1", "s3://a/b\n"):
+    for text in (
+        "ftp://x",
+        "S3://a",
+        "s3:/a",
+        "s3://",
+        "s3:///x",
+        "s3://a//b",
+        "s3://a/../b",
+        "s3://a/b?versionId=1",
+        "s3://a/b\n",
+    ):
         with pytest.raises(UserError, match=r"begin it with s3://|write s3://BUCKET/NAME"):
             place(text)
 
