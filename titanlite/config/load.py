@@ -37,6 +37,7 @@ from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import optimizers_of
 from titanlite.runtime.errors import ConfigError, Problem, UsageError
 from titanlite.runtime.text import counted
+from titanlite.storage.config import check_storage
 
 CONFIG_COPY = "config.toml"
 """The resolved configuration of a run, in its dump folder."""
@@ -151,16 +152,19 @@ def resolve(
     """
     any_layout |= parsed.config.parallelism.layout == "auto"
     apply_stores(parsed.config)  # the checks read stores
-    unreadable = check_path_lengths(parsed.config, world_size) if checks_files else []
-    keys = {problem.key for problem in unreadable}
-    unreadable += [each for each in check_stores(parsed.config) if each.key not in keys] if checks_files else []
+    places = [*check_path_lengths(parsed.config, world_size), *check_storage(parsed.config.storage)]
+    unreadable = places if checks_files else []
+    keys = {problem.key for problem in (*parsed.problems, *unreadable)}
+    reads_stores = checks_files and not any(key.startswith("storage.") for key in keys)
+    if reads_stores:
+        unreadable += [each for each in check_stores(parsed.config) if each.key not in keys]
+    readable = reads_stores and not unreadable
     world_size = 1 if any_layout else world_size
     problems = [*parsed.problems, *unreadable]
     config = parsed.config
-    if checks_files and not unreadable:
+    if readable:
         config = with_model_tokenizer(keep_earlier(config))
     if parsed.file_is_read:
-        readable = checks_files and not unreadable
         placed = one_rank(config) if any_layout else config
         found = check_config(placed, world_size=world_size, device_type=device_type, checks_files=readable)
         found = [_with_origin(problem, parsed.config, config) for problem in found]

@@ -1,8 +1,10 @@
 """The [storage] section."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
+from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Affects, setting
 
 
@@ -25,3 +27,13 @@ class StorageConfig:
     """Certificates of the authorities to trust for s3://, in a PEM file; empty: those of the system."""
     timeout_s: int = setting(60, least=1, most=3600)
     """Seconds without an answer after which a request counts as failed. It is then repeated, up to six times."""
+
+
+def check_storage(section: StorageConfig) -> list[Problem]:
+    """Return the problems of [storage]."""
+    rules = Rules("storage", section)
+    is_url = section.endpoint.startswith(("http://", "https://"))
+    rules.require("endpoint", not section.endpoint or is_url, "a URL", "http://HOST:PORT, or https://HOST")
+    is_file = not section.ca_file or Path(section.ca_file).is_file()
+    rules.require("ca_file", is_file, "a file of certificates", "the path of a PEM file")
+    return rules.problems

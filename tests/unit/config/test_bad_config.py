@@ -212,6 +212,9 @@ BAD = [
         f"{EQUAL} 1 --training.global_batch_size 4097"),
     Bad("data.num_streams", "divisible by training.local_batch_size = 2", "= 6 or 8",
         f"{EQUAL} 2 --training.global_batch_size 8 --data.num_streams 7"),
+    Bad("storage.ca_file", "a file of certificates", "a PEM file", "--storage.ca_file no.pem"),
+    Bad("storage.endpoint", "a URL", "http://HOST:PORT, or https://HOST", "--storage.endpoint localhost:9 "
+        "--checkpoint.enable --checkpoint.folder s3://nobucket/x"),
     Bad("checkpoint.folder", "a place that all processes share", "write s3://BUCKET/NAME", world_size=2,
         argv="--checkpoint.folder memory://bucket/run"),
     Bad("data.num_streams", "at least 2 x 4 data ranks = 8", "or use fewer ranks", world_size=4,
