@@ -5,6 +5,9 @@ loader is the trainer's; its batches are discarded. The baseline on the same tex
 library; `encode_batch_fast`, which computes no offsets, is the method that titanlite calls. Every process uses one
 thread. A round measures each case once; every second round runs in reverse order. "core / encode_batch": tokens per
 second of CPU time, of this process and its workers together, relative to `encode_batch` in the same round.
+
+Packing: an epoch of the JSON lines by each data.packing, from its start to its end, with num_workers = 0. The rate is
+that of the tokens of documents. Documents that are cut are counted in the batches.
 """
 
 import gzip
@@ -12,11 +15,13 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from itertools import product
 from json import dumps
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import pyarrow
@@ -24,9 +29,11 @@ import pyarrow.parquet
 import tokenizers
 
 from benchmarks.measuring import Row, ratios, report
+from titanlite.batch import IGNORE_INDEX, Batch, rows_and_tokens
 from titanlite.data.bpe import train_bpe
 from titanlite.data.config import DataConfig
 from titanlite.data.loader import build_loader
+from titanlite.data.packing import Packing
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.python_stdlib import PythonStdlib
 from titanlite.data.tokenizer import Tokenizer
@@ -35,6 +42,14 @@ SEED = 0
 SEQ_LEN = 2048
 GLOBAL_BATCH_SIZE = 16
 VOCAB_SIZE = 8192
+SIZES: Any = {
+    "seq_len": SEQ_LEN,
+    "vocab_size": VOCAB_SIZE,
+    "data_rank": 0,
+    "data_degree": 1,
+    "global_batch_size": GLOBAL_BATCH_SIZE,
+    "local_batch_size": GLOBAL_BATCH_SIZE,
+}
 WORKERS = (0, 1, 2)
 BARE = "encode_batch"
 FILES = 8
@@ -114,22 +129,42 @@ def pipeline(source: SourceConfig, tokenizer: Tokenizer, num_workers: int) -> Me
     )
 
     def measure(seconds: float) -> Rates:
-        loader = build_loader(
-            section,
-            tokenizer,
-            seq_len=SEQ_LEN,
-            vocab_size=VOCAB_SIZE,
-            global_batch_size=GLOBAL_BATCH_SIZE,
-            local_batch_size=GLOBAL_BATCH_SIZE,
-            data_rank=0,
-            data_degree=1,
-        )
+        loader = build_loader(section, tokenizer, **SIZES)
         try:
             return repeated(lambda: sum(batch.tokens.numel() for batch in loader.next_step()), seconds)
         finally:
             loader.close()
 
     return measure
+
+
+def packed_epoch(source: SourceConfig, tokenizer: Tokenizer, packing: Packing) -> tuple[float, float, float]:
+    """(tokens per second of CPU time, share of padding, share of documents that are cut) of an epoch."""
+    section = DataConfig(num_streams=GLOBAL_BATCH_SIZE, max_piece_bytes=64 * SEQ_LEN, num_workers=0)
+    section = replace(section, add_bos=True, document_mask=True, packing=packing, sources=(replace(source, epochs=1),))
+    batches, begin = list[Batch](), process_time()
+    with closing(build_loader(section, tokenizer, **SIZES)) as loader:
+        while not loader.ended[0]:
+            batches += loader.next_step()
+    worked, (rows, used) = process_time() - begin, rows_and_tokens(batches)  # without rows after the end of a stream
+    documents, cut = np.sum([documents_in(batch, tokenizer.eos_id) for batch in batches], axis=0)
+    return used / worked, 1 - used / (rows * SEQ_LEN), cut / documents
+
+
+def documents_in(batch: Batch, mark: int | None) -> tuple[int, int]:
+    """The documents that begin in a batch, and those of them that another sequence continues. Each begins and ends with
+    the token `mark`."""
+    documents, cut = 0, 0
+    assert batch.positions is not None
+    assert batch.lengths is not None
+    for row, length in enumerate(batch.lengths.tolist()):
+        tokens, labels = batch.tokens[row].tolist(), batch.labels[row].tolist()
+        starts = np.flatnonzero(batch.positions[row, :length].numpy() == 0).tolist()
+        for start, end in zip(starts, [*starts, length][1:], strict=True):
+            part = tokens[start:end] + [label for label in labels[end - 1 : end] if label != IGNORE_INDEX]
+            if part[0] == mark and len(part) > 1:  # otherwise the last token of a document
+                documents, cut = documents + 1, cut + (part[-1] != mark)
+    return documents, cut
 
 
 def bare_encoder(file: Path, method: str, texts: list[str]) -> Measure:
@@ -149,15 +184,17 @@ def bare_encoder(file: Path, method: str, texts: list[str]) -> Measure:
     return measure
 
 
-def build_cases(folder: Path, num_bytes: int) -> dict[str, Measure]:
+def build_cases(folder: Path, num_bytes: int) -> tuple[dict[str, Measure], SourceConfig]:
+    """The cases, and the source of the JSON lines."""
     texts = list(documents(num_bytes))
     train_bpe(iter(texts), VOCAB_SIZE, folder)
     file = folder / "tokenizer.json"
     tokenizer = Tokenizer(file)
     cases = {method: bare_encoder(file, method, texts) for method in (BARE, "encode_batch_fast")}
-    for (kind, source), workers in product(write_corpus(folder, texts).items(), WORKERS):
+    sources = write_corpus(folder, texts)
+    for (kind, source), workers in product(sources.items(), WORKERS):
         cases[f"{kind}, {workers} workers"] = pipeline(source, tokenizer, workers)
-    return cases
+    return cases, sources["jsonl"]
 
 
 def main(rounds: int = 5, seconds: float = 1.5, mebibytes: int = 16, json: Path | None = None) -> None:
@@ -165,13 +202,27 @@ def main(rounds: int = 5, seconds: float = 1.5, mebibytes: int = 16, json: Path 
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TITANLITE_CACHE"] = str(Path(folder, "cache"))
-        cases = build_cases(Path(folder), mebibytes * 2**20)
+        cases, source = build_cases(Path(folder), mebibytes * 2**20)
         rates: dict[str, list[Rates]] = {name: [] for name in cases}
         for measure in cases.values():
             measure(0.1)  # builds the indexes and fills the page cache
         for round_ in range(rounds):
             for name in cases if round_ % 2 == 0 else reversed(cases):
                 rates[name].append(cases[name](seconds))
+        marked = Tokenizer(Path(folder, "tokenizer.json"), bos="<|endoftext|>")
+        epochs = {packing: [packed_epoch(source, marked, packing)] for packing in get_args(Packing)}
+        for round_ in range(1, rounds):
+            for packing in epochs if round_ % 2 == 0 else reversed(epochs):
+                epochs[packing].append(packed_epoch(source, marked, packing))
+    packings: list[Row] = [
+        {
+            "data.packing": packing,
+            "padding": f"{found[0][1]:.2%}",
+            "documents cut": f"{found[0][2]:.2%}",
+            "M tokens/s and core": [rate / 1e6 for rate, *_ in found],
+        }
+        for packing, found in epochs.items()
+    ]
     per_core = {name: [rate.per_core for rate in found] for name, found in rates.items()}
     rows: list[Row] = [
         {
@@ -181,4 +232,4 @@ def main(rounds: int = 5, seconds: float = 1.5, mebibytes: int = 16, json: Path 
         }
         for name, found in rates.items()
     ]
-    report("data", {"Rate of the loader": rows}, json)
+    report("data", {"Rate of the loader": rows, "Packing": packings}, json)

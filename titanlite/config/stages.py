@@ -161,6 +161,11 @@ def check_stages(config: JobConfig, facts: JobConfig) -> list[Problem]:
             rules.require(key, is_later, rule, "order the tables by their first step")
             last = max(last, resolved.from_step)
         _check_stage_weights(rules, names)
+        length = config.training.seq_len
+        is_packable = config.data.packing != "best_fit" or row.seq_len in (UNSET, length)
+        rule = f'training.seq_len = {length} with data.packing = "best_fit", which packs windows for one length'
+        remedy = 'write packing = "concatenate", or train the stage as a new run from the weights of this one'
+        rules.require("seq_len", is_packable, rule, remedy)
         for key in given_in(row, ROPE):
             rules.needs(key, hasattr(config.hyper_parameters, key), f"a family with model.{key}")
         problems += rules.problems

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from titanlite.data.packing import Packing
 from titanlite.data.sources.config import SourceConfig
 from titanlite.runtime.settings import Affects, Needs, setting
 
@@ -42,10 +43,11 @@ class DataConfig:
     """Version of the tokens and their order. 3: the tokens of a document do not depend on max_piece_bytes. 2: each part
     of a document that is cut is tokenized by itself, as in runs that began before version 3. -1: that of the checkpoint
     to resume from, else the newest."""
-    packing: Literal["concatenate", "none"] = "concatenate"
-    """concatenate: fill each sequence with consecutive documents, or with the consecutive conversations that fit. none:
-    start a sequence with each piece (a document or a part of a long one, or a conversation), pad and mask the rest of
-    the piece's last sequence."""
+    packing: Packing = "concatenate"
+    """concatenate: fill each sequence with consecutive documents, or with the consecutive conversations that fit.
+    best_fit: cut only documents that are longer than a sequence, and choose for each sequence, in windows of about 128
+    sequences, pieces that fill it; the rest is padded and masked. none: start a sequence with each piece (a document or
+    a part of a long one, or a conversation), pad and mask the rest of the piece's last sequence."""
     document_mask: bool | Literal["auto"] = setting("auto", automatic="true if a source of data is of kind chat")
     """Whether attention stays inside a document or conversation and positions restart at each. auto: true if a source
     of training data is of kind chat, resolved at the first start and kept in the checkpoints."""

@@ -13,11 +13,12 @@ from titanlite.data.chat.encoder import ChatEncoder
 from titanlite.data.config import DataConfig
 from titanlite.data.corpus import TextCorpus, build_encoder
 from titanlite.data.order import IndexedPieces, Mixture, Permutation
+from titanlite.data.packing import num_sequences
 from titanlite.data.sources.base import Source, StreamedSource, TextSource
-from titanlite.data.sources.pieces import Corpus, EpochSize, StreamPieces
+from titanlite.data.sources.pieces import Corpus, EpochSize, StreamPieces, TokenPiece
 from titanlite.data.sources.tokens import Tokens, WindowCorpus
 from titanlite.data.steps import BatchStage, stage_index
-from titanlite.data.streams import BadRowPolicy, Origin, SequenceRow, SourceState, SourceStream, num_sequences
+from titanlite.data.streams import BadRowPolicy, Origin, SequenceRow, SourceState, SourceStream, piece_lengths
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.cache import content_key
 from titanlite.runtime.errors import DataError, UserError
@@ -99,7 +100,11 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
         assert isinstance(source, TextSource)
         texts = TextCorpus([source], section.max_piece_bytes, encoder)
         too_long = source.config.too_long if source.config.is_chat else None
-        count = partial(num_sequences, seq_len=assignment.longest, packing=section.packing, too_long=too_long)
+
+        def count(sample: Sequence[TokenPiece]) -> float:
+            lengths = piece_lengths(sample, assignment.longest, too_long)
+            return num_sequences(lengths, assignment.longest, section.packing, cuts=too_long is None)
+
         corpus, epoch_size = texts, partial(texts.epoch_size, count)
     if corpus.size == 0 or corpus.count == 0:
         # Each empty or corrupted file is one piece, whose error names the reason.
@@ -185,6 +190,7 @@ class Preparation:
                 packing=self._assignment.section.packing,
                 policy=self._policy,
                 too_long=source.too_long if source.is_chat else None,
+                first_window=(number + 1) / self._assignment.section.num_streams,
             )
             for order, source in zip(self._orders, self._assignment.section.sources, strict=True)
         ]

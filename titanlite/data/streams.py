@@ -1,10 +1,11 @@
 """Streams: the order in which tokens are trained on, the same on every mesh.
 
 A run has S streams. The mixture selects the source of each sequence of a stream. Of each source, a stream reads its own
-pieces one after the other and cuts them into sequences.
+pieces one after the other and packs them into sequences.
 """
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -13,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlite.batch import IGNORE_INDEX
+from titanlite.data.packing import MAX_WINDOW_PIECES, WINDOW_SEQUENCES, Packing, Span, best_fit
 from titanlite.data.sources.pieces import EMPTY, EMPTY_PIECE, BadRowError, Place, StreamPieces, TokenPiece
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.text import counted
 
 logger = logging.getLogger("titanlite")
 
-Packing = Literal["concatenate", "none"]
 TooLong = Literal["truncate", "skip"]
 
 
@@ -33,28 +34,14 @@ def fitted_length(conversation: TokenPiece, seq_len: int, too_long: TooLong) -> 
     return length if has_target else 0
 
 
-def num_sequences(pieces: Sequence[TokenPiece], seq_len: int, packing: Packing, too_long: TooLong | None) -> float:
-    """The sequences that these pieces fill, in this order. too_long: of conversations; None: the pieces are documents.
-
-    A fraction for documents that are concatenated.
-    """
+def piece_lengths(pieces: Sequence[TokenPiece], seq_len: int, too_long: TooLong | None) -> list[int]:
+    """Tokens of each piece; of conversations, those that a sequence has. too_long: None if these are documents."""
     if too_long is None:
-        lengths = [len(piece.tokens) for piece in pieces]
-        return (
-            sum(lengths) / seq_len if packing == "concatenate" else sum(-(-max(0, n - 1) // seq_len) for n in lengths)
-        )
-    return num_packed([fitted_length(piece, seq_len, too_long) for piece in pieces], seq_len, packing)
+        return [len(piece.tokens) for piece in pieces]
+    return [fitted_length(piece, seq_len, too_long) for piece in pieces]
 
 
-def num_packed(lengths: Sequence[int], seq_len: int, packing: Packing) -> int:
-    """The sequences that conversations fill in this order. lengths: of the parts that a sequence has; 0: none."""
-    sequences, room = 0, 0
-    for length in lengths:
-        if length > room or (length and packing == "none"):
-            sequences, room = sequences + 1, seq_len + 1
-        room -= length
-    return sequences
-
+_SAME_DATA = "use the data and the tokenizer of the run that is resumed"
 
 PAD_TOKEN = 0
 """Fills a sequence after its last token. Its label is IGNORE_INDEX; causal attention hides it from earlier tokens."""
@@ -63,7 +50,8 @@ PAD_TOKEN = 0
 class SourceState(NamedTuple):
     """The state of one source in a stream.
 
-    epoch, position: the current piece. offset: index in this piece of the next sequence's first token. sequences:
+    epoch, position: the current piece. offset: index in this piece of the next sequence's first token. With packing
+    "best_fit", the first piece of the packing window, and the index in this window of the next sequence. sequences:
     number of sequences returned. bad_rows: number of rows skipped. too_long: number of conversations that were longer
     than a sequence, truncated or skipped.
     """
@@ -125,31 +113,60 @@ class _Part(NamedTuple):
     starts: npt.NDArray[np.int64]
     trained: npt.NDArray[np.bool_] | None
 
+    def slice(self, begin: int, count: int) -> "_Part":
+        """`count` tokens from index `begin` of this part."""
+        end, starts = begin + count, self.starts
+        if len(self.tokens) > count:
+            starts = starts[(starts >= begin) & (starts < end)] - begin
+        own = None if self.trained is None else self.trained[begin:end]
+        return _Part(self.epoch, self.piece, self.offset + begin, self.tokens[begin:end], starts, own)
+
+
+class _PackingWindow(NamedTuple):
+    """sequences: spans of `pieces`. after: the place of the next window."""
+
+    pieces: list[_Part]
+    sequences: list[list[Span]]
+    after: Place
+
 
 class SourceStream:
     """The sequences of one source in one stream.
 
     packing "concatenate": joins the tokens of all pieces and cuts sequences of seq_len + 1 tokens at stride seq_len.
     Neighboring sequences share one token, so each token except the first is a target exactly once. "none": cuts each
-    piece separately in the same way.
+    piece separately in the same way. "best_fit": reads a window of pieces, cuts those of more than seq_len + 1 tokens
+    in the same way, and packs pieces and parts by best_fit.
 
     Conversations, of sources with `too_long`, are not cut: a sequence has as many consecutive ones as fit into seq_len
-    + 1 tokens, with packing "none" one. Of one that is longer, it has the beginning, or with too_long "skip" nothing.
+    + 1 tokens, with packing "none" one, with "best_fit" some of a window. Of one that is longer, it has the beginning,
+    or with too_long "skip" nothing.
 
-    Fetches a piece when a sequence needs it, and raises or counts a bad row then. This depends on the stream alone, so
-    it happens at the same step on every mesh. Bad rows and conversations that are too long are counted in the first
-    epoch only, once each. A stream raises if its own count of bad rows exceeds the limit; the trainer checks the sum
-    over all streams.
+    Fetches a piece or packing window when a sequence needs it, and raises or counts a bad row then. This depends on the
+    stream alone, so it happens at the same step on every mesh. Bad rows and conversations that are too long are counted
+    in the first epoch only, once each. A stream raises if its own count of bad rows exceeds the limit; the trainer
+    checks the sum over all streams.
     """
 
     def __init__(
-        self, pieces: StreamPieces, *, packing: Packing, policy: BadRowPolicy, too_long: TooLong | None = None
+        self,
+        pieces: StreamPieces,
+        *,
+        packing: Packing,
+        policy: BadRowPolicy,
+        too_long: TooLong | None = None,
+        first_window: float = 1.0,
     ) -> None:
-        """too_long: None if the pieces are not conversations."""
+        """too_long: None if the pieces are not conversations. first_window: size of the first packing window, relative
+        to that of the others: it differs by stream, as otherwise all streams would tokenize windows at the same
+        steps."""
         self._pieces = pieces
         self._packing = packing
         self._too_long: TooLong | None = too_long
-        if too_long is not None:
+        self._first_window = first_window
+        if packing == "best_fit":
+            self._take = self._packed
+        elif too_long is not None:
             self._take = self._conversations
         elif pieces.windows:
             self._take = self._window
@@ -171,7 +188,8 @@ class SourceStream:
         return self._pieces.epochs(Place(state.epoch, state.position))
 
     def load_state(self, state: SourceState) -> None:
-        """Continue at `state`; tokenizes one piece again. Raises UserError if the source has no such piece."""
+        """Continue at `state`; tokenizes one piece or packing window again. Raises UserError if the source has no such
+        piece."""
         self._place = Place(state.epoch, state.position)
         if min(state) < 0 or not self._pieces.has(self._place):
             raise UserError(f"the source {self._pieces.name!r} has no piece at the saved state {state}")
@@ -179,6 +197,7 @@ class SourceStream:
         self.sequences = state.sequences
         """Number of sequences returned, including masked ones."""
         self._current: TokenPiece | None = None
+        self._packing_window: _PackingWindow | None = None
         self._pieces_without_target = 0
 
     def next_sequence(self, row: SequenceRow) -> tuple[int, int, int]:
@@ -234,7 +253,7 @@ class SourceStream:
             if count:
                 taken.append(self._part(count))
                 room -= count
-            self._num_too_long += length > seq_len + 1 and self._place.epoch == 0
+            self._num_too_long += length > seq_len + 1 and self._is_counted
             self._advance()
         return taken
 
@@ -249,17 +268,52 @@ class SourceStream:
             self._advance()
         return [part]
 
+    def _packed(self, seq_len: int) -> list[_Part]:
+        """The next sequence of the packing window, or of the next one that has any."""
+        while not self.ended:
+            window = self._packing_window = self._packing_window or self._read_packing_window(seq_len)
+            count, index = len(window.sequences), self._offset
+            if index and index >= count:
+                raise UserError(
+                    f"{self._pieces.name}: a stream cannot resume at sequence {index} of a packing window of {count} "
+                    f"sequences; {_SAME_DATA}"
+                )
+            self._offset += 1
+            if self._offset >= count:
+                self._place, self._offset, self._packing_window = window.after, 0, None
+            if count:
+                return [window.pieces[piece].slice(begin, size) for piece, begin, size in window.sequences[index]]
+        return []
+
+    def _read_packing_window(self, seq_len: int) -> _PackingWindow:
+        """Read and pack the window at the current place, which remains. It has WINDOW_SEQUENCES sequences of tokens."""
+        start, pieces, lengths, num_pieces = self._place, list[_Part](), list[int](), 0
+        size = WINDOW_SEQUENCES * (self._first_window if start == self._pieces.first() else 1.0)
+        need = math.ceil(size) * seq_len
+        while need > 0 and num_pieces < MAX_WINDOW_PIECES and not self.ended:
+            piece = self._usable(self._pieces.fetch(self._place, need))
+            length = len(piece.tokens)
+            if self._too_long is not None:
+                self._num_too_long += length > seq_len + 1 and self._is_counted
+                length = fitted_length(piece, seq_len, self._too_long)
+            if length > 1:
+                # A sequence takes a few pieces of a window: their tokens stay in memory, in 32 bits.
+                piece = piece._replace(tokens=piece.tokens[:length].astype(np.int32))
+                pieces.append(_Part(self._place.epoch, self._pieces.number(self._place), 0, *piece))
+                lengths.append(length)
+                self._pieces_without_target = 0
+                need -= length
+            num_pieces += 1
+            self._pass_piece()
+        after, self._place = self._place, start
+        return _PackingWindow(pieces, best_fit(lengths, seq_len), after)
+
     def _part(self, count: int) -> _Part:
         """The next `count` tokens of the current piece."""
         assert self._current is not None
         self._pieces_without_target = 0
-        tokens, starts, trained = self._current
-        begin, end = self._offset, self._offset + count
-        if len(tokens) > count:
-            starts = starts[(starts >= begin) & (starts < end)] - begin
-        number = self._pieces.number(self._place)
-        own = None if trained is None else trained[begin:end]
-        return _Part(self._place.epoch, number, begin, tokens[begin:end], starts, own)
+        part = _Part(self._place.epoch, self._pieces.number(self._place), 0, *self._current)
+        return part.slice(self._offset, count)
 
     def _write(self, parts: list[_Part], row: SequenceRow) -> bool:
         """Write inputs and labels, padded and masked after the last token. Returns whether there is any target."""
@@ -284,8 +338,13 @@ class SourceStream:
         return count > 0
 
     def _advance(self) -> None:
-        """Step to the next piece."""
-        self._pieces_without_target += 1  # _part() resets it
+        """Step to the next piece, at its first token."""
+        self._current, self._offset = None, 0
+        self._pass_piece()
+
+    def _pass_piece(self) -> None:
+        """Step to the next piece. Raises UserError after too many pieces without a target."""
+        self._pieces_without_target += 1  # a part of the piece has reset it
         if self._pieces_without_target > self._pieces.patience:
             what, counts = "documents (or parts of long ones)", f"{self._bad_rows} bad rows were skipped"
             remedy = "look at the source with titanlite inspect CONFIG --all, and fix or remove it"
@@ -298,7 +357,6 @@ class SourceStream:
                 f"{self._pieces.name}: {self._pieces.patience:,} consecutive {what} have no token to train on "
                 f"({counts}); {remedy}"
             )
-        self._current, self._offset = None, 0
         self._place = self._pieces.after(self._place)
 
     def _skip_used_tail(self, rest: int) -> None:
@@ -313,16 +371,21 @@ class SourceStream:
             if self._offset and self._offset >= len(self._current.tokens):
                 raise UserError(
                     f"{self._pieces.name}: a stream cannot resume at token {self._offset} of a piece: the piece has "
-                    f"{len(self._current.tokens)} tokens; use the data and the tokenizer of the run that is resumed"
+                    f"{len(self._current.tokens)} tokens; {_SAME_DATA}"
                 )
         return len(self._current.tokens) - self._offset
 
+    @property
+    def _is_counted(self) -> bool:
+        """Whether to count the piece at the current place if it is bad or too long: in the first epoch, and only when
+        its packing window is read for the first time."""
+        return self._place.epoch == 0 and not (self._packing == "best_fit" and self._offset)
+
     def _usable(self, fetched: TokenPiece | Exception) -> TokenPiece:
         if isinstance(fetched, BadRowError):
-            first_epoch = self._place.epoch == 0
-            self._bad_rows += first_epoch
+            self._bad_rows += self._is_counted
             self._policy.check(fetched, self._bad_rows)
-            if first_epoch and self._policy.logs:
+            if self._is_counted and self._policy.logs:
                 logger.warning("skipped a bad row: %s", fetched)
             return EMPTY_PIECE
         if isinstance(fetched, Exception):
@@ -335,7 +398,7 @@ def _document_starts(parts: Sequence[_Part]) -> Iterator[int]:
     place = 0
     for n, part in enumerate(parts):
         # The first token of a part starts a document unless the part continues the previous part's document.
-        continues = n > 0 and part.piece == parts[n - 1].piece + 1 and 0 not in part.starts
+        continues = n > 0 and not part.offset and part.piece == parts[n - 1].piece + 1 and 0 not in part.starts
         if n > 0 and not continues:
             yield place
         yield from (place + start for start in part.starts.tolist() if start > 0)

@@ -4,7 +4,8 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
+from typing import get_args
 
 import numpy as np
 from tqdm import tqdm
@@ -17,13 +18,14 @@ from titanlite.data.config import DataConfig
 from titanlite.data.corpus import open_index
 from titanlite.data.kinds import open_source
 from titanlite.data.order import Mixture, shuffled
+from titanlite.data.packing import Packing, num_sequences, packed_lengths
 from titanlite.data.preparation import Assignment, Preparation
 from titanlite.data.sources.arrays import ArrayFile
 from titanlite.data.sources.base import StreamedSource, TextSource
 from titanlite.data.sources.pieces import BAD_FILE, STARTS_DOCUMENT, BadRowError, Piece, TokenPiece
 from titanlite.data.sources.stored import size_of
 from titanlite.data.sources.tokens import Tokens, documents_file, manifests_of, open_tokens
-from titanlite.data.streams import TooLong, fitted_length, num_packed
+from titanlite.data.streams import TooLong, piece_lengths
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.parallel.mesh import AXES
 from titanlite.runtime.settings import setting
@@ -78,20 +80,19 @@ def main(argv: Sequence[str]) -> None:
 class Statistics:
     """Statistics of all documents, or of a sample.
 
-    lengths: tokens of each non-empty document. size: their bytes by the index, approximately. sequences: the number
-    that they fill if each piece is packed alone. pieces: pieces read. bad_rows: bad ones among them; faults: the first
-    errors. Of conversations: trained: tokens that are trained on; fitting: tokens of each in a sequence, 0 if it is
-    left out; too_long: conversations of more than seq_len + 1 tokens.
+    lengths: tokens of each non-empty document. size: their bytes by the index, approximately. packed: of each document,
+    the tokens of its pieces; of conversations those that a sequence has, 0 if it is left out. pieces: pieces read.
+    bad_rows: bad ones among them; faults: the first errors. Of conversations: trained: tokens that are trained on;
+    too_long: conversations of more than seq_len + 1 tokens.
     """
 
     lengths: list[int] = field(default_factory=list)
     size: int = 0
-    sequences: int = 0
+    packed: list[list[int]] = field(default_factory=list)
     pieces: int = 0
     bad_rows: int = 0
     faults: list[str] = field(default_factory=list)
     trained: int = 0
-    fitting: list[int] = field(default_factory=list)
     too_long: int = 0
 
 
@@ -186,9 +187,30 @@ def describe_text(
         print(f"  trained on    {share:.1%} of the tokens (loss_on = {source.config.loss_on})")
         what = f"have more than training.seq_len + 1 = {seq_len + 1:,} tokens (too_long = {too_long})"
         print(f"  too long      {found.too_long:,} of those read, {over:.1%}, {what}")
-        print(f"  left out      {found.fitting.count(0):,} of those read have no token to train on in a sequence")
-        return scale * num_packed(found.fitting, seq_len, data.packing)
-    return scale * (found.sequences if data.packing == "none" else sum(found.lengths) / seq_len)
+        print(f"  left out      {found.packed.count([0]):,} of those read have no token to train on in a sequence")
+    lengths = list(chain.from_iterable(found.packed))
+    for n, packing in enumerate(get_args(Packing) if found.lengths else ()):
+        padding, cut = packing_shares(found.packed, seq_len, packing, cuts=too_long is None)
+        rest = f", {cut:.2%} of the documents cut" if too_long is None else ""
+        print(f"  {'' if n else 'packing':<12}  {packing}: {padding:.2%} padding{rest}")
+    return scale * num_sequences(lengths, seq_len, data.packing, cuts=too_long is None)
+
+
+def packing_shares(
+    documents: Sequence[Sequence[int]], seq_len: int, packing: Packing, *, cuts: bool
+) -> tuple[float, float]:
+    """The share of padding with this data.packing, and the share of documents that are cut, or consist of pieces.
+
+    documents: tokens of their pieces. cuts: see packed_lengths.
+    """
+    packed = packed_lengths(list(chain.from_iterable(documents)), seq_len, packing, cuts=cuts)
+    used = sum(min(length, seq_len) for length in packed)
+    num_cut, end = 0, 0
+    for pieces in documents:
+        begin, end = end, end + sum(pieces)
+        first = begin // seq_len * seq_len if packing == "concatenate" else begin  # of the sequence with its beginning
+        num_cut += cuts and (end > first + seq_len + 1 or len(pieces) > 1)
+    return 1 - used / max(1, len(packed) * seq_len), num_cut / len(documents)
 
 
 def read_documents(
@@ -205,25 +227,26 @@ def read_documents(
         pieces = [piece for document in batch for piece in document]
         found.pieces += len(pieces)
         found.size += sum(encoder.corpus.num_bytes(piece) for piece in pieces)
-        sizes: list[int] = []
+        sizes, in_sequence = list[int](), list[int]()
         for piece in encoder.fetch(pieces):
             if isinstance(piece, TokenPiece):
                 sizes.append(len(piece.tokens))
+                in_sequence += piece_lengths([piece], seq_len, too_long)
                 if too_long is not None:
                     found.trained += len(piece.tokens) if piece.trained is None else int(piece.trained.sum())
-                    found.fitting.append(fitted_length(piece, seq_len, too_long))
                     found.too_long += len(piece.tokens) > seq_len + 1
                 continue
             if not isinstance(piece, BadRowError):
                 raise piece
             sizes.append(0)
+            in_sequence.append(0)
             found.bad_rows += 1
             found.faults += [str(piece)] if found.bad_rows <= SHOWN_BAD_ROWS else []
-        lengths = iter(sizes)
+        lengths, packed = iter(sizes), iter(in_sequence)
         for document in batch:
-            parts = list(islice(lengths, len(document)))
-            found.lengths += [sum(parts)] if sum(parts) else []
-            found.sequences += sum(-(-(part - 1) // seq_len) for part in parts if part > 1)
+            length, parts = sum(islice(lengths, len(document))), list(islice(packed, len(document)))
+            found.lengths += [length] if length else []
+            found.packed += [parts] if length else []
         bar.update(len(batch))
     bar.close()
     return found

@@ -118,6 +118,8 @@ BAD = [
     Bad("training.stages.0.seq_len", "at most model.max_seq_len", "", f"{STAGE}from_step 4 {STAGE}seq_len 9999999"),
     Bad("training.stages.0.seq_len", "divisible by parallelism.cp x tp = 2", "training.stages.0.seq_len = 98 or 100",
         f"--parallelism.cp 2 {STAGE}from_step 4 {STAGE}seq_len 99 {BATCHES}", world_size=2),
+    Bad("training.stages.0.seq_len", 'training.seq_len = 256 with data.packing = "best_fit"', "concatenate",
+        f"--data.packing best_fit --training.seq_len 256 {STAGE}from_step 4 {STAGE}seq_len 64"),
     Bad("training.stages.0.global_batch_size", "divisible by training.local_batch_size = 4",
         "set training.stages.0.global_batch_size = 8 or 12",
         f"--training.bit_equal --training.local_batch_size 4 --data.num_streams 8 {STAGE}from_step 4 "

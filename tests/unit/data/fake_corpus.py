@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
-from typing import Literal
 
 import numpy as np
 
 from titanlite.batch import IGNORE_INDEX
 from titanlite.data.order import IndexedPieces, Permutation
+from titanlite.data.packing import Packing
 from titanlite.data.sources.pieces import AT_BEGIN, BadRowError, TokenPiece
 from titanlite.data.streams import BadRowPolicy, SequenceRow, SourceStream, TooLong
 
@@ -59,7 +59,7 @@ def make_stream(
     seq_len: int,
     epochs: int,
     limit: int = 10**6,
-    packing: Literal["concatenate", "none"] = "concatenate",
+    packing: Packing = "concatenate",
     too_long: TooLong | None = None,
 ) -> SizedStream:
     pieces = IndexedPieces(corpus, permutation_of(corpus), stream, num_streams=num_streams, name="fake", epochs=epochs)

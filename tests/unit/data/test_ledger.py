@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.unit.data.ranks import RankRow, build, build_ranks
+from titanlite.data import streams
 from titanlite.data.config import DataConfig
 from titanlite.data.ledger import Ledger, ledger_files, read_ledger
 from titanlite.data.sources.config import SourceConfig
@@ -68,11 +69,12 @@ class Run:
 
 
 @pytest.mark.usefixtures("cached_hub_files")
-@pytest.mark.parametrize("packing", ["concatenate", "none"])
+@pytest.mark.parametrize("packing", ["concatenate", "none", pytest.param("best_fit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2, 3))])
 def test_a_killed_run_has_the_ledger_of_an_uninterrupted_one(
-    section: DataConfig, tokenizer: Tokenizer, tmp_path: Path, seed: int, packing: str
+    section: DataConfig, tokenizer: Tokenizer, tmp_path: Path, seed: int, packing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(streams, "WINDOW_SEQUENCES", 8)
     rng = random.Random(seed)
     (tmp_path / "reference").mkdir()
     (tmp_path / "killed").mkdir()

@@ -7,8 +7,9 @@ import pytest
 
 from titanlite.data.deal import most_sequences, streams_of
 from titanlite.data.order import STREAM_VERSION, Mixture, Permutation, mix, shuffled
+from titanlite.data.packing import num_sequences, packed_lengths
 from titanlite.data.sources.pieces import AT_BEGIN, TokenPiece
-from titanlite.data.streams import TooLong, fitted_length, num_packed, num_sequences
+from titanlite.data.streams import TooLong, fitted_length, piece_lengths
 
 SHUFFLED = [5, 7, 8, 2, 9, 0, 3, 1, 6, 4]
 CHOICES = [0, 1, 0, 2, 0, 0, 1, 0, 2, 0, 0, 1]
@@ -160,17 +161,18 @@ def test_a_conversation_has_a_target_in_a_sequence_of_9_tokens(
 
 
 def test_conversations_fill_sequences_in_order() -> None:
-    assert num_packed([3, 3, 0, 4, 9, 1], 8, "concatenate") == 4  # 3 + 3, 4, 9, 1 of at most 9
-    assert num_packed([3, 3, 0, 4, 9, 1], 8, "none") == 5
-    assert num_packed([5, 4, 9], 8, "concatenate") == 2
-    assert num_packed([0, 0], 8, "concatenate") == 0
+    assert packed_lengths([3, 3, 0, 4, 9, 2], 8, "concatenate", cuts=False) == [6, 4, 9, 2]
+    assert packed_lengths([3, 3, 0, 4, 9, 2], 8, "none", cuts=False) == [3, 3, 4, 9, 2]
+    assert packed_lengths([5, 4, 9], 8, "concatenate", cuts=False) == [9, 9]
+    assert num_sequences([0, 0], 8, "concatenate", cuts=False) == 0
     pieces = [piece(5), piece(12), piece(4)]
-    assert num_sequences(pieces, 8, "concatenate", "truncate") == 3
-    assert num_sequences(pieces, 8, "concatenate", "skip") == 1
+    assert piece_lengths(pieces, 8, "truncate") == [5, 9, 4]
+    assert piece_lengths(pieces, 8, "skip") == [5, 0, 4]
+    assert piece_lengths(pieces, 8, None) == [5, 12, 4]
 
 
 def test_documents_fill_a_fraction_of_a_sequence_or_one_each() -> None:
-    pieces = [piece(0), piece(1), piece(9), piece(10)]
-    assert num_sequences(pieces, 8, "concatenate", None) == 20 / 8
-    assert num_sequences(pieces, 8, "none", None) == 0 + 0 + 1 + 2
-    assert num_sequences(pieces, 1, "none", None) == 0 + 0 + 8 + 9
+    lengths = [0, 1, 9, 10]
+    assert num_sequences(lengths, 8, "concatenate", cuts=True) == 20 / 8
+    assert num_sequences(lengths, 8, "none", cuts=True) == 0 + 0 + 1 + 2
+    assert num_sequences(lengths, 1, "none", cuts=True) == 0 + 0 + 8 + 9

@@ -74,13 +74,17 @@ def same_steps(one: Loader, other: Loader, steps: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "num_workers",
-    [1, pytest.param(2, marks=pytest.mark.slow), *(pytest.param(count, marks=pytest.mark.soak) for count in (4, 9))],
+    ("num_workers", "packing"),
+    [
+        (1, "concatenate"),
+        pytest.param(2, "best_fit", marks=pytest.mark.slow),
+        *(pytest.param(count, "none", marks=pytest.mark.soak) for count in (4, 9)),
+    ],
 )
 def test_steps_do_not_depend_on_the_number_of_workers_which_log_and_end(
-    make: Callable[..., Loader], num_workers: int, caplog: pytest.LogCaptureFixture
+    make: Callable[..., Loader], num_workers: int, packing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    thread, workers = make(0), make(num_workers)
+    thread, workers = make(0, packing=packing), make(num_workers, packing=packing)
     assert same_steps(thread, workers, 30)
     assert thread.bad_rows == 1
     assert [record.getMessage()[:20] for record in caplog.records].count("skipped a bad row: /") == 2

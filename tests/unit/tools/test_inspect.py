@@ -57,6 +57,9 @@ def test_statistics(config: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFi
     assert "line 41: invalid JSON" in text
     assert "line 42: not a JSON object" in text
     assert number(text, "an epoch") == round(sum(lengths) / 16)
+    assert re.search(
+        r"packing       concatenate: \d\.\d\d% padding, .*\n +best_fit: .*% of the documents cut\n +none: ", text
+    )
     assert "sequence 0" not in text
 
 
@@ -99,6 +102,7 @@ def test_what_is_trained_on_in_conversations_is_marked(
     assert "too long      1 of those read, 33.3%, have more than training.seq_len + 1 = 101 tokens" in text
     assert "left out      0 of those read" in text
     assert number(text, "an epoch") == 3
+    assert re.search(r"best_fit: [\d.]+% padding\n", text)
     first, second, _ = blocks(text)[0]  # and the padding
     assert first[0].startswith("conversation: rows, tokens 0 to ")
     assert first[1] == "user: question 0\nassistant:⟦ word word .⟧\n"
