@@ -2,12 +2,13 @@
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli
 
@@ -21,6 +22,8 @@ from titanlite.config.value_types import is_text, literal, row_type
 from titanlite.runtime.errors import ConfigError, Problem, UsageError
 from titanlite.runtime.plugins import plugin_digests
 from titanlite.storage.address import is_address, place
+
+T = TypeVar("T")
 
 DUMP_FOLDER = "job.dump_folder"
 MAX_RUNS = 1000
@@ -92,21 +95,29 @@ def combinations(config: str, overrides: Sequence[str], *, world_size: int, devi
         example = "titanlite sweep my.toml --optimizer.lr 1e-3,3e-4"
         raise UsageError(f"no key has several values: write them with commas between them, as in {example}")
     names = short_names(list(swept))
-    runs: list[Run] = []
+    chosen = [dict(zip(values, each, strict=True)) for each in product(*values.values())]
+    labels = [", ".join(f"{names[key]} = {texts[key]}" for key in swept) for texts in chosen]
+    strict = ["--strict"] if arguments.options.strict else []
+    check = partial(_combination, config, names=names, switches=strict, world_size=world_size, device_type=device_type)
+    runs = checked_runs({label: partial(check, texts) for label, texts in zip(labels, chosen, strict=True)})
+    _require_different(runs)
+    return runs
+
+
+def checked_runs(makes: Mapping[str, Callable[[], T]]) -> list[T]:
+    """What the functions return, by label. Raises ConfigError with the problems of all, each with the first label that
+    has it, unless all have it."""
+    made: list[T] = []
     found: dict[Problem, list[str]] = {}
-    for chosen in product(*values.values()):
-        texts = dict(zip(values, chosen, strict=True))
-        label = ", ".join(f"{names[key]} = {texts[key]}" for key in swept)
+    for label, make in makes.items():
         try:
-            strict = ["--strict"] if arguments.options.strict else []
-            runs.append(_run(config, texts, names, strict, world_size=world_size, device_type=device_type))
+            made.append(make())
         except ConfigError as error:
             for problem in error.problems:
                 found.setdefault(replace(problem, value=_hashable(problem.value)), []).append(label)
     if found:
-        raise ConfigError([_of_runs(problem, labels, count) for problem, labels in found.items()])
-    _require_different(runs)
-    return runs
+        raise ConfigError([_of_runs(problem, labels, len(makes)) for problem, labels in found.items()])
+    return made
 
 
 def _values(key: str, text: str | None, config: JobConfig) -> list[str]:
@@ -146,32 +157,42 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     return {key: name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)}
 
 
-def _run(
+def _combination(
     config: str,
     texts: Mapping[str, str],
+    *,
     names: Mapping[str, str],
     switches: Sequence[str],
-    *,
     world_size: int,
     device_type: str,
 ) -> Run:
     """The run of a combination, checked. Raises ConfigError."""
-    plain = [f"--{key}={text}" for key, text in texts.items() if key != DUMP_FOLDER]
-    parsed = parse(
-        [f"--{CONFIG_FILE}={config}", *plain, *(f"--{key}={texts[key]}" for key in texts.keys() & {DUMP_FOLDER})]
-    )
+    parsed = parse_texts(config, texts)
+    values = {key: _shown(value_of(parsed, key)) for key in names}
+    name = "_".join(f"{names[key]}-{in_path(value)}" for key, value in values.items())
+    arguments = arguments_of(config, texts, name, parsed, switches)
+    return Run(name, values, arguments, resolve(parse(arguments), world_size=world_size, device_type=device_type))
+
+
+def parse_texts(config: str, texts: Mapping[str, str]) -> JobConfig:
+    """The configuration with these values, as text by key; not resolved. Raises ConfigError."""
+    parsed = parse([f"--{CONFIG_FILE}={config}", *(f"--{key}={text}" for key, text in texts.items())])
     if parsed.problems:
         raise ConfigError(parsed.problems)
-    values = {key: _shown(value_of(parsed.config, key)) for key in names}
-    name = "_".join(f"{names[key]}-{in_path(value)}" for key, value in values.items())
-    arguments = [f"--{CONFIG_FILE}={config}", *plain, f"--{DUMP_FOLDER}={Path(parsed.config.job.dump_folder, name)}"]
-    checkpoints = parsed.config.checkpoint.folder
-    if is_address(checkpoints):
+    return parsed.config
+
+
+def arguments_of(
+    config: str, texts: Mapping[str, str], name: str, parsed: JobConfig, switches: Sequence[str] = ()
+) -> list[str]:
+    """The arguments of `titanlite train` for a run in the folder `name` below the dump folder, and below the folder of
+    checkpoints if this is in a store. parsed: of parse_texts."""
+    plain = [f"--{key}={text}" for key, text in texts.items() if key != DUMP_FOLDER]
+    arguments = [f"--{CONFIG_FILE}={config}", *plain, f"--{DUMP_FOLDER}={Path(parsed.job.dump_folder, name)}"]
+    if is_address(checkpoints := parsed.checkpoint.folder):
         arguments = [each for each in arguments if not each.startswith("--checkpoint.folder=")]
         arguments.append(f"--checkpoint.folder={place(checkpoints) / name}")
-    arguments += switches
-    checked = resolve(parse(arguments), world_size=world_size, device_type=device_type)
-    return Run(name, values, arguments, checked)
+    return [*arguments, *switches]
 
 
 def _shown(value: Any) -> str:
