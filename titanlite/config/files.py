@@ -63,7 +63,7 @@ def _read(
     _plugins_beside(content, config_path(path).absolute().parent)
     merged = Content()
     for base in bases:
-        found = _read(base, _beside(config_path(path).parent, base), (*chain, path), known, problems)
+        found = _read(base, beside(config_path(path).parent, base), (*chain, path), known, problems)
         if found is None:
             return None
         merged = _overridden(merged, found)
@@ -100,8 +100,8 @@ def _table(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
-def _beside(folder: Path, base: str) -> str:
-    """The path of a base that a file in `folder` names: beside it, or else a shipped configuration."""
+def beside(folder: Path, base: str) -> str:
+    """The path of a configuration that a file in `folder` names: beside it, or else a shipped one."""
     path = folder / os.path.expanduser(base)
     return str(SHIPPED / f"{base}.toml" if base in shipped_names() and not path.is_file() else path)
 

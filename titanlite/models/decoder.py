@@ -357,12 +357,17 @@ def matmul_parameters(config: DecoderConfig) -> list[int]:
 def describe_size(num_parameters: int, config: Any) -> str:
     """The number of parameters, and without the experts that a token does not use if there are any. config: of any
     family."""
-    text = f"{num_parameters:,} parameters"
-    if not isinstance(config, DecoderConfig) or config.n_experts == config.n_active_experts:
-        return text
+    text, idle = f"{num_parameters:,} parameters", idle_parameters(config)
+    return f"{text}, {num_parameters - idle:,} of them active" if idle else text
+
+
+def idle_parameters(config: Any) -> int:
+    """The number of parameters of experts that a token does not use. config: of any family; 0 if it is no
+    DecoderConfig."""
+    if not isinstance(config, DecoderConfig):
+        return 0
     blocks = config.n_layers - config.n_dense_layers
-    idle = blocks * 3 * config.dim * config.ffn_dim * (config.n_experts - config.n_active_experts)
-    return f"{text}, {num_parameters - idle:,} of them active"
+    return blocks * 3 * config.dim * config.ffn_dim * (config.n_experts - config.n_active_experts)
 
 
 def flops_per_token(config: DecoderConfig, seq_len: int) -> int:

@@ -13,6 +13,7 @@ from titanlite.tools import calibrate, digest, evaluate, inspect, ledger, profil
 from titanlite.tools.command import run_command
 from titanlite.tools.convert.__main__ import Options as ConvertOptions
 from titanlite.tools.generate.__main__ import Options as GenerateOptions
+from titanlite.tools.ladder.__main__ import Options as LadderOptions
 from titanlite.tools.parity.__main__ import Options as ParityOptions
 from titanlite.tools.plan.__main__ import Options as PlanOptions
 from titanlite.tools.replay.__main__ import Options as ReplayOptions
@@ -22,6 +23,7 @@ from titanlite.tools.sweep.__main__ import Options as SweepOptions
 OPTIONS: Mapping[str, Any] = {
     "train": options_type(JobConfig()),
     "sweep": SweepOptions,
+    "ladder": LadderOptions,
     "parity": ParityOptions,
     "plan": PlanOptions,
     "calibrate": calibrate.Options,

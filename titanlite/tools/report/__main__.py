@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -15,8 +15,9 @@ from titanlite.runtime.settings import setting
 from titanlite.storage.address import place
 from titanlite.tools.command import read_options, run_command
 from titanlite.tools.report.charts import Drawing, charts_of
+from titanlite.tools.report.ladder import with_ladders
 from titanlite.tools.report.page import FIRST_LINE, page
-from titanlite.tools.report.runs import read_runs
+from titanlite.tools.report.runs import over_tokens, read_runs
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,12 @@ class Options:
     runs: Annotated[
         tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)")
     ] = setting(is_path=True)
-    """dump folders of runs, also of runs in progress, or addresses of copies in a store"""
+    """dump folders of runs, also of runs in progress, or addresses of copies in a store; or of ladders: all of their runs,
+    with the fitted law"""
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("report.html")
     """HTML file to write; an earlier report is replaced"""
+    over: Literal["steps", "tokens"] = "steps"
+    """horizontal axis of the curves; tokens: for runs whose steps have different sizes"""
     png: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """also write each chart as a PNG file into this folder"""
 
@@ -37,9 +41,11 @@ def main(argv: Sequence[str]) -> None:
     """Write the report. Raises UserError."""
     options = read_options(Options, argv, "report")
     require_report_or_new(options.out)
-    runs = read_runs([place(expand_home(run)) for run in options.runs])
-    charts = charts_of(runs)
-    drawing = Drawing(runs)
+    folders, charts = with_ladders([place(expand_home(run)) for run in options.runs])
+    runs = read_runs(folders)
+    shown = [over_tokens(run) for run in runs] if options.over == "tokens" else runs
+    charts += charts_of(shown)
+    drawing = Drawing(shown, "tokens" if options.over == "tokens" else "step")
     created = f"{datetime.now():%Y-%m-%d %H:%M}"
     text = page(runs, charts, [drawing.svg(chart) for chart in charts], created)
     try:

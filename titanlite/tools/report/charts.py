@@ -54,9 +54,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart over the steps. key: name of its file. scale: "log" is used only for a large range of positive values;
-    "zero" begins at 0. limits: horizontal lines, number of a run -> value. loads: of experts relative to the mean,
-    (blocks, experts), drawn as a heat map in place of curves."""
+    """A chart over the steps, or over `x` on a logarithmic axis. key: name of its file. scale: "log" is used only for a
+    large range of positive values; "zero" begins at 0. limits: horizontal lines, number of a run -> value. loads: of
+    experts relative to the mean, (blocks, experts), drawn as a heat map in place of curves."""
 
     key: str
     title: str
@@ -67,6 +67,7 @@ class Chart:
     wide: bool = False
     limits: Mapping[int, float] | None = None
     loads: npt.NDArray[np.float64] | None = None
+    x: str = ""
 
 
 OF_RUNS = {
@@ -210,9 +211,10 @@ def running_mean(series: Series) -> Series:
 
 
 class Drawing:
-    """matplotlib, for charts over the same steps. Raises UserError if it is not installed."""
+    """matplotlib, for charts over the same steps. x: what the "steps" of the runs are. Raises UserError if it is not
+    installed."""
 
-    def __init__(self, runs: Sequence[RunFiles]) -> None:
+    def __init__(self, runs: Sequence[RunFiles], x: str = "step") -> None:
         try:
             import matplotlib  # slow to import, and an extra
             import matplotlib.figure
@@ -222,7 +224,7 @@ class Drawing:
         except ImportError:
             raise UserError("a report needs matplotlib: pip install matplotlib") from None
         self._matplotlib: Any = matplotlib
-        self._runs = runs
+        self._runs, self._x = runs, x
         self._steps = max((run.last_step for run in runs), default=1)
 
     def svg(self, chart: Chart) -> str:
@@ -258,7 +260,7 @@ class Drawing:
             figure.savefig(target, format=kind, dpi=160, transparent=kind == "svg", **options)
 
     def _figure(self, chart: Chart, *, alone: bool) -> Any:
-        marked = [run for run in self._runs if run.events] if chart.wide else []
+        marked = [run for run in self._runs if run.events] if chart.wide and not chart.x else []
         strip = 0.16 * len(marked) + 0.1 * bool(marked)
         height = (3.1 if chart.wide else 2.1) + strip
         figure = self._matplotlib.figure.Figure((10 if chart.wide else 4.9, height), layout="constrained")
@@ -270,14 +272,15 @@ class Drawing:
             gridspec_kw={"height_ratios": [height - strip, strip][: 1 + bool(marked)]},
         )
         axes = rows[0, 0]
-        axes.set_xlim(0, self._steps)
+        if not chart.x:
+            axes.set_xlim(0, self._steps)
         axes.grid(color=GRID, linewidth=0.6)
         axes.set_axisbelow(True)
         for curve in chart.curves:
             self._draw(axes, curve, smooth=chart.smooth)
         for number, limit in (chart.limits or {}).items():
             axes.axhline(limit, color=_color(number), linewidth=0.8, linestyle=(0, (4, 3)))
-        if len(self._runs) == 1:
+        if len(self._runs) == 1 and not chart.x:
             for event in self._runs[0].events:
                 if event.kind != "skipped steps":
                     axes.axvline(event.step, color=MARKS[event.kind][1], linewidth=0.7, alpha=0.6)
@@ -285,7 +288,7 @@ class Drawing:
         if marked:
             axes.tick_params(axis="x", length=0, labelbottom=False)
             self._draw_strip(rows[1, 0], marked)
-        rows[-1, 0].set_xlabel("step", labelpad=1)
+        rows[-1, 0].set_xlabel(chart.x or self._x, labelpad=1)
         # The page has the colors of the runs in its summary; a PNG stands alone.
         if chart.wide or alone or len(self._runs) == 1:
             self._legend(axes, chart)
@@ -339,7 +342,12 @@ class Drawing:
         elif chart.scale == "zero":
             axes.set_ylim(0, 1.08 * highest if highest > 0 else 1)
         axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number_text(value)))
-        axes.xaxis.set_major_locator(ticker.MaxNLocator(10 if chart.wide else 5, integer=True, steps=[1, 2, 5, 10]))
+        if chart.x:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+            axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+        else:
+            axes.xaxis.set_major_locator(ticker.MaxNLocator(10 if chart.wide else 5, integer=True, steps=[1, 2, 5, 10]))
         axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number_text(value)))
 
     def _draw_strip(self, axes: Any, marked: Sequence[RunFiles]) -> None:
@@ -370,11 +378,11 @@ class Drawing:
         handles, labels = [], []
         for curve in curves:
             dashes = (0, (4, 2)) if curve.dots else _dashes(curve.number)
-            if curve.dots and len(self._runs) > 1 and chart.wide:
+            if curve.dots and len(self._runs) > 1 and chart.wide and not chart.x:
                 continue  # below, once for all runs
             handles.append(lines.Line2D([], [], color=_color(curve.number), linestyle=dashes, linewidth=1.4))
             labels.append(shortened(curve.label, 40 if chart.wide else 24))
-        if chart.wide and len(self._runs) > 1 and any(curve.dots for curve in chart.curves):
+        if chart.wide and not chart.x and len(self._runs) > 1 and any(curve.dots for curve in chart.curves):
             handles.append(lines.Line2D([], [], color=MUTED, linestyle=(0, (4, 2)), marker="o", markersize=3))
             labels.append("validation")
         columns = max((130 if chart.wide else 62) // (max(map(len, labels)) + 6), 1)

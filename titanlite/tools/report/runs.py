@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -93,6 +93,20 @@ def read_runs(folders: Sequence[Place]) -> list[RunFiles]:
         with local_dump_folder(place, FAULTS_FOLDER) as folder:
             runs.append(_read_run(name, folder, _absolute(place)))
     return runs
+
+
+def over_tokens(run: RunFiles) -> RunFiles:
+    """The run with tokens in place of steps, in its series and events. Steps without a row are interpolated."""
+    tokens = run.series.get("tokens_seen")
+    if tokens is None:
+        return run
+
+    def at(steps: Any) -> Any:
+        known, values = np.concatenate([[0], tokens.steps]), np.concatenate([[0.0], tokens.values])
+        return np.interp(steps, known, values).astype(np.int64)
+
+    series = {key: Series(at(each.steps), each.values) for key, each in run.series.items()}
+    return replace(run, series=series, events=[replace(event, step=int(at(event.step))) for event in run.events])
 
 
 def distinct_names(folders: Sequence[Place]) -> list[str]:

@@ -15,7 +15,7 @@ LAUNCH = Path(__file__).parents[2] / "ranks" / "slurm.sh"
 
 HEAD = """\
 #!/usr/bin/env bash
-# {count} runs of {config}, one per task of a Slurm array. Written by titanlite sweep. Change the lines #SBATCH to your
+# {count} runs of {config}, one per task of a Slurm array. Written by titanlite. Change the lines #SBATCH to your
 # cluster, then:
 #
 #     sbatch {script}

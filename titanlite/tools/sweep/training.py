@@ -113,13 +113,20 @@ SHOWN: Mapping[State, str] = {"new": "not started", "interrupted": "not finished
 
 def results(runs: Sequence[Run], codes: Mapping[str, int]) -> list[str]:
     """The lines of the table, and the command of the report. codes: exit codes, by name."""
-    names = list(short_names(list(runs[0].values)).values())
-    head = [*names, "step", "loss", "validation loss", "tokens/s", "state"]
-    lines = aligned([head, *(_row(run, codes.get(run.name, 0)) for run in runs)])
-    if found := folders(runs):
-        paths = [*found, "--out", runs[0].folder.parent / REPORT]
-        lines += ["", f"Report: {titanlite()} report {shlex.join(map(str, paths))}"]
-    return lines
+    found = folders(runs)
+    report = ["", report_line(*found, folder=runs[0].folder.parent)] if found else []
+    return [*table(runs, codes), *report]
+
+
+def table(runs: Sequence[Run], codes: Mapping[str, int]) -> list[str]:
+    """The lines of the table; codes: as of results."""
+    head = [*short_names(list(runs[0].values)).values(), "step", "loss", "validation loss", "tokens/s", "state"]
+    return aligned([head, *(_row(run, codes.get(run.name, 0)) for run in runs)])
+
+
+def report_line(*reported: Path, folder: Path) -> str:
+    """The command that writes a report of these folders into `folder`."""
+    return f"Report: {titanlite()} report {shlex.join(map(str, [*reported, '--out', folder / REPORT]))}"
 
 
 def _row(run: Run, code: int) -> list[str]:

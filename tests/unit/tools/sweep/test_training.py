@@ -16,6 +16,7 @@ from titanlite.config.toml import dump_config
 from titanlite.runtime.errors import UserError
 from titanlite.tools.command import run_command
 from titanlite.tools.sweep import __main__ as sweep
+from titanlite.tools.sweep import command as command_module
 from titanlite.tools.sweep import training
 from titanlite.tools.sweep.__main__ import main
 from titanlite.tools.sweep.combinations import Run, combinations
@@ -145,12 +146,12 @@ def test_exit_code_and_results(
             run_command(sweep.main)
         return caught.value.code
 
-    monkeypatch.setattr(sweep, "start_run", start("0.0003"))
+    monkeypatch.setattr(command_module, "start_run", start("0.0003"))
     assert command("--results") == 0
     assert "not started" in capsys.readouterr().out
     assert command() == 1
     assert "titanlite: 1 of 2 runs failed: lr-0.0003 (1); the same command starts them again" in capsys.readouterr().err
-    monkeypatch.setattr(sweep, "start_run", start("none"))
+    monkeypatch.setattr(command_module, "start_run", start("none"))
     assert command() == 0
     assert command("--optimizer.beta1=0.5") == 2
     assert command("--nproc=0") == 2
