@@ -9,7 +9,18 @@ import tyro
 
 from titanlite.config.help import options_type
 from titanlite.config.schema import JobConfig
-from titanlite.tools import calibrate, digest, evaluate, inspect, ledger, profile, schema, tokenize, train_tokenizer
+from titanlite.tools import (
+    calibrate,
+    critical_batch,
+    digest,
+    evaluate,
+    inspect,
+    ledger,
+    profile,
+    schema,
+    tokenize,
+    train_tokenizer,
+)
 from titanlite.tools.command import run_command
 from titanlite.tools.convert.__main__ import Options as ConvertOptions
 from titanlite.tools.generate.__main__ import Options as GenerateOptions
@@ -24,6 +35,7 @@ OPTIONS: Mapping[str, Any] = {
     "train": options_type(JobConfig()),
     "sweep": SweepOptions,
     "ladder": LadderOptions,
+    "critical-batch": critical_batch.Options,
     "parity": ParityOptions,
     "plan": PlanOptions,
     "calibrate": calibrate.Options,

@@ -12,10 +12,10 @@ from titanlite.config.files import CONFIG_FILE
 from titanlite.runtime.errors import raise_problems
 from titanlite.runtime.text import counted
 from titanlite.tools.command import read_options_and_overrides, require_new, run_command, write_json
-from titanlite.tools.ladder.prediction import LADDER_FILE, final_loss, lines_of, predict, require_enough
+from titanlite.tools.ladder.prediction import LADDER_FILE, lines_of, predict, require_enough
 from titanlite.tools.ladder.rungs import Ladder, read_ladder
 from titanlite.tools.sweep.command import RunsOptions, carry_out, raise_failed
-from titanlite.tools.sweep.training import report_line, table
+from titanlite.tools.sweep.training import final_loss, report_line, table
 
 
 @dataclass(frozen=True)

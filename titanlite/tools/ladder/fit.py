@@ -23,7 +23,7 @@ MAX_EXPONENT = 2.0
 """Exponents are between 0 and this: beyond it, a term only matters at the smallest runs."""
 STARTS = 4
 """Points of the grid from which L-BFGS begins: those with the lowest objective."""
-RESAMPLES = 200
+RESAMPLES = 100
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,12 @@
 """The prediction of a ladder: the law, its interval, and the file that the report reads."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
 import numpy as np
 from typing_extensions import TypedDict
 
-from titanlite.metrics.config import METRICS_FILE
-from titanlite.metrics.jsonl import read_series
-from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.runtime.text import counted
 from titanlite.tools.ladder.fit import (
     MAX_EXPONENT,
@@ -22,8 +19,7 @@ from titanlite.tools.ladder.fit import (
     fit,
 )
 from titanlite.tools.ladder.rungs import Ladder, Rung
-from titanlite.tools.sweep.combinations import Run
-from titanlite.tools.sweep.training import state_of
+from titanlite.tools.sweep.training import final_loss
 
 LADDER_FILE = "ladder.json"
 """The prediction, in the dump folder of the ladder."""
@@ -72,18 +68,6 @@ def require_enough(rungs: Sequence[Rung]) -> None:
     )
     remedy = "add rungs, or values of tokens_per_parameter"
     raise ConfigError([Problem("rungs", count, rule, remedy)])
-
-
-def final_loss(run: Run) -> float | None:
-    """The validation loss after the last step of a run; None before. Raises UserError if it is not finite."""
-    found = read_series(run.folder / METRICS_FILE).get("validation/loss")
-    if state_of(run) != "finished" or found is None or found.steps[-1] != run.config.training.steps:
-        return None
-    loss = float(found.values[-1])
-    if not 0 < loss < math.inf:
-        remedy = "lower its learning rate and remove its folder, or leave the run out of the ladder"
-        raise UserError(f"{run.folder}: the validation loss after the last step is {loss}: {remedy}")
-    return loss
 
 
 def predict(ladder: Ladder, losses: Sequence[float]) -> Prediction:

@@ -1,5 +1,6 @@
 """Train the runs of a sweep one after the other."""
 
+import math
 import os
 import shlex
 import signal
@@ -16,6 +17,7 @@ from titanlite.assembly.summary import titanlite
 from titanlite.checkpoint.folder import latest_manifest
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import Series, has_validation, last_row, read_series
+from titanlite.runtime.errors import UserError
 from titanlite.runtime.text import aligned
 from titanlite.storage.address import place
 from titanlite.tools.sweep.combinations import Run, short_names
@@ -50,6 +52,18 @@ def state_of(run: Run) -> State:
     if reached >= steps and (not run.config.validation.enable or has_validation(metrics, steps)):
         return "finished"
     return "interrupted" if logged else "new"
+
+
+def final_loss(run: Run) -> float | None:
+    """The validation loss after the last step of a run; None before. Raises UserError if it is not finite."""
+    found = read_series(run.folder / METRICS_FILE).get("validation/loss")
+    if state_of(run) != "finished" or found is None or found.steps[-1] != run.config.training.steps:
+        return None
+    loss = float(found.values[-1])
+    if not 0 < loss < math.inf:
+        remedy = "lower its learning rate and remove its folder, or leave the run out"
+        raise UserError(f"{run.folder}: the validation loss after the last step is {loss}: {remedy}")
+    return loss
 
 
 def train_all(runs: Sequence[Run], start: Callable[[Run], Process]) -> dict[str, int]:

@@ -1,0 +1,113 @@
+"""titanlite critical-batch: branches continue a run with other batches, and what is concluded from their losses."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import titanlite
+from tests.distributed.program import CONFIG
+from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN, TOKENS
+from titanlite.metrics.jsonl import read_rows, read_series
+from titanlite.runtime.errors import UserError
+from titanlite.tools import critical_batch
+from titanlite.tools.critical_batch import Options, branches, compared, main
+from titanlite.tools.sweep import command
+from titanlite.tools.sweep.combinations import Run
+
+HALF = {"warmup_steps": 2, "decay": "linear", "decay_steps": 1, "min_lr_factor": 0.5}
+"""A learning rate that is half of optimizer.lr from step 3 on."""
+
+
+class FakeProcess:
+    def wait(self) -> int:
+        return 0
+
+
+def train(folder: Path, **overrides: Any) -> Path:
+    (folder / "config.toml").write_text(CONFIG)
+    settings = {f"lr_schedule.{key}": value for key, value in HALF.items()}
+    settings |= {"checkpoint.enable": True, "checkpoint.interval": 3, "checkpoint.keep_latest_k": 0}
+    settings |= {"validation.enable": True, "validation.steps": 1}
+    settings |= {"validation.sources": [{"kind": "tokens", "path": TOKENS}], "job.dump_folder": folder / "run"}
+    return titanlite.run(folder / "config.toml", {**settings, **overrides}).folder
+
+
+def options(run: Path, *batches: int, step: int = 3) -> Options:
+    return Options(str(run), batches=batches or (4, 8), tokens=1, step=step)
+
+
+@pytest.mark.slow
+def test_branches_continue_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(run: Run, **_: int) -> FakeProcess:
+        titanlite.run(run.config)
+        return FakeProcess()
+
+    folder = train(tmp_path)
+    monkeypatch.setattr(command, "start_run", start)
+    sizes = [GLOBAL_BATCH // 2, GLOBAL_BATCH, 2 * GLOBAL_BATCH]
+    batches, tokens = (str(size) for size in reversed(sizes)), str(2 * GLOBAL_BATCH * SEQ_LEN - 1)
+    main([str(folder), "--step", "3", "--tokens", tokens, "--tolerance", "9", "--batches", *batches])
+    assert f"with a tolerance of 9: at least {sizes[-1]} sequences: add larger ones" in capsys.readouterr().out
+    runs = branches(Options(str(folder), batches=tuple(sizes), tokens=int(tokens), step=3), [])
+    found = {size: read_series(run.folder / "metrics.jsonl") for size, run in zip(sizes, runs, strict=True)}
+    for size, series in found.items():
+        steps = 2 * GLOBAL_BATCH // size
+        assert series["lr"].steps.tolist() == [*range(4, 4 + steps)]
+        expected = 0.5e-2 * math.sqrt(size / GLOBAL_BATCH)
+        assert series["lr"].values.tolist() == pytest.approx([expected] * steps, rel=1e-12)
+        assert series["tokens_seen"].values[-1] == 5 * GLOBAL_BATCH * SEQ_LEN
+
+    def losses(path: Path) -> list[float]:
+        return [row["loss"] for row in read_rows(path / "metrics.jsonl") if "loss" in row and row["step"] in (4, 5)]
+
+    assert losses(runs[1].folder) == losses(folder), "the same batch: the steps of the run"
+    # the first step of the largest batch has the sequences of two steps of the run, and the weights before them
+    first = read_series(runs[2].folder / "metrics.jsonl")["loss"].values[0]
+    assert first == pytest.approx(sum(losses(folder)) / 2, rel=0.02)
+    with pytest.raises(UserError, match=r"step-4: no checkpoint with optimizer .* choose --step of: 3, 6"):
+        branches(options(folder, step=4), [])
+    with pytest.raises(UserError, match="true: the branches are compared by their validation losses"):
+        branches(options(folder), ["--validation.enable=false"])
+
+
+@pytest.mark.slow
+def test_runs_with_stages(tmp_path: Path) -> None:
+    stage = {"from_step": 4, "global_batch_size": 2 * GLOBAL_BATCH}
+    folder = train(tmp_path, **{"training.stages": [stage], "lr_schedule.batch_scaling": "sqrt"})
+    with pytest.raises(UserError, match="a stage of the run begins later, at step 4: choose a --step"):
+        branches(options(folder), [])
+    run, _ = branches(options(folder, 2 * GLOBAL_BATCH, 8 * GLOBAL_BATCH, step=6), [])
+    assert run.values["lr"] == f"{0.5e-2 * math.sqrt(2):.3g}"
+    text = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(text.replace('batch_scaling = "sqrt"', 'batch_scaling = "none"'))
+    with pytest.raises(UserError, match="the learning rates of its branches are not known"):
+        branches(options(folder, step=6), [])
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ((2.0, 1.9, 2.009, 2.02, 2.0), "16 sequences"),
+        ((2.0, 2.011, 2.0, 2.0, 2.0), "below 8 sequences: add smaller ones"),
+        ((2.0, 2.0, 2.0, 2.0, 2.01), "at least 64 sequences: add larger ones"),
+        ((2.0, 2.0, 2.0, 2.0, None), "No result yet"),
+    ],
+)
+def test_the_largest_batch_without_loss(
+    losses: tuple[float | None, ...], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: Any = [Run(str(size), {"batch": str(size)}, [], None) for size in (4, 8, 16, 32, 64)]  # type: ignore[arg-type]
+    known = dict(zip([run.name for run in given], losses, strict=True))
+    monkeypatch.setattr(critical_batch, "final_loss", lambda run: known[run.name])
+    assert expected in compared(given, 0.01)[-1]
+
+
+def test_a_branch_needs_another(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="two or more batches"):
+        main([str(tmp_path), "--tokens", "5", "--batches", "8"])
+    with pytest.raises(UserError, match=r"has no config\.toml: pass the dump folder of a run"):
+        main([str(tmp_path), "--tokens", "5", "--batches", "8", "16"])
