@@ -20,7 +20,7 @@ from titanlite.optim.schedule import build_schedule
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, raise_problems
 from titanlite.runtime.settings import setting
 from titanlite.storage.address import Place, place
-from titanlite.tools.command import read_options_and_overrides, require_new, run_command
+from titanlite.tools.command import RunFolder, read_options_and_overrides, require_new, run_command
 from titanlite.tools.sweep.combinations import DUMP_FOLDER, Run, arguments_of, checked_runs, parse_texts
 from titanlite.tools.sweep.command import RunsOptions, carry_out, raise_failed
 from titanlite.tools.sweep.training import final_loss, report_line, table
@@ -39,11 +39,11 @@ class Options(RunsOptions):
     and with a learning rate in proportion to the square root of the batch. See docs/critical-batch.md.
     """
 
-    config: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
+    run: RunFolder
     """dump folder of a run with checkpoints; --section.key VALUE overrides a key of all branches"""
-    batches: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N N ...")] = ()
+    batches: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N N ...")]
     """numbers of sequences of a step, two or more; the smallest is what the others are compared with"""
-    tokens: Annotated[int, tyro.conf.arg(metavar="N")] = setting(0, "write the tokens of each branch", least=0)
+    tokens: Annotated[int, tyro.conf.arg(metavar="N")] = setting(remedy="write the tokens of each branch", least=1)
     """tokens that each branch trains on, rounded up to full steps of all of them"""
     step: Annotated[int, tyro.conf.arg(metavar="N")] = setting(-1, "write the step of a checkpoint", least=-1)
     """the checkpoint to continue from; -1: the latest one"""
@@ -71,9 +71,9 @@ def main(argv: Sequence[str]) -> None:
 def branches(options: Options, overrides: Sequence[str]) -> list[Run]:
     """The checked branches, in the order of their batches. Raises UserError."""
     sizes = sorted({*options.batches})
-    if len(sizes) < 2 or sizes[0] < 1 or not options.tokens:
-        raise UsageError("write two or more batches and the tokens of a branch: --batches 8 16 32 --tokens 100000")
-    folder = Path(options.config)
+    if len(sizes) < 2 or sizes[0] < 1:
+        raise UsageError("--batches needs two or more numbers of sequences: write for example --batches 8 16 32")
+    folder = Path(options.run)
     if not (folder / CONFIG_COPY).is_file():
         raise UserError(f"{folder} has no {CONFIG_COPY}: pass the dump folder of a run")
     arguments = split_arguments(overrides)
@@ -97,6 +97,7 @@ def branches(options: Options, overrides: Sequence[str]) -> list[Run]:
             f"{row}.global_batch_size": str(size),
             "training.steps": str(manifest.step + steps),
             "validation.interval": str(max(steps // VALIDATIONS, 1)),
+            "metrics.log_freq": "1",
         }
         file = str(folder / CONFIG_COPY)
         words = arguments_of(file, texts, f"batch-{size}", parse_texts(file, texts), switches)
@@ -148,8 +149,6 @@ def _constants(config: JobConfig, manifest: Manifest, path: Place) -> dict[str, 
         "checkpoint.enable": "false",
         "checkpoint.initial_load_path": str(path),
         "checkpoint.initial_load_model_only": "false",
-        "data.num_streams": str(manifest.config["data"]["num_streams"]),
-        "data.max_piece_bytes": str(manifest.config["data"]["max_piece_bytes"]),
         **{f"lr_schedule.{key}": text for key, text in constant.items()},
     }
 

@@ -107,7 +107,7 @@ def test_the_largest_batch_without_loss(
 
 
 def test_a_branch_needs_another(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="two or more batches"):
+    with pytest.raises(UserError, match="two or more numbers of sequences"):
         main([str(tmp_path), "--tokens", "5", "--batches", "8"])
     with pytest.raises(UserError, match=r"has no config\.toml: pass the dump folder of a run"):
         main([str(tmp_path), "--tokens", "5", "--batches", "8", "16"])

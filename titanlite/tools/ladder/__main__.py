@@ -28,7 +28,7 @@ class Options(RunsOptions):
     checkpoint.enable is true, and starts the others.
     """
 
-    config: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="LADDER")]
+    file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="LADDER")]
     """TOML file of the ladder; --section.key VALUE overrides a key of all runs"""
 
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
     if options.write_slurm is not None:
         require_new(options.write_slurm, "--write-slurm")
     overrides += ["--strict"] if options.strict else []
-    ladder = read_ladder(options.config, overrides, world_size=options.processes, device_type=options.device_type)
+    ladder = read_ladder(options.file, overrides, world_size=options.processes, device_type=options.device_type)
     require_enough(ladder.rungs)
     runs = [rung.run for rung in ladder.rungs]
     codes = carry_out(options, runs)

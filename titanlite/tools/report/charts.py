@@ -226,6 +226,8 @@ class Drawing:
         self._matplotlib: Any = matplotlib
         self._runs, self._x = runs, x
         self._steps = max((run.last_step for run in runs), default=1)
+        first = min((int(each.steps[0]) for run in runs for each in run.series.values()), default=0)
+        self._first = first if self._steps < 2 * first < 2 * self._steps else 0  # of runs that continue another one
 
     def svg(self, chart: Chart) -> str:
         """An <svg> element for the page: without sizes, names and metadata, with the variables of its colors."""
@@ -273,7 +275,7 @@ class Drawing:
         )
         axes = rows[0, 0]
         if not chart.x:
-            axes.set_xlim(0, self._steps)
+            axes.set_xlim(self._first, self._steps)
         axes.grid(color=GRID, linewidth=0.6)
         axes.set_axisbelow(True)
         for curve in chart.curves:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titanlite.runtime.errors import raise_problems
-from titanlite.tools.command import read_options_and_overrides, require_new, run_command
+from titanlite.tools.command import ConfigFile, read_options_and_overrides, require_new, run_command
 from titanlite.tools.sweep.combinations import combinations
 from titanlite.tools.sweep.command import RunsOptions, carry_out, raise_failed
 from titanlite.tools.sweep.training import results
@@ -21,6 +21,9 @@ class Options(RunsOptions):
     the first one starts. The same command again skips the finished runs, resumes interrupted ones if checkpoint.enable
     is true, and starts the others.
     """
+
+    config: ConfigFile
+    """TOML file, or name of a shipped configuration; --section.key VALUE[,VALUE ...] overrides its keys"""
 
 
 def main(argv: Sequence[str]) -> None:

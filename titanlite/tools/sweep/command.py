@@ -12,7 +12,7 @@ from titanlite.runtime.errors import UserError, integer_variable
 from titanlite.runtime.gpus import usable_gpus
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
-from titanlite.tools.command import EITHER, ConfigFile, File, OptionalCount, new_output
+from titanlite.tools.command import EITHER, File, OptionalCount, new_output
 from titanlite.tools.sweep.combinations import Run, require_same_settings
 from titanlite.tools.sweep.slurm import array_script
 from titanlite.tools.sweep.training import start_run, state_of, train_all
@@ -20,12 +20,10 @@ from titanlite.tools.sweep.training import start_run, state_of, train_all
 MAX_PROCESSES = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunsOptions:
     """Options of a command that trains several runs."""
 
-    config: ConfigFile
-    """TOML file, or name of a shipped configuration; --section.key VALUE[,VALUE ...] overrides its keys"""
     nproc: OptionalCount = setting(None, "write the number of processes of each run", least=1, most=MAX_PROCESSES)
     """processes of each run on this machine; default: the number of GPUs, else 1; in a Slurm script, GPUs per node"""
     strict: bool = False
