@@ -27,7 +27,7 @@ class Options:
     runs: Annotated[
         tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)")
     ] = setting(is_path=True)
-    """dump folders of runs, also of runs in progress, or addresses of copies in a store; or of ladders: all of their runs,
+    """dump folders of runs, also of runs in progress, or addresses of copies in a store; or ladders: all of their runs,
     with the fitted law"""
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("report.html")
     """HTML file to write; an earlier report is replaced"""
