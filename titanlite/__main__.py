@@ -14,7 +14,7 @@ COMMANDS = {
     "train": ("titanlite.train", "train a model; on several processes: torchrun -m titanlite.train"),
     "sweep": ("titanlite.tools.sweep", "train all combinations of some values, and compare them"),
     "ladder": ("titanlite.tools.ladder", "train a ladder of sizes, and predict the loss of a larger run"),
-    "critical-batch": ("titanlite.tools.critical_batch", "find the largest batch with which a run loses nothing"),
+    "critical-batch": ("titanlite.tools.sweep.critical_batch", "find the largest batch with which a run loses nothing"),
     "parity": ("titanlite.tools.parity", "compare layouts of a configuration with one process"),
     "plan": ("titanlite.tools.plan", "estimate memory, communication, idle time and speed of a layout"),
     "calibrate": ("titanlite.tools.calibrate", "measure this machine for the plan's predictions of time"),

@@ -9,18 +9,7 @@ import tyro
 
 from titanlite.config.help import options_type
 from titanlite.config.schema import JobConfig
-from titanlite.tools import (
-    calibrate,
-    critical_batch,
-    digest,
-    evaluate,
-    inspect,
-    ledger,
-    profile,
-    schema,
-    tokenize,
-    train_tokenizer,
-)
+from titanlite.tools import calibrate, digest, evaluate, inspect, ledger, profile, schema, tokenize, train_tokenizer
 from titanlite.tools.command import run_command
 from titanlite.tools.convert.__main__ import Options as ConvertOptions
 from titanlite.tools.generate.__main__ import Options as GenerateOptions
@@ -30,12 +19,13 @@ from titanlite.tools.plan.__main__ import Options as PlanOptions
 from titanlite.tools.replay.__main__ import Options as ReplayOptions
 from titanlite.tools.report.__main__ import Options as ReportOptions
 from titanlite.tools.sweep.__main__ import Options as SweepOptions
+from titanlite.tools.sweep.critical_batch import Options as CriticalBatchOptions
 
 OPTIONS: Mapping[str, Any] = {
     "train": options_type(JobConfig()),
     "sweep": SweepOptions,
     "ladder": LadderOptions,
-    "critical-batch": critical_batch.Options,
+    "critical-batch": CriticalBatchOptions,
     "parity": ParityOptions,
     "plan": PlanOptions,
     "calibrate": calibrate.Options,

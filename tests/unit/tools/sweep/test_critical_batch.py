@@ -11,10 +11,9 @@ from tests.distributed.program import CONFIG
 from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN, TOKENS
 from titanlite.metrics.jsonl import read_rows, read_series
 from titanlite.runtime.errors import UserError
-from titanlite.tools import critical_batch
-from titanlite.tools.critical_batch import Options, branches, compared, main
-from titanlite.tools.sweep import command
+from titanlite.tools.sweep import command, critical_batch
 from titanlite.tools.sweep.combinations import Run
+from titanlite.tools.sweep.critical_batch import Options, branches, compared, main
 
 HALF = {"warmup_steps": 2, "decay": "linear", "decay_steps": 1, "min_lr_factor": 0.5}
 """A learning rate that is half of optimizer.lr from step 3 on."""
