@@ -74,7 +74,7 @@ from titanlite.planning.rank_memory import Memory
 from titanlite.precision import DTYPES
 from titanlite.profiling.trace import Profiling
 from titanlite.ranks.agreement import DataEnd, require_equal, run_on_all_ranks, run_on_rank_0
-from titanlite.ranks.claim import claim, require_claim
+from titanlite.ranks.claim import claim
 from titanlite.ranks.distributed import World
 from titanlite.ranks.job_lock import job_lock, require_own
 from titanlite.ranks.network import init_process_group
@@ -226,12 +226,6 @@ def build_planned_trainer(job: Job, mesh: Mesh, store: dist.Store) -> tuple[Trai
         return build_trainer(job, model_parts, mesh, world.device), memory
 
 
-def _claimed(config: JobConfig) -> Address | None:
-    """The checkpoint folder of the run if it is in a store."""
-    folder = place(config.checkpoint.folder, config.job.dump_folder)
-    return folder if config.checkpoint.enable and isinstance(folder, Address) else None
-
-
 @contextmanager
 def job_locks(
     config: JobConfig, world: World, environment: Mapping[str, str], on_lost: Callable[[str], object]
@@ -240,21 +234,20 @@ def job_locks(
 
     environment: the variables at program start. on_lost: of claim. See job_lock and claim.
     """
-    folder, rank, take_over, claimed = config.job.dump_folder, world.rank, config.job.take_over, _claimed(config)
+    folder, rank, take_over = config.job.dump_folder, world.rank, config.job.take_over
+    claimed = place(config.checkpoint.folder, folder)
     with ExitStack() as stack:
         stack.enter_context(job_lock(folder, rank, take_over=take_over, environment=environment))
-        if claimed is not None:
+        if config.checkpoint.enable and isinstance(claimed, Address):
             stack.enter_context(claim(claimed, rank, take_over=take_over, environment=environment, on_lost=on_lost))
         yield
 
 
 @dataclass(frozen=True)
 class StateChecks:
-    """What must hold of a state that is saved. claimed: the checkpoint folder if it is in a store. group: of all
-    ranks."""
+    """What must hold of a state that is saved. group: of all ranks."""
 
     dump_folder: str
-    claimed: Address | None
     replicas: Replicas
     skipped: SkippedSteps
     group: dist.ProcessGroup
@@ -262,14 +255,9 @@ class StateChecks:
     def __call__(self, step: int) -> None:
         """Raise UserError if the state must not be saved: another job uses the folder, replicas differ, or too many
         steps were skipped."""
-        run_on_rank_0(self._require_own, self.group)
+        run_on_rank_0(lambda: require_own(self.dump_folder), self.group)
         self.replicas.compare(step)
         self.skipped.check()
-
-    def _require_own(self) -> None:
-        require_own(self.dump_folder)
-        if self.claimed is not None:
-            require_claim(self.claimed)
 
 
 def build_checks(
@@ -282,7 +270,7 @@ def build_checks(
     recorder = build_recorder(config, mesh, trainer, stages, group, environment)
     about = {"counts_loss": trainer.counts_loss, "bit_equal": config.training.bit_equal}
     skipped = SkippedSteps(config.faults, parts, stages, loader, group, recorder, **about)
-    return StateChecks(config.job.dump_folder, _claimed(config), replicas, skipped, group)
+    return StateChecks(config.job.dump_folder, replicas, skipped, group)
 
 
 def build_checkpoints(

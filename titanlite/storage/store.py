@@ -4,6 +4,7 @@ Each request has a bound in seconds and is repeated after transient errors. File
 answers of the store; any other failure is a UserError that names the address and the remedy.
 """
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -99,7 +100,13 @@ class Store:
                 raise FileNotFoundError
             return _facts(found)
 
-        return self._call("read", name, info)
+        try:
+            return self._call("read", name, info)
+        except UserError as error:
+            cause = error.__cause__
+            if isinstance(cause, PermissionError) or (isinstance(cause, OSError) and cause.errno == errno.EINVAL):
+                self.read_range(name, 0, 1)  # raises the reason, which an answer to HEAD lacks
+            raise
 
     def exists(self, name: str = "") -> bool:
         try:

@@ -4,7 +4,6 @@ Objects are read by ranges, most of them through the cache folder. What is read 
 the run started: if it has changed since, reading it raises UserError.
 """
 
-import errno
 import io
 import mmap
 import os
@@ -83,11 +82,6 @@ class Listing:
                 return
             except FileNotFoundError:
                 pass
-            except UserError as error:
-                cause = error.__cause__
-                if isinstance(cause, PermissionError) or (isinstance(cause, OSError) and cause.errno == errno.EINVAL):
-                    store.read_range("", 0, 1)  # raises the reason, which an answer to HEAD lacks
-                raise
         self._is_deep = len(pattern) != 1 or pattern == ["**"]
         listed = {name: facts for name, facts in (store.list if self._is_deep else store.children)().items() if facts}
         self._facts = {self.base / name: facts for name, facts in listed.items()}
