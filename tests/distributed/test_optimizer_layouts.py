@@ -94,7 +94,7 @@ SOAK = (
     Layout((1, 1, 2, 1), (*GATHER, *TIED), cp=2),
     Layout((1, 1, 1, 2), cp=2),
     Layout((1, 2, 1, 1), EXPERTS, cp=2),
-    Layout((1, 1, 2, 2), (*EXPERTS, *EP)),
+    Layout((1, 1, 2, 2), (*GPT_OSS, *BASE, *EP)),
     Layout((1, 2, 2, 2)),
     Layout((2, 1, 2, 2), (*EXPERTS, *EP, *schedule("1F1B"), *PAIRS, *NORMUON)),
     Layout((1, 1, 2, 2), (*EXPERTS, "model.n_experts=8", "parallelism.ep=4", *NORMUON), cp=2),
@@ -128,9 +128,9 @@ def factors(config: JobConfig, name: str, parameter: Tensor) -> tuple[float, flo
         return (growth / width, 1 / growth) if model.tie_embeddings else (1.0, 1 / width)
     if name == "output.weight":
         return 1 / width, 1.0
-    if "router" in name:
+    if name.endswith("router.weight"):
         return 1 / width, layers
-    ends = ("post_norm.weight",) if model.norms != "before" else ("wo.weight", ".w2", ".w2.weight")
+    ends = ("post_norm.weight",) if model.norms != "before" else ("wo.weight", "wo.bias", "w2.weight", ".w2", "w2_bias")
     scale = layers if name.endswith(ends) else 1.0
     return scale * (width**-0.5 if is_muons(name, parameter) else 1.0), layers / width / scale
 

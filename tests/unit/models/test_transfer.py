@@ -24,6 +24,8 @@ from titanlite.optim.groups import divide
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.runtime.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 WIDTH, DEPTH = 4.0, 0.5
 """Of the model of these tests, relative to its base model: powers of 2, whose products are exact."""
@@ -97,7 +99,7 @@ OWN_ROLES = ("llama3", "qwen2", "olmo2", "gemma2", "gpt_oss", "deepseek_v3")
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(family, id=name, marks=pytest.mark.slow if name in OWN_ROLES else pytest.mark.soak)
+        pytest.param(family, id=name, marks=[] if name in OWN_ROLES else pytest.mark.soak)
         for name, family in FAMILIES.items()
     ],
 )
@@ -162,7 +164,6 @@ def changes(optimizer: str, dim: int, **keys: int) -> dict[str, float]:
     return {place.split(".")[0]: (seen[place] - before[place]).square().mean().sqrt().item() for place in seen}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "base", "sizes", "grows"),
     [
