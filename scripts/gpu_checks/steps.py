@@ -32,7 +32,7 @@ from titanlite.trainer import Trainer
 
 CHECK = "3 steps"
 FAMILIES = ("llama3", "qwen3")
-DENSE = ("gemma2", "gemma3", "mistral", "olmo2", "olmo3", "qwen2", "smollm3")
+DENSE = ("gemma2", "gemma3", "mistral", "olmo2", "olmo3", "qwen2", "qwen3_5", "smollm3")
 OTHERS = {**dict.fromkeys(DENSE, "bfloat16"), **dict.fromkeys(EXPERTS, "float64")}
 """Families whose steps are compared in one dtype."""
 ROWS = 4

@@ -80,8 +80,11 @@ def matmul_flops(setup: Setup) -> float:
     return 2 * size**3 / setup.seconds(lambda: left @ right)
 
 
-EXPERTS = ("qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
+EXPERTS = ("qwen3_moe", "qwen3_5_moe", "qwen3_next", "olmoe", "gpt_oss", "deepseek_v3")
 """Families with experts. Compared in float64 only: in lower precision, near ties choose other experts."""
+
+HYBRID = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+"""Families with gated linear attention."""
 
 
 def small_model(setup: Setup, family: str) -> list[str]:
@@ -95,10 +98,13 @@ def small_model(setup: Setup, family: str) -> list[str]:
         sizes["head_dim"] = head_dim
     if family in ("gemma2", "gemma3", "gpt_oss", "mistral", "olmo3"):
         sizes["sliding_window"] = seq_len // 3
-    if family in ("gemma2", "gemma3", "gpt_oss", "olmo3"):
+    if family in ("gemma2", "gemma3", "gpt_oss", "olmo3", *HYBRID):
         sizes["full_interval"] = 2
     if family in EXPERTS:
         sizes |= {"n_experts": 8, "n_active_experts": 2}
+    if family in HYBRID:
+        sizes |= {"linear_key_heads": 2, "linear_value_heads": 4, "linear_key_dim": head_dim}
+        sizes |= {"linear_value_dim": head_dim}
     if family == "deepseek_v3":
         sizes |= {"n_kv_heads": 4, "n_dense_layers": 1, "dense_ffn_dim": sizes["ffn_dim"], "n_groups": 4}
         sizes |= {"n_active_groups": 2, "q_lora_rank": sizes["dim"] // 2, "kv_lora_rank": sizes["dim"] // 4}

@@ -109,6 +109,13 @@ DEEPSEEK_V3 = (
     *("model.q_lora_rank=12", "model.kv_lora_rank=8", "model.qk_nope_head_dim=6", "model.qk_rope_head_dim=4"),
     *("model.v_head_dim=6", "model.n_dense_layers=1", "model.dense_ffn_dim=20"),
 )
+HYBRID = (
+    *("model.head_dim=16", "model.full_interval=2", "model.partial_rotary_factor=0.375", "model.linear_key_heads=4"),
+    *("model.linear_value_heads=8", "model.linear_key_dim=6", "model.linear_value_dim=10"),
+)
+QWEN3_5 = ("model.family=qwen3_5", *HYBRID)
+QWEN3_5_MOE = ("model.family=qwen3_5_moe", *HYBRID, *EXPERTS[2:5], "model.n_shared_experts=2")
+QWEN3_NEXT = ("model.family=qwen3_next", *QWEN3_5_MOE[1:])
 GATHER = ("parallelism.context_parallel=gather",)
 EP, EP3, EP4 = ("parallelism.ep=2",), ("parallelism.ep=3",), ("parallelism.ep=4",)
 EPS = (*EP, *EP3, *EP4)
@@ -124,6 +131,7 @@ IMPLIED = (
     *GEMMA3[1:],
     *DEEPSEEK_V3[1:],
     "model.base_layers=1",
+    *QWEN3_5_MOE[1:],
     *EIGHT,
     *EPS,
 )
@@ -141,6 +149,9 @@ SHORT = {
     GPT_OSS[0]: "gpt_oss",
     DEEPSEEK_V3[0]: "deepseek_v3",
     "model.base_dim=8": "base model",
+    QWEN3_5[0]: "qwen3_5",
+    QWEN3_5_MOE[0]: "qwen3_5_moe",
+    QWEN3_NEXT[0]: "qwen3_next",
     "compile.enable=true": "compile",
     GATHER[0]: "gather",
     FULL[0]: "recompute full",
@@ -200,6 +211,9 @@ SLOW = (
     Layout((1, 1, 1, 2), OLMOE),
     Layout((1, 1, 2, 2), (*GPT_OSS, *EP)),
     Layout((1, 1, 1, 2), (*DEEPSEEK_V3, *FULL)),
+    Layout((1, 1, 1, 2), (*QWEN3_5_MOE, *BY_OP)),
+    Layout((1, 1, 1, 1), QWEN3_5, cp=2),
+    Layout((1, 1, 1, 2), (*QWEN3_NEXT, *GATHER), cp=2),
     Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"), *TIED)),
     Layout((2, 1, 1, 1), (*schedule("GPipe"), *split("layers.1"))),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *LAST), accumulation=3, rows=24),
@@ -314,6 +328,26 @@ SOAK = (
             ((1, 1, 1, 2), 2, ()),
             ((2, 1, 1, 2), 1, (*schedule("1F1B"), *PAIRS)),
             ((1, 1, 2, 2), 1, (*EP, *FULL)),
+        )
+    ),
+    # gated linear attention
+    *(
+        Layout(mesh, (*family, *settings), cp=cp)
+        for family, mesh, cp, settings in (
+            (QWEN3_5, (1, 1, 2, 1), 1, FULL),
+            (QWEN3_5, (1, 1, 1, 2), 1, (*COMPILE, *BY_OP)),
+            (QWEN3_5, (1, 2, 1, 1), 1, (*COMPILE, *TIED)),
+            (QWEN3_5, (2, 1, 1, 1), 1, (*schedule("ZBVZeroBubble"), *depth(3))),
+            (QWEN3_5, (1, 1, 1, 1), 2, (*COMPILE, *FULL)),
+            (QWEN3_5, (1, 1, 1, 1), 2, GATHER),
+            (QWEN3_5, (1, 1, 1, 1), 4, ()),
+            (QWEN3_5, (1, 1, 1, 2), 2, ()),
+            (QWEN3_5, (2, 1, 1, 2), 1, (*schedule("1F1B"), *PAIRS)),
+            (QWEN3_5_MOE, (1, 1, 2, 1), 1, EP),
+            (QWEN3_5_MOE, (1, 1, 1, 1), 2, (*GATHER, *FULL)),
+            (QWEN3_5_MOE, (1, 1, 2, 2), 1, (*EP, *FULL)),
+            (QWEN3_5_MOE, (2, 1, 1, 1), 1, (*schedule("ZBVZeroBubble"), *depth(3))),
+            (QWEN3_NEXT, (2, 1, 2, 1), 2, (*EP, *schedule("1F1B"), *PAIRS)),
         )
     ),
     # norms whose squares are summed over tp

@@ -27,6 +27,7 @@ from tests.distributed.layouts import (
     PAIRS,
     QWEN2,
     QWEN3,
+    QWEN3_5,
     TIED,
     Layout,
     schedule,
@@ -39,6 +40,7 @@ from titanlite.data.loader import Loader
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.forward import positions_of
 from titanlite.models import family
+from titanlite.models import linear_attention as linear_module
 from titanlite.models.attention import AttentionMask
 from titanlite.models.experts import Experts, MixtureOfExperts, Router, router_scores
 from titanlite.models.family import Init
@@ -75,6 +77,8 @@ TP_GPT_OSS = Layout((1, 1, 1, 2), GPT_OSS)
 TP_DEEPSEEK_V3 = Layout((1, 1, 1, 2), DEEPSEEK_V3)
 EP_DEEPSEEK_V3 = Layout((1, 1, 2, 1), (*DEEPSEEK_V3, "parallelism.ep=2"))
 CP_GPT_OSS = Layout((1, 1, 1, 1), GPT_OSS, cp=2)
+TP_QWEN3_5 = Layout((1, 1, 1, 2), QWEN3_5)
+CP_QWEN3_5 = Layout((1, 1, 1, 1), QWEN3_5, cp=2)
 TP_OLMOE = Layout((1, 1, 1, 2), OLMOE)
 REPLICATE = Layout((1, 2, 1, 1), LAST, accumulation=2)
 REPLICATE_EVERY = Layout((1, 2, 1, 1), EVERY, accumulation=2)
@@ -468,6 +472,37 @@ def sinks_of_other_heads() -> Iterator[None]:
 
 
 @contextmanager
+def convolution_of_own_positions() -> Iterator[None]:
+    """The convolution before linear attention does not see the positions of the rank before."""
+    right = linear_module.convolve
+
+    def cut(x: Tensor, taps: Tensor, starts: Tensor | None) -> Tensor:
+        assert starts is None
+        starts = torch.zeros(x.shape[:2], dtype=torch.bool)
+        starts[:, x.shape[1] // 2] = True
+        return right(x, taps, starts)
+
+    with patch.object(linear_module, "convolve", cut):
+        yield
+
+
+@contextmanager
+def decays_of_the_first_rank() -> Iterator[None]:
+    """Each rank of cp has the decays of the first one's heads."""
+    right = context_module.mix_over_heads
+
+    def changed(mixer: Any, *arguments: Any, **options: Any) -> Tensor:
+        def first(*inputs: Any) -> Tensor:
+            *others, _, dt_bias = inputs
+            return mixer(*others, arguments[-2].chunk(2)[0], dt_bias)
+
+        return right(first, *arguments, **options)
+
+    with replaced(context_module, "mix_over_heads", changed):
+        yield
+
+
+@contextmanager
 def heads_in_another_order() -> Iterator[None]:
     """Attention returns the heads of the ranks in reverse order."""
     exchange = context_module._exchange
@@ -776,6 +811,7 @@ OF_TENSORS = (
     Mistake("norms without the 1 (gemma2)", TP_GEMMA2, norms_without_offset, STEP, "step 1, loss: "),
     Mistake("biases of the first rank (qwen2)", TP_QWEN2, biases_of_the_first_rank, GRADIENT, "gradient of"),
     Mistake("sinks of the first rank's heads (gpt_oss)", TP_GPT_OSS, sinks_of_the_first_rank, STEP, "step 1, "),
+    Mistake("decays of the first rank's heads (qwen3_5)", TP_QWEN3_5, sinks_of_the_first_rank, STEP, "step 1, "),
     Mistake("bias of wo added on each rank (gpt_oss)", TP_GPT_OSS, output_bias_on_each_rank, GRADIENT, "gradient of"),
     Mistake(
         "biases of experts added on each rank (gpt_oss)",
@@ -799,6 +835,8 @@ OF_CONTEXT = (
     Mistake("valid tokens of own positions", CP, changed(valid_tokens_of_own_positions), STEP, "valid tokens"),
     Mistake("loss not summed over positions", CP, changed(loss_of_own_positions), LOSS, "step 1, loss"),
     Mistake("sinks of another rank's heads (gpt_oss)", CP_GPT_OSS, sinks_of_other_heads, STEP, "step 1, "),
+    Mistake("convolution cut between ranks (qwen3_5)", CP_QWEN3_5, convolution_of_own_positions, STEP, "step 1, "),
+    Mistake("decays of the first rank's heads (qwen3_5)", CP_QWEN3_5, decays_of_the_first_rank, STEP, "step 1, "),
     Mistake("heads in another order", CP, heads_in_another_order, STEP, "step 1, "),
     Mistake("gather: masks of adjacent queries", CP_GATHER, masks_of_adjacent_queries, STEP, "step 1, "),
     Mistake("gather: gradients of own queries", CP_GATHER, gradients_of_own_queries, GRADIENT, "gradient of"),
@@ -859,6 +897,8 @@ SOAK = (
     ("gradients of the norms of queries and keys not summed over tp (qwen3)", TP_QWEN3),
     ("bias of wo added on each rank (gpt_oss)", TP_GPT_OSS),
     ("sinks of another rank's heads (gpt_oss)", CP_GPT_OSS),
+    ("decays of the first rank's heads (qwen3_5)", TP_QWEN3_5),
+    ("decays of the first rank's heads (qwen3_5)", CP_QWEN3_5),
     ("shared experts counted on each ep rank (deepseek_v3)", EP_DEEPSEEK_V3),
     ("norm of the own heads (olmoe)", TP_OLMOE),
     ("loss not summed over positions", CP),

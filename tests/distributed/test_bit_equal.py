@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from tests.distributed.gradients import CPU, build_on_mesh, full_tensor, local_batches
-from tests.distributed.layouts import ALL_OPTIMIZERS, EXPERTS, GEMMA2, QWEN3
+from tests.distributed.layouts import ALL_OPTIMIZERS, EXPERTS, GEMMA2, QWEN3, QWEN3_5, QWEN3_5_MOE
 from tests.distributed.reference import global_batch, small_config
 from tests.distributed.test_watch import PLUGIN
 from tests.pool import run_ranks
@@ -147,6 +147,8 @@ SOAK: Table = {
         ("optimizer.name=Lion", "optimizer.qk_clip=0.045"),
         [((1, 2, 1, 1, 1), ()), ((2, 1, 2, 1, 1), ())],
     ),
+    "qwen3_5": (QWEN3_5, [((1, 2, 1, 1, 1), ()), ((2, 1, 2, 1, 1), (EVERY, FULL))]),
+    "qwen3_5_moe": (QWEN3_5_MOE, [((1, 1, 3, 1, 1), ())]),
     "gemma2, tied": (("model.tie_embeddings=true", *GEMMA2), [((1, 2, 1, 1, 1), ()), ((1, 1, 3, 1, 1), (EVERY,))]),
 }
 NEEDS_MORE = {
@@ -288,7 +290,7 @@ def test_four_ranks_have_the_bits_of_one() -> None:
 @pytest.mark.soak
 def test_all_layouts_have_the_bits_of_one_process() -> None:
     count = sum(len(cases) for table in (QUICK, TWO, FOUR, SOAK) for _, cases in table.values())
-    assert count == 72, "docs/numerics.md has this number"
+    assert count == 75, "docs/numerics.md has this number"
     compare(TWO)
     compare(SOAK)
     for alone, cases in NEEDS_MORE.values():

@@ -15,6 +15,8 @@ from tests.distributed.layouts import (
     MISTRAL,
     PAIRS,
     QWEN3,
+    QWEN3_5,
+    QWEN3_5_MOE,
     TIED,
     Layout,
     depth,
@@ -35,6 +37,9 @@ QUICK = (
     Layout((1, 1, 1, 1), GATHER, cp=2),
 )
 SLOW = (
+    Layout((1, 1, 1, 2), (*QWEN3_5, *BY_OP)),
+    Layout((1, 1, 1, 1), (*GATHER, *QWEN3_5), cp=2),
+    Layout((2, 1, 1, 1), (*QWEN3_5, *schedule("ZBVZeroBubble"), *depth(3)), cp=2),
     Layout((1, 1, 1, 1), (*GEMMA2, *COMPILE, *BY_OP)),
     Layout((1, 1, 2, 1), FULL, accumulation=2),
     Layout((1, 2, 1, 1), BY_LAYER, accumulation=2),
@@ -53,6 +58,8 @@ SLOW = (
 
 
 SOAK = (
+    Layout((1, 1, 1, 1), (*QWEN3_5, *COMPILE, *FULL), cp=2),
+    Layout((1, 1, 2, 1), (*QWEN3_5_MOE, "model.balance_loss=0.0", *BY_OP)),
     Layout((1, 1, 1, 2), BY_OP),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(3), *BY_OP)),
     Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *COMPILE, *PAIRS)),

@@ -48,6 +48,8 @@ OLMOE = ["model.family=olmoe", *EXPERTS[1:]]
 DEEPSEEK_V3 = ["model.family=deepseek_v3", *EXPERTS[1:], "model.n_kv_heads=4", "model.dense_ffn_dim=384"]
 DEEPSEEK_V3 += ["model.qk_nope_head_dim=32", "model.qk_rope_head_dim=16", "model.v_head_dim=32", "model.bias_rate=0.0"]
 DEEPSEEK_V3 += ["model.q_lora_rank=96", "model.kv_lora_rank=48"]
+QWEN3_5 = ["model.family=qwen3_5", "model.head_dim=32", "model.linear_key_heads=2", "model.linear_value_heads=4"]
+QWEN3_5 += ["model.linear_key_dim=32", "model.linear_value_dim=32"]
 DTYPE = {
     "float32": ["training.dtype=float32"],
     "bfloat16": ["training.dtype=float32", "training.mixed_precision_param=bfloat16"],
@@ -69,6 +71,9 @@ KEPT_LAYOUTS = {
     "1 process, experts": (1, EXPERTS),
     "1 process, gpt_oss": (1, GPT_OSS),
     "1 process, deepseek_v3": (1, DEEPSEEK_V3),
+    "1 process, qwen3_5": (1, QWEN3_5),
+    "tp 2, qwen3_5": (2, [*QWEN3_5, "parallelism.tp=2"]),
+    "cp 2, qwen3_5": (2, [*QWEN3_5, "parallelism.cp=2", "parallelism.fsdp_reshard_after_forward=never"]),
     "tp 2, experts": (2, [*EXPERTS, "parallelism.tp=2"]),
     "ep 2, experts": (2, [*EXPERTS, "parallelism.ep=2", "parallelism.fsdp_reshard_after_forward=never"]),
     "tp 2, olmoe": (2, [*OLMOE, "parallelism.tp=2"]),
@@ -80,6 +85,7 @@ STEP_LAYOUTS = {
     "1 process": (1, []),
     "tp 2": (2, ["parallelism.tp=2"]),
     "1 process, experts": (1, EXPERTS),
+    "1 process, qwen3_5": (1, QWEN3_5),
     "dp_shard 2": (2, ["parallelism.dp_shard=2"]),
     "dp_shard 2, sync last": (2, ["parallelism.dp_shard=2", "parallelism.gradient_sync=last"]),
     "dp_replicate 2": (2, ["parallelism.dp_replicate=2", "parallelism.dp_shard=1"]),
@@ -287,7 +293,7 @@ def peak_errors(layout: str, dtype: str) -> dict[str, list[float]]:
         pytest.param("1 process", "bfloat16", marks=pytest.mark.soak),
         *(
             pytest.param(f"1 process, {name}", "float32", marks=pytest.mark.soak)
-            for name in ("mistral", "olmo3", "gpt_oss")
+            for name in ("mistral", "olmo3", "gpt_oss", "qwen3_5")
         ),
         *(pytest.param(f"1 process, {name}", "bfloat16", marks=pytest.mark.soak) for name in ("qwen3", "gemma2")),
         *(pytest.param("1 process, experts", dtype, marks=pytest.mark.soak) for dtype in ("float32", "bfloat16")),
@@ -326,7 +332,10 @@ def test_additional_bytes_of_documents_in_a_row() -> None:
     [
         "tp 2",
         "cp 2",
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("cp 2, gather", "tp 2, experts", "tp 2, olmoe")),
+        *(
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in ("cp 2, gather", "tp 2, experts", "tp 2, olmoe", "tp 2, qwen3_5", "cp 2, qwen3_5")
+        ),
     ],
 )
 def test_bytes_kept_by_a_microbatch_on_two_ranks(layout: str) -> None:
@@ -345,6 +354,7 @@ def test_bytes_kept_by_a_microbatch_on_two_ranks(layout: str) -> None:
             for name, bound in {
                 "dp_shard 2": 0.5,
                 "1 process, experts": 0.15,
+                "1 process, qwen3_5": 0.15,
                 "dp_replicate 2": 0.15,
                 "dp_shard 2, bit_equal": 0.5,
                 "dp_shard 2, sync last, bit_equal": 0.5,

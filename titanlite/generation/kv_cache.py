@@ -1,19 +1,27 @@
-"""Incremental forward passes: the keys and values of earlier tokens are cached instead of recomputed."""
+"""Incremental forward passes: the keys and values of earlier tokens, or the states of linear attention after them, are
+cached instead of recomputed."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from titanlite.models.attention import AttentionMask, attend, attend_to_scores, attention_mask
 from titanlite.models.capped_attention import capped_attention
 from titanlite.models.decoder import Decoder
+from titanlite.models.delta_rule import gated_delta_rule
 from titanlite.models.family import LanguageModel
 from titanlite.models.latent_attention import LatentAttention
 from titanlite.models.layers import Attention
+from titanlite.models.linear_attention import GatedDeltaNet, convolve, gates_of, mix
 from titanlite.parallel.own_code import has_own_code, replaced
+
+
+class Cache(Protocol):
+    def has_window_before(self, column: int) -> bool:
+        """Whether the cache has what `column` needs of the columns before it."""
 
 
 class Reading:
@@ -22,8 +30,8 @@ class Reading:
     Rows are padded on the left, so that all end in the same column. Padding has no position; a padding column attends
     only to itself (a softmax over nothing would be NaN), and no other column attends to it.
 
-    padding: number of padding columns per row. capacity: total number of columns. columns: number of columns read so
-    far. device: of the tokens.
+    padding: number of padding columns of each row, (rows, 1). capacity: total number of columns. columns: number of
+    columns read so far. device: of the tokens.
     """
 
     def __init__(self, model: LanguageModel, padding: Sequence[int], capacity: int) -> None:
@@ -34,16 +42,16 @@ class Reading:
         self._model = model
         self._is_padded = any(padding)
         self._dtype = parameter.dtype
-        self._padding = torch.tensor(padding, device=parameter.device).unsqueeze(1)
+        self.padding = torch.tensor(padding, device=parameter.device).unsqueeze(1)
         self._masks: dict[int, Tensor | None] = {}
-        self.caches: list[KeyValueCache] = []
+        self.caches: list[Cache] = []
 
     def read(self, tokens: Tensor) -> Tensor:
         """Logits (rows, columns, vocab_size) of the next columns. tokens: int64 (rows, columns)."""
         columns = torch.arange(self.columns, self.columns + tokens.shape[1], device=tokens.device)
         self._masks.clear()
         with torch.inference_mode():
-            logits: Tensor = self._model(tokens, (columns - self._padding).clamp_(min=0))
+            logits: Tensor = self._model(tokens, (columns - self.padding).clamp_(min=0))
         self.columns += tokens.shape[1]
         return logits
 
@@ -72,7 +80,7 @@ class Reading:
         if sees_all and not self._is_padded:
             return None
         seen = torch.arange(self.first_seen(window), length, device=self.device)
-        queries, first = seen[-count:].unsqueeze(1), self._padding.unsqueeze(2)
+        queries, first = seen[-count:].unsqueeze(1), self.padding.unsqueeze(2)
         visible = ((seen <= queries) & (seen >= first)) | (seen == queries)
         if window:
             visible &= queries - seen < window
@@ -170,53 +178,100 @@ class KeyValueCache:
         return buffer
 
 
+class StateCache:
+    """Replaces the `mix` of one GatedDeltaNet: keeps its states after the last column, and the inputs of its
+    convolutions that the next column sees. The first column of a row after padding starts a document."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._state: Tensor | None = None
+        self._inputs: list[Tensor] = []
+        self._end = 0  # the column after the last one that was read
+
+    def has_window_before(self, column: int) -> bool:
+        return column == self._end
+
+    def __call__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        decays: Tensor,
+        betas: Tensor,
+        starts: Tensor | None,
+        *weights: Tensor,
+    ) -> Tensor:
+        """Like mix in models/linear_attention.py; `starts` is None, since each row is one document."""
+        assert starts is None, "rows of several documents cannot be read incrementally"
+        begin, inputs = self._reading.columns, [queries, keys, values]
+        earlier = min(begin, weights[0].shape[-1] - 1)
+        if begin:
+            inputs = [torch.cat(both, dim=1) for both in zip(self._inputs, inputs, strict=True)]
+        self._end = begin + queries.shape[1]
+        columns = torch.arange(begin - earlier, self._end, device=queries.device)
+        starts = columns == self._reading.padding
+        convolved = [convolve(x, taps, starts)[:, earlier:] for x, taps in zip(inputs, weights, strict=False)]
+        queries, keys, values = convolved
+        decays, betas = gates_of(decays, betas, *weights[3:])
+        state = self._state if begin else None
+        out, self._state = gated_delta_rule(queries, keys, values, decays, betas, starts[:, earlier:], state)
+        kept = min(self._end, weights[0].shape[-1] - 1)
+        self._inputs = [x[:, x.shape[1] - kept :] for x in inputs]
+        return out
+
+
 @contextmanager
 def remembering(model: LanguageModel, padding: Sequence[int], capacity: int) -> Iterator[Reading | Rereading]:
     """Replace the model's attention by cached attention inside the block. padding, capacity: see Reading.
 
-    Only of a Decoder (models/decoder.py) in which positions interact only in the default `attend` of each block, whose
-    queries and keys are already rotated by `positions`. Other models read all columns again for each token.
+    Only of a Decoder (models/decoder.py) in which positions interact only in the default `attend` or `mix` of each
+    block, whose queries and keys are already rotated by `positions`. Other models read all columns again for each
+    token.
     """
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    layers = [module for module in model.modules() if isinstance(module, Attention | GatedDeltaNet)]
     if not isinstance(model, Decoder) or not _is_cacheable(model, layers):
         yield Rereading(model, padding)
         return
-    kernels = [layer.attend for layer in layers]
     reading = Reading(model, padding, capacity)
-    for layer in layers:
-        latent = layer.kv_rank if isinstance(layer, LatentAttention) else 0
-        layer.attend = cache = KeyValueCache(reading, latent)
-        reading.caches.append(cache)
-    try:
+    with ExitStack() as stack:
+        for layer in layers:
+            cache: KeyValueCache | StateCache
+            if isinstance(layer, GatedDeltaNet):
+                name, cache = "mix", StateCache(reading)
+            else:
+                latent = layer.kv_rank if isinstance(layer, LatentAttention) else 0
+                name, cache = "attend", KeyValueCache(reading, latent)
+            stack.enter_context(replaced(layer, name, cache))
+            reading.caches.append(cache)
+        stack.callback(_set_latents, layers, read=False)
         _set_latents(layers, read=True)
         yield reading
-    finally:
-        _set_latents(layers, read=False)
-        for layer, kernel in zip(layers, kernels, strict=True):
-            layer.attend = kernel
 
 
-def _set_latents(layers: Sequence[Attention], *, read: bool) -> None:
+def _set_latents(layers: Sequence[nn.Module], *, read: bool) -> None:
     for layer in layers:
         if isinstance(layer, LatentAttention):
             layer.reads_latents = read
 
 
-def _is_cacheable(model: Decoder, layers: Sequence[Attention]) -> bool:
-    """Whether positions interact only in the default `attend` of each block.
+def _is_cacheable(model: Decoder, layers: Sequence[Attention | GatedDeltaNet]) -> bool:
+    """Whether positions interact only in the default `attend` or `mix` of each block.
 
     Found by a forward pass without it: the logits of a position must not depend on the tokens before it.
     """
     if len(layers) != len(model.layers) or model.attention_mask is not attention_mask:
         return False
-    if any(layer.attend is not attend for layer in layers):
+    if any(
+        layer.mix is not mix if isinstance(layer, GatedDeltaNet) else layer.attend is not attend for layer in layers
+    ):
         return False
     if not has_own_code(model):
         return True
     device = next(model.parameters()).device
     with torch.inference_mode(), ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(replaced(layer, "attend", _without_attention))
+            name = "mix" if isinstance(layer, GatedDeltaNet) else "attend"
+            stack.enter_context(replaced(layer, name, _without_attention))
         one, other = (model(torch.tensor([[*first, 0]], device=device))[:, -1] for first in ((0, 1, 2), (2, 0, 1)))
     return torch.allclose(one, other)
 

@@ -28,13 +28,14 @@ from titanlite.hf.safetensors import (
     StoredFp8,
     StoredMxfp4,
     StoredRows,
+    StoredSlices,
     StoredStack,
     StoredTensor,
     read_box_,
     read_header,
     read_object,
 )
-from titanlite.models.family import CHOICE_BIAS, FAMILIES, Family, StoredName, StoredPart, saved_tensors
+from titanlite.models.family import CHOICE_BIAS, FAMILIES, Family, StoredGroups, StoredName, StoredPart, saved_tensors
 from titanlite.models.hugging_face import stored_names, unknown_fields
 from titanlite.models.init import local_region
 from titanlite.runtime.errors import UserError
@@ -191,6 +192,8 @@ def _located(found: Mapping[str, StoredTensor], name: StoredName) -> Stored:
         return _matrix(found, name)
     if isinstance(name, tuple):
         return StoredStack(tuple(_matrix(found, each) for each in name))
+    if isinstance(name, StoredGroups):
+        return StoredSlices(found[name.name], name.groups, name.start, name.stop)
     whole = found.get(name.name) or StoredMxfp4(found[name.name + BLOCKS], found[name.name + SCALES])
     return StoredRows(whole, name.start, name.step)
 
@@ -296,10 +299,10 @@ def _text_tensors(found: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTe
 def _of_further_layers(fields: Mapping[str, Any], found: Collection[str]) -> tuple[str, ...]:
     """The names of the tensors of layers that predict further tokens, behind those of the model."""
     count, further = fields.get("num_hidden_layers"), fields.get("num_nextn_predict_layers")
-    if type(count) is not int or type(further) is not int:
-        return ()
-    numbers = {f"model.layers.{index}" for index in range(count, min(count + further, count + _MAX_FURTHER))}
-    return tuple(name for name in found if ".".join(name.split(".")[:3]) in numbers)
+    numbers: set[str] = set()
+    if type(count) is int and type(further) is int:
+        numbers = {f"model.layers.{index}" for index in range(count, min(count + further, count + _MAX_FURTHER))}
+    return tuple(name for name in found if name.startswith("mtp.") or ".".join(name.split(".")[:3]) in numbers)
 
 
 def shard_of_tensors(index: Mapping[str, Any]) -> dict[str, str]:
@@ -397,6 +400,8 @@ def _stored_shapes(
     found: Mapping[str, StoredTensor], name: StoredName, shape: tuple[int, ...]
 ) -> dict[str, tuple[int, ...]]:
     """The shapes of the stored tensors of a parameter of this shape."""
+    if isinstance(name, StoredGroups):
+        return {name.name: (name.groups * name.rows, *shape[1:])}
     if not isinstance(name, StoredPart):
         expected = shape if isinstance(name, str) else shape[1:]
         blocks = tuple(-(-size // FP8_BLOCK) for size in expected)

@@ -174,7 +174,36 @@ class StoredRows:
             part.copy_(box[0, ..., :: self.step].t())
 
 
-Stored = StoredTensor | StoredFp8 | StoredStack | StoredRows
+@dataclass(frozen=True)
+class StoredSlices:
+    """Some rows of each of `groups` equal parts of a tensor: see StoredGroups in models/family.py."""
+
+    tensor: StoredTensor
+    groups: int
+    start: int
+    stop: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.groups * (self.stop - self.start), *self.tensor.shape[1:])
+
+    def read_(self, out: Tensor, offset: Sequence[int]) -> None:
+        """See read_box_."""
+        size, rows = self.stop - self.start, self.tensor.shape[0] // self.groups
+        row, end = offset[0], offset[0] + len(out)
+        while row < end:
+            group, inside = divmod(row, size)
+            count = min(size - inside, end - row)
+            part = out[row - offset[0] : row - offset[0] + count]
+            read_box_(part, self.tensor, (group * rows + self.start + inside, *offset[1:]))
+            row += count
+
+
+Stored = StoredTensor | StoredFp8 | StoredStack | StoredRows | StoredSlices
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -279,7 +308,7 @@ def read_box_(out: Tensor, stored: Stored, offset: Sequence[int]) -> None:
         for part, tensor in zip(out, stored.tensors[offset[0] : offset[0] + len(out)], strict=True):
             read_box_(part, tensor, offset[1:])
         return
-    if isinstance(stored, StoredRows | StoredFp8):
+    if isinstance(stored, StoredRows | StoredFp8 | StoredSlices):
         stored.read_(out, offset)
         return
     width = stored.dtype.itemsize

@@ -97,6 +97,38 @@ class WindowHyperParameters(DecoderConfig):
         return tuple(self.sliding_window if number % self.full_interval else 0 for number in numbers)
 
 
+@dataclass(frozen=True)
+class HybridHyperParameters(DecoderConfig):
+    """Those of decoders with gated linear attention in all layers but each full_interval-th one."""
+
+    full_interval: int = 4
+    """Each layer whose number, from 1, is a multiple of it has full attention, the others gated linear attention."""
+    partial_rotary_factor: float = 0.25
+    """Part of each head of full attention that is rotated."""
+    linear_key_heads: int = 16
+    """Heads of queries and keys in linear attention, each for linear_value_heads / linear_key_heads heads."""
+    linear_value_heads: int = 32
+    """Heads of values, with a state each."""
+    linear_key_dim: int = 128
+    """Width of these heads of queries and keys."""
+    linear_value_dim: int = 128
+    """Width of these heads of values."""
+    linear_taps: int = 4
+    """Last positions that the convolutions before linear attention see, the own one included."""
+
+    @property
+    def linear_layers(self) -> tuple[bool, ...]:
+        return tuple(number % self.full_interval != 0 for number in range(1, self.n_layers + 1))
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def attention_parameters(self) -> int:
+        return self.dim * (3 * self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+
+
 class ByWindow(dict[int, Any]):
     """An argument of blocks, such as the mask, by the window of their attention."""
 
@@ -347,11 +379,12 @@ def matmul_parameters(config: DecoderConfig) -> list[int]:
     """Number of weights of each block that multiply a token: all but the norms, and the experts that it does not
     use."""
     experts = config.n_active_experts + config.n_shared_experts
-    router = config.dim * config.n_experts if config.n_experts > 1 else 0
+    router = config.dim * (config.n_experts + config.gates_shared) if config.n_experts > 1 else 0
     sparse, dense = 3 * config.dim * config.ffn_dim * experts + router, 3 * config.dim * config.dense_ffn_dim
     number = config.n_dense_layers
     feed_forward = [dense] * number + [sparse] * (config.n_layers - number)
-    return [config.attention_parameters + each for each in feed_forward]
+    attention = [config.linear_parameters if linear else config.attention_parameters for linear in config.linear_layers]
+    return [sum(each) for each in zip(attention, feed_forward, strict=True)]
 
 
 def describe_size(num_parameters: int, config: Any) -> str:
@@ -379,6 +412,7 @@ def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
     forward and twice that backward, where H is n_heads * head_dim (the mean of both products' widths, if values have
     another). As is usual for MFU, the full T x T products count although a causal kernel may skip half of them, and
     recomputation does not count. Source: Chowdhery et al., "PaLM" (2022), appendix B.
+    Gated linear attention reads a state, corrects it and reads it again, 6 operations per number of it forward.
     """
     return 6 * config.vocab_size * config.dim + sum(flops_of_blocks(config, seq_len))
 
@@ -386,7 +420,11 @@ def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
 def flops_of_blocks(config: DecoderConfig, seq_len: int) -> list[int]:
     """The part of each block in flops_per_token."""
     heads = 6 * config.n_heads * (config.head_dim + config.value_dim)
-    of_attention = [min(window or seq_len, seq_len) * heads for window in config.windows]
+    states = 18 * config.linear_value_heads * config.linear_key_dim * config.linear_value_dim
+    of_attention = [
+        states if is_linear else min(window or seq_len, seq_len) * heads
+        for window, is_linear in zip(config.windows, config.linear_layers, strict=True)
+    ]
     return [6 * n + flops for n, flops in zip(matmul_parameters(config), of_attention, strict=True)]
 
 
@@ -406,6 +444,9 @@ RANGES = {
     **dict.fromkeys(("n_active_experts", "rope_original_seq_len", "query_pre_attn_scalar"), _SIZE),
     **dict.fromkeys(("base_dim", "base_layers"), replace(_SIZE, least=0, remedy="0 for no base model")),
     **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "dense_ffn_dim"), _SIZE),
+    **dict.fromkeys(("linear_key_heads", "linear_value_heads", "linear_key_dim", "linear_value_dim"), _SIZE),
+    "linear_taps": replace(_SIZE, most=64),
+    "partial_rotary_factor": Range("0.25 is usual", least=0, most=1),
     **dict.fromkeys(("n_groups", "n_active_groups"), replace(_SIZE, remedy="1 for no groups")),
     **dict.fromkeys(
         ("q_lora_rank", "n_dense_layers", "n_shared_experts"), replace(_SIZE, least=0, remedy="0 for none")

@@ -54,6 +54,10 @@ class DecoderConfig:
     score_cap: float = 0.0
     n_dense_layers: int = 0
     n_shared_experts: int = 0
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0
+    linear_key_dim: int = 0
+    linear_value_dim: int = 0
     n_groups: int = 1
     n_active_groups: int = 1
     route_scale: float = 1.0
@@ -61,6 +65,8 @@ class DecoderConfig:
     """What makes the affinities of positions and experts from the router's scores."""
     always_biased: ClassVar[bool] = False
     """Whether mixtures have the biases of bias_rate even if that is 0."""
+    gates_shared: ClassVar[bool] = False
+    """Whether shared experts have the sigmoid of a score as weight."""
     clamped: ClassVar[bool] = False
     """Whether the activation of experts is clamped_swiglu, not swiglu."""
     norm_offset: ClassVar[float] = 0.0
@@ -100,6 +106,17 @@ class DecoderConfig:
     def windows(self) -> tuple[int, ...]:
         """The window of the attention of each layer, in positions; 0: none."""
         return (0,) * self.n_layers
+
+    @property
+    def linear_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has gated linear attention."""
+        return (False,) * self.n_layers
+
+    @property
+    def linear_parameters(self) -> int:
+        """Weights of the matrices of the attention of such a layer."""
+        keys, values = self.linear_key_heads * self.linear_key_dim, self.linear_value_heads * self.linear_value_dim
+        return self.dim * (2 * keys + 3 * values + 2 * self.linear_value_heads)
 
 
 TensorStyle = (
@@ -167,7 +184,7 @@ class Structure:
         "router": a replicated router. Experts need no style: their hidden features are sharded, and their output is
         summed and sharded along seq_len.
         "scalar": a Scalar, replicated; each rank computes with it for its own positions or heads.
-        "heads": a Scalar with a number per head, sharded by heads.
+        "heads": a Scalar with numbers of each head, sharded by heads.
         "logits": the output layer, sharded by output features (the vocabulary); its input is gathered.
     transfer: the Transfer of a parameter by its name in the full model; None: no base model.
     """
@@ -179,19 +196,24 @@ class Structure:
     transfer: Callable[[str], Transfer] | None = None
 
 
+LOG_UNIFORM_LEAST = 0.01
+
+
 @dataclass(frozen=True)
 class Init:
     """Distribution of one parameter: "normal" (mean 0, standard deviation `value`, clamped at three of them), "uniform"
-    (from -value to value), "constant" (`value`), or "ones"."""
+    (from -value to value), "log_uniform" (the logarithm of a number from 0.01 to `value`, uniform), "constant"
+    (`value`), or "ones"."""
 
-    kind: Literal["normal", "uniform", "constant", "ones"]
+    kind: Literal["normal", "uniform", "log_uniform", "constant", "ones"]
     value: float = 1.0
 
     def __post_init__(self) -> None:
-        kinds, least = ("normal", "uniform", "constant", "ones"), -math.inf if self.kind == "constant" else 0
+        kinds = ("normal", "uniform", "log_uniform", "constant", "ones")
+        least = -math.inf if self.kind == "constant" else LOG_UNIFORM_LEAST if self.kind == "log_uniform" else 0
         is_number = isinstance(self.value, int | float) and math.isfinite(self.value) and self.value >= least
         if self.kind not in kinds or not is_number:
-            rule = "at least 0 unless constant"
+            rule = f"at least 0 unless constant, of log_uniform at least {LOG_UNIFORM_LEAST}"
             raise UserError(f"{self}: the kinds are {', '.join(kinds)}, and the value is a finite number, {rule}")
 
 
@@ -313,7 +335,19 @@ class StoredPart:
     step: int = 1
 
 
-StoredName = str | tuple[str, ...] | StoredPart
+@dataclass(frozen=True)
+class StoredGroups:
+    """Where transformers stores a parameter together with others: the rows from `start` on of each of `groups` equal
+    parts of the tensor `name`, of `rows` rows each."""
+
+    name: str
+    groups: int
+    rows: int
+    start: int
+    stop: int
+
+
+StoredName = str | tuple[str, ...] | StoredPart | StoredGroups
 
 
 @dataclass(frozen=True)
@@ -321,11 +355,12 @@ class HuggingFace:
     """A family in the format of Hugging Face's `transformers`.
 
     Weights are identical in both formats: (out, in), rotary pairs half a head apart. Only their names differ, and
-    parameters that are stacked here are stored one by one there, or as a StoredPart.
+    parameters that are stacked here are stored one by one there, or as a StoredPart, and several parameters as one
+    tensor there (StoredGroups).
 
     model_type, architecture: the family's model_type and model class in config.json.
     names(config): maps each parameter of the full model to its name in transformers, to those of its parts along the
-    first dimension, in order, or to a StoredPart; a tied parameter appears once, under its first name.
+    first dimension, in order, to a StoredPart, or to StoredGroups; a tied parameter appears once, under its first name.
     config_json(config): the fields of config.json for the hyper-parameters.
     config_from_json(fields): the hyper-parameters in config.json. Raises UserError with the field's name if a field is
     missing, or has a value that the family does not support.

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from titanlite.models.family import HuggingFace, StoredName, StoredPart
+from titanlite.models.family import HuggingFace, StoredGroups, StoredName, StoredPart
 from titanlite.runtime.errors import Problem, UserError
 
 MODULE_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
@@ -61,6 +61,7 @@ NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id":
 
 _READ_ELSEWHERE = (
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "layer_types", "quantization_config"),
+    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
     *(
         "num_nextn_predict_layers",
         "num_local_experts",
@@ -75,7 +76,7 @@ _NOT_OF_THE_MODEL = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "pretraining_tp", "cache_implementation"),
     # other names of fields, or details of them
     *("max_window_layers", "_sliding_window_pattern", "sliding_window_size", "experts_per_token"),
-    "initial_context_length",
+    *("initial_context_length", "mamba_ssm_dtype"),
 )
 _TOO_LARGE = 2**40
 """Integers from here on are invalid in any model; computing with them might not terminate."""
@@ -123,16 +124,19 @@ def refuse_invalid(problems: Sequence[Problem], names: Mapping[str, str]) -> Non
         raise UserError(f"config.json: {names.get(name, name)} = {first.value!r}: {first.rule} (as {first.key})")
 
 
-def rope_fields(fields: Mapping[str, Any], scaled: str | None = None) -> tuple[float, Mapping[str, Any]]:
+def rope_fields(
+    fields: Mapping[str, Any], scaled: str | None = None, *, partial: bool = False
+) -> tuple[float, Mapping[str, Any]]:
     """(theta, fields of the scaling or {}), from rope_parameters (transformers 5) or rope_theta and rope_scaling.
 
-    scaled: the supported type of scaling, if there is one. Raises UserError for any other type.
+    scaled: the supported type of scaling, if there is one. Raises UserError for any other type. partial: whether any
+    partial_rotary_factor is supported.
     """
     # If both are present, transformers takes rope_scaling.
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     outside = {field: fields.get(field) for field in ("rope_theta", "partial_rotary_factor")}
     found = outside | read_field(fields, name, dict, {})
-    refuse_other(found, {"partial_rotary_factor": 1.0})
+    refuse_other(found, {} if partial else {"partial_rotary_factor": 1.0})
     kind = found.get("rope_type") or found.get("type") or "default"
     if kind not in ("default", scaled):
         supported = " and ".join(repr(each) for each in ("default", scaled) if each is not None)
@@ -300,7 +304,7 @@ class DecoderFormat:
             block = self._block(config) if self.block is None else self.block(config, index)
             prefix = f"model.layers.{index}."
             for ours, theirs in block.items():
-                if isinstance(theirs, StoredPart):
+                if isinstance(theirs, StoredPart | StoredGroups):
                     stored: StoredName = replace(theirs, name=prefix + theirs.name)
                 else:
                     stored = prefix + theirs if isinstance(theirs, str) else tuple(prefix + each for each in theirs)
@@ -341,7 +345,8 @@ class DecoderFormat:
             read_field(fields, name, type(self.supported[name]))
         for kind in read_field(fields, "layer_types", list, []):
             refuse_other({"layer_types": kind}, {"layer_types": "full_attention"})
-        theta, scaling = rope_fields(fields, self.scaling.kind if self.scaling else None)
+        partial = "partial_rotary_factor" in self._fields()
+        theta, scaling = rope_fields(fields, self.scaling.kind if self.scaling else None, partial=partial)
         values = {"rope_theta": theta} | self._values(fields)
         names = self._fields()
         if self.scaling is not None:
@@ -397,7 +402,7 @@ def expert_names(n_experts: int) -> dict[str, StoredName]:
 
 def stored_names(name: StoredName) -> tuple[str, ...]:
     """The names of the stored tensors of a parameter."""
-    return (name,) if isinstance(name, str) else (name.name,) if isinstance(name, StoredPart) else name
+    return (name,) if isinstance(name, str) else name if isinstance(name, tuple) else (name.name,)
 
 
 def stored_tensors(tensors: Mapping[str, Tensor], names: Mapping[str, StoredName]) -> dict[str, Tensor]:
@@ -405,16 +410,21 @@ def stored_tensors(tensors: Mapping[str, Tensor], names: Mapping[str, StoredName
     titanlite's names, with all parts of a stored tensor. names: see HuggingFace."""
     found: dict[str, Tensor] = {}
     parts: dict[str, dict[int, Tensor]] = {}
+    groups: dict[str, dict[int, Tensor]] = {}
     for ours, tensor in tensors.items():
         name = names[ours]
         if isinstance(name, StoredPart):
             parts.setdefault(name.name, {})[name.start] = tensor
+        elif isinstance(name, StoredGroups):
+            groups.setdefault(name.name, {})[name.start] = tensor.unflatten(0, (name.groups, -1))
         else:
             found |= {name: tensor} if isinstance(name, str) else dict(zip(name, tensor.unbind(), strict=True))
     for theirs, by_start in parts.items():
         rows = [by_start[start] for start in range(len(by_start))]
         joined = rows[0] if len(rows) == 1 else torch.stack(rows, dim=2).flatten(1, 2)
         found[theirs] = joined.mT if joined.dim() == 3 else joined
+    for theirs, by_start in groups.items():
+        found[theirs] = torch.cat([by_start[start] for start in sorted(by_start)], dim=1).flatten(0, 1)
     return found
 
 
@@ -423,4 +433,7 @@ def parameter_of(stored: Mapping[str, Tensor], name: StoredName) -> Tensor:
     if isinstance(name, StoredPart):
         whole = stored[name.name]
         return (whole.mT if whole.dim() == 3 else whole)[:, name.start :: name.step]
+    if isinstance(name, StoredGroups):
+        grouped: Tensor = stored[name.name].unflatten(0, (name.groups, -1))
+        return grouped[:, name.start : name.stop].flatten(0, 1)
     return stored[name] if isinstance(name, str) else torch.stack([stored[each] for each in name])

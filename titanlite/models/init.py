@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from titanlite.models.family import Init
+from titanlite.models.family import LOG_UNIFORM_LEAST, Init
 from titanlite.runtime.dtensors import is_dtensor
 from titanlite.runtime.torch_internals import shape_and_offset
 
@@ -96,14 +96,18 @@ class _Blocks:
         if index != self._index:
             digest = hashlib.sha256(f"{self._seed}:{self._name}:{index}".encode()).digest()
             generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
-            if self._init.kind == "uniform":
+            if self._init.kind.endswith("uniform"):
                 drawn.uniform_(-1.0, 1.0, generator=generator)
             else:
                 drawn.normal_(generator=generator)
             # NumPy runs on the calling thread only; torch would start a pool of threads for each thread here.
             values = drawn.numpy()
-            np.clip(values, -CUT_STD, CUT_STD, out=values)
-            np.multiply(values, self._init.value, out=values)
+            if self._init.kind == "log_uniform":
+                middle, half = (self._init.value + LOG_UNIFORM_LEAST) / 2, (self._init.value - LOG_UNIFORM_LEAST) / 2
+                np.log(middle + half * values, out=values)
+            else:
+                np.clip(values, -CUT_STD, CUT_STD, out=values)
+                np.multiply(values, self._init.value, out=values)
             np.copyto(rounded.numpy(), values, casting="same_kind")
             self._index = index
         return rounded

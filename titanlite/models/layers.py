@@ -191,8 +191,11 @@ class RotaryTables:
 
         Element i of a head is paired with element i + head_dim / 2, as in weights in Hugging Face format, so wq and wk
         need no permutation. (Meta's own files pair adjacent elements, 2i with 2i + 1.)
-        Computed in promote_types(x.dtype, float32), by type promotion with the tables.
+        Computed in promote_types(x.dtype, float32), by type promotion with the tables. Of heads that are wider than the
+        tables, the rest is not rotated.
         """
+        if (width := self.cos.shape[-1]) < x.shape[-1]:
+            return torch.cat((self.rotate(x[..., :width]), x[..., width:]), dim=-1)
         seq_len = x.shape[1]
         cos = self.cos[..., :seq_len, :].unsqueeze(-2)
         sin = self.sin[..., :seq_len, :].unsqueeze(-2)
@@ -366,6 +369,11 @@ class Attention(nn.Module):
 
     def attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None) -> Tensor:
         """The output, (batch, seq_len, dim), from the `heads`."""
+        out: Tensor = self.wo(self.results(queries, keys, values, mask))
+        return out
+
+    def results(self, queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None) -> Tensor:
+        """Those of all heads, (batch, seq_len, heads x head_dim)."""
         heads = (x.transpose(1, 2) for x in (queries, keys, values))
         options: dict[str, Any] = {"window": self.window} if self.window else {}
         if self.cap:
@@ -374,8 +382,18 @@ class Attention(nn.Module):
             options["sinks"] = self.sinks()
         if self.largest is not None and self.training:
             options["largest"] = self.largest
-        attended = self.attend(*heads, mask, **options)
-        out: Tensor = self.wo(attended.transpose(1, 2).flatten(2))
+        return self.attend(*heads, mask, **options).transpose(1, 2).flatten(2)
+
+
+class GatedAttention(Attention):
+    """Attention whose results are multiplied by sigmoid(wg x). Arguments: those of Attention."""
+
+    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, *others: Any, **options: Any) -> None:
+        super().__init__(dim, n_heads, n_kv_heads, head_dim, *others, **options)
+        self.wg = nn.Linear(dim, n_heads * head_dim, bias=False)
+
+    def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None) -> Tensor:
+        out: Tensor = self.wo(self.results(*self.heads(x, rope), mask) * self.wg(x).sigmoid())
         return out
 
 

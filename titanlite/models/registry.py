@@ -21,11 +21,16 @@ from titanlite.models.olmo3 import OLMO3
 from titanlite.models.olmoe import OLMOE
 from titanlite.models.qwen2 import QWEN2
 from titanlite.models.qwen3 import QWEN3
+from titanlite.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from titanlite.models.qwen3_moe import QWEN3_MOE
+from titanlite.models.qwen3_next import QWEN3_NEXT
 from titanlite.models.smollm3 import SMOLLM3
 from titanlite.runtime.errors import Problem
 
-SHIPPED = (LLAMA3, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMO2, OLMO3, OLMOE, SMOLLM3, GEMMA2, GEMMA3, GPT_OSS, DEEPSEEK_V3)
+SHIPPED = (
+    *(LLAMA3, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, OLMO2, OLMO3, OLMOE, SMOLLM3),
+    *(GEMMA2, GEMMA3, GPT_OSS, DEEPSEEK_V3),
+)
 FAMILIES.update({family.name: family for family in SHIPPED})
 
 

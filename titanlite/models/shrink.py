@@ -6,7 +6,8 @@ from typing import Any
 
 TINY_HEAD_DIM = 8
 TINY_WIDTHS = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6}
-"""Largest widths of latent attention."""
+TINY_WIDTHS |= {"linear_key_dim": 6, "linear_value_dim": 8}
+"""Largest widths of latent and of linear attention."""
 
 
 def shrink_model(config: Any, ranks: int) -> Any:
@@ -29,6 +30,11 @@ def shrink_model(config: Any, ranks: int) -> Any:
     if "dense_ffn_dim" in own:
         counts["n_dense_layers"] = min(config.n_dense_layers, counts["n_layers"] // 2)
         counts["dense_ffn_dim"] = size_alike(config.dense_ffn_dim, 2 * dim, ranks)
+    if key_heads := own.get("linear_key_heads"):
+        counts["full_interval"] = min(config.full_interval, counts["n_layers"])
+        counts["linear_key_heads"] = math.gcd(key_heads, ranks)
+        shared = min(config.linear_value_heads // key_heads, 2)
+        counts["linear_value_heads"] = counts["linear_key_heads"] * shared
     return replace(config, **counts, dim=dim, ffn_dim=size_alike(config.ffn_dim, 2 * dim, ranks))
 
 

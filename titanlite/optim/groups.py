@@ -92,13 +92,13 @@ def has_matrices(name: str, parameter: Tensor) -> bool:
 
 def default_optimizer(section: OptimizerConfig, structure: Structure, name: str, *, is_matrix: bool) -> str:
     """The optimizer of a parameter without a group's own. Muon: of matrices of blocks, and stacks of them, but for
-    routers."""
+    routers and numbers of heads."""
     if section.name != "Muon":
         return section.name
     in_block = any(name[: dot.start()] in structure.blocks for dot in re.finditer(r"\.", name))
-    routers = (pattern for pattern, style in structure.tensor_styles.items() if style == "router")
-    is_router = any(fnmatchcase(name, f"{pattern}.*") for pattern in routers)
-    return "Muon" if in_block and is_matrix and not is_router else "AdamW"
+    others = (pattern for pattern, style in structure.tensor_styles.items() if style in ("router", "heads"))
+    is_other = any(fnmatchcase(name, f"{pattern}.*") for pattern in others)
+    return "Muon" if in_block and is_matrix and not is_other else "AdamW"
 
 
 def groups_of(groups: Sequence[GroupConfig], name: str) -> dict[int, str]:

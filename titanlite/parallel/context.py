@@ -3,7 +3,8 @@
 "heads": around attention, ranks exchange heads for positions (Jacobs et al., "DeepSpeed Ulysses", 2023): each computes
 entire rows with n_heads / cp of the heads, so that masks and kernels do not change. "gather": each rank gathers all
 keys and values for its queries (Grattafiori et al., "The Llama 3 Herd of Models", 2024, section 3.3.2), whose positions
-are an early and a late part of the row, so that all ranks compute equally many scores.
+are an early and a late part of the row, so that all ranks compute equally many scores. Gated linear attention exchanges
+heads for positions with both.
 
 Nothing is divided by cp: each rank has the loss of its positions, and gradients are sums over all ranks.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 from titanlite.models.attention import AttentionMask, Kernel, attention_mask
 from titanlite.models.family import DecoderConfig, LanguageModel
 from titanlite.models.layers import Attention
+from titanlite.models.linear_attention import GatedDeltaNet, Mixer
 from titanlite.parallel.collectives import all_gather, all_to_all, reduce_scatter
 from titanlite.parallel.mesh import ContextParallel, ParallelismConfig, part_of_rows
 from titanlite.runtime.errors import Problem, Rules
@@ -36,6 +38,8 @@ def apply_context_parallel(model: LanguageModel, group: dist.ProcessGroup | None
     for module in model.modules():
         if isinstance(module, Attention):
             module.attend = partial(exchange, module.attend, group=group)
+        elif isinstance(module, GatedDeltaNet):
+            module.mix = partial(mix_over_heads, module.mix, group=group, form=form)
     if form == "gather":
         model.attention_mask = partial(mask_of_own_queries, group=group)
     return [f"context parallel ({form})"]
@@ -64,6 +68,41 @@ def attend_over_heads(
     queries, keys, values = (_HeadsForPositions.apply(x, group, 1, 2) for x in (queries, keys, values))  # type: ignore[no-untyped-call]
     attended: Tensor = _HeadsForPositions.apply(kernel(queries, keys, values, mask, **options), group, 2, 1)  # type: ignore[no-untyped-call]
     return attended
+
+
+def mix_over_heads(
+    mixer: Mixer,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    decays: Tensor,
+    betas: Tensor,
+    starts: Tensor | None,
+    *weights: Tensor,
+    group: dist.ProcessGroup,
+    form: ContextParallel,
+) -> Tensor:
+    """`mixer` for this rank's positions, see `mix` in models/linear_attention.py: convolution and states see entire
+    rows of 1 / cp of the heads. starts: of entire rows; weights: of all heads. One exchange for all inputs."""
+    cp, rank, key_heads = group.size(), group.rank(), queries.shape[2]
+    inputs = [x.flatten(2).unflatten(2, (key_heads, -1)) for x in (queries, keys, values, decays, betas)]
+    joined = _HeadsForPositions.apply(torch.cat(inputs, dim=-1), group, 2, 1)  # type: ignore[no-untyped-call]
+    if form == "gather":
+        joined = joined[:, _order(joined.shape[1], cp, joined.device)]
+    queries, keys, values, decays, betas = joined.split([x.shape[-1] for x in inputs], dim=-1)
+    values = values.flatten(2).unflatten(2, (-1, values.shape[-1] // (decays.shape[-1])))
+    own = (weight.chunk(cp)[rank] for weight in weights)
+    out = mixer(queries, keys, values, decays.flatten(2), betas.flatten(2), starts, *own)
+    if form == "gather":
+        out = out[:, _order(out.shape[1], cp, out.device).argsort()]
+    mixed: Tensor = _HeadsForPositions.apply(out, group, 1, 2)  # type: ignore[no-untyped-call]
+    return mixed
+
+
+def _order(seq_len: int, cp: int, device: torch.device) -> Tensor:
+    """Where the positions of entire rows are in those of the ranks one after the other, with the form "gather"."""
+    parts = torch.arange(seq_len, device=device).unflatten(0, (cp, 2, -1))
+    return torch.cat((parts[:, 0], parts[:, 1].flip(0))).flatten()
 
 
 def attend_to_gathered(
@@ -159,4 +198,9 @@ def check_context(section: ParallelismConfig, model: Any, seq_len: int) -> list[
     rule = f"divides n_heads / tp = {n_heads}, and divides n_kv_heads / tp = {n_kv_heads} or is a multiple of it"
     remedy = f'parallelism.context_parallel = "gather", or parallelism.cp = {max(fits)}'
     rules.require("cp", gathers or cp in fits, rule, remedy)
+    if model.linear_key_heads and not rules.problems:
+        heads = model.linear_key_heads // tp
+        rule = f"divides linear_key_heads / tp = {heads}: linear attention exchanges heads for positions"
+        remedy = f"parallelism.cp = {math.gcd(cp, heads)}"
+        rules.require("cp", heads % cp == 0, rule, remedy)
     return rules.problems

@@ -15,6 +15,7 @@ from titanlite.models.experts import Experts, feed_forward, mixtures_of
 from titanlite.models.family import FAMILIES, DecoderConfig, Family, LanguageModel, Structure, has_own
 from titanlite.models.head import OutputLayer, output_layers_of
 from titanlite.models.layers import Attention
+from titanlite.models.linear_attention import GatedDeltaNet
 from titanlite.models.shrink import shrink_model
 from titanlite.parallel.mesh import ContextParallel, ParallelismConfig
 from titanlite.parallel.tensor import style_problems, tensor_style
@@ -127,6 +128,8 @@ def _cut(family: Family, config: Any, *, of_attend: bool) -> tuple[Tensor, Tenso
             module.register_forward_pre_hook(note)
         elif of_attend and isinstance(module, Attention):
             module.attend = lambda queries, *_, **_options: queries
+        elif of_attend and isinstance(module, GatedDeltaNet):
+            module.mix = lambda _queries, _keys, values, *_: values
         elif not of_attend and tensor_style(structure, name) == "gather":
             module.register_forward_pre_hook(detach)
     model(torch.arange(6).unsqueeze(0))
@@ -154,7 +157,7 @@ def context_problem(model: LanguageModel, structure: Structure, form: ContextPar
     if model.draws:
         return "it draws random numbers by row key, and each rank has a part of the row"
     for name in structure.blocks:
-        if not any(isinstance(module, Attention) for module in model.get_submodule(name).modules()):
+        if not any(isinstance(module, Attention | GatedDeltaNet) for module in model.get_submodule(name).modules()):
             return f"{name} has no titanlite.models.layers.Attention, which knows cp"
     if form == "gather" and getattr(model, "attention_mask", None) is not attention_mask:
         return 'context_parallel = "gather" would replace its attention_mask'

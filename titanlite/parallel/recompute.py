@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import titanlite.models.capped_attention  # noqa: F401  # registers its operation
+import titanlite.models.capped_attention  # registers its operation
+import titanlite.models.delta_rule  # noqa: F401  # registers its operation
 from titanlite.models.family import Structure
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Affects, Needs, setting
@@ -25,6 +26,7 @@ SAVED_OPS: tuple[Any, ...] = (
     *fused_attention_operations(),
     torch.ops.higher_order.flex_attention,
     torch.ops.titanlite.capped_attention.default,
+    torch.ops.titanlite.gated_delta_rule.default,
     functional_collectives().reduce_scatter_tensor.default,
 )
 """Operations whose results selective_policy "op" saves: the most expensive ones to compute or communicate. The rest

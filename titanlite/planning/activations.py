@@ -5,16 +5,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from titanlite.models.attention import MaskForm
+from titanlite.models.delta_rule import CHUNK, SEGMENT
 from titanlite.models.family import DecoderConfig, Structure
 from titanlite.models.head import PART_IDS
 
 
 class BlockKind(NamedTuple):
     """What decides the work and the memory of a block. window: of its attention; 0: none, or one of an entire row.
-    is_dense: whether it has one feed-forward layer in a model with experts."""
+    is_dense: whether it has one feed-forward layer in a model with experts. is_linear: whether it has gated linear
+    attention."""
 
     window: int
     is_dense: bool = False
+    is_linear: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,8 @@ class MicrobatchShape:
     def kinds(self, config: DecoderConfig) -> tuple[BlockKind, ...]:
         """That of each layer."""
         return tuple(
-            BlockKind(window if window < self.seq_len else 0, index < config.n_dense_layers)
-            for index, window in enumerate(config.windows)
+            BlockKind(window if window < self.seq_len else 0, index < config.n_dense_layers, is_linear)
+            for index, (window, is_linear) in enumerate(zip(config.windows, config.linear_layers, strict=True))
         )
 
     def uses_bands(self, config: DecoderConfig, window: int) -> bool:
@@ -171,24 +174,36 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
     # the norms, the inputs of wq, wk, wv and of w1, w3, and of SwiGLU: both inputs, silu, the product; of the clamped
     # one also the clamped input of silu, and the other factor
     kept = 6 if config.clamped else 4
-    others = norms_of_block(structure) * norm + head_norm + logsumexp
-    others += (residual if latent and tp > 1 else gathered) + gathered  # the inputs of attention and feed-forward
     of_experts = kept * sparse + scores + routed + wide_input
+    if config.linear_key_heads:  # the factor of the results of full attention, and their product
+        head_norm += 2 * positions * query_dim * size // tp
+        heads += positions * query_dim * size // tp
+        scores += positions * wide if config.gates_shared else 0
+    of_feed_forward = (of_experts if has_experts else kept * sparse) + norm + gathered
+    inputs = norms_of_block(structure) * norm + (residual if latent and tp > 1 else gathered) + gathered
+    linear, linear_by_op = _linear_bytes(config, shape, wide)
+    full = head_norm + logsumexp
     by_kind = {
-        kind: others + attention(kind.window) + (kept * dense if kind.is_dense else of_experts) for kind in set(kinds)
+        kind: inputs
+        + (linear if kind.is_linear else full + attention(kind.window))
+        + (kept * dense if kind.is_dense else of_experts)
+        for kind in set(kinds)
     }
-    always_kept = residual + heads + int(attended * wider) + logsumexp
+    always_kept = heads + int(attended * wider) + logsumexp
     router = positions * config.n_experts * wide if has_experts else 0
     return ActivationBytes(
         blocks=tuple(by_kind[kind] for kind in kinds),
         blocks_by_op=tuple(
-            always_kept + (2 * dense + dense_outputs if kind.is_dense else 2 * sparse + sparse_outputs + router)
+            residual
+            + (linear_by_op if kind.is_linear else always_kept)
+            + (2 * dense + dense_outputs if kind.is_dense else 2 * sparse + sparse_outputs + router)
             for kind in kinds
         ),
         block_input=residual,
         # in the backward pass of w2: the gradients of both factors, and of the residual stream; of experts, also those
-        # of their results by position and by expert
-        block_backward=2 * hidden + 2 * residual + routed,
+        # of their results by position and by expert; or in that of linear attention, when the feed-forward layer's
+        # activations are no longer needed
+        block_backward=2 * residual + max(2 * hidden + routed, _linear_backward(config, shape, wide) - of_feed_forward),
         # of the outputs of all matrix products and norms
         block_split=heads + 2 * hidden + n_outputs * gathered + 2 * residual,
         embedding=positions * 8,
@@ -238,6 +253,27 @@ def _latent_bytes(config: Any, positions: int, tp: int, size: int, wide: int) ->
     norms = sum(_norm_bytes(rank, own, size, wide) for rank in (q_rank, kv_rank) if rank) + own * rotated * size
     gathered = (0 if q_rank else config.dim) + rotated if tp > 1 else 0
     return int(norms + positions * (q_rank + kv_rank + gathered) * size)
+
+
+def _linear_bytes(config: DecoderConfig, shape: MicrobatchShape, wide: int) -> tuple[int, int]:
+    """(all, with the recompute policy "op") of gated linear attention, without its input."""
+    positions, size, heads = shape.positions, shape.element_bytes, config.linear_value_heads
+    keys, values = config.linear_key_heads * config.linear_key_dim, heads * config.linear_value_dim
+    segments = -(-shape.seq_len // (CHUNK * SEGMENT)) + 1
+    states = shape.rows * segments * heads * config.linear_key_dim * config.linear_value_dim * wide // shape.cp
+    # queries, keys and values before and after the convolution; the results of the rule, normalized, and multiplied by
+    # the activation of their gates, with both
+    numbers = (2 * (2 * keys + values) + 5 * values) * size + heads * (5 * wide + 2 * size)
+    by_op = (2 * keys + 3 * values + 2 * heads) * size
+    return (positions * numbers + states) // shape.tp, (positions * by_op + states) // shape.tp
+
+
+def _linear_backward(config: DecoderConfig, shape: MicrobatchShape, wide: int) -> int:
+    """Memory of the rule's backward pass: that of one segment, as measured."""
+    key_dim, value_dim = config.linear_key_dim, config.linear_value_dim
+    of_head = 8 * CHUNK + 8 * key_dim + 6 * value_dim + 5 * key_dim * value_dim // CHUNK
+    numbers = config.linear_value_heads * of_head + 6 * config.linear_key_heads * key_dim
+    return shape.rows * min(shape.seq_len, CHUNK * SEGMENT) * numbers * wide // (shape.cp * shape.tp)
 
 
 def _norm_bytes(dim: int, vectors: int, size: int, wide: int) -> int:

@@ -51,7 +51,8 @@ class StepShape:
     """The inputs of the traffic formulas besides the stage. sizes: of the mesh axes; dp_shard stands for dp_shard x cp.
     sync: None with a pipeline. microbatches: per optimizer step, of `rows` rows each, of which this rank has
     `positions` positions, `loss_chunk` of them per chunk of the loss. shard_logits: whether each rank has the logits of
-    its part of the vocabulary only. exchanged: elements per position that attention exchanges, or gathers, over cp.
+    its part of the vocabulary only. exchanged: elements per position that attention exchanges, or gathers, over cp;
+    linear_exchanged: those of gated linear attention, which the linear_layers have.
     n_experts, n_active: experts of a block, and those of a position. n_dense_layers: first blocks without experts.
     has_shared_experts: whether those with them have a further feed-forward layer. attention_input: elements per
     position that attention gathers over tp. wide_norms: norms of a block whose squares are
@@ -66,6 +67,8 @@ class StepShape:
     rows: int
     positions: int
     exchanged: int
+    linear_exchanged: int
+    linear_layers: tuple[bool, ...]
     n_experts: int
     n_active: int
     n_dense_layers: int
@@ -191,21 +194,32 @@ def _context_parallel(
     stage: Stage, section: ParallelismConfig, recompute: ActivationCheckpointConfig, shape: StepShape
 ) -> list[Traffic]:
     """Each block exchanges queries, keys, values and the result of attention per direction, and if it is recomputed; or
-    gathers keys and values, also if it is recomputed, and scatters their gradients."""
-    cp, backward = shape.sizes["cp"], len(stage.blocks) * shape.microbatches
-    forward = backward + len(recomputed_blocks(recompute, stage.blocks)) * shape.microbatches
+    gathers keys and values, also if it is recomputed, and scatters their gradients. Gated linear attention
+    exchanges its inputs in one call, and its results."""
+    cp = shape.sizes["cp"]
+    linear, other = ([index for index in stage.blocks if shape.linear_layers[index] is kind] for kind in (True, False))
+    backward, of_linear = (len(blocks) * shape.microbatches for blocks in (other, linear))
+    forward = backward + _recomputed(recompute, stage, other) * shape.microbatches
+    of_linear += of_linear + _recomputed(recompute, stage, linear) * shape.microbatches
+    moved = of_linear * shape.positions * shape.linear_exchanged * shape.param_bytes
     part = shape.positions * shape.exchanged * shape.param_bytes
     # of the choices and probabilities of each row's experts, for their balance
     balances, _ = _passes_of_experts(stage, recompute, shape)
     sums = 2 * shape.rows * shape.n_experts * max(4, shape.param_bytes)
     balance = Traffic("cp", "all-reduce", balances, balances * sums, cp)
     if section.context_parallel == "heads":
-        return [Traffic("cp", "all-to-all", 4 * (forward + backward), (forward + backward) * part, cp), balance]
+        calls = 4 * (forward + backward) + 2 * of_linear
+        return [Traffic("cp", "all-to-all", calls, (forward + backward) * part + moved, cp), balance]
     return [
         balance,
+        Traffic("cp", "all-to-all", 2 * of_linear, moved, cp),
         Traffic("cp", "all-gather", 2 * forward, forward * part * cp, cp),
         Traffic("cp", "reduce-scatter", 2 * backward, backward * part * cp, cp),
     ]
+
+
+def _recomputed(recompute: ActivationCheckpointConfig, stage: Stage, blocks: Iterable[int]) -> int:
+    return len({*recomputed_blocks(recompute, stage.blocks)} & {*blocks})
 
 
 def _passes_of_experts(stage: Stage, recompute: ActivationCheckpointConfig, shape: StepShape) -> tuple[int, int]:

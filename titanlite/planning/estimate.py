@@ -146,6 +146,8 @@ def step_shape(
         exchanged = of_keys * widths
     else:
         exchanged = (model.n_heads // tp + max(of_keys, cp)) * widths  # queries, results, keys and values
+    inner = (2 * model.linear_key_heads * model.linear_key_dim + 2 * model.linear_value_heads) // tp
+    values = model.linear_value_heads * model.linear_value_dim // tp
     styles = [*blueprint(config.model).structure.tensor_styles.values()]
     latent = (model.q_lora_rank or model.dim) + model.kv_lora_rank + model.rotary_dim if "whole_rows" in styles else 0
     return StepShape(
@@ -158,6 +160,8 @@ def step_shape(
         rows=step.size,
         positions=step.size * training.seq_len // cp,
         exchanged=exchanged,
+        linear_exchanged=inner + 2 * values,
+        linear_layers=model.linear_layers,
         n_experts=model.n_experts,
         n_active=model.n_active_experts,
         n_dense_layers=model.n_dense_layers,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.models.capped_attention import BLOCK_SCORES
+from titanlite.models.delta_rule import CHUNK
 from titanlite.models.family import DecoderConfig, Structure
 from titanlite.planning.activations import BlockKind, MicrobatchShape, norms_of_block
 
@@ -160,38 +161,56 @@ def block_work(
     residual, gathered = positions * dim / tp, positions * dim
     query_dim, kv_dim = config.n_heads * config.head_dim // tp, config.n_kv_heads * config.head_dim // tp
     queries, keys = positions * query_dim, positions * kv_dim
+    rotated = config.rotary_dim / config.head_dim
     styles = structure.tensor_styles.values()
     parts = [
-        _attention(config, shape, window),
         *(elementwise_work(*ops.norm(residual)) for _ in range(norms_of_block(structure))),
         elementwise_work(ops.sums(residual, 2), ops.sums(residual, 2)),
     ]
-    if "whole_rows" in styles:
+    if kind.is_linear:
+        parts += _linear_attention(config, shape, ops)
+    elif "whole_rows" in styles:
         parts += _latent_projections(config, shape, ops)
     else:
         parts += [
             linear_work(positions, dim, query_dim),
             linear_work(positions, dim, kv_dim, count=2),
             linear_work(positions, query_dim, dim),
-            elementwise_work(*ops.rotation(queries)),
-            elementwise_work(*ops.rotation(keys)),
+            elementwise_work(*ops.rotation(queries * rotated)),
+            elementwise_work(*ops.rotation(keys * rotated)),
             # of the inputs of wq, wk and wv
             elementwise_work(Work(), ops.sums(gathered, 2)),
         ]
-    if "head_norm" in styles or "wide_norm" in styles:
+    if not kind.is_linear:
+        parts.append(_attention(config, shape, window))
+    if config.linear_key_heads and not kind.is_linear:
+        heads = queries + keys
+        parts += [
+            linear_work(positions, dim, query_dim),
+            elementwise_work(*ops.swiglu(queries)),
+            # rotated parts are put together with the rest; of the input of wg
+            elementwise_work(ops.copies(heads), ops.copies(heads, 3) + ops.sums(gathered, 1)),
+        ]
+    if not kind.is_linear and ("head_norm" in styles or "wide_norm" in styles):
         parts += [elementwise_work(*ops.norm(queries)), elementwise_work(*ops.norm(keys))]
     if shape.uses_bands(config, window):
         others = 1 - window / shape.seq_len  # of the bands after the first one
         forward = ops.copies(queries, 2) + ops.copies(others * queries, 2) + ops.copies(others * keys, 8)
         parts.append(elementwise_work(forward, ops.copies(queries, 4) + ops.copies(keys, 13)))
-    if "heads" in styles:  # the results without the sink, scaled, and the product with their gradients
+    if "layers.*.attention.sinks" in structure.tensor_styles:
+        # the results without the sink, scaled, and the product with their gradients
         parts.append(elementwise_work(ops.copies(queries), ops.copies(queries, 2)))
     if tp > 1:  # two gathers and two scatters, each with a copy
         parts.append(elementwise_work(ops.copies(gathered, 4), ops.copies(gathered, 4)))
     if config.n_experts > 1 and not kind.is_dense:
         parts += _experts(config, shape, ep, ops)
         if config.n_shared_experts:
-            parts += _feed_forward(positions, dim, config.n_shared_experts * config.ffn_dim // tp, ops)
+            hidden = config.n_shared_experts * config.ffn_dim // tp
+            parts += _feed_forward(positions, dim, hidden, ops)
+            if config.gates_shared:
+                parts.append(linear_work(positions, dim, 1, is_wide=True))
+                each = ops.copies(positions * hidden, 1)
+                parts.append(elementwise_work(each, each + ops.sums(positions * hidden, 1) + ops.sums(gathered, 1)))
             parts.append(elementwise_work(ops.sums(residual, 1), ops.sums(gathered, 1)))
     else:
         parts += _feed_forward(positions, dim, (config.dense_ffn_dim if kind.is_dense else config.ffn_dim) // tp, ops)
@@ -227,6 +246,32 @@ def _latent_projections(config: Any, shape: MicrobatchShape, ops: Elementwise) -
     if q_rank:
         parts += [linear_work(own, dim, q_rank), elementwise_work(*ops.norm(own * q_rank))]
     return parts
+
+
+def _linear_attention(config: DecoderConfig, shape: MicrobatchShape, ops: Elementwise) -> list[PassWork]:
+    """Gated linear attention: projections, convolutions in the wide dtype, gates, and the rule, as attention of as many
+    operations within chunks."""
+    positions, tp, dim, wide = shape.positions, shape.tp, config.dim, ops.wide
+    key_dim, value_dim, heads = config.linear_key_dim, config.linear_value_dim, config.linear_value_heads // tp
+    keys, values = config.linear_key_heads * key_dim // tp, heads * value_dim
+    convolved = positions * (2 * keys + values)
+    of_chunk = CHUNK * (5 * key_dim + 3 * value_dim) + 6 * key_dim * value_dim  # operations per position and head
+    rows = max(positions * heads * of_chunk // (4 * CHUNK**2 * key_dim), 1)
+    forward, backward = (Attention(rows, CHUNK, key_dim, is_backward) for is_backward in (False, True))
+    return [
+        linear_work(positions, dim, keys, count=2),
+        linear_work(positions, dim, values, count=2),
+        linear_work(positions, dim, heads, count=2),
+        linear_work(positions, values, dim),
+        PassWork(Work(attention=(forward,), operations=1), Work(attention=(backward,), operations=1), Work()),
+        elementwise_work(
+            Work(moved=13 * convolved * wide, operations=15), Work(moved=53 * convolved * wide, operations=70)
+        ),
+        elementwise_work(*ops.norm(positions * values)),
+        elementwise_work(*ops.swiglu(positions * values)),
+        elementwise_work(Work(operations=8), Work(operations=12)),
+        elementwise_work(Work(), ops.sums(positions * dim, 5)),
+    ]
 
 
 def _attention(config: DecoderConfig, shape: MicrobatchShape, window: int) -> PassWork:

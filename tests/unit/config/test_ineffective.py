@@ -36,6 +36,7 @@ ALWAYS = {
     ),
     *("model.z_loss", "model.bias_rate", "model.no_rope_interval", "model.full_interval", "model.sliding_window"),
     *("model.query_pre_attn_scalar", "model.score_cap", "model.logit_cap", "model.rope_local_theta"),
+    "model.partial_rotary_factor",
     *("model.q_lora_rank", "model.kv_lora_rank", "model.qk_nope_head_dim", "model.qk_rope_head_dim"),
     *("model.v_head_dim", "model.n_dense_layers", "model.n_shared_experts", "model.n_groups", "model.route_scale"),
     # eos also stops the texts that the run's model generates later, and exported models name all

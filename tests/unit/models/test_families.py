@@ -19,7 +19,7 @@ from titanlite.config.describe import field_texts
 from titanlite.config.load import load_config
 from titanlite.generation.generate import Sampling, generate
 from titanlite.models.experts import Experts
-from titanlite.models.family import CHOICE_BIAS, Family, LanguageModel, saved_tensors
+from titanlite.models.family import CHOICE_BIAS, Family, Init, LanguageModel, saved_tensors
 from titanlite.models.init import init_parameters_
 from titanlite.models.layers import adopt_rotary_
 from titanlite.models.registry import FAMILIES
@@ -72,6 +72,15 @@ for kernel in (
     KERNELS[kernel] = lambda _gradient, *shapes, **options: kernel_flops(*shapes, backward=2, **options)
 
 
+def delta_rule_flops(_queries: Any, keys: Any, values: Any, *_others: Any, **_options: Any) -> int:
+    """Of the recurrence: three products of a vector and a state per position and head of values."""
+    return 6 * values[0] * values[1] * values[2] * values[3] * keys[3]
+
+
+KERNELS[torch.ops.titanlite.gated_delta_rule] = delta_rule_flops
+KERNELS[torch.ops.titanlite.gated_delta_rule_backward] = lambda _gradient, *shapes, **_: 2 * delta_rule_flops(*shapes)
+
+
 @every_family
 def test_a_family_is_registered_by_its_name(family: Family) -> None:
     assert FAMILIES[family.name] is family
@@ -106,7 +115,12 @@ def test_every_parameter_has_a_tensor_style(family: Family) -> None:
     assert tensor_style(structure, "layers.1.attention.wo") == "row"
     assert tensor_style(structure, "layers.1.attention.wo.weight") is None
     modules = dict(model.named_modules())
-    unused = [style for style in structure.tensor_styles if style.replace("*", str(config.n_layers - 1)) not in modules]
+    layers = range(config.n_layers)
+    unused = [
+        style
+        for style in structure.tensor_styles
+        if not any(style.replace("*", str(index)) in modules for index in layers)
+    ]
     assert unused == []
 
 
@@ -116,7 +130,9 @@ def test_initial_distributions_by_role(family: Family) -> None:
     residual = 0.02 / (2 * config.n_layers) ** 0.5
     for name, _ in on_meta(family, config).named_parameters():
         init = family.init(config, name)
-        if "norm" in name:
+        if name.endswith(("a_log.weight", "dt_bias.weight", "out_norm.weight")):
+            assert init == (Init("log_uniform", 16.0) if "a_log" in name else Init("ones"))
+        elif "norm" in name:
             value = 1.0 if init.kind == "ones" else init.value
             assert (init.kind, value + config.norm_offset) in (("ones", 1.0), ("constant", 1.0))
         elif name.endswith((".bias", "_bias")):
@@ -212,7 +228,8 @@ def test_a_bfloat16_model_computes_in_bfloat16_outside_float32_islands(family: F
             left.copy_(right)
         logits, expected = rounded(some_tokens(2, 33)), exact(some_tokens(2, 33))
     assert logits.dtype == torch.bfloat16
-    bound = 0.1 if family.name == "gpt_oss" else 0.05  # transformers' own gpt_oss is off by 0.084
+    # transformers' own are off by 0.084 and 0.24
+    bound = {"gpt_oss": 0.1, "qwen3_5_moe": 0.3, "qwen3_next": 0.3}.get(family.name, 0.05)
     assert ((logits - expected).norm() / expected.norm()).item() < bound
 
 
@@ -252,6 +269,7 @@ def features(family: Family) -> list[str]:
     norms = {"before": "attention_norm", "after": "attention_post_norm"}
     return [
         "all layers" if windows and all(windows) else "some layers" if any(windows) else "",
+        "some layers" if any(config.linear_layers) else "",
         next((name for key, name in scaling.items() if hasattr(config, key)), ""),
         "some layers" if hasattr(config, "no_rope_interval") else "",
         ", ".join(each for each in biases if each),
@@ -264,7 +282,7 @@ def features(family: Family) -> list[str]:
         else "",
         " and ".join(place for place, norm in norms.items() if f"layers.0.{norm}.weight" in parameters),
         ", ".join(name for name, cap in caps.items() if cap),
-        "yes" if "heads" in styles else "",
+        "yes" if any("sinks" in name for name in parameters) else "",
         "all blocks but the first" if config.n_dense_layers else "yes" if config.n_experts > 1 else "",
         ", ".join(name for name, flavor in family.flavors.items() if flavor.tie_embeddings),
     ]
@@ -291,6 +309,8 @@ def test_rotary_embeddings_that_change_are_those_of_a_new_model(family: Family) 
     """As at the first step of a training stage."""
     config = small(family)
     if hasattr(config, "full_interval"):
+        if hasattr(config, "partial_rotary_factor"):
+            config = replace(config, partial_rotary_factor=0.5)  # the base of a single pair has no effect
         config = replace(config, full_interval=2)  # gemma3 has other embeddings in layers with a window
     changes = {"rope_theta": 3e4, "rope_scaling_factor": 8.0, "rope_original_seq_len": 32}
     other = replace(config, **{key: value for key, value in changes.items() if hasattr(config, key)})

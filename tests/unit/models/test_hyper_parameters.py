@@ -69,6 +69,18 @@ PUBLISHED: dict[tuple[str, str], tuple[Any, ...]] = {  # parameters, then SIZES
     ("deepseek_v3", "debug"): (4_653_952, 256, 4, 4, 4, 128, False),
     ("deepseek_v3", "16B-A3B"): (15_960_108_544, 2048, 27, 16, 16, 1408, False),
     ("deepseek_v3", "671B-A37B"): (671_026_404_352, 7168, 61, 128, 128, 2048, False),
+    ("qwen3_5", "debug"): (4_452_880, 256, 4, 4, 2, 768, False),
+    ("qwen3_5", "0.8B"): (752_393_024, 1024, 24, 8, 2, 3584, True),
+    ("qwen3_5", "2B"): (1_881_825_088, 2048, 24, 8, 2, 6144, True),
+    ("qwen3_5", "4B"): (4_205_751_296, 2560, 32, 16, 4, 9216, True),
+    ("qwen3_5", "9B"): (8_953_803_264, 4096, 32, 16, 4, 12_288, False),
+    ("qwen3_5", "27B"): (26_895_998_464, 5120, 64, 24, 4, 17_408, False),
+    ("qwen3_5_moe", "debug"): (5_641_744, 256, 4, 4, 2, 128, False),
+    ("qwen3_5_moe", "35B-A3B"): (34_660_610_688, 2048, 40, 16, 2, 512, False),
+    ("qwen3_5_moe", "122B-A10B"): (122_111_526_912, 3072, 48, 32, 2, 1024, False),
+    ("qwen3_5_moe", "397B-A17B"): (396_346_350_336, 4096, 60, 32, 2, 1024, False),
+    ("qwen3_next", "debug"): (5_641_744, 256, 4, 4, 2, 128, False),
+    ("qwen3_next", "80B-A3B"): (79_674_391_296, 2048, 48, 16, 2, 512, False),
     ("olmoe", "1B-7B"): (6_919_161_856, 2048, 16, 16, 16, 1024, False),
 }
 LLAMA3 = {"norm_eps": 1e-5, "rope_theta": 500_000.0, "max_seq_len": 131_072, "rope_original_seq_len": 8192}
@@ -79,6 +91,7 @@ OLMO2 = {"norm_eps": 1e-6, "rope_theta": 500_000.0, "max_seq_len": 4096}
 SMOLLM3 = {"norm_eps": 1e-6, "rope_theta": 5_000_000.0, "max_seq_len": 65_536, "no_rope_interval": 4}
 GEMMA = {"norm_eps": 1e-6, "norm_offset": 1.0}
 GPT_OSS = {"norm_eps": 1e-5, "rope_theta": 150_000.0, "max_seq_len": 131_072, "rope_scaling_factor": 32.0}
+HYBRID = {"head_dim": 256, "rope_theta": 1e7, "partial_rotary_factor": 0.25, "full_interval": 4, "norm_offset": 1.0}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "llama3": LLAMA3 | {"vocab_size": 128_256},
     "mistral": {"head_dim": 128, "norm_eps": 1e-5},
@@ -92,6 +105,9 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "gemma3": GEMMA | {"rope_theta": 1_000_000.0, "rope_local_theta": 10_000.0, "logit_cap": 0.0},
     "gpt_oss": GPT_OSS | {"vocab_size": 201_088, "head_dim": 64, "n_active_experts": 4},
     "olmoe": OLMOE | {"vocab_size": 50_304, "n_experts": 64},
+    "qwen3_5": HYBRID | {"vocab_size": 248_320},
+    "qwen3_5_moe": HYBRID | {"vocab_size": 248_320, "n_shared_experts": 1},
+    "qwen3_next": HYBRID | {"vocab_size": 151_936, "n_experts": 512, "n_active_experts": 10},
     "deepseek_v3": {"bias_rate": 0.001, "scoring": "sigmoid", "rope_mscale": 1.0},
 }
 OF_DEBUG = {"vocab_size": 2000, "head_dim": 64, "n_experts": 8, "n_active_experts": 2}
@@ -100,15 +116,16 @@ LLAMA3_FACTORS = {"debug": 1.0, "1B": 32.0, "3B": 32.0, "8B": 8.0, "70B": 8.0, "
 
 def count_parameters(family: Family, config: Any) -> int:
     """Count a configuration's parameters from models of one and two blocks on the meta device behind the first ones
-    that differ; all others are alike."""
-    counts, first = [], config.n_dense_layers + 1
-    for n_layers in (first, first + 1):
+    that differ; all others are alike, or in groups with one layer of full attention."""
+    period = config.full_interval if any(config.linear_layers) else 1
+    counts, first = [], config.n_dense_layers + period
+    for n_layers in (first, first + period):
         with torch.device("meta"):
             model = family.build(replace(config, n_layers=n_layers))
         assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
         counts.append(sum(parameter.numel() for parameter in model.parameters()))
     one, two = counts
-    return one + (config.n_layers - first) * (two - one)
+    return one + (config.n_layers - first) // period * (two - one)
 
 
 def test_published_sizes_cover_every_flavor() -> None:
@@ -212,6 +229,17 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [  # family, overrides, keys of
         }.items()
     ),
     ("deepseek_v3", {"n_groups": 8}, "n_groups"),
+    *(
+        ("qwen3_5", {name: value}, name)
+        for name, value in {
+            "full_interval": 0,
+            "partial_rotary_factor": 0.01,
+            "linear_value_heads": 6,
+            "linear_taps": 0,
+        }.items()
+    ),
+    ("qwen3_next", {"n_shared_experts": 0}, "n_shared_experts"),
+    ("qwen3_5", {"full_interval": 1, "linear_value_heads": 6}, ""),
 ]
 
 

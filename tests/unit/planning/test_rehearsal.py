@@ -24,6 +24,10 @@ DEEPSEEK_V3 = (
     *("model.kv_lora_rank=16", "model.qk_nope_head_dim=12", "model.qk_rope_head_dim=4", "model.v_head_dim=8"),
     *("model.dense_ffn_dim=256", "model.bias_rate=0.001"),
 )
+QWEN3_5 = (
+    *("model.family=qwen3_5", "model.head_dim=16", "model.linear_key_heads=8", "model.linear_value_heads=16"),
+    *("model.linear_key_dim=8", "model.linear_value_dim=8"),
+)
 
 
 def rehearsed(*settings: str, ranks: int = 8, rank: int = 0) -> Rehearsal:
@@ -47,6 +51,7 @@ def rehearsed(*settings: str, ranks: int = 8, rank: int = 0) -> Rehearsal:
         (0, (*GEMMA3, "parallelism.pp_schedule=Interleaved1F1B")),  # peak: the gradient of the embedding
         (0, (*GPT_OSS, "parallelism.ep=2", "parallelism.tp=2")),
         (0, (*DEEPSEEK_V3, "parallelism.ep=2", "parallelism.tp=2", "training.local_batch_size=4")),
+        pytest.param(0, (*QWEN3_5, "parallelism.cp=2", "parallelism.tp=2"), marks=pytest.mark.soak),
     ],
 )
 def test_plan_equals_a_rank_of_a_small_model(rank: int, settings: tuple[str, ...]) -> None:

@@ -39,7 +39,7 @@ class Trace(TorchDispatchMode):
         if name in ("aten::mm", "aten::addmm", "aten::bmm"):
             first, second = inputs[-2:]
             self.flops += 2 * first.numel() * second.shape[-1]
-        elif "scaled_dot_product" not in name and "capped_attention" not in name:
+        elif not any(kernel in name for kernel in ("scaled_dot_product", "capped_attention", "gated_delta_rule")):
             results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             self.moved += sum(map(own_bytes, [*inputs, *results]))
         return result

@@ -1,0 +1,315 @@
+"""Qwen3.5, its text model, dense and with experts (Qwen Team, 2026): gated linear attention in most layers, attention
+with gated results in the others."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.models import decoder
+from titanlite.models.decoder import (
+    EXPERT_STYLES,
+    HEAD_NORMS,
+    TENSOR_STYLES,
+    Block,
+    ByWindow,
+    Decoder,
+    ExpertHyperParameters,
+    HybridHyperParameters,
+    HyperParameters,
+    check_decoder,
+    decoder_structure,
+    flops_per_token,
+    norm_of,
+)
+from titanlite.models.experts import GatedFeedForward, MixtureOfExperts
+from titanlite.models.family import Family, Init, StoredGroups, StoredName, Structure, TensorStyle
+from titanlite.models.hugging_face import (
+    EXPERT_NAMES,
+    HEAD_NORM_NAMES,
+    PRE_NORM_NAMES,
+    DecoderFormat,
+    expert_names,
+    fixed_interval,
+    read_field,
+)
+from titanlite.models.layers import FeedForward, GatedAttention
+from titanlite.models.linear_attention import LINEAR, GatedDeltaNet, document_starts
+from titanlite.runtime.errors import Problem, Rules, UserError
+from titanlite.runtime.settings import Needs
+
+
+@dataclass(frozen=True)
+class Qwen35Config(HybridHyperParameters, HyperParameters):
+    """Hyper-parameters of the qwen3_5 family. Each may be given in [model] and overrides the flavor's value."""
+
+    head_dim: int = 256
+    """Width of each head of full attention; n_heads x head_dim may differ from dim."""
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000_000.0
+    max_seq_len: int = 262_144
+    norm_offset: ClassVar[float] = 1.0
+
+
+@dataclass(frozen=True)
+class Qwen35MoeConfig(ExpertHyperParameters, Qwen35Config):
+    """Hyper-parameters of the qwen3_5_moe family. Each may be given in [model] and overrides the flavor's value."""
+
+    n_experts: int = 256
+    n_shared_experts: int = 1
+    """Width of the feed-forward layer that each position uses besides its experts, in widths of an expert."""
+    gates_shared: ClassVar[bool] = True
+
+
+_SMALL = Qwen35Config(1024, 24, 8, 2, 3584, 248_320, tie_embeddings=True, linear_value_heads=16)
+_9B = Qwen35Config(4096, 32, 16, 4, 12_288, 248_320)
+_DEBUG = {
+    "head_dim": 64,
+    "max_seq_len": 4096,
+    "linear_key_heads": 4,
+    "linear_value_heads": 8,
+    "linear_key_dim": 32,
+    "linear_value_dim": 32,
+}
+
+FLAVORS = {
+    "debug": Qwen35Config(256, 4, 4, 2, 768, 2000, **_DEBUG),  # type: ignore[arg-type]
+    "0.8B": _SMALL,
+    "2B": replace(_SMALL, dim=2048, ffn_dim=6144),
+    "4B": replace(_9B, dim=2560, ffn_dim=9216, tie_embeddings=True),
+    "9B": _9B,
+    "27B": replace(_9B, dim=5120, n_layers=64, n_heads=24, ffn_dim=17_408, linear_value_heads=48),
+}
+"""Published sizes, and a debug size for a laptop."""
+
+MOE_FLAVORS = {
+    "debug": Qwen35MoeConfig(256, 4, 4, 2, 128, 2000, n_experts=8, n_active_experts=2, **_DEBUG),  # type: ignore[arg-type]
+    "35B-A3B": Qwen35MoeConfig(2048, 40, 16, 2, 512, 248_320),
+    "122B-A10B": Qwen35MoeConfig(3072, 48, 32, 2, 1024, 248_320, linear_value_heads=64),
+    "397B-A17B": Qwen35MoeConfig(
+        *(4096, 60, 32, 2, 1024, 248_320), n_experts=512, n_active_experts=10, linear_value_heads=64
+    ),
+}
+"""Published sizes, and a debug size for a laptop."""
+
+
+class Qwen35(Decoder):
+    """The decoder with gated linear attention in all layers but each full_interval-th one. block: see Decoder; None:
+    that of Qwen3.5."""
+
+    def __init__(self, config: Any, block: Callable[[int], nn.Module] | None = None) -> None:
+        super().__init__(config, block or (lambda index: hybrid_block(config, index)))
+
+    def masks(self, document_ids: Tensor | None, dtype: torch.dtype) -> ByWindow:
+        return ByWindow(
+            {
+                window: document_starts(document_ids)
+                if window == LINEAR
+                else self.attention_mask(document_ids, dtype, self.config.head_dim)
+                for window in self.windows()
+            }
+        )
+
+
+def hybrid_block(config: Any, index: int) -> Block:
+    """The block of a layer, by its index."""
+    has_experts = config.n_experts > 1
+    attention: Any
+    if config.linear_layers[index]:
+        heads = (config.linear_key_heads, config.linear_value_heads)
+        widths = (config.linear_key_dim, config.linear_value_dim)
+        attention = GatedDeltaNet(config.dim, *heads, *widths, config.linear_taps, config.norm_eps)
+    else:
+        norms = [norm_of(config, config.head_dim) for _ in range(2)]
+        attention = GatedAttention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim, *norms)
+    if not has_experts:
+        return Block(config, attention, FeedForward(config.dim, config.ffn_dim))
+    shared = GatedFeedForward(config.dim, config.n_shared_experts * config.ffn_dim)
+    return Block(config, attention, MixtureOfExperts(config, shared=shared))
+
+
+def check(config: Any, seq_len: int, tp: int, pp: int) -> list[Problem]:
+    problems = check_decoder(config, seq_len, tp, pp)
+    if problems:
+        return problems
+    rules = Rules("model", config)
+    rule = f"such that head_dim x it = {config.rotary_dim} is even and above 0"
+    if config.n_experts > 1:
+        rules.require("n_shared_experts", config.n_shared_experts >= 1, "at least 1", "1 is usual")
+    is_even = config.rotary_dim > 0 and config.rotary_dim % 2 == 0
+    rules.require("partial_rotary_factor", is_even, rule, "0.25 is usual")
+    if not any(config.linear_layers):
+        return rules.problems
+    keys = config.linear_key_heads
+    rule = f"a multiple of model.linear_key_heads = {keys}"
+    rules.require("linear_value_heads", config.linear_value_heads % keys == 0, rule, "change one of them")
+    rules.divides("linear_key_heads", "parallelism.tp", tp)
+    return rules.problems
+
+
+_LINEAR_STYLES: dict[str, TensorStyle] = {
+    **dict.fromkeys((f"layers.*.attention.{name}" for name in ("wq", "wk", "wv", "wg", "wa", "wb")), "column"),
+    **dict.fromkeys(
+        (f"layers.*.attention.{name}" for name in ("conv_q", "conv_k", "conv_v", "a_log", "dt_bias")), "heads"
+    ),
+    "layers.*.attention.out_norm": "head_norm",
+}
+_SHARED_STYLES: dict[str, TensorStyle] = {
+    name.replace("feed_forward", "feed_forward.shared"): style
+    for name, style in TENSOR_STYLES.items()
+    if ".feed_forward." in name
+}
+
+
+def structure(config: Any) -> Structure:
+    styles = EXPERT_STYLES | _SHARED_STYLES if config.n_experts > 1 else TENSOR_STYLES
+    if config.n_experts > 1:
+        styles |= {"layers.*.feed_forward.shared.gate": "router"}
+    if any(config.linear_layers):
+        styles = styles | _LINEAR_STYLES
+    if not all(config.linear_layers):
+        styles = styles | HEAD_NORMS | {"layers.*.attention.wg": "column"}
+    return decoder_structure(config, styles)
+
+
+def init(config: Any, name: str) -> Init:
+    """See decoder.init. Decays of linear attention begin between 0.01 and 16 times softplus(1)."""
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    if module == "a_log":
+        return Init("log_uniform", 16.0)
+    if module in ("dt_bias", "out_norm"):
+        return Init("ones")
+    if module in ("wg", "wa", "wb", "conv_q", "conv_k", "conv_v", "gate"):
+        return Init("normal", 0.02)
+    return decoder.init(config, name)
+
+
+def linear_names(config: Any) -> dict[str, StoredName]:
+    """Names of linear attention in Qwen3.5, which stores queries, keys and values one after the other."""
+    key_heads, value_heads = config.linear_key_heads, config.linear_value_heads
+    widths = [key_heads * config.linear_key_dim] * 2 + [value_heads * config.linear_value_dim]
+    found: dict[str, StoredName] = dict(zip(("wq", "wk", "wv"), parts("in_proj_qkv.weight", 1, widths), strict=True))
+    return found | {"wg": "in_proj_z.weight", "wa": "in_proj_a.weight", "wb": "in_proj_b.weight"}
+
+
+def parts(name: str, groups: int, widths: list[int]) -> list[StoredGroups]:
+    """Where parameters are stored that are one after the other in each group, with these numbers of rows there."""
+    ends = [sum(widths[: index + 1]) for index in range(len(widths))]
+    return [StoredGroups(name, groups, ends[-1], end - width, end) for width, end in zip(widths, ends, strict=True)]
+
+
+def names_of_block(
+    config: Any, index: int, linear: Callable[[Any], Mapping[str, StoredName]] = linear_names
+) -> dict[str, StoredName]:
+    """Names of the parameters of a block. linear: of the projections of linear attention."""
+    plain = dict(PRE_NORM_NAMES)
+    found: dict[str, StoredName] = {}
+    if config.linear_layers[index]:
+        keys = config.linear_key_heads * config.linear_key_dim
+        taps = parts("conv1d.weight", 1, [keys, keys, config.linear_value_heads * config.linear_value_dim])
+        own: dict[str, Any] = {**linear(config), **dict(zip(("conv_q", "conv_k", "conv_v"), taps, strict=True))}
+        own |= {"a_log": "A_log", "dt_bias": "dt_bias", "out_norm": "norm.weight", "wo": "out_proj.weight"}
+        for ours, theirs in own.items():
+            name = f"linear_attn.{theirs if isinstance(theirs, str) else theirs.name}"
+            found[f"attention.{ours}.weight"] = name if isinstance(theirs, str) else replace(theirs, name=name)
+    else:
+        plain |= HEAD_NORM_NAMES | {f"attention.w{kind}": f"self_attn.{kind}_proj" for kind in "kvo"}
+        both = parts("self_attn.q_proj.weight", config.n_heads, [config.head_dim] * 2)
+        found |= dict(zip(("attention.wq.weight", "attention.wg.weight"), both, strict=True))
+    if config.n_experts > 1:
+        plain |= {"feed_forward.router": "mlp.gate", "feed_forward.shared.gate": "mlp.shared_expert_gate"}
+        found |= expert_names(config.n_experts)
+    ours, theirs = ("feed_forward.shared", "mlp.shared_expert") if config.n_experts > 1 else ("feed_forward", "mlp")
+    plain |= {f"{ours}.{own}": f"{theirs}.{stored}" for own, stored in EXPERT_NAMES.items()}
+    return {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in plain.items()} | found
+
+
+def kinds_of_layers(interval: int, n_layers: int) -> list[str]:
+    """The kind of attention of each layer, in the words of transformers."""
+    numbers = range(1, n_layers + 1)
+    return ["linear_attention" if interval < 1 or number % interval else "full_attention" for number in numbers]
+
+
+def _prepared(fields: Mapping[str, Any]) -> dict[str, Any]:
+    interval = read_field(fields, "full_attention_interval", int, 4)
+    interval = fixed_interval(fields, "layer_types", kinds_of_layers, interval)
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    rope = dict(read_field(fields, name, dict, {}))
+    # of images and videos; texts have the same position in all sections
+    rope = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    factor = rope.pop("partial_rotary_factor", None)
+    factor = read_field(fields, "partial_rotary_factor", float, 0.25) if factor is None else factor
+    own = {"layer_types": None, "full_attention_interval": interval, "partial_rotary_factor": factor, name: rope}
+    return {**fields, **own}
+
+
+def _prepared_moe(fields: Mapping[str, Any]) -> dict[str, Any]:
+    found = _prepared(fields)
+    shared, width = (
+        read_field(fields, name, int, 512) for name in ("shared_expert_intermediate_size", "moe_intermediate_size")
+    )
+    if width < 1 or shared < 1 or shared % width:
+        raise UserError(
+            f"config.json: shared_expert_intermediate_size = {shared}: this family supports only multiples of "
+            f"moe_intermediate_size = {width}"
+        )
+    return {**found, "moe_intermediate_size": width, "n_shared_experts": shared // width}
+
+
+def _written(config: Any) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    rope |= {"partial_rotary_factor": config.partial_rotary_factor}
+    return {"layer_types": kinds_of_layers(config.full_interval, config.n_layers), "rope_parameters": rope}
+
+
+FORMAT = DecoderFormat(
+    Qwen35Config,
+    check,
+    fields={
+        "full_interval": "full_attention_interval",
+        "partial_rotary_factor": "partial_rotary_factor",
+        "linear_key_heads": "linear_num_key_heads",
+        "linear_value_heads": "linear_num_value_heads",
+        "linear_key_dim": "linear_key_head_dim",
+        "linear_value_dim": "linear_value_head_dim",
+        "linear_taps": "linear_conv_kernel_dim",
+    },
+    block=names_of_block,
+    supported={"attn_output_gate": True},
+    prepared=_prepared,
+    written=_written,
+)
+MOE_FORMAT = replace(
+    FORMAT,
+    config_type=Qwen35MoeConfig,
+    fields=FORMAT.fields | {"ffn_dim": "moe_intermediate_size", "n_shared_experts": "n_shared_experts"},
+    prepared=_prepared_moe,
+    written=lambda config: (
+        _written(config) | {"shared_expert_intermediate_size": config.n_shared_experts * config.ffn_dim}
+    ),
+)
+
+_IS_HYBRID = Needs("model.full_interval above 1", lambda config: config.full_interval > 1)
+_OF_LINEAR = ("linear_key_heads", "linear_value_heads", "linear_key_dim", "linear_value_dim", "linear_taps")
+
+QWEN3_5 = Family(
+    name="qwen3_5",
+    config_type=Qwen35Config,
+    flavors=FLAVORS,
+    check=check,
+    build=Qwen35,
+    structure=structure,
+    init=init,
+    flops_per_token=flops_per_token,
+    hugging_face=FORMAT.hugging_face("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    needs=dict.fromkeys(_OF_LINEAR, _IS_HYBRID),
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="qwen3_5_moe",
+    config_type=Qwen35MoeConfig,
+    flavors=MOE_FLAVORS,
+    hugging_face=MOE_FORMAT.hugging_face("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+)
