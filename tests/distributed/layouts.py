@@ -212,7 +212,6 @@ SLOW = (
     Layout((1, 1, 2, 2), (*GPT_OSS, *EP)),
     Layout((1, 1, 1, 2), (*DEEPSEEK_V3, *FULL)),
     Layout((1, 1, 1, 2), (*QWEN3_5_MOE, *BY_OP)),
-    Layout((1, 1, 1, 1), QWEN3_5, cp=2),
     Layout((1, 1, 1, 2), (*QWEN3_NEXT, *GATHER), cp=2),
     Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"), *TIED)),
     Layout((2, 1, 1, 1), (*schedule("GPipe"), *split("layers.1"))),

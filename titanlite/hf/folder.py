@@ -7,7 +7,7 @@ config.json describes. Pickle files are never opened.
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -54,6 +54,8 @@ _ROTARY_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_f
 """Rotary frequencies, which older versions of transformers stored; they follow from config.json."""
 _OF_TEXT = re.compile(r"(?:language_model\.|(model\.)language_model\.)(.+)")
 """Names of the text model's tensors in a model that wraps it, in both forms that transformers has had."""
+_STACKS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+"""Ends of the names of the matrices of all experts of a block, if they are stored as one tensor."""
 _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _MAX_FAULTS = 8
 _MAX_FURTHER = 64
@@ -167,8 +169,14 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
     further = _of_further_layers(fields, found)
     found = {each: tensor for each, tensor in found.items() if each not in further}
     left_out += further
-    tied = None
+    tied, stacks = None, 0
     stored = dict.fromkeys(theirs for name in names.values() for theirs in stored_names(name))
+    for each in [each for each in found if each not in stored and each.endswith(_STACKS)]:
+        parts = _of_experts(each, found[each])
+        if parts.keys() <= stored.keys():
+            del found[each]
+            found |= parts
+            stacks += 1 - len(parts)
     if EMBEDDING in stored and OUTPUT not in stored:
         tied = found.pop(OUTPUT, None)
     computed = tuple(stored_name for stored_name in found if _ROTARY_TABLE.fullmatch(stored_name))
@@ -181,10 +189,26 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
         more = [f"and {len(faults) - _MAX_FAULTS} more"] if len(faults) > _MAX_FAULTS else []
         raise UserError("\n".join([f"{name} does not match its {CONFIG_FILE}:", *faults[:_MAX_FAULTS], *more]))
     tensors = {ours: _located(found, theirs) for ours, theirs in names.items()}
-    count = len(found) - len(computed)
+    count = len(found) - len(computed) + stacks
     unknown = tuple(unknown_fields(family.exported.config_json(hyper_parameters), fields))
     unread = (computed, left_out, unknown)
     return ModelFolder(name, path, family, hyper_parameters, tensors, count, tied, *unread, generation_config)
+
+
+def _of_experts(name: str, stack: StoredTensor) -> dict[str, StoredTensor]:
+    """The matrices of experts by the names that they have if they are stored one by one. stack: (experts, out, in),
+    with those of gate above those of up, as in the folders of Qwen3.5."""
+    prefix, _, kind = name.rpartition(".")
+    kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+    if len(stack.shape) != 3 or stack.shape[1] % len(kinds):
+        return {name: stack}
+    n_experts, rows, columns = stack.shape
+    matrix = replace(stack, shape=(rows // len(kinds), columns))
+    places = enumerate((expert, kind) for expert in range(n_experts) for kind in kinds)
+    return {
+        f"{prefix}.{expert}.{kind}.weight": replace(matrix, start=stack.start + index * matrix.num_bytes)
+        for index, (expert, kind) in places
+    }
 
 
 def _located(found: Mapping[str, StoredTensor], name: StoredName) -> Stored:

@@ -1,5 +1,6 @@
 """Generation compared with transformers: the same tokens, the same candidates and probabilities."""
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -8,9 +9,11 @@ import torch
 from torch import Tensor
 
 from tests.unit.generation.tiny import PROMPTS, tiny
-from tests.unit.models.test_transformers import transformers_model
+from tests.unit.models.shaken import perturbed_model
+from tests.unit.models.test_transformers import CASES, transformers_model
 from titanlite.generation.generate import Sampling, generate, probabilities
 from titanlite.models.llama3 import LLAMA3, Llama3
+from titanlite.models.registry import FAMILIES
 
 pytestmark = pytest.mark.slow  # importing transformers takes seconds, so the functions import it
 
@@ -77,3 +80,15 @@ def test_candidates_and_probabilities_are_the_same(temperature: float) -> None:
             found, expected = found.sort().values, expected.sort().values
         assert torch.equal(found > 0, expected > 0)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_greedy_tokens_with_linear_attention_are_the_same(name: str) -> None:
+    """Each prompt alone, and of titanlite also as one batch."""
+    family, config = CASES[name]
+    model = perturbed_model(FAMILIES[family], replace(config, max_seq_len=96))
+    other = transformers_model(FAMILIES[family], model.config, model, eos_token_id=None).eval()
+    found = [greedy_titanlite(model, [prompt], [])[0] for prompt in PROMPTS[:2]]
+    assert found == [greedy_transformers(other, [prompt], [])[0] for prompt in PROMPTS[:2]]
+    assert all(len(set(tokens)) > 5 for tokens in found), "too monotonous to reveal an error"
+    assert found == greedy_titanlite(model, PROMPTS[:2], [])

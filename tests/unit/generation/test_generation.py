@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.generation.tiny import CONFIG, PROMPTS, tiny
+from tests.unit.models.shaken import perturbed_model
 from titanlite.generation import generate as generation
 from titanlite.generation.generate import Sampling, Transcript, choose, generate
 from titanlite.generation.kv_cache import Reading, Rereading, remembering
@@ -14,6 +15,8 @@ from titanlite.models.attention import attend
 from titanlite.models.family import LanguageModel
 from titanlite.models.layers import Attention
 from titanlite.models.llama3 import Llama3
+from titanlite.models.qwen3_5 import Qwen35Config
+from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
 
 NEW = 30
@@ -98,6 +101,43 @@ def test_incremental_logits_equal_those_of_the_full_row(
                 expected = model(texts[row : row + 1, : 40 - missing])[0]
             error = (found[row, missing:] - expected).abs().max() / expected.abs().max()
             assert error <= bound, (row, float(error))
+
+
+def hybrid() -> LanguageModel:
+    """A layer of linear attention and one of full attention."""
+    sizes = {"head_dim": 8, "linear_key_heads": 2, "linear_value_heads": 4, "linear_key_dim": 6, "linear_value_dim": 10}
+    config = Qwen35Config(24, 2, 4, 2, 40, 61, max_seq_len=96, full_interval=2, partial_rotary_factor=0.5, **sizes)  # type: ignore[arg-type]
+    return perturbed_model(FAMILIES["qwen3_5"], config).eval()
+
+
+@pytest.mark.parametrize("parts", [[9], pytest.param([2, 1, 6], marks=pytest.mark.slow)])
+def test_states_equal_those_of_the_full_row(parts: list[int]) -> None:
+    """Rows with and without padding, which must not leave anything in states and convolutions."""
+    model = hybrid()
+    texts = torch.randint(61, (3, 40), generator=torch.Generator().manual_seed(3))
+    for padding in ([0, 8, 3], [0, 0, 0]):
+        rows = [[0] * missing + text[: 40 - missing] for missing, text in zip(padding, texts.tolist(), strict=True)]
+        with remembering(model, padding, 40) as reading:
+            assert isinstance(reading, Reading)
+            parts_read = [reading.read(part) for part in torch.tensor(rows).split([*parts, *[1] * 31], dim=1)]
+        found = torch.cat(parts_read, dim=1)
+        for row, missing in enumerate(padding):
+            with torch.no_grad():
+                expected = model(texts[row : row + 1, : 40 - missing])[0]
+            assert (found[row, missing:] - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+def test_a_transcript_with_states_reads_all_again_after_a_change() -> None:
+    model, shapes = hybrid(), []
+    model.register_forward_pre_hook(lambda _module, arguments: shapes.append(arguments[0].shape[1]))
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+    with remembering(model, [0], 0) as reading:
+        row = Transcript(reading)
+        for tokens, unread in ((prompt, 9), ([*prompt[:6], 60, *prompt[7:]], 9)):
+            shapes.clear()
+            answer = [*row.answer(tokens, GREEDY, max_new_tokens=5, eos_ids=())]
+            assert shapes[0] == unread
+            assert answer == without_cache(hybrid(), tokens, GREEDY, 0)[:5]
 
 
 def test_positions_count_from_a_rows_first_token() -> None:

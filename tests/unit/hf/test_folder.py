@@ -250,6 +250,31 @@ def test_all_tensors_are_read_into_the_model(tmp_path: Path, family: str, shards
     assert folder.tied is None
 
 
+def test_experts_that_are_stored_as_one_tensor(tmp_path: Path) -> None:
+    """As in the published folders of Qwen3.5, with the tensors of the prediction of further tokens."""
+    written = write_model(tmp_path / "it", "qwen3_5_moe", torch.float32)
+    config = open_folder("it", tmp_path / "it").hyper_parameters
+    stacked = {name: tensor for name, tensor in written.items() if ".mlp.experts." not in name}
+    for layer in range(config.n_layers):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        matrices = {
+            kind: torch.stack([written[f"{prefix}.{expert}.{kind}.weight"] for expert in range(config.n_experts)])
+            for kind in ("gate_proj", "up_proj", "down_proj")
+        }
+        stacked[f"{prefix}.down_proj"] = matrices["down_proj"]
+        stacked[f"{prefix}.gate_up_proj"] = torch.cat((matrices["gate_proj"], matrices["up_proj"]), dim=1)
+    save_file(stacked | {"mtp.norm.weight": torch.ones(3)}, tmp_path / "it" / SINGLE)
+    folder = open_folder("it", tmp_path / "it")
+    own = saved_tensors(empty_model(folder.family, config, torch.device("cpu"), torch.float32))
+    folder.fill_(own)
+    found = stored_tensors(own, folder.family.hugging_face.names(config))
+    assert all(torch.equal(found[name], tensor) for name, tensor in written.items())
+    assert folder.describe(torch.float32) == f"{len(stacked)} tensors, float32, 1 of mtp left out"
+    save_file(stacked | {f"{prefix}.down_proj": matrices["down_proj"][1:].clone()}, tmp_path / "it" / SINGLE)
+    with pytest.raises(UserError, match="is missing"):
+        open_folder("it", tmp_path / "it")
+
+
 def add_tensors(folder: Path, more: dict[str, Tensor]) -> None:
     save_file(load_file(folder / SINGLE) | more, folder / SINGLE)
 

@@ -73,7 +73,9 @@ def errors(seq_len: int, kind: str, key_heads: int = 2) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["one document", "many documents", "chunks"])
-@pytest.mark.parametrize("seq_len", [2, CHUNK, CHUNK * SEGMENT, 75, 101])
+@pytest.mark.parametrize(
+    "seq_len", [75, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, CHUNK, CHUNK * SEGMENT, 101))]
+)
 def test_chunks_equal_the_recurrence(seq_len: int, kind: str) -> None:
     for key_heads in (2, 4):
         assert max(errors(seq_len, kind, key_heads)) < BOUND

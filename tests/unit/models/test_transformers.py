@@ -207,7 +207,11 @@ CASES = {
     "olmoe, tied": ("olmoe", replace(OLMOE, tie_embeddings=True)),
     "olmoe, no shared heads": ("olmoe", replace(OLMOE, n_kv_heads=4)),
 }
-every_case = pytest.mark.parametrize(("name", "config"), CASES.values(), ids=CASES)
+SLOW = ("qwen3_5, tied, one full layer", "qwen3_5, no shared heads", "qwen3_5_moe", "qwen3_next, two shared experts")
+every_case = pytest.mark.parametrize(
+    ("name", "config"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, case in CASES.items()],
+)
 MODULES = (
     *("models.llama.modeling_llama", "models.qwen3.modeling_qwen3", "models.qwen3_moe.modeling_qwen3_moe"),
     *(
@@ -578,33 +582,14 @@ def decays_of_other_heads(model: nn.Module) -> None:
 
 
 def unweighted_shared_expert(model: nn.Module) -> None:
-    model.layers["0"].feed_forward.shared.gate.forward = lambda x: x.new_full((*x.shape[:2], 1), 99.0)
-
-
-def rotated_to_the_end(model: nn.Module) -> None:
-    """Heads are rotated at their end."""
-    attention = model.layers["1"].attention
-    heads = attention.heads
-    turned = attention.head_dim - model.rope.head_dim
-
-    def changed(x: Tensor, rope: Any) -> tuple[Tensor, Tensor, Tensor]:
-        for linear in (attention.wq, attention.wk):
-            linear.weight.data = linear.weight.data.unflatten(0, (-1, attention.head_dim)).roll(turned, 1).flatten(0, 1)
-        return heads(x, rope)
-
-    attention.heads = changed
+    gate = model.layers["0"].feed_forward.shared.gate
+    gate.forward = lambda x: 99.0 + 1e-9 * (x @ gate.weight.mT)
 
 
 MISTAKES = {
     "states not passed from chunk to chunk": ("qwen3_5", states_not_passed_on),
     "decays of other heads": ("qwen3_5", decays_of_other_heads),
-    "rates for decays": ("qwen3_5", swapped("layers.0.attention.wa.weight", "layers.0.attention.wb.weight")),
     "gates for queries": ("qwen3_5", swapped("layers.1.attention.wq.weight", "layers.1.attention.wg.weight")),
-    "the wrong part of a head is rotated": ("qwen3_5", rotated_to_the_end),
-    "gates and values swapped": (
-        *("qwen3_next",),
-        swapped("layers.0.attention.wv.weight", "layers.0.attention.wg.weight"),
-    ),
     "the shared expert has no weight": ("qwen3_next", unweighted_shared_expert),
     "rotary halves for pairs": ("deepseek_v3", rotary_halves),
     "biases in the weights of experts": ("deepseek_v3", biased_weights),
