@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from titanlite.models.family import DecoderConfig
-from titanlite.models.layers import FeedForward
 from titanlite.models.watch import summed_parts, watch
 
 
@@ -32,19 +31,6 @@ class Router(nn.Linear):
 def router_scores(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     return functional.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
-
-
-class GatedFeedForward(FeedForward):
-    """A feed-forward layer times the sigmoid of a score of each position."""
-
-    def __init__(self, dim: int, hidden_dim: int) -> None:
-        super().__init__(dim, hidden_dim)
-        self.gate = Router(dim, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.activation(self.w1(x)) * self.w3(x)
-        out: Tensor = self.w2(hidden * self.gate(x).sigmoid().to(x.dtype))
-        return out
 
 
 Activation = Callable[[Tensor, Tensor], Tensor]

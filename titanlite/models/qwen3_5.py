@@ -24,7 +24,7 @@ from titanlite.models.decoder import (
     flops_per_token,
     norm_of,
 )
-from titanlite.models.experts import GatedFeedForward, MixtureOfExperts
+from titanlite.models.experts import MixtureOfExperts, Router
 from titanlite.models.family import Family, Init, StoredGroups, StoredName, Structure, TensorStyle
 from titanlite.models.hugging_face import (
     EXPERT_NAMES,
@@ -111,6 +111,19 @@ class Qwen35(Decoder):
                 for window in self.windows()
             }
         )
+
+
+class GatedFeedForward(FeedForward):
+    """A feed-forward layer times the sigmoid of a score of each position."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__(dim, hidden_dim)
+        self.gate = Router(dim, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.activation(self.w1(x)) * self.w3(x)
+        out: Tensor = self.w2(hidden * self.gate(x).sigmoid().to(x.dtype))
+        return out
 
 
 def hybrid_block(config: Any, index: int) -> Block:

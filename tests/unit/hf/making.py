@@ -18,6 +18,8 @@ from titanlite.models.shrink import shrink_model
 def tiny(family: Family, **changes: Any) -> Any:
     """Hyper-parameters of a tiny model whose sizes all differ."""
     small = shrink_model(family.flavors["debug"], 2)
+    if small.linear_key_heads:  # a layer of each kind
+        small = replace(small, full_interval=2)
     return replace(small, **{"vocab_size": 131, "max_seq_len": 96, "n_layers": 2} | changes)
 
 
