@@ -205,7 +205,6 @@ QUICK = (
 # steps.
 SLOW = (
     Layout((1, 1, 1, 1), (*COMPILE, *BY_OP, *TIED)),
-    Layout((1, 1, 1, 1), (*COMPILE, *FULL)),
     Layout((1, 1, 2, 1), (*COMPILE, *BY_OP, *LAST), accumulation=3, rows=24),
     Layout((1, 1, 1, 2), (*QWEN2, *BY_OP, *CHUNKS), accumulation=3, rows=24),
     Layout((1, 1, 1, 2), OLMOE),
@@ -247,6 +246,7 @@ THREE_AXES = (Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *BY_LAYER, *PA
 
 
 SOAK = (
+    Layout((1, 1, 1, 1), (*COMPILE, *FULL)),
     Layout((1, 1, 4, 1), (*EVERY, *TIED)),
     Layout((4, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(7), *BY_LAYER, *TIED)),
     # stages of several FSDP units with a split backward pass

@@ -32,12 +32,13 @@ ONE = (Layout((1, 1, 1, 1), BY_LAYER, accumulation=4), Layout((1, 1, 1, 1), (*DE
 TWO = (
     Layout((1, 2, 1, 1), EVERY, accumulation=4),
     Layout((1, 1, 2, 1), (*COMPILE, *FULL), rows=15, streams=3),  # one rank has filler
-    Layout((1, 1, 1, 2), (*DEEP, *BY_OP)),
+    Layout((1, 1, 1, 2), BY_OP),
     Layout((1, 1, 1, 1), cp=2),
-    Layout((1, 1, 1, 1), (*GATHER, *DEEP), cp=2),
+    Layout((1, 1, 1, 1), GATHER, cp=2),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *EVERY, *PAIRS, *FULL), accumulation=2),
     *[Layout((2, 1, 1, 1), schedule("InterleavedZeroBubble"))] * HAS_EACH_SCHEDULE,
 )
+SOAK = (Layout((1, 1, 1, 2), (*DEEP, *BY_OP)), Layout((1, 1, 1, 1), (*GATHER, *DEEP), cp=2))
 FOUR = (Layout((2, 1, 1, 2)), Layout((1, 1, 1, 2), cp=2))
 
 
@@ -101,7 +102,6 @@ def test_means_are_those_of_plain_torch_with_recomputation_and_compiled_blocks()
     verify(ONE)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layouts", [TWO, pytest.param(FOUR, marks=pytest.mark.soak)], ids=["2", "4"])
+@pytest.mark.parametrize("layouts", [TWO, *(pytest.param(each, marks=pytest.mark.soak) for each in (SOAK, FOUR))])
 def test_means_are_those_of_one_process_on_every_axis(layouts: Sequence[Layout]) -> None:
     verify(layouts)

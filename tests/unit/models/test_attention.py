@@ -129,7 +129,7 @@ SOME = torch.cat((torch.arange(3, 10), torch.arange(120, 150)))
         (HEADS[1], "additive", SOME, 0),
         pytest.param(HEADS[0], "blocks", None, 0, marks=pytest.mark.soak),
         pytest.param(HEADS[1], "blocks", None, 0, marks=pytest.mark.soak),
-        pytest.param(HEADS[1], "blocks", SOME, 0, marks=pytest.mark.slow),
+        pytest.param(HEADS[1], "blocks", SOME, 0, marks=pytest.mark.soak),
         (HEADS[1], "additive", SOME, 9),
         pytest.param(HEADS[1], "blocks", SOME, 9, marks=pytest.mark.slow),
         *((HEADS[0], form, None, window) for form in ("bands", "none") for window in (2, 9, 50, 75, SEQ_LEN - 1)),
@@ -177,7 +177,8 @@ def test_every_mask_form_matches_the_definition(
     [
         *[("additive", None, 0), ("additive", SOME, 0), ("additive", None, 9), ("bands", None, 9)],
         *[("none", None, 0), ("none", None, 9)],
-        *(pytest.param("blocks", queries, 9, marks=pytest.mark.slow) for queries in (None, SOME)),
+        pytest.param("blocks", None, 9, marks=pytest.mark.slow),
+        pytest.param("blocks", SOME, 9, marks=pytest.mark.soak),
     ],
 )
 def test_largest_scores_are_those_of_the_full_matrix(
@@ -201,7 +202,7 @@ def test_largest_scores_are_those_of_the_full_matrix(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("composed")
-@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("window", [pytest.param(0, marks=pytest.mark.soak), 9])
 def test_sinks_on_a_gpu(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of one document have blocks, whose kernel returns the logsumexp; generation computes all weights."""
     monkeypatch.setattr(attention, "mask_form", lambda *_: "blocks")
