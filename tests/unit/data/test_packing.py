@@ -61,10 +61,11 @@ def by_brute_force(lengths: Sequence[int], seq_len: int) -> list[list[Span]]:
 
 @seeds(60, 2000)
 def test_parts_are_packed_as_by_brute_force(seeds: range) -> None:
+    """Of this size, one in ten differs from the first sequence that has enough room."""
     for seed in seeds:
         rng = random.Random(seed)
-        seq_len, longest = rng.randrange(1, 20), rng.choice([3, 10, 50])
-        lengths = [rng.randrange(longest) for _ in range(rng.randrange(30))]
+        seq_len, longest = rng.randrange(1, 60), rng.choice([3, 10, 50])
+        lengths = [rng.randrange(longest) for _ in range(rng.randrange(60))]
         assert best_fit(lengths, seq_len) == by_brute_force(lengths, seq_len)
 
 
