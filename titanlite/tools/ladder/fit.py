@@ -106,17 +106,17 @@ class _Objective:
 
     def minimize(self, start: Tensor) -> Tensor:
         raw = start.clone().requires_grad_()
-        optimizer = torch.optim.LBFGS(
-            [raw], max_iter=300, tolerance_grad=1e-6, tolerance_change=1e-9, line_search_fn="strong_wolfe"
-        )
 
         def closure() -> Tensor:
-            optimizer.zero_grad()
+            raw.grad = None
             objective = self(raw)
             objective.backward()
             return objective
 
-        optimizer.step(closure)
+        for _ in range(2):  # again without a history: a kink of the objective may have ended the search
+            torch.optim.LBFGS(
+                [raw], max_iter=300, tolerance_grad=1e-6, tolerance_change=1e-9, line_search_fn="strong_wolfe"
+            ).step(closure)
         return raw.detach()
 
     def raw(self, law: Law) -> Tensor:

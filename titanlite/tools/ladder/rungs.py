@@ -64,7 +64,7 @@ def read_ladder(path: str, overrides: Sequence[str], *, world_size: int, device_
     config = beside(config_path(path).parent, tables["config"])
     common = _texts(tables.get("common", {})) | {key: text or "true" for key, text in arguments.texts.items()}
     shared = parse_texts(config, common)
-    raise_problems(_check_shared(shared))
+    raise_problems([*_check_shared(shared), *_check_lengths(common)])
     strict = ["--strict"] if arguments.options.strict else []
     make = partial(_rung, config, common, shared, rule=rule, switches=strict, device_type=device_type)
     makes = {
@@ -147,6 +147,12 @@ def _check_shared(config: JobConfig) -> list[Problem]:
         rule = "a number: the batch must not depend on the machine"
         found.append(Problem(BATCH, UNSET, rule, "write it below common, or in the configuration"))
     return found
+
+
+def _check_lengths(common: Mapping[str, str]) -> list[Problem]:
+    """Problems of lengths that are given for all runs."""
+    rule, remedy = "left out: each rung says its tokens", "write tokens or tokens_per_parameter in [[rungs]]"
+    return [Problem(key, common[key], rule, remedy) for key in ("training.steps", "training.tokens") if key in common]
 
 
 def _runs_of(row: Mapping[str, Any], config: str, common: Mapping[str, str]) -> list[tuple[dict[str, str], int]]:

@@ -18,12 +18,13 @@ from titanlite.config.stages import batch_stages
 from titanlite.data.steps import BatchStage, stage_index
 from titanlite.optim.schedule import build_schedule
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, raise_problems
+from titanlite.runtime.files import expand_home
 from titanlite.runtime.settings import setting
-from titanlite.storage.address import Place, place
+from titanlite.storage.address import Place, is_address, place
 from titanlite.tools.command import RunFolder, read_options_and_overrides, require_new, run_command
 from titanlite.tools.sweep.combinations import DUMP_FOLDER, Run, arguments_of, checked_runs, parse_texts
 from titanlite.tools.sweep.command import RunsOptions, carry_out, raise_failed
-from titanlite.tools.sweep.training import final_loss, report_line, table
+from titanlite.tools.sweep.training import final_loss, folders, report_line, table
 
 VALIDATIONS = 8
 """Of each branch, after equal numbers of tokens."""
@@ -64,7 +65,8 @@ def main(argv: Sequence[str]) -> None:
         return
     folder = runs[0].folder.parent
     print("\n".join(["", *table(runs, codes), "", *compared(runs, options.tolerance), ""]))
-    print(report_line(*(run.folder for run in runs), folder=folder).replace(" --out", " --over tokens --out"))
+    if found := folders(runs):
+        print(report_line(*found, folder=folder).replace(" --out", " --over tokens --out"))
     raise_failed(runs, codes)
 
 
@@ -73,7 +75,10 @@ def branches(options: Options, overrides: Sequence[str]) -> list[Run]:
     sizes = sorted({*options.batches})
     if len(sizes) < 2 or sizes[0] < 1:
         raise UsageError("--batches needs two or more numbers of sequences: write for example --batches 8 16 32")
-    folder = Path(options.run)
+    if is_address(options.run):
+        rule = "a local folder; its checkpoints may be in a store"
+        raise ConfigError([Problem("argument RUN", options.run, rule, "pass the job.dump_folder of the run")])
+    folder = Path(expand_home(options.run))
     if not (folder / CONFIG_COPY).is_file():
         raise UserError(f"{folder} has no {CONFIG_COPY}: pass the dump folder of a run")
     arguments = split_arguments(overrides)

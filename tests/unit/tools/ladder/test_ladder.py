@@ -11,6 +11,7 @@ import pytest
 from titanlite.config.load import load_config
 from titanlite.config.toml import dump_config
 from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.tools.ladder import fit as fits
 from titanlite.tools.ladder import prediction
 from titanlite.tools.ladder.__main__ import main
 from titanlite.tools.ladder.fit import Law, Point, bootstrap, fit
@@ -40,8 +41,9 @@ def test_the_constants_of_a_law_are_recovered() -> None:
 
 
 @pytest.mark.slow
-def test_the_fit_is_to_logarithms() -> None:
+def test_the_fit_is_to_logarithms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another unit of the loss, such as bits, changes E, A and B in proportion, and no exponent."""
+    monkeypatch.setattr(fits, "STARTS", 1)
     noisy = points(0.001)
     law, other = fit(noisy), fit([Point(each.parameters, each.tokens, 10 * each.loss) for each in noisy])
     expected = [10 * law.E, 10 * law.A, 10 * law.B, law.alpha, law.beta]
@@ -52,7 +54,7 @@ def test_the_fit_is_to_logarithms() -> None:
 def test_the_interval_has_the_loss_of_a_noisy_law() -> None:
     noisy = points(0.002, seed=1)
     law = fit(noisy)
-    low, high = interval_of([each.loss(400e6, 8e9) for each in bootstrap(noisy, law, count=12)])
+    low, high = interval_of([each.loss(400e6, 8e9) for each in bootstrap(noisy, law, count=8)])
     assert low < LAW.loss(400e6, 8e9) < high
     assert high / low < 1.05
     assert abs(law.loss(400e6, 8e9) / LAW.loss(400e6, 8e9) - 1) < 0.02
@@ -157,6 +159,7 @@ def test_experts_that_a_token_does_not_use_do_not_count() -> None:
         ((FILE, RUNGS.replace("optimizer.lr", "optimizer.lrr"), TARGET), "did you mean optimizer.lr"),
         ((FILE, RUNGS.replace("batch_size = 4", "batch_size = 48"), TARGET), "256 sequences of a validation"),
         (("common.validation.enable = false\n", FILE, RUNGS, TARGET), "fitted to validation losses"),
+        (("common.training.tokens = 9\n", FILE, RUNGS, TARGET), "each rung says its tokens"),
         (("rule = 'best'\n", FILE, RUNGS, TARGET), "one of fixed, deepseek"),
         (("seq_len = 3\n", FILE, RUNGS, TARGET), "common.training.seq_len = 256"),
     ],
@@ -199,7 +202,8 @@ def test_the_prediction_is_printed_stored_and_drawn(
         log_loss(run, rung.tokens, law.loss(rung.parameters, rung.tokens))
         return FakeProcess()
 
-    monkeypatch.setattr(prediction, "bootstrap", lambda given, law: bootstrap(given, law, count=3))
+    monkeypatch.setattr(fits, "STARTS", 1)
+    monkeypatch.setattr(prediction, "bootstrap", lambda given, law: bootstrap(given, law, count=2))
     main([str(path), "--results"])
     assert "No prediction yet: 6 runs of 6 without a last validation" in capsys.readouterr().out
     monkeypatch.setattr(command, "start_run", started)
