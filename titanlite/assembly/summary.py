@@ -20,6 +20,7 @@ from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.records import Record
 from titanlite.runtime.logging import log
 from titanlite.runtime.text import counted
+from titanlite.storage.address import is_address
 
 RUN_TRAIN = "TITANLITE_RUN_TRAIN"
 """Environment variable: how the user has called run_train.sh, which sets it."""
@@ -74,8 +75,11 @@ def next_commands(config: JobConfig, record: Record) -> Iterator[tuple[str, str]
     elif is_one_node:
         yield "train and save", f"{train} {same_config} --checkpoint.enable"
     if all_processes == 1 and fits_two_processes(config):
-        new_folder = f"--job.dump_folder {shlex.quote(f'{folder}-2')}"
-        yield "on two processes", f"{train_command(2)} {same_config} {new_folder}"
+        new = {"job.dump_folder": f"{folder}-2"}
+        if is_address(config.checkpoint.folder):
+            new["checkpoint.folder"] = f"{config.checkpoint.folder.rstrip('/')}-2"
+        options = " ".join(f"--{key} {shlex.quote(value)}" for key, value in new.items())
+        yield "on two processes", f"{train_command(2)} {same_config} {options}"
     if python_source:
         yield "on your own text", f"set data.sources in a TOML file; all keys: {titanlite()} train --help"
     yield "see its curves", f"{titanlite()} report {shlex.quote(str(folder))}"

@@ -136,6 +136,8 @@ def test_runs_on_several_processes_and_nodes(monkeypatch: pytest.MonkeyPatch) ->
 def test_two_processes_are_suggested_if_the_configuration_fits_them(monkeypatch: pytest.MonkeyPatch) -> None:
     odd = replace(SAVING, training=TrainingConfig(local_batch_size=3, global_batch_size=3))
     assert commands(odd)["on two processes"].endswith("outputs-2")
+    stored = replace(SAVING, checkpoint=replace(SAVING.checkpoint, folder="s3://bucket/run/"))
+    assert commands(stored)["on two processes"].endswith("outputs-2 --checkpoint.folder s3://bucket/run-2")
     one_stream = replace(SAVING, data=replace(SAVING.data, num_streams=1))
     fixed = replace(SAVING, parallelism=ParallelismConfig(dp_shard=1))
     for config in (one_stream, fixed):
