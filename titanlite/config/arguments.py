@@ -18,6 +18,7 @@ from titanlite.config.value_types import Key, explain, missing_value, plain, val
 from titanlite.runtime.errors import Problem
 from titanlite.runtime.settings import setting, settings_of
 from titanlite.runtime.text import ascii_form
+from titanlite.storage.address import is_address
 
 HELP = ("--help", "-h")
 MAX_WORLD_SIZE = 2**20
@@ -141,6 +142,8 @@ def read_value(name: str, value: Any, option: Option) -> Any:
     value = plain(value)
     if option.is_path and value == "":
         return Problem(name, value, "a path", f"write {name} PATH")
+    if option.is_path and isinstance(value, str) and is_address(value):
+        return Problem(name, value, "a path on a disk, not the address of a store", f"write {name} PATH")
     try:
         read = TypeAdapter(value_type(option.key)).validate_python(value)
     except ValidationError as error:

@@ -352,7 +352,12 @@ def check_path_lengths(config: JobConfig, world_size: int) -> list[Problem]:
         "tokenizer.path": config.tokenizer.path,
         "tokenizer.chat_template": config.tokenizer.chat_template,
     }
-    invalid = {key: address_problem(path) for key, path in paths.items() if is_address(path)}
+    local = "a path on a disk: checkpoints and sources can be in stores", "write a path"
+    invalid = {
+        key: address_problem(path) if key.startswith("checkpoint.") else local
+        for key, path in paths.items()
+        if is_address(path)
+    }
     if problems := [Problem(key, paths[key], *why) for key, why in invalid.items() if why]:
         return problems
     for section, sources in (("data", config.data.sources), ("validation", config.validation.sources)):

@@ -214,6 +214,7 @@ BAD = [
         f"{EQUAL} 1 --training.global_batch_size 4097"),
     Bad("data.num_streams", "divisible by training.local_batch_size = 2", "= 6 or 8",
         f"{EQUAL} 2 --training.global_batch_size 8 --data.num_streams 7"),
+    Bad("job.dump_folder", "a path on a disk", "write a path", "--job.dump_folder s3://bucket/run"),
     Bad("storage.ca_file", "a file of certificates", "a PEM file", "--storage.ca_file no.pem"),
     Bad("storage.endpoint", "a URL", "http://HOST:PORT, or https://HOST", "--storage.endpoint localhost:9 "
         "--checkpoint.enable --checkpoint.folder s3://nobucket/x"),

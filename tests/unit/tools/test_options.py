@@ -92,6 +92,10 @@ def test_overrides_of_the_configuration_are_passed_on() -> None:
         (["a.toml", "--words-of"], ["--words-of\n    rule:   needs a value"]),
         (["a.toml", "--folder", ""], ["--folder = ''\n    rule:   a path"]),
         (["a.toml", "--folder="], ["--folder = ''\n    rule:   a path"]),
+        (
+            ["a.toml", "--folder", "s3://b/x"],
+            ["rule:   a path on a disk, not the address of a store\n    remedy: write"],
+        ),
         (["a.toml", "--folder", "b", "--words-of", "c"], ["--folder\n    rule:   not together with --words-of"]),
         (["a.toml", "--wrd", "x"], ["--wrd = 'x'", "remedy: did you mean --word?"]),
         (["a.toml", "--foo", "x"], ["rule:   an option of titanlite test\n    remedy: see titanlite test --help"]),

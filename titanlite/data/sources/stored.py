@@ -70,7 +70,7 @@ class Listing:
 
     def __init__(self, path: str) -> None:
         parts = path.rstrip("/").split("/")
-        literal = next((n for n, part in enumerate(parts) if _MAGIC.search(part)), len(parts))
+        literal = max(3, next((n for n, part in enumerate(parts) if _MAGIC.search(part)), len(parts)))
         self.base, pattern = Address.parse("/".join(parts[:literal])), parts[literal:]
         self.is_folder = self._is_deep = False
         self._facts: dict[Address, Facts | None] = {}
