@@ -32,7 +32,7 @@ from titanlite.tools.report.charts import (
     thinned,
 )
 from titanlite.tools.report.page import MAX_EVENTS
-from titanlite.tools.report.runs import differing_keys, distinct_names, read_runs
+from titanlite.tools.report.runs import differing_keys, distinct_names, over_tokens, read_runs
 
 BEGIN = datetime(2026, 5, 1, 12, 0, 0).astimezone()
 NASTY = """a<b>&"c'$x$"""
@@ -164,6 +164,17 @@ def test_marks_are_at_their_steps(tmp_path: Path) -> None:
         *(("mesh change", 20), ("skipped steps", 30), ("fault", 40)),
     ]
     assert [event.text for event in run.events if event.kind == "skipped steps"] == ["3 of the steps 21 to 30 skipped"]
+
+
+def test_curves_over_tokens(tmp_path: Path) -> None:
+    """Of a run that continues another one at step 101, and validates between two rows."""
+    rows = [row(101, tokens_seen=6400), {"step": 103, "validation/loss": 2.0}, row(105, tokens_seen=7200)]
+    write_run(tmp_path / "run", rows)
+    run = over_tokens(read_runs([tmp_path / "run"])[0])
+    assert run.series["loss"].steps.tolist() == [6400, 7200]
+    assert run.series["validation/loss"].steps.tolist() == [6800]
+    axes = Drawing([run], "tokens")._figure(charts_of([run])[0], alone=True).axes[0]
+    assert (axes.get_xlim(), axes.get_xlabel()) == ((6400, 7200), "tokens")
 
 
 def test_goodput_is_the_share_of_steps_that_count(tmp_path: Path) -> None:
