@@ -31,6 +31,16 @@ SETTINGS = (
 )
 BIT_EQUAL = {"training.bit_equal": "true", "training.dtype": "float32", "data.num_streams": "8"}
 """In float32, numbers of other meshes would differ by 1e-7 at once."""
+STAGES = {
+    "training.stages.0.from_step": "3",
+    "training.stages.0.global_batch_size": "24",
+    "training.stages.1.from_step": "14",
+    "training.stages.1.seq_len": "8",
+    "training.stages.1.rope_theta": "5e4",
+    "training.stages.2.from_step": "30",
+    "training.stages.2.seq_len": "64",
+}
+"""Boundaries in each attempt; the second one is usually passed twice."""
 QUICK = ("--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=1")
 
 
@@ -174,6 +184,7 @@ COURSES = [
     pytest.param(
         Course(60, 1, 1, 3, ("join", "join", "lose 1"), settings=BIT_EQUAL), id="the same bits", marks=pytest.mark.soak
     ),
+    pytest.param(Course(40, 1, 1, 2, ("join", "lose 1"), settings=STAGES), id="stages", marks=pytest.mark.soak),
     *(
         pytest.param(  # two of three nodes are used; the loss of the third, which waits idle, does not stop the others
             Course(
