@@ -13,9 +13,12 @@ from titanlite.storage.address import Address, Place, place
 
 
 def check_start(section: CheckpointConfig, dump_folder: str) -> list[Problem]:
-    """Return problems of load_step and initial_load_path, such as a missing checkpoint."""
+    """Return problems of folder in a store, load_step and initial_load_path, such as a missing checkpoint."""
     rules, text, key = Rules("checkpoint", section), section.initial_load_path, "initial_load_path"
     own, path = place(section.folder, dump_folder), place(text)
+    if section.enable and isinstance(own, Address):
+        rule = "the folder of all checkpoints of the run; this is one checkpoint"
+        rules.require("folder", not has_manifest(own), rule, f"write {own.parent}")
     steps = published_steps(own) if section.enable else []
     if section.load_step >= 0 and section.enable:
         latest = latest_manifest(own)

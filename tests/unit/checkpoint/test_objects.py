@@ -18,6 +18,7 @@ from torch import Tensor
 from tests.unit.checkpoint.making import Killed, a_manifest
 from titanlite.checkpoint import manifest as manifest_module
 from titanlite.checkpoint import storage, verified_parts
+from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.folder import (
     begin,
     checkpoint_names,
@@ -41,6 +42,7 @@ from titanlite.checkpoint.manifest import (
     read_manifest,
     write_recorded,
 )
+from titanlite.checkpoint.preflight import check_start
 from titanlite.checkpoint.saver import Saver
 from titanlite.checkpoint.storage import load_tensors, read_shapes
 from titanlite.ranks.agreement import RanksError
@@ -94,6 +96,9 @@ def test_a_checkpoint_in_a_store(folder: Address, save: Save) -> None:
     assert complete_manifest(folder, 5) == manifest
     clear_leftovers(folder)
     assert complete_manifest(folder, 5) == manifest
+    assert check_start(CheckpointConfig(enable=True, folder=str(folder)), "") == []
+    (problem,) = check_start(CheckpointConfig(enable=True, folder=f"{folder}/step-5"), "")
+    assert (problem.key, problem.remedy) == ("checkpoint.folder", f"write {folder}")
 
 
 def test_a_local_copy_of_a_checkpoint_is_read(folder: Address, save: Save, tmp_path: Path) -> None:
