@@ -24,6 +24,7 @@ from titanlite.assembly.description import (
 from titanlite.assembly.facts import code_facts, computation_facts, content_facts, device_kind
 from titanlite.assembly.job import Job
 from titanlite.assembly.model import allocate_parts, build_parts, build_trainer
+from titanlite.checkpoint.config import another_run
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.manifest import Computation, computed_by
@@ -546,7 +547,7 @@ def require_no_checkpoints(config: JobConfig) -> None:
     if not config.checkpoint.enable and published_steps(folder):
         raise UserError(
             f"checkpoint.enable = false, but {folder} holds checkpoints of an earlier run: resume it with "
-            "--checkpoint.enable true, or start a new run in another --job.dump_folder"
+            f"--checkpoint.enable true, or start a new run with {another_run(folder)}"
         )
 
 

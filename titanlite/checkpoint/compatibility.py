@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from titanlite.checkpoint.config import Changeable
+from titanlite.checkpoint.config import Changeable, another_run
 from titanlite.checkpoint.dropped import remove_dropped
 from titanlite.data.fingerprint import describe_difference, num_sources
 from titanlite.runtime.errors import UserError
@@ -38,7 +38,7 @@ _REMOVED = (
     "a source cannot be removed, also not with checkpoint.accept_changes: keep it; with a small weight, and weights of "
     "the others, it is rarely used"
 )
-_FRESH = "start a new run from these weights: --checkpoint.initial_load_path FOLDER --job.dump_folder ANOTHER"
+_FRESH = "start a new run from these weights: --checkpoint.initial_load_path FOLDER"
 
 
 def check_facts(
@@ -86,7 +86,7 @@ def check_facts(
         raise UserError(
             f"cannot resume from {where}: the run's settings differ from the checkpoint's\n"
             + "\n".join(refused)
-            + f"\n  or {_FRESH}"
+            + f"\n  or {_FRESH} {another_run(where)}"
         )
     return lines
 

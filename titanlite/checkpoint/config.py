@@ -7,11 +7,17 @@ from typing import ClassVar, Literal
 
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Affects, Needs, setting
-from titanlite.storage.address import is_address
+from titanlite.storage.address import Place, is_address
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 Changeable = Literal["data", "tokenizer", "init_version", "rope", "optimizer", "bit_equal"]
 """Facts that accept_changes can accept; the resumed run then differs from an uninterrupted one."""
+
+
+def another_run(folder: Place | str) -> str:
+    """The options of a run that must not use `folder`, the checkpoints of another: a store has them outside of
+    job.dump_folder."""
+    return "--job.dump_folder ANOTHER" + (" --checkpoint.folder ANOTHER" if is_address(str(folder)) else "")
 
 
 _SAVES = Needs("checkpoint.enable = true", lambda section: section.enable)

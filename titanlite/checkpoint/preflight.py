@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint.config import CheckpointConfig
+from titanlite.checkpoint.config import CheckpointConfig, another_run
 from titanlite.checkpoint.folder import checkpoint_names, latest_manifest, published_steps, read_or_none, step_folder
 from titanlite.checkpoint.manifest import has_manifest
 from titanlite.hf.folder import PREFIX
@@ -30,7 +30,7 @@ def check_start(section: CheckpointConfig, dump_folder: str) -> list[Problem]:
     elif steps:  # the run resumes from its own checkpoint
         rule = f"a checkpoint of another run: {own} is the folder of this run, which resumes from step {steps[-1]}"
         remedy = (
-            "add --job.dump_folder ANOTHER for a new run from that checkpoint; to go back in this run: "
+            f"add {another_run(own)} for a new run from that checkpoint; to go back in this run: "
             "--checkpoint.load_step STEP in its place"
         )
         rules.require(key, not text or not _is_inside(path, own), rule, remedy)

@@ -23,7 +23,7 @@ from titanlite.checkpoint.compatibility import (
     model_differences,
     optimizer_differences,
 )
-from titanlite.checkpoint.config import CheckpointConfig
+from titanlite.checkpoint.config import CheckpointConfig, another_run
 from titanlite.checkpoint.folder import latest_manifest, published_steps, step_folder, supersede_after
 from titanlite.checkpoint.manifest import (
     Branch,
@@ -326,7 +326,7 @@ class StartFinder:
             raise UserError(
                 f"cannot resume from {found.path}: the position in the data that it saved does not fit the data of "
                 f"this run: {error}\n  remedy: resume with the data of the checkpoint, or start a new run from its "
-                f"weights: --job.dump_folder ANOTHER --checkpoint.initial_load_path {found.path}"
+                f"weights: {another_run(found.path)} --checkpoint.initial_load_path {found.path}"
             ) from None
         self.meter.load_state(MeterState(**manifest.counts))
         log.info(

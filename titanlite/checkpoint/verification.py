@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from titanlite.checkpoint.config import another_run
 from titanlite.checkpoint.folder import (
     checkpoint_names,
     clear_leftovers,
@@ -83,7 +84,7 @@ def latest_valid(folder: Place, steps: list[int], group: dist.ProcessGroup, usab
     names = checkpoint_names(folder)
     models = published_steps(folder)  # corrupted ones are quarantined by now
     remedy = (
-        f"step-{models[-1]} has only the model: start a new run from its weights with --job.dump_folder ANOTHER "
+        f"step-{models[-1]} has only the model: start a new run from its weights with {another_run(folder)} "
         f"--checkpoint.initial_load_path {step_folder(folder, models[-1])}"
         if models
         else f"to use a quarantined one, repair it and copy its {MANIFEST_FILE} to step-N"
@@ -92,7 +93,7 @@ def latest_valid(folder: Place, steps: list[int], group: dist.ProcessGroup, usab
     )
     raise UserError(
         f"cannot resume from any checkpoint in {folder}: {', '.join(names)}. To start a new run, "
-        f"give another --job.dump_folder or move that folder away; {remedy}"
+        f"give {another_run(folder)}, or move that folder away; {remedy}"
     )
 
 

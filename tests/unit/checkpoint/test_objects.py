@@ -93,6 +93,9 @@ def test_a_checkpoint_in_a_store(folder: Address, save: Save) -> None:
     assert read_shapes(folder / "step-5")["c"] == ((40, 50), "torch.float32")
     with pytest.raises(RanksError, match=r"cannot save step 5: .*exists already"):
         save(5)
+    own = CheckpointConfig(enable=True, folder=str(folder), initial_load_path=str(folder / "step-5"))
+    (problem,) = check_start(own, "dump")  # another dump folder alone has the same checkpoints
+    assert problem.remedy.startswith("add --job.dump_folder ANOTHER --checkpoint.folder ANOTHER for a new run")
     assert complete_manifest(folder, 5) == manifest
     clear_leftovers(folder)
     assert complete_manifest(folder, 5) == manifest
