@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
     tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=vocab_size)
     print(f"tokenizer: {tokenizer.description if tokenizer else 'none, the sources hold tokens'}")
     describe_sources(config, tokenizer, vocab_size, reads_all=options.all)
-    for text in islice(sequences_as_text(config, tokenizer, vocab_size), options.sequences):
+    for text in sequences_as_text(config, tokenizer, vocab_size, options.sequences):
         print(text)
 
 

@@ -23,13 +23,16 @@ TRAINED = ("⟦", "⟧")
 """Marks of the first and the last token that are trained on."""
 
 
-def sequences_as_text(config: JobConfig, tokenizer: Tokenizer | None, vocab_size: int) -> Iterator[str]:
-    """The run's sequences in order, as the trainer's loader yields them; without a tokenizer, the ids.
+def sequences_as_text(config: JobConfig, tokenizer: Tokenizer | None, vocab_size: int, count: int) -> Iterator[str]:
+    """The run's first `count` sequences, as the trainer's loader yields them; without a tokenizer, the ids.
 
     A rule stands before each document and before the padding. TRAINED encloses the tokens of conversations that are
     trained on.
     """
-    data, training = config.data, config.training
+    data, training, stages = config.data, config.training, batch_stages(config)
+    # Only the streams that have them: a few first ones, as of the first data rank of many.
+    sizes = [data.num_streams, *(stage.global_batch_size for stage in stages)]
+    together = next((n for n in range(max(count, 1), min(sizes)) if not any(size % n for size in sizes)), 0)
 
     def loader(document_mask: bool) -> Loader:
         return build_loader(
@@ -40,15 +43,16 @@ def sequences_as_text(config: JobConfig, tokenizer: Tokenizer | None, vocab_size
             global_batch_size=training.global_batch_size,
             local_batch_size=training.global_batch_size,
             data_rank=0,
-            data_degree=1,
-            later=[replace(stage, local_batch_size=stage.global_batch_size) for stage in batch_stages(config)[1:]],
+            data_degree=data.num_streams // together if together else 1,
+            together=max(together, 1),
+            later=[replace(stage, local_batch_size=stage.global_batch_size) for stage in stages[1:]],
         )
 
     # A document mask shows where documents start, but it also changes labels: a second loader provides the mask.
     with ExitStack() as stack:
         plain = stack.enter_context(closing(loader(False)))
         marked = stack.enter_context(closing(loader(True))) if documents_are_known(data.sources) else None
-        while not all(plain.ended):
+        while count and not all(plain.ended):
             (batch,) = plain.next_step()
             (masked,) = marked.next_step() if marked else (batch,)
             for row, origin in enumerate(plain.origins):
@@ -81,6 +85,9 @@ def sequences_as_text(config: JobConfig, tokenizer: Tokenizer | None, vocab_size
                 if length < len(ids):
                     lines.append(f"──── padding, masked: tokens {length} to {len(ids) - 1} ────")
                 yield "\n".join(lines)
+                count -= 1
+                if not count:
+                    return
 
 
 def marked_text(tokenizer: Tokenizer, ids: Sequence[int], trained: Sequence[bool]) -> str:

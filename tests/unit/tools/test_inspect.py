@@ -151,6 +151,19 @@ def test_padding_is_marked(config: Path, tokenizer: Tokenizer, capsys: pytest.Ca
     assert number(text, "an epoch") == sum(-(-len(tokenizer.encode(row)) // 16) for row in ROWS)
 
 
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+def test_a_few_sequences_are_the_first_ones_of_many(
+    packing: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a few sequences, only their streams are read."""
+    sizes = ("--training.global_batch_size", "12", "--data.packing", packing)
+    many = printed(capsys, config, "--sequences", "13", *sizes)
+    for count in (1, 3, 5):
+        few = printed(capsys, config, "--sequences", str(count), *sizes)
+        assert many.startswith(few.rstrip("\n") + "\n")
+        assert few.count("════ sequence") == count
+
+
 def test_a_mixture_has_shares(
     config: Path, write_jsonl: Callable[..., Path], tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:

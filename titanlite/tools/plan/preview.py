@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Collection, Sequence
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -102,7 +101,7 @@ def _dry_run(parsed: Parsed, config: JobConfig, world_size: int, local_size: int
     sequences = config.training.global_batch_size
     shown = min(sequences, SHOWN_SEQUENCES)
     lines.append(f"The first step has {counted(sequences, 'sequence')}; shown: {shown}")
-    lines += islice(sequences_as_text(config, tokenizer, vocab_size), shown)
+    lines += sequences_as_text(config, tokenizer, vocab_size, shown)
     if shown < sequences:
         lines += ["", f"All of them: titanlite inspect {parsed.path} --sequences {sequences}"]
     return [*lines, ""]
