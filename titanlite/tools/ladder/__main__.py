@@ -10,6 +10,7 @@ import tyro
 from titanlite.assembly.summary import titanlite
 from titanlite.config.files import CONFIG_FILE
 from titanlite.runtime.errors import raise_problems
+from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
 from titanlite.tools.command import read_options_and_overrides, require_new, run_command, write_json
 from titanlite.tools.ladder.prediction import LADDER_FILE, lines_of, predict, require_enough
@@ -28,7 +29,7 @@ class Options(RunsOptions):
     checkpoint.enable is true, and starts the others.
     """
 
-    file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="LADDER")]
+    file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="LADDER")] = setting(is_path=True)
     """TOML file of the ladder; --section.key VALUE overrides a key of all runs"""
 
 

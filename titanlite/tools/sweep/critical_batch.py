@@ -40,10 +40,10 @@ class Options(RunsOptions):
     and with a learning rate in proportion to the square root of the batch. See docs/critical-batch.md.
     """
 
-    run: RunFolder
-    """dump folder of a run with checkpoints; --section.key VALUE overrides a key of all branches"""
     batches: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N N ...")]
     """numbers of sequences of a step, two or more; the smallest is what the others are compared with"""
+    run: RunFolder = setting(is_path=True)
+    """dump folder of a run with checkpoints; --section.key VALUE overrides a key of all branches"""
     tokens: Annotated[int, tyro.conf.arg(metavar="N")] = setting(remedy="write the tokens of each branch", least=1)
     """tokens that each branch trains on, rounded up to full steps of all of them"""
     step: Annotated[int, tyro.conf.arg(metavar="N")] = setting(-1, "write the step of a checkpoint", least=-1)
