@@ -188,13 +188,16 @@ def describe_schedule(section: ScheduleConfig, peak_lr: float, steps: int) -> st
         phases.append(f"warm-up to {peak_lr:g} in steps 1 to {warmup:,}")
     if not decays(section):
         phases.append("then constant" if warmup else f"constant at {peak_lr:g}")
-    if not decays(section) or start >= steps:
-        return ", ".join(phases)
-    if start > warmup:
-        phases.append(f"constant to step {start:,}" if warmup else f"constant at {peak_lr:g} to step {start:,}")
-    end, lowest = start + length, section.min_lr_factor * peak_lr
-    origin = "" if phases else f"from {peak_lr:g} "
-    phases.append(f"{section.decay} decay {origin}to {lowest:g} in steps {start + 1:,} to {end:,}")
-    if end < steps:
-        phases.append("then constant")
-    return ", ".join(phases) + ("; the smaller of both where they overlap" if start < warmup else "")
+    overlap = ""
+    if decays(section) and start < steps:
+        if start > warmup:
+            phases.append(f"constant to step {start:,}" if warmup else f"constant at {peak_lr:g} to step {start:,}")
+        end, lowest = start + length, section.min_lr_factor * peak_lr
+        origin = "" if phases else f"from {peak_lr:g} "
+        phases.append(f"{section.decay} decay {origin}to {lowest:g} in steps {start + 1:,} to {end:,}")
+        if end < steps:
+            phases.append("then constant")
+        overlap = "; the smaller of both where they overlap" * (start < warmup)
+    tokens = "; progress by tokens" * (section.over == "tokens")
+    scaling = "; times the square root of the tokens of a step, relative to stage 1" * (section.batch_scaling == "sqrt")
+    return ", ".join(phases) + overlap + tokens + scaling

@@ -160,6 +160,11 @@ def test_a_run_shorter_than_its_warm_up_has_positive_rates(decay: str, ratio: fl
         ),
         ({"warmup_steps": 2000}, "warm-up to 0.0015 in steps 1 to 2,000"),
         (
+            {"decay": "none", "over": "tokens", "batch_scaling": "sqrt"},
+            "warm-up to 0.0015 in steps 1 to 10, then constant; progress by tokens; times the square root of the "
+            "tokens of a step, relative to stage 1",
+        ),
+        (
             {"warmup_steps": 600, "decay_ratio": 0.5},
             "warm-up to 0.0015 in steps 1 to 600, linear decay to 0.00015 in steps 501 to 1,000; the smaller of both "
             "where they overlap",

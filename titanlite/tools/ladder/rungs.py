@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -82,8 +83,12 @@ def _check(tables: Mapping[str, Any]) -> list[Problem]:
     """Problems of the file that are not those of a configuration."""
     found = []
     known = ("config", "rule", "common", "rungs", TARGET)
-    for key in tables.keys() - set(known):
+    for key in tables:
+        if key in known:
+            continue
+        close = get_close_matches(key, known, n=1)
         remedy = "write keys of all runs below common, as in common.training.seq_len = 256"
+        remedy = f"did you mean {close[0]}?" if close else remedy
         found.append(Problem(key, None, f"one of {', '.join(known)}", remedy))
     config, rows, rule = tables.get("config"), tables.get("rungs"), tables.get("rule", "fixed")
     if not isinstance(config, str):

@@ -162,6 +162,7 @@ def test_experts_that_a_token_does_not_use_do_not_count() -> None:
         (("common.training.tokens = 9\n", FILE, RUNGS, TARGET), "each rung says its tokens"),
         (("rule = 'best'\n", FILE, RUNGS, TARGET), "one of fixed, deepseek"),
         (("seq_len = 3\n", FILE, RUNGS, TARGET), "common.training.seq_len = 256"),
+        (("rle = 'fixed'\n", FILE, RUNGS, TARGET), "did you mean rule"),
     ],
 )
 def test_refused_ladders(parts: tuple[str, ...], message: str, tmp_path: Path) -> None:
