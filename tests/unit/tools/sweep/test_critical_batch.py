@@ -34,7 +34,7 @@ def train(folder: Path, **overrides: Any) -> Path:
 
 
 def options(run: Path, *batches: int, step: int = 3) -> Options:
-    return Options(str(run), batches=batches or (4, 8), tokens=1, step=step)
+    return Options(run=str(run), batches=batches or (4, 8), tokens=1, step=step)
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_branches_continue_the_run(
     batches, tokens = (str(size) for size in reversed(sizes)), str(2 * GLOBAL_BATCH * SEQ_LEN - 1)
     main([str(folder), "--step", "3", "--tokens", tokens, "--tolerance", "9", "--batches", *batches])
     assert f"with a tolerance of 9: at least {sizes[-1]} sequences: add larger ones" in capsys.readouterr().out
-    runs = branches(Options(str(folder), batches=tuple(sizes), tokens=int(tokens), step=3), [])
+    runs = branches(Options(run=str(folder), batches=tuple(sizes), tokens=int(tokens), step=3), [])
     found = {size: read_series(run.folder / "metrics.jsonl") for size, run in zip(sizes, runs, strict=True)}
     for size, series in found.items():
         steps = 2 * GLOBAL_BATCH // size
