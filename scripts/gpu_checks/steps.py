@@ -32,9 +32,9 @@ from titanlite.trainer import Trainer
 
 CHECK = "3 steps"
 FAMILIES = ("llama3", "qwen3")
-DENSE = ("gemma2", "gemma3", "mistral", "olmo2", "olmo3", "qwen2", "qwen3_5", "smollm3")
-OTHERS = {**dict.fromkeys(DENSE, "bfloat16"), **dict.fromkeys(EXPERTS, "float64")}
-"""Families whose steps are compared in one dtype."""
+DENSE = ("gemma2", "gemma3", "mistral", "olmo2", "olmo3", "qwen2", "smollm3")
+OTHERS = {**dict.fromkeys(DENSE, "bfloat16"), **dict.fromkeys(EXPERTS, "float64"), "qwen3_5": "float32"}
+"""Families whose steps are compared in one dtype. In bfloat16, the gradient of qwen3_5's dt_bias is near the bound."""
 ROWS = 4
 RECOMPUTE = {"none": ["activation_checkpoint.mode=none"], "full": ["activation_checkpoint.mode=full"]}
 RECOMPUTE["by op"] = ["activation_checkpoint.mode=selective", "activation_checkpoint.selective_policy=op"]

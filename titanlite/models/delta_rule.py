@@ -273,9 +273,11 @@ def _backward_of_segment(chunks: _Chunks, state: Tensor, gradient: Tensor, of_st
     of_keyed = _dot(of_solved_keys, k) * chunks.from_start
     starts = starts + (of_keyed * chunks.betas).squeeze(-1)
     ends = (of_keys * chunks.decayed_keys).sum(-1)
-    of_total = pairs.sum(-1) - pairs.sum(-2) + starts - ends
-    of_total[..., -1] += ends.sum(-1) + ((of_next * states).sum((-2, -1)) * chunks.through.flatten(1))
-    of_decays = of_total.flip(-1).cumsum(-1).flip(-1)
+    # a position's is in all pairs around it, which are added up: differences would cancel where decays are fast
+    later = torch.ones(pairs.shape[-2:], dtype=pairs.dtype, device=pairs.device).triu()
+    of_decays = (later @ pairs).tril_(-1).sum(-1) + starts.flip(-1).cumsum(-1).flip(-1)
+    of_decays += functional.pad(ends[..., :-1].cumsum(-1), (1, 0))
+    of_decays += (of_next * states).sum((-2, -1)).unsqueeze(-1) * chunks.through.squeeze(-1)
     of_products *= chunks.decay
     of_betas = (of_values * chunks.values).sum(-1, keepdim=True) + of_keyed
     of_betas = of_betas + _dot(of_products, k @ k.mT)

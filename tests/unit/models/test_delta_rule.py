@@ -81,6 +81,18 @@ def test_chunks_equal_the_recurrence(seq_len: int, kind: str) -> None:
         assert max(errors(seq_len, kind, key_heads)) < BOUND
 
 
+def test_gradients_of_fast_decays_in_float32() -> None:
+    """Their small gradients are not differences of large numbers."""
+    given = [x.detach() for x in inputs(75)]
+    given[3] = given[3] * 40
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        own = [x.to(torch.float32).to(dtype).requires_grad_() for x in given]
+        (gradient,) = torch.autograd.grad(gated_delta_rule(*own)[0].square().sum(), own[3])
+        found.append(gradient.double())
+    assert error(*found) < 1e-4
+
+
 def test_rows_continue_from_a_state() -> None:
     given, starts = [x.detach() for x in inputs(75)], starts_of(75, "many documents")
     assert starts is not None
