@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.measuring import Row, in_turns, ratios, report, threads_per_process
-from titanlite.checkpoint.manifest import Branch, Manifest, read_manifest
+from titanlite.checkpoint.manifest import Branch, Manifest
 from titanlite.checkpoint.saver import Saver
 from titanlite.checkpoint.start import load
 from titanlite.checkpoint.verification import Found, verify_checkpoint
@@ -117,11 +117,11 @@ class Ways:
         (path,) = (self.folder / "disabled").iterdir()
         found = verify_checkpoint(path, self.group, lambda _: True)
         assert isinstance(found, Found), found
-        load(found, self.tensors, self.group)
+        load(found.path, self.tensors, self.group)
 
     def load_unverified(self) -> None:
         (path,) = (self.folder / "disabled").iterdir()
-        load(Found(path, read_manifest(path), "not verified"), self.tensors, self.group)
+        load(path, self.tensors, self.group)
 
     def save_async(self) -> None:
         start = perf_counter()

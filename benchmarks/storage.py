@@ -67,7 +67,7 @@ def measure(folder: Address, rounds: int, threads: int) -> tuple[int, dict[str, 
     def load_() -> None:
         found = verify_checkpoint(folder / f"step-{step}", own._group, lambda _: True)
         assert isinstance(found, Found), found
-        load(found, tensors, own._group)
+        load(found.path, tensors, own._group)
 
     seconds: dict[str, list[float]] = {}
     for round_ in range(rounds + 1):
@@ -104,7 +104,7 @@ def bytes_read(folder: Address, step: int) -> tuple[int, int]:
     with patch.object(Store, "read_range", counted(of_range)), patch.object(Store, "read", counted(of_object)):
         found = verify_checkpoint(folder / f"step-{step}", group, lambda _: True)
         assert isinstance(found, Found), found
-        load(found, tensors, group)
+        load(found.path, tensors, group)
     return sum(storage_of(tensor).nbytes for tensor in tensors.values()), read
 
 

@@ -208,7 +208,7 @@ class StartFinder:
         for line in changes:
             log.info("Changed from the model of the weights: %s", line)
         self._warn_of_tokenizer(facts.get("tokenizer"), str(found.path))
-        load(found, tensors, self.group)
+        load(found.path, tensors, self.group)
         self.state.restart_average()
         log.info(
             "Start: new run at step 0 with the weights of step %d in %s, %s",
@@ -317,7 +317,7 @@ class StartFinder:
         tensors = self.state.model() if restarts else self.state.model_and_optimizer()
         tensors |= {STREAMS: self.state.empty_streams(width)}
         tensors |= {name: tensor for name, tensor in self.state.recent().items() if name in saved}
-        load(found, tensors, self.group)
+        load(found.path, tensors, self.group)
         if any(name.startswith(LARGEST) for name in saved):
             self.state.resume_exact()
         try:
@@ -372,15 +372,16 @@ def generation_config_of(path: Place, manifest: Manifest) -> bytes | None:
     return content
 
 
-def load(found: Found, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Fill `tensors` in place. Raises UserError on all ranks; DamagedError if a content in a store is damaged."""
+def load(path: Place, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Fill `tensors` in place from the checkpoint at `path`. group: None for this process alone. Raises UserError on
+    all ranks; DamagedError if a content in a store is damaged."""
     try:
-        load_tensors(found.path, tensors, group)
+        load_tensors(path, tensors, group)
     except dcp.CheckpointException as error:
         damage = [str(cause) for cause, _ in error.failures.values() if isinstance(cause, InvalidCheckpointError)]
-        if damage and isinstance(found.path, Address):
-            raise DamagedError(found.path, damage[0]) from None
-        raise UserError(f"{found.path} cannot be loaded: {first_failure(error)}") from None
+        if damage and isinstance(path, Address):
+            raise DamagedError(path, damage[0]) from None
+        raise UserError(f"{path} cannot be loaded: {first_failure(error)}") from None
 
 
 def check_tensors(

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-import torch.distributed.checkpoint as dcp
 import tyro
 from torch import Tensor
 
 from titanlite.checkpoint.manifest import Computation, computed_by
+from titanlite.checkpoint.start import load
 from titanlite.checkpoint.state import AVERAGE, MODEL, OPTIMIZER
-from titanlite.checkpoint.storage import first_failure, load_tensors, read_shapes
+from titanlite.checkpoint.storage import read_shapes
 from titanlite.hf.folder import CONFIG_FILE, open_folder
 from titanlite.parallel.digest import combine, sum_of_bits
 from titanlite.runtime.errors import UserError
@@ -119,10 +119,7 @@ def _stored_sums(
         batch[name] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
         if name != names[-1] and sum(tensor.nbytes for tensor in batch.values()) < BATCH_BYTES:
             continue
-        try:
-            load_tensors(path, batch, None)
-        except dcp.CheckpointException as error:
-            raise UserError(f"{path} cannot be loaded: {first_failure(error)}") from None
+        load(path, batch, None)
         found |= {each: _sum(tensor) for each, tensor in batch.items()}
         batch = {}
     return found

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from titanlite.checkpoint.config import CheckpointConfig
@@ -22,9 +21,9 @@ from titanlite.checkpoint.manifest import (
     has_manifest,
     read_manifest,
 )
-from titanlite.checkpoint.start import generation_config_of
+from titanlite.checkpoint.start import generation_config_of, load
 from titanlite.checkpoint.state import AVERAGE, MODEL
-from titanlite.checkpoint.storage import first_failure, load_tensors, read_shapes
+from titanlite.checkpoint.storage import read_shapes
 from titanlite.config.load import CONFIG_COPY, config_from_values, read_copy
 from titanlite.config.plugins import import_plugins_of
 from titanlite.config.schema import JobConfig
@@ -87,10 +86,7 @@ class SavedRun:
         """
         averages = self._shapes(AVERAGE) if self.weights == "ema" else {}
         named = {(AVERAGE if name in averages else MODEL) + name: tensor for name, tensor in tensors.items()}
-        try:
-            load_tensors(self.path, named, group)
-        except dcp.CheckpointException as error:
-            raise UserError(f"{self.path} cannot be loaded: {first_failure(error)}") from None
+        load(self.path, named, group)
 
     def model(self, device: torch.device, dtype: torch.dtype) -> LanguageModel:
         """The full model with its weights, in evaluation mode. Raises UserError."""
@@ -202,8 +198,8 @@ def open_run(path: str | Place, *, verifies: bool = True, allow_import: bool = F
         return found
     what = "no valid checkpoint" if steps else "no checkpoint"
     raise UserError(
-        f"{path} contains {what}; pass the dump folder of a run with checkpoint.enable = true, or one of its folders "
-        "step-N"
+        f"{path} contains {what}; pass the dump folder of a run with checkpoint.enable = true, its checkpoint.folder, "
+        "or a folder step-N in it"
     )
 
 
