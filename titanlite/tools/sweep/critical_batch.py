@@ -88,6 +88,11 @@ def branches(options: Options, overrides: Sequence[str]) -> list[Run]:
     config = read_copy(folder)
     path, manifest = _checkpoint(place(config.checkpoint.folder, folder), options.step)
     stage = _stage(config, manifest.step)
+    if config.optimizer.weight_decay_end != -1 and "optimizer.weight_decay_end" not in given:
+        rule = "left out: the weight decay of a step depends on the run's last step, which differs between branches"
+        remedy = "add --optimizer.weight_decay_end=-1, and the weight decay of the checkpoint's step"
+        value = config.optimizer.weight_decay_end
+        raise ConfigError([Problem("optimizer.weight_decay_end", value, rule, remedy)])
     step_tokens = math.lcm(*sizes) * stage.seq_len
     tokens = -(-options.tokens // step_tokens) * step_tokens
     shared = {**_constants(config, manifest, path), **given}
@@ -111,7 +116,8 @@ def branches(options: Options, overrides: Sequence[str]) -> list[Run]:
             rule = "true: the branches are compared by their validation losses"
             raise ConfigError([Problem("validation.enable", False, rule, "add --validation.enable")])
         lr = schedule_of(checked)(checked.training.steps)
-        return Run(f"batch-{size}", {"batch": str(size), "lr": f"{lr:.3g}"}, words, checked)
+        values = {"batch": str(size), "lr": f"{lr:.3g}", "tokens": f"{tokens:,}"}
+        return Run(f"batch-{size}", values, words, checked)
 
     return checked_runs({f"batch {size}": partial(make, size) for size in sizes})
 
@@ -144,9 +150,11 @@ def _stage(config: JobConfig, step: int) -> BatchStage:
 
 def _constants(config: JobConfig, manifest: Manifest, path: Place) -> dict[str, str]:
     """The values of all branches: data as at the checkpoint, and the learning rate of its step times the square root of
-    the batch's growth."""
+    the batch's growth. Raises UserError."""
     schedule = replace(config, lr_schedule=replace(config.lr_schedule, batch_scaling="none"))
     factor = schedule_of(schedule)(manifest.step) / config.optimizer.lr
+    if factor == 0:
+        raise UserError(f"the learning rate of step {manifest.step:,} is 0: choose a --step before the decay")
     constant = {"warmup_steps": "0", "batch_scaling": "sqrt", "decay": "none"}
     if factor < 1:  # a decay that ends with step 1
         constant |= {"decay": "linear", "decay_steps": "1", "min_lr_factor": repr(factor)}

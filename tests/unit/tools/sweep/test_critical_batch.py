@@ -81,10 +81,17 @@ def test_runs_with_stages(tmp_path: Path) -> None:
         branches(options(folder), [])
     run, _ = branches(options(folder, 2 * GLOBAL_BATCH, 8 * GLOBAL_BATCH, step=6), [])
     assert run.values["lr"] == f"{0.5e-2 * math.sqrt(2):.3g}"
+    assert run.values["tokens"] == f"{8 * GLOBAL_BATCH * SEQ_LEN:,}"
     text = (folder / "config.toml").read_text()
-    (folder / "config.toml").write_text(text.replace('batch_scaling = "sqrt"', 'batch_scaling = "none"'))
-    with pytest.raises(UserError, match="the learning rates of its branches are not known"):
-        branches(options(folder, step=6), [])
+    for old, new, message in (
+        ('batch_scaling = "sqrt"', 'batch_scaling = "none"', "the learning rates of its branches are not known"),
+        ("min_lr_factor = 0.5", "min_lr_factor = 0.0", "the learning rate of step 6 is 0"),
+        ("weight_decay_end = -1.0", "weight_decay_end = 0.0", "the weight decay of a step depends on"),
+    ):
+        assert old in text
+        (folder / "config.toml").write_text(text.replace(old, new))
+        with pytest.raises(UserError, match=message):
+            branches(options(folder, step=6), [])
 
 
 @pytest.mark.parametrize(
