@@ -177,7 +177,9 @@ def _check_stage_weights(rules: Rules, names: Sequence[str]) -> None:
     weights = rules.section.weights
     unknown, missing = [name for name in weights if name not in names], [name for name in names if name not in weights]
     rule = f"a weight for each source by its name: {', '.join(names)}"
-    remedy = f"remove {', '.join(unknown)}" if unknown else f"add {', '.join(missing)}; 0 leaves a source out"
+    remedies = [f"remove {', '.join(unknown)}"] * bool(unknown)
+    remedies += [f"add {', '.join(missing)}; 0 leaves a source out"] * bool(missing)
+    remedy = ", and ".join(remedies)
     if weights and rules.require("weights", not unknown and not missing, rule, remedy):
         rules.require("weights", sum(weights.values()) > 0, "at least one weight above 0", "write its share")
 

@@ -107,7 +107,7 @@ BAD = [
     Bad("training.stages.0.weights", "a table of numbers by name", "write {", f"{STAGE}from_step 4 {STAGE}weights 3"),
     Bad("training.stages.0.weights", "a number", "for example 1.0",
         toml="[[training.stages]]\nfrom_step = 4\nweights = {a = 'x'}"),
-    Bad("training.stages.0.weights", "a weight for each source by its name: python-stdlib", "remove b",
+    Bad("training.stages.0.weights", "a weight for each source by its name: python-stdlib", "remove b, and add",
         toml="[[training.stages]]\nfrom_step = 4\nweights = {b = 1}"),
     Bad("training.stages.0.weights", "at least one weight above 0", "write its share",
         toml="[[training.stages]]\nfrom_step = 4\nweights = {'python-stdlib (train)' = 0}"),
