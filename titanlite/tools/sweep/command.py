@@ -53,12 +53,10 @@ def carry_out(options: RunsOptions, runs: Sequence[Run]) -> dict[str, int] | Non
             path.write_text(text, encoding="utf-8")
         print(f"Script: {options.write_slurm} ({counted(len(runs), 'run')}); see its first lines")
         return None
-    if options.results:
-        return {}
     for run in runs:
         if state_of(run) == "finished":
             require_same_settings(run)
-    return train_all(runs, partial(start_run, processes=options.processes))
+    return {} if options.results else train_all(runs, partial(start_run, processes=options.processes))
 
 
 def raise_failed(runs: Sequence[Run], codes: dict[str, int]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from titanlite.config.load import load_config
 from titanlite.config.toml import dump_config
 from titanlite.runtime.errors import ConfigError, UsageError
+from titanlite.tools.sweep import command
 from titanlite.tools.sweep.combinations import Run, combinations, require_same_settings, split_values
 
 
@@ -106,7 +107,9 @@ def test_the_folder_has_one_value() -> None:
         combinations("quickstart", ["--job.dump_folder=a,b"], world_size=1, device_type="cpu")
 
 
-def test_a_finished_run_of_other_settings_is_not_taken_for_this_one(tmp_path: Path) -> None:
+def test_a_finished_run_of_other_settings_is_not_taken_for_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (run, _) = runs_of("--optimizer.lr=1e-3,1e-4", folder=tmp_path)
     run.folder.mkdir(parents=True)
     (run.folder / "config.toml").write_text(dump_config(run.config))
@@ -116,6 +119,9 @@ def test_a_finished_run_of_other_settings_is_not_taken_for_this_one(tmp_path: Pa
     (other, _) = runs_of("--optimizer.lr=1e-3,1e-4", "--optimizer.beta1=0.8", folder=tmp_path)
     with pytest.raises(ConfigError, match=r"other settings; it has one with optimizer\.beta1 = 0\.9 \(now 0\.8\)"):
         require_same_settings(other)
+    monkeypatch.setattr(command, "state_of", lambda run: "finished")  # noqa: ARG005
+    with pytest.raises(ConfigError, match="other settings"):
+        command.carry_out(command.RunsOptions(results=True), [other])
     with pytest.raises(ConfigError, match=r"loss\.name = cross_entropy \(now mine\)"):
         require_same_settings(replace(run, config=replace(run.config, loss=replace(run.config.loss, name="mine"))))
 
