@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
+from titanlite.storage.address import Address
+from titanlite.storage.store import Store
 from titanlite.tools.saved_run import open_run
 
 TEXT = "the model reads what it is given, and says it again\n"
@@ -70,6 +73,10 @@ def test_open_run_takes_a_dump_folder_checkpoint_folder_or_step(run: Path) -> No
         found = open_run(path)
         assert found.path == step_folder(checkpoints, step)
         assert found.manifest.step == step
+    copy = Address.parse(f"memory://{uuid4().hex}/run")
+    for file in filter(Path.is_file, run.rglob("*")):
+        Store(copy).write(str(file.relative_to(run)), file.read_bytes())
+    assert open_run(copy).path == copy / "saved/here" / f"step-{STEPS}"
     assert found.dtype == torch.float64
     assert found.hyper_parameters.vocab_size == 300
     assert found.hyper_parameters.tie_embeddings

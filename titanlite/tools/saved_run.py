@@ -40,6 +40,8 @@ from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.files import expand_home
 from titanlite.runtime.logging import log
 from titanlite.storage.address import Address, Place, is_address, place
+from titanlite.storage.store import Store
+from titanlite.tools.dump_folder import local_dump_folder
 
 Weights = Literal["last", "ema"]
 """last: the weights of the checkpoint's step. ema: the average of the weights, see WeightAverage."""
@@ -191,7 +193,7 @@ def open_run(path: str | Place, *, verifies: bool = True, allow_import: bool = F
             raise UserError(f"{path} is damaged: {error}; {_ANOTHER}") from None
     folder, steps = path, published_steps(path)
     if not steps:
-        folder = path / CheckpointConfig.folder if isinstance(path, Address) else checkpoints_in(path, path)
+        folder = _checkpoints_of(path)
         steps = published_steps(folder)
     found = next(_valid(folder, steps, allow_import=allow_import), None)
     if found is not None:
@@ -246,6 +248,15 @@ def checkpoints_in(dump_folder: Path, where: Place) -> Place:
     copy = dump_folder / CONFIG_COPY
     folder = read_copy(dump_folder).checkpoint.folder if copy.is_file() else CheckpointConfig.folder
     return where / folder if isinstance(where, Address) and not is_address(folder) else place(folder, dump_folder)
+
+
+def _checkpoints_of(dump_folder: Place) -> Place:
+    if isinstance(dump_folder, Path):
+        return checkpoints_in(dump_folder, dump_folder)
+    if not Store(dump_folder).exists(CONFIG_COPY):
+        return dump_folder / CheckpointConfig.folder
+    with local_dump_folder(dump_folder) as copy:
+        return checkpoints_in(copy, dump_folder)
 
 
 def _opened(path: Place, *, verifies: bool = True, allow_import: bool) -> SavedRun:
