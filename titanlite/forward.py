@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.batch import Batch
+from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.models.attention import document_arguments
 from titanlite.models.experts import mixtures_of
 from titanlite.models.family import LanguageModel
@@ -40,12 +40,13 @@ class ModelOnMesh:
         self.counts_loss = self.mesh.is_loss_leader and (self.pipeline is None or self.pipeline.owns_last)
         self.counts_rows = self.mesh.is_data_leader
         self.mixtures = mixtures_of(self.model_parts)
-        self.heads_with_terms = [head for head in output_layers_of(self.model_parts) if head.computation.loss.terms]
+        self.heads_with_terms = [head for head in output_layers_of(self.model_parts) if head.computation.num_terms]
 
     def row_losses(self, batch: Batch) -> Tensor:
         """Summed loss of each row, (rows,), without backward; 0 except on the last stage of a pipeline."""
         arguments = self.forward_arguments(batch, torch.ones((), dtype=torch.int64, device=self.device))
-        arguments.pop("row_keys", None)  # no random numbers without keys
+        for name in ("row_keys", "next_tokens", "further_labels"):  # no random numbers, and no further tokens
+            arguments.pop(name, None)
         forward = self.model_parts[0] if self.pipeline is None else self.pipeline.row_losses
         losses: Tensor = forward(self.cp_shard(batch.tokens), **arguments)
         return self.sum_over_cp(losses)
@@ -74,7 +75,8 @@ class ModelOnMesh:
         """Keyword arguments of the model's forward, each with one row per row of the batch; seeds torch's generators.
 
         num_valid: int64 scalar. The arguments are labels and num_valid; positions and document_ids if the batch has
-        positions; is_token if this rank has experts and the batch has padding; row_keys if the model draws from them.
+        positions; is_token if this rank has experts and the batch has padding; row_keys if the model draws from them;
+        next_tokens and further_labels if it predicts further tokens.
         Models without row_keys draw from torch's generators. With cp, labels, positions and is_token are those of this
         rank, document_ids those of entire rows, as attention needs them.
         """
@@ -92,7 +94,24 @@ class ModelOnMesh:
             arguments["is_token"] = self.cp_shard(is_token)
         if self.model_parts[0].draws:
             arguments["row_keys"] = to_device(row_keys(self.seed, self.step, batch.sequences), self.device)
+        if self.model_parts[0].predicts_further:
+            following = next_tokens(batch), further_labels(batch)
+            arguments |= dict(zip(("next_tokens", "further_labels"), map(self.cp_shard, following), strict=True))
         return arguments
+
+
+def next_tokens(batch: Batch) -> Tensor:
+    """The token after each one, of entire rows; at the last position, which has no further label, any one."""
+    return batch.tokens.roll(-1, dims=1)
+
+
+def further_labels(batch: Batch) -> Tensor:
+    """The label of the next position, of entire rows; IGNORE_INDEX where that is of another document."""
+    labels = batch.labels.roll(-1, dims=1)
+    labels[:, -1] = IGNORE_INDEX
+    if batch.positions is None:
+        return labels
+    return labels.masked_fill(batch.positions.roll(-1, dims=1) == 0, IGNORE_INDEX)
 
 
 @contextmanager

@@ -234,7 +234,7 @@ def _check_model(check: _Check, family: Family, config: Any) -> None:
     names = [name for name, _ in model.named_parameters()]
     structure = check.call("structure", family.structure, config)
     check.require(isinstance(structure, Structure), "structure must return a titanlite.models.family.Structure")
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     missing = [name for unit in (*structure.units, (*structure.blocks,)) for name in unit if name not in modules]
     check.require(not missing, f"the structure has {', '.join(missing)}, which the model does not have")
     unknown = ", ".join(name for name in structure.shared if name not in names)

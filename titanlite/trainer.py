@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.batch import IGNORE_INDEX, NUM_TOTALS, Batch, StepStats, count_sequences, rows_and_tokens
-from titanlite.forward import ModelOnMesh, to_device
+from titanlite.forward import ModelOnMesh, further_labels, to_device
 from titanlite.metrics.timing import ComputeTime
 from titanlite.models.experts import end_step
 from titanlite.models.family import copies_in, parameters_of
@@ -188,9 +188,10 @@ class Trainer(ModelOnMesh):
             mixture.start_step(*counts.clamp(min=1).unbind())
 
     def count_terms(self, batches: Sequence[Batch]) -> None:
-        """Set the denominators of the terms of the loss, if it has terms; one all-reduce over the data axes."""
+        """Set the denominators of the terms of the objective, if it has any; one all-reduce over the data axes."""
         for head in self.heads_with_terms:
-            counts = torch.stack([head.computation.loss.counts(batch.labels) for batch in batches]).sum(0)
+            each = [head.computation.counts(batch.labels, further_labels(batch)) for batch in batches]
+            counts = torch.stack(each).sum(0)
             dist.all_reduce(counts, group=self.data_group)
             head.start_step(counts)
 

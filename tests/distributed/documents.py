@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.distributed.gradients import build_on_mesh, compare, has_weights, local_batches
 from tests.distributed.layouts import Layout
 from tests.distributed.reference import SEQ_LEN, VOCAB_SIZE, Reference, plain_model
+from tests.plain_loss import further_labels, further_term
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
 from titanlite.models.layers import RotaryEmbedding
@@ -61,9 +62,13 @@ def _documents_reference(config: JobConfig, batch: Batch) -> Reference:
     num_valid = int((batch.labels != IGNORE_INDEX).sum())
     mean_loss = torch.zeros((), dtype=torch.float64)
     for tokens, labels in documents(batch):
-        logits = model(tokens).flatten(0, 1)
-        loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum") / num_valid
-        loss.backward()
+        numbers = torch.zeros(1, dtype=torch.int64)
+        alone = Batch(tokens, labels, numbers, numbers)
+        logits, further = further_term(model, alone, config.loss.further_tokens_weight)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        loss /= num_valid
+        own, every = (int((further_labels(each) != IGNORE_INDEX).sum()) for each in (alone, batch))
+        (loss + further * own / every).backward()
         mean_loss += loss.detach()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()

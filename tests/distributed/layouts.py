@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.distributed.gradients import build_on_mesh, compare, difference, has_weights, local_batches
 from tests.distributed.reference import global_batch, plain_model, reference_step, small_config
-from tests.plain_loss import cross_entropy_by_row
+from tests.plain_loss import cross_entropy_by_row, further_term
 from titanlite.config.schema import JobConfig
 from titanlite.data.deal import most_sequences
 from titanlite.parallel.mesh import AXES, DATA_AXES, PARAMETER_AXES
@@ -109,6 +109,7 @@ DEEPSEEK_V3 = (
     *("model.q_lora_rank=12", "model.kv_lora_rank=8", "model.qk_nope_head_dim=6", "model.qk_rope_head_dim=4"),
     *("model.v_head_dim=6", "model.n_dense_layers=1", "model.dense_ffn_dim=20"),
 )
+FURTHER = (*DEEPSEEK_V3, "model.n_further_tokens=1")
 HYBRID = (
     *("model.head_dim=16", "model.full_interval=2", "model.partial_rotary_factor=0.375", "model.linear_key_heads=4"),
     *("model.linear_value_heads=8", "model.linear_key_dim=6", "model.linear_value_dim=10"),
@@ -148,6 +149,7 @@ SHORT = {
     GEMMA3[0]: "gemma3",
     GPT_OSS[0]: "gpt_oss",
     DEEPSEEK_V3[0]: "deepseek_v3",
+    FURTHER[-1]: "further tokens",
     "model.base_dim=8": "base model",
     QWEN3_5[0]: "qwen3_5",
     QWEN3_5_MOE[0]: "qwen3_5_moe",
@@ -209,7 +211,7 @@ SLOW = (
     Layout((1, 1, 1, 2), (*QWEN2, *BY_OP, *CHUNKS), accumulation=3, rows=24),
     Layout((1, 1, 1, 2), OLMOE),
     Layout((1, 1, 2, 2), (*GPT_OSS, *EP)),
-    Layout((1, 1, 1, 2), (*DEEPSEEK_V3, *FULL)),
+    Layout((1, 1, 1, 2), (*FURTHER, *FULL)),
     Layout((1, 1, 1, 2), (*QWEN3_5_MOE, *BY_OP)),
     Layout((1, 1, 1, 2), (*QWEN3_NEXT, *GATHER), cp=2),
     Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"), *TIED)),
@@ -315,7 +317,7 @@ SOAK = (
     *(Layout((1, 1, 1, 2), (*family, *TIED, *CHUNKS), cp=2) for family in (GEMMA2, GEMMA3)),
     *(
         Layout(mesh, (*family, *settings), cp=cp)
-        for family in (GPT_OSS, DEEPSEEK_V3)
+        for family in (GPT_OSS, DEEPSEEK_V3, FURTHER)
         for mesh, cp, settings in (
             ((1, 1, 2, 1), 1, FULL),
             ((1, 1, 2, 1), 1, EP),
@@ -444,10 +446,11 @@ def _reference_losses(config: JobConfig, rows: int) -> list[Tensor]:
     for step in range(STEPS):
         batch = global_batch("silent_ranks", step, rows)
         num_valid = (batch.labels != -100).sum()
-        loss = cross_entropy_by_row(model(batch.tokens), batch.labels).sum() / num_valid
-        parameters = list(model.parameters())
+        logits, term = further_term(model, batch, config.loss.further_tokens_weight)
+        loss = cross_entropy_by_row(logits, batch.labels).sum() / num_valid
+        objective, parameters = loss + term, list(model.parameters())
         with torch.no_grad():
-            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            for parameter, gradient in zip(parameters, torch.autograd.grad(objective, parameters), strict=True):
                 parameter.sub_(LEARNING_RATE * gradient)
         losses.append(loss.detach())
     return losses

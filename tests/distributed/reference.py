@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.plain_loss import further_term
 from titanlite.batch import Batch
 from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
@@ -119,7 +120,7 @@ def reference_step(config: JobConfig, batch: Batch, step: int = 1) -> Reference:
     """
     tensors = (batch.tokens, batch.labels, batch.sequences, batch.lengths)
     rows = tuple(tensor.numpy().tobytes() for tensor in tensors if tensor is not None)
-    key = (repr(config.model), config.training.dtype, config.debug.seed, step, rows)
+    key = (repr(config.model), repr(config.loss), config.training.dtype, config.debug.seed, step, rows)
     if key not in _references:
         _references[key] = _reference_step(config, batch, step)
     return _references[key]
@@ -136,13 +137,15 @@ def _reference_step(config: JobConfig, batch: Batch, step: int) -> Reference:
 
 def backward(model: LanguageModel, config: JobConfig, batch: Batch, step: int) -> Tensor:
     """Add the gradients of the mean loss of the global batch to those of a plain model; returns the loss."""
-    keys = {"row_keys": row_keys(config.debug.seed, step, batch.sequences)} if model.draws else {}
+    keys: dict[str, Any] = {}
+    if model.draws:
+        keys["row_keys"] = row_keys(config.debug.seed, step, batch.sequences)
     if batch.lengths is not None:
         keys["is_token"] = torch.arange(batch.tokens.shape[1]) < batch.lengths.unsqueeze(1)
         for mixture in mixtures_of([model]):
             mixture.start_step(int((batch.lengths > 0).sum()), int(batch.lengths.sum()))
-    logits = model(batch.tokens, **keys)
+    logits, term = further_term(model, batch, config.loss.further_tokens_weight, **keys)
     total = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100, reduction="sum")
     loss = total / max(1, int((batch.labels != -100).sum()))
-    loss.backward()
+    (loss + term).backward()
     return loss.detach()

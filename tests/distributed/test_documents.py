@@ -10,6 +10,7 @@ from tests.distributed.layouts import (
     BY_OP,
     COMPILE,
     FULL,
+    FURTHER,
     GATHER,
     GEMMA2,
     MISTRAL,
@@ -36,7 +37,9 @@ QUICK = (
     Layout((1, 1, 1, 1), cp=2),
     Layout((1, 1, 1, 1), GATHER, cp=2),
 )
+FURTHER_TOKENS = (*FURTHER, "model.balance_loss=0.0")
 SLOW = (
+    Layout((1, 1, 1, 1), (*GATHER, *FURTHER_TOKENS), cp=2),
     Layout((1, 1, 1, 2), (*QWEN3_5, *BY_OP)),
     Layout((1, 1, 1, 1), (*GATHER, *QWEN3_5), cp=2),
     Layout((2, 1, 1, 1), (*QWEN3_5, *schedule("ZBVZeroBubble"), *depth(3)), cp=2),
@@ -58,6 +61,9 @@ SLOW = (
 
 
 SOAK = (
+    Layout((1, 1, 1, 1), FURTHER_TOKENS, cp=2),
+    Layout((2, 1, 1, 1), (*FURTHER_TOKENS, *schedule("ZBVZeroBubble"), *depth(3))),
+    Layout((1, 1, 1, 2), FURTHER_TOKENS),
     Layout((1, 1, 1, 1), (*QWEN3_5, *COMPILE, *FULL), cp=2),
     Layout((1, 1, 2, 1), (*QWEN3_5_MOE, "model.balance_loss=0.0", *BY_OP)),
     Layout((1, 1, 1, 2), BY_OP),

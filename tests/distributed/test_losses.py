@@ -1,7 +1,7 @@
 """A registered loss with terms has the numbers of one process on every layout; planted mistakes are detected."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from tests.distributed.layouts import (
     EVERY,
     EXPERTS,
     FULL,
+    FURTHER,
     GATHER,
     LAST,
     PAIRS,
@@ -32,18 +33,25 @@ from tests.distributed.layouts import (
 from tests.distributed.mistakes import Around
 from tests.distributed.reference import Reference, global_batch, plain_model
 from tests.distributed.test_mistakes import first_difference, measured, references
+from tests.plain_loss import further_term
 from tests.pool import run_ranks
-from titanlite.batch import Batch
+from titanlite import forward as forward_module
+from titanlite import trainer as trainer_module
+from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.config.schema import JobConfig
+from titanlite.models import head as head_module
 from titanlite.models.head import CrossEntropy, Scoring
 from titanlite.models.losses import Loss
 from titanlite.parallel.mesh import PipelineSchedule
+from titanlite.parallel.shared import SharedParameters
 from titanlite.trainer import Trainer
 
 SMOOTHED = (f"loss.name={LOSS.name}",)
 Z_LOSS = ("loss.z_loss=0.1",)
 TP = Layout((1, 1, 1, 2), (*SMOOTHED, *CHUNKS))
 Z_LOSS_TP = Layout((1, 1, 1, 2), (*Z_LOSS, *CHUNKS, *COMPILE))
+FURTHER_PP = Layout((2, 1, 1, 1), (*FURTHER, *Z_LOSS, *schedule("InterleavedZeroBubble"), *depth(3), *CHUNKS))
+FURTHER_CP = Layout((1, 1, 1, 1), (*FURTHER, *CHUNKS), cp=2)
 SHARD = Layout((1, 1, 2, 1), (*SMOOTHED, *EVERY, *CHUNKS), accumulation=2, streams=9)  # has filler rows
 LAYOUTS = (
     TP,
@@ -54,8 +62,10 @@ LAYOUTS = (
     Layout((1, 2, 1, 1), (*Z_LOSS, *EVERY, *FULL), accumulation=2),
     Layout((2, 1, 1, 1), (*Z_LOSS, *schedule("InterleavedZeroBubble"), *PAIRS)),
     Layout((1, 1, 1, 1), (*Z_LOSS, *GATHER), cp=2),
+    FURTHER_PP,
 )
 SOAK = (
+    Layout((1, 1, 2, 2), (*FURTHER, *SMOOTHED, *CHUNKS)),
     *(
         Layout((2, 1, 1, 2), (*SMOOTHED, *schedule(name), *depth(4), *PAIRS, *CHUNKS), accumulation=2)
         for name in PipelineSchedule.__args__
@@ -75,10 +85,10 @@ def reference_of(config: JobConfig, batch: Batch) -> tuple[Reference, Tensor]:
     """The step of one process, and the terms of the loss."""
     model = plain_model(config)
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    objective, mean, terms = plain_objective(
-        model(batch.tokens).flatten(0, 1), batch.labels.flatten(), config.loss.chosen
-    )
-    gradients = dict(zip(weights, torch.autograd.grad(objective, list(model.parameters())), strict=True))
+    logits, further = further_term(model, batch, config.loss.further_tokens_weight, config.loss.chosen)
+    objective, mean, terms = plain_objective(logits.flatten(0, 1), batch.labels.flatten(), config.loss.chosen)
+    gradients = dict(zip(weights, torch.autograd.grad(objective + further, list(model.parameters())), strict=True))
+    terms += [further] * model.predicts_further
     norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
     return Reference(mean.detach(), norm, gradients, weights), torch.stack(terms).detach()
 
@@ -189,12 +199,70 @@ def z_loss_of_each_tp_rank() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def further_labels_of(change: Callable[[Batch, Tensor], Tensor]) -> Iterator[None]:
+    """The labels of further tokens are those that `change` gives."""
+    right = forward_module.further_labels
+
+    def labels(batch: Batch) -> Tensor:
+        return change(batch, right(batch))
+
+    with replaced(forward_module, "further_labels", labels), replaced(trainer_module, "further_labels", labels):
+        yield
+
+
+def shifted_by_one() -> AbstractContextManager[None]:
+    """The further token is the next one."""
+    return further_labels_of(lambda batch, _: batch.labels)
+
+
+def counted_in_loss() -> AbstractContextManager[None]:
+    """The term of further tokens is a part of the loss."""
+
+    def forward(_ctx: Any, losses: Tensor, term: Tensor) -> Tensor:
+        return losses + term
+
+    return replaced(head_module._Objective, "forward", staticmethod(forward))
+
+
+@contextmanager
+def shifted_after_the_split() -> Iterator[None]:
+    """Each rank of cp shifts the labels of its own positions."""
+    right = Trainer.forward_arguments
+
+    def arguments(trainer: Trainer, batch: Batch, num_valid: Tensor) -> Any:
+        found = right(trainer, batch, num_valid)
+        own = found["labels"].roll(-1, dims=1)
+        own[:, -1] = IGNORE_INDEX
+        return found | {"further_labels": own}
+
+    with replaced(Trainer, "forward_arguments", arguments):
+        yield
+
+
+@contextmanager
+def shared_gradients_twice() -> Iterator[None]:
+    """The gradient of the embedding that the last stage shares is added up twice."""
+    right = SharedParameters.sum_gradients
+
+    def twice(shared: SharedParameters) -> None:
+        right(shared)
+        right(shared)
+
+    with replaced(SharedParameters, "sum_gradients", twice):
+        yield
+
+
 MISTAKES: list[tuple[Layout, Around, set[str]]] = [
     (SHARD, mean_of_each_microbatch, {"gradient", "grad_norm", "terms"}),
     (SHARD, counts_of_this_rank, {"gradient", "grad_norm", "terms"}),
     (SHARD, filler_counts, {"gradient", "grad_norm", "terms"}),
     (TP, logits_of_this_rank, {"gradient", "grad_norm", "loss", "terms"}),
     (Z_LOSS_TP, z_loss_of_each_tp_rank, {"gradient", "grad_norm", "terms"}),
+    (FURTHER_PP, shifted_by_one, {"gradient", "grad_norm", "terms"}),
+    (FURTHER_PP, counted_in_loss, {"loss"}),
+    (FURTHER_CP, shifted_after_the_split, {"gradient", "grad_norm", "terms"}),
+    (FURTHER_PP, shared_gradients_twice, {"gradient", "grad_norm"}),
 ]
 
 

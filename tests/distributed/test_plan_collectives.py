@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.custom_loss import LOSS, registered
 from tests.distributed.gradients import build_on_mesh
-from tests.distributed.layouts import DEEPSEEK_V3, EXPERTS, FULL, GATHER, OLMOE, QWEN3_5, QWEN3_5_MOE, TIED
+from tests.distributed.layouts import DEEPSEEK_V3, EXPERTS, FULL, FURTHER, GATHER, OLMOE, QWEN3_5, QWEN3_5_MOE, TIED
 from tests.distributed.reference import global_batch, rank_batches, small_config
 from tests.pool import run_ranks
 from titanlite.planning.communication import Traffic
@@ -62,6 +62,8 @@ SOAK = [
     [*DEEPSEEK_V3, "parallelism.cp=2", *DEEP],
     [*DEEPSEEK_V3, "parallelism.cp=2", *GATHER, *DEEP],
     [*DEEPSEEK_V3, "parallelism.ep=2", "activation_checkpoint.mode=full", *DEEP],
+    [*FURTHER, "activation_checkpoint.mode=full", *TP],
+    [*FURTHER, "parallelism.pp=2", *DEEP],
     [*QWEN3_5, *TP],
     [*QWEN3_5, "parallelism.cp=2", "activation_checkpoint.mode=full", *DEEP],
     [*QWEN3_5, "parallelism.cp=2", "activation_checkpoint.mode=selective", *GATHER, *DEEP],

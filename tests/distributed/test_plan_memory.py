@@ -71,6 +71,7 @@ KEPT_LAYOUTS = {
     "1 process, experts": (1, EXPERTS),
     "1 process, gpt_oss": (1, GPT_OSS),
     "1 process, deepseek_v3": (1, DEEPSEEK_V3),
+    "1 process, further tokens": (1, [*DEEPSEEK_V3, "model.n_further_tokens=1"]),
     "1 process, qwen3_5": (1, QWEN3_5),
     "tp 2, qwen3_5": (2, [*QWEN3_5, "parallelism.tp=2"]),
     "cp 2, qwen3_5": (2, [*QWEN3_5, "parallelism.cp=2", "parallelism.fsdp_reshard_after_forward=never"]),
@@ -293,7 +294,7 @@ def peak_errors(layout: str, dtype: str) -> dict[str, list[float]]:
         pytest.param("1 process", "bfloat16", marks=pytest.mark.soak),
         *(
             pytest.param(f"1 process, {name}", "float32", marks=pytest.mark.soak)
-            for name in ("mistral", "olmo3", "gpt_oss", "qwen3_5")
+            for name in ("mistral", "olmo3", "gpt_oss", "qwen3_5", "further tokens")
         ),
         *(pytest.param(f"1 process, {name}", "bfloat16", marks=pytest.mark.soak) for name in ("qwen3", "gemma2")),
         *(pytest.param("1 process, experts", dtype, marks=pytest.mark.soak) for dtype in ("float32", "bfloat16")),

@@ -59,8 +59,8 @@ def describe_training(job: Job, mesh: Mesh, environment: Mapping[str, str]) -> N
     config = job.config
     if attention := describe_attention(config, mesh.world.device):
         log.info("Attention: %s", attention)
-    if config.loss.chosen is not CROSS_ENTROPY:
-        terms = ", ".join(config.loss.chosen.terms) or "none"
+    if config.terms or config.loss.chosen is not CROSS_ENTROPY:
+        terms = ", ".join(config.terms) or "none"
         log.info('Loss: "%s", terms of the objective: %s', config.loss.name, terms)
     chunk = loss_chunk(config, config.hyper_parameters.vocab_size, mesh.world.device_type)
     log.info("Loss: in chunks of %s tokens", f"{chunk:,}")

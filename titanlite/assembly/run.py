@@ -396,7 +396,7 @@ def build_meter(job: Job, world: World, trainer: Trainer, group: dist.ProcessGro
         work=lambda step: of_stages[stage_index(stages, step)],
         peak_flops=device_peak_flops(world.device, DTYPES[config.training.mixed_precision_param]),
         sources=source_names(config.data.sources),
-        terms=list(config.loss.chosen.terms),
+        terms=config.terms,
         watched=trainer.watched,
         slow_ranks=SlowRanks(places, logs=world.rank == 0),
     )

@@ -32,7 +32,7 @@ _REMEDIES = {
 # Hyper-parameters that only the training of the model depends on: they may change.
 _COEFFICIENTS = ("balance_loss", "z_loss", "bias_rate")
 # Hyper-parameters that checkpoints of earlier versions lack, with what they stand for there.
-_MISSING = {"base_dim": 0, "base_layers": 0}
+_MISSING = {"base_dim": 0, "base_layers": 0, "n_further_tokens": 0}
 _ACCEPTED = "accepted change since the checkpoint"
 _REMOVED = (
     "a source cannot be removed, also not with checkpoint.accept_changes: keep it; with a small weight, and weights of "

@@ -114,6 +114,10 @@ ACROSS: Mapping[str, Needs] = {
         lambda facts: any(is_address(source.path) for source in facts.sources),
     ),
     **{f"storage.{name}": _STORE for name in settings_of(StorageConfig)},
+    "loss.further_tokens_weight": Needs(
+        "model.n_further_tokens above 0",
+        lambda facts: getattr(facts.config.hyper_parameters, "n_further_tokens", 0) > 0,
+    ),
     "comm.save_timeout_s": Needs(
         "checkpoint.enable = true or an initial_load_path",
         lambda facts: facts.config.checkpoint.enable or facts.config.checkpoint.initial_load_path,

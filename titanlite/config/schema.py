@@ -10,6 +10,7 @@ from titanlite.generation.config import SamplesConfig
 from titanlite.metrics.config import MetricsConfig
 from titanlite.models.family import Family, ModelConfig, resolve_model
 from titanlite.models.head import LossConfig
+from titanlite.models.losses import FURTHER_TOKENS
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.schedule import ScheduleConfig
 from titanlite.parallel.compile import CompileConfig
@@ -165,3 +166,9 @@ class JobConfig:
     def hyper_parameters(self) -> Any:
         """The hyper-parameters of the model: those of the flavor, with the overrides of [model]."""
         return resolve_model(self.model)[1]
+
+    @property
+    def terms(self) -> list[str]:
+        """Names of the terms of the objective beside the loss, in their order."""
+        further = [FURTHER_TOKENS] if getattr(self.hyper_parameters, "n_further_tokens", 0) else []
+        return [*self.loss.chosen.terms, *further]

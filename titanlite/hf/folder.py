@@ -35,7 +35,16 @@ from titanlite.hf.safetensors import (
     read_header,
     read_object,
 )
-from titanlite.models.family import CHOICE_BIAS, FAMILIES, Family, StoredGroups, StoredName, StoredPart, saved_tensors
+from titanlite.models.family import (
+    CHOICE_BIAS,
+    FAMILIES,
+    Family,
+    StoredCopies,
+    StoredGroups,
+    StoredName,
+    StoredPart,
+    saved_tensors,
+)
 from titanlite.models.hugging_face import stored_names, unknown_fields
 from titanlite.models.init import local_region
 from titanlite.runtime.errors import UserError
@@ -57,6 +66,7 @@ _OF_TEXT = re.compile(r"(?:language_model\.|(model\.)language_model\.)(.+)")
 _STACKS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 """Ends of the names of the matrices of all experts of a block, if they are stored as one tensor."""
 _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_FURTHER = "num_nextn_predict_layers"
 _MAX_FAULTS = 8
 _MAX_FURTHER = 64
 """Layers that predict further tokens: of all published models, one has at most a few."""
@@ -66,10 +76,11 @@ _MAX_FURTHER = 64
 class ModelFolder:
     """A validated model folder.
 
-    name: as given by the user. tensors: by titanlite's parameter names. num_tensors: how many are stored. tied: the
-    stored copy of a tied embedding, if any. computed: names of stored tensors that are not read, since they follow from
-    config.json. left_out: those outside of the text model, if another model wraps it. unknown: fields of config.json
-    that no family reads. generation_config: the content of generation_config.json, if any; see defaults_of_config.
+    name: as given by the user. tensors: by titanlite's parameter names. num_tensors: how many are stored. copies: more
+    stored ones of parameters that modules share, as (name in the folder, copy), by titanlite's names. computed: names
+    of stored tensors that are not read, since they follow from config.json. left_out: those outside of the text model,
+    if another model wraps it, or of layers that the model does not have. unknown: fields of config.json that no family
+    reads. generation_config: the content of generation_config.json, if any; see defaults_of_config.
     """
 
     name: str
@@ -78,7 +89,7 @@ class ModelFolder:
     hyper_parameters: Any
     tensors: Mapping[str, Stored]
     num_tensors: int
-    tied: StoredTensor | None
+    copies: Mapping[str, tuple[tuple[str, StoredTensor], ...]]
     computed: tuple[str, ...]
     left_out: tuple[str, ...]
     unknown: tuple[str, ...]
@@ -121,25 +132,34 @@ class ModelFolder:
         Parameters may be plain tensors or DTensors of any placement: each rank reads its own shards, without
         communication. Raises UserError.
         """
-        num_bytes, names = 0, self.family.exported.names(self.hyper_parameters)
+        num_bytes = 0
         for name, parameter in parameters.items():
             local, shape, offset = local_region(parameter)
             stored = self.tensors[name]
             assert shape == stored.shape, f"{name} has shape {shape} in the model and {stored.shape} in {self.name}"
             read_box_(local, stored, offset)
-            if self.tied is not None and names[name] == EMBEDDING:
-                self._require_equal(self.tied, local, offset)
+            for other, stored_copy in self.copies.get(name, ()):
+                self._require_equal(name, other, stored_copy, local, offset)
             num_bytes += local.numel() * stored.dtype.itemsize
         return num_bytes
 
-    def _require_equal(self, tied: StoredTensor, embedding: Tensor, offset: tuple[int, ...]) -> None:
-        copy = torch.empty_like(embedding)
-        read_box_(copy, tied, offset)
-        if not torch.equal(copy, embedding):
+    def _require_equal(
+        self, ours: str, name: str, stored: StoredTensor, parameter: Tensor, offset: tuple[int, ...]
+    ) -> None:
+        copy = torch.empty_like(parameter)
+        read_box_(copy, stored, offset)
+        if torch.equal(copy, parameter):
+            return
+        if name == OUTPUT:
             raise UserError(
                 f"{self.name}: {OUTPUT} differs from {EMBEDDING}, but tie_word_embeddings in {CONFIG_FILE} is true: "
                 f"set tie_word_embeddings to false, or remove {OUTPUT}"
             )
+        first = stored_names(self.family.exported.names(self.hyper_parameters)[ours])[0]
+        raise UserError(
+            f"{self.name}: {name} differs from {first}, which the layer that predicts further tokens shares: leave "
+            f"the layer out with num_nextn_predict_layers = 0 in {CONFIG_FILE}, or remove {name}"
+        )
 
 
 def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolder:
@@ -164,12 +184,14 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
     left_out: tuple[str, ...] = ()
     if isinstance(fields.get("text_config"), dict):
         fields, (found, left_out) = _text_fields(fields), _text_tensors(found)
-    family, hyper_parameters = _model_of(name, fields, len(found))
-    names = family.exported.names(hyper_parameters)
     further = _of_further_layers(fields, found)
+    read = fields if further and fields.get(_FURTHER) == 1 else {**fields, _FURTHER: 0}  # else they are left out
+    family, hyper_parameters = _model_of(name, read, len(found))
+    names = family.exported.names(hyper_parameters)
+    further = () if getattr(hyper_parameters, "n_further_tokens", 0) else further
     found = {each: tensor for each, tensor in found.items() if each not in further}
     left_out += further
-    tied, stacks = None, 0
+    stacks = 0
     stored = dict.fromkeys(theirs for name in names.values() for theirs in stored_names(name))
     for each in [each for each in found if each not in stored and each.endswith(_STACKS)]:
         parts = _of_experts(each, found[each])
@@ -177,8 +199,7 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
             del found[each]
             found |= parts
             stacks += 1 - len(parts)
-    if EMBEDDING in stored and OUTPUT not in stored:
-        tied = found.pop(OUTPUT, None)
+    tied = found.pop(OUTPUT, None) if EMBEDDING in stored and OUTPUT not in stored else None
     computed = tuple(stored_name for stored_name in found if _ROTARY_TABLE.fullmatch(stored_name))
     faults = list(_faults(found, names, _shapes(family, hyper_parameters), computed))
     if tied is not None and EMBEDDING in found and tied.shape != found[EMBEDDING].shape:
@@ -189,10 +210,11 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
         more = [f"and {len(faults) - _MAX_FAULTS} more"] if len(faults) > _MAX_FAULTS else []
         raise UserError("\n".join([f"{name} does not match its {CONFIG_FILE}:", *faults[:_MAX_FAULTS], *more]))
     tensors = {ours: _located(found, theirs) for ours, theirs in names.items()}
+    copies = {ours: _copies(found, theirs, tied) for ours, theirs in names.items()}
     count = len(found) - len(computed) + stacks
     unknown = tuple(unknown_fields(family.exported.config_json(hyper_parameters), fields))
     unread = (computed, left_out, unknown)
-    return ModelFolder(name, path, family, hyper_parameters, tensors, count, tied, *unread, generation_config)
+    return ModelFolder(name, path, family, hyper_parameters, tensors, count, copies, *unread, generation_config)
 
 
 def _of_experts(name: str, stack: StoredTensor) -> dict[str, StoredTensor]:
@@ -211,9 +233,18 @@ def _of_experts(name: str, stack: StoredTensor) -> dict[str, StoredTensor]:
     }
 
 
+def _copies(
+    found: Mapping[str, StoredTensor], name: StoredName, tied: StoredTensor | None
+) -> tuple[tuple[str, StoredTensor], ...]:
+    """The stored copies of a parameter. tied: that of the embedding, as the output layer."""
+    others = name.copies if isinstance(name, StoredCopies) else ()
+    of_output = ((OUTPUT, tied),) if tied is not None and stored_names(name)[0] == EMBEDDING else ()
+    return (*of_output, *((other, found[other]) for other in others if other in found))
+
+
 def _located(found: Mapping[str, StoredTensor], name: StoredName) -> Stored:
-    if isinstance(name, str):
-        return _matrix(found, name)
+    if isinstance(name, str | StoredCopies):
+        return _matrix(found, stored_names(name)[0])
     if isinstance(name, tuple):
         return StoredStack(tuple(_matrix(found, each) for each in name))
     if isinstance(name, StoredGroups):
@@ -322,7 +353,7 @@ def _text_tensors(found: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTe
 
 def _of_further_layers(fields: Mapping[str, Any], found: Collection[str]) -> tuple[str, ...]:
     """The names of the tensors of layers that predict further tokens, behind those of the model."""
-    count, further = fields.get("num_hidden_layers"), fields.get("num_nextn_predict_layers")
+    count, further = fields.get("num_hidden_layers"), fields.get(_FURTHER)
     numbers: set[str] = set()
     if type(count) is int and type(further) is int:
         numbers = {f"model.layers.{index}" for index in range(count, min(count + further, count + _MAX_FURTHER))}
@@ -426,6 +457,8 @@ def _stored_shapes(
     """The shapes of the stored tensors of a parameter of this shape."""
     if isinstance(name, StoredGroups):
         return {name.name: (name.groups * name.rows, *shape[1:])}
+    if isinstance(name, StoredCopies):
+        return {name.name: shape, **{other: shape for other in name.copies if other in found}}
     if not isinstance(name, StoredPart):
         expected = shape if isinstance(name, str) else shape[1:]
         blocks = tuple(-(-size // FP8_BLOCK) for size in expected)

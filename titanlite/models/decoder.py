@@ -169,6 +169,27 @@ class DenseBlock(Block):
         return super().forward(x, rope, mask)
 
 
+class FurtherBlock(Block):
+    """A block that predicts the token after the next one, from what the output layer gets at a position and the
+    embedding of the next token (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.2). Embedding and output
+    layer are those of the model."""
+
+    def __init__(self, config: DecoderConfig, attention: Attention, feed_forward: nn.Module | None = None) -> None:
+        super().__init__(config, attention, feed_forward)
+        self.embedding_norm = norm_of(config, config.dim)
+        self.hidden_norm = norm_of(config, config.dim)
+        self.projection = nn.Linear(2 * config.dim, config.dim, bias=False)
+        self.output_norm = norm_of(config, config.dim)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, embeddings: Tensor, rope: RotaryTables, mask: AttentionMask | None, *more: Tensor | None
+    ) -> Tensor:
+        """x: what the output layer gets; embeddings: of the next tokens; both (batch, seq_len, dim). Returns x, and the
+        rows for the prediction of the further token after it."""
+        joined = self.projection(torch.cat((self.embedding_norm(embeddings), self.hidden_norm(x)), dim=-1))
+        return torch.cat((x, self.output_norm(super().forward(joined, rope, mask, *more))))
+
+
 def norm_of(config: DecoderConfig, dim: int) -> RMSNorm:
     """A norm of width `dim`."""
     return RMSNorm(dim, config.norm_eps, config.norm_offset)
@@ -188,7 +209,8 @@ class Decoder(LanguageModel):
     carried: numbers per position that blocks pass on beside the residual stream: with any, blocks are called with them
     as the last argument, (batch, seq_len, …), and return (x, what they pass on); zeros before the first one. A family
     with them has the boundary dim + carried.
-    `layers` is keyed "0" … "n_layers - 1", so that a pipeline stage with some of the layers has the same names.
+    `layers` is keyed "0" … "n_layers - 1", so that a pipeline stage with some of the layers has the same names. With
+    n_further_tokens, a FurtherBlock follows, and further_embeddings is the embedding, which also the last stage has.
     """
 
     def __init__(
@@ -206,8 +228,10 @@ class Decoder(LanguageModel):
         # nn.Embedding(...) does the same, but on the meta device it imports torch._dynamo, which takes half a second
         embeddings = torch.randn(config.vocab_size, config.dim)
         self.tok_embeddings: nn.Embedding | None = nn.Embedding.from_pretrained(embeddings, freeze=False)
-        self.layers = nn.ModuleDict({str(index): block(index) for index in range(config.n_layers)})
+        self.layers = nn.ModuleDict({str(index): block(index) for index in range(config.n_blocks)})
         self.norm: RMSNorm | None = norm_of(config, config.dim)
+        self.predicts_further = config.n_further_tokens > 0
+        self.further_embeddings = self.tok_embeddings if self.predicts_further else None
         self.output: OutputLayer | None = OutputLayer(config.dim, config.vocab_size)
         self.output.soft_cap = config.logit_cap
         self.rope = RotaryEmbedding(config.rotary_dim, config.max_seq_len, config.rope_theta, scaling)
@@ -219,8 +243,9 @@ class Decoder(LanguageModel):
 
         Call it again after anything that replaces parameters module by module: to_empty, parallelize_module.
         """
-        if self.config.tie_embeddings and self.tok_embeddings is not None and self.output is not None:
-            self.output.weight = next(self.tok_embeddings.parameters())
+        embeddings = self.further_embeddings if self.tok_embeddings is None else self.tok_embeddings
+        if self.config.tie_embeddings and embeddings is not None and self.output is not None:
+            self.output.weight = next(embeddings.parameters())
 
     def init_buffers(self, device: torch.device) -> None:
         """Compute the rotary tables on `device`, in promote_types(the parameters' dtype, float32), and the biases of
@@ -240,16 +265,40 @@ class Decoder(LanguageModel):
         labels: Tensor | None = None,
         num_valid: Tensor | None = None,
         is_token: Tensor | None = None,
+        next_tokens: Tensor | None = None,
+        further_labels: Tensor | None = None,
     ) -> Tensor:
         """See LanguageModel. positions: below max_seq_len, for the rotary embeddings. is_token: for experts, see
-        MixtureOfExperts."""
+        MixtureOfExperts. next_tokens: with n_further_tokens, the token after each one; its predictions are further rows
+        of the logits, or with further_labels, as labels, a term of the objective: see OutputLayer."""
         rope = self.tables(positions)
-        x = tokens if self.tok_embeddings is None else self.scaled(self.tok_embeddings(tokens))
+        further = None if next_tokens is None else self.further_block
+        x, embeddings = self.embedded(tokens, None if further is None else next_tokens)
         mask = self.masks(document_ids, x.dtype)
         of_experts = (is_token,) if self.config.n_experts > 1 else ()
         x = self.run_blocks(x, rope, mask, *of_experts)
         x = x if self.norm is None else self.norm(x)
-        return x if self.output is None else self.output(x, labels, num_valid)
+        if further is not None:
+            arguments = (_of_layer(further, each) for each in (rope, mask, *of_experts))
+            x = further(x, embeddings, *arguments)
+        more = () if further is None else (further_labels,)
+        return x if self.output is None else self.output(x, labels, num_valid, *more)
+
+    @property
+    def further_block(self) -> nn.Module | None:
+        """That of this stage."""
+        return next((layer for layer in self.layers.values() if isinstance(layer, FurtherBlock)), None)
+
+    def embedded(self, tokens: Tensor, next_tokens: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The input of the blocks of this stage, and the embeddings of the next tokens."""
+        if next_tokens is None:
+            return (tokens if self.tok_embeddings is None else self.scaled(self.tok_embeddings(tokens))), None
+        if self.tok_embeddings is None:
+            assert self.further_embeddings is not None
+            return tokens, self.scaled(self.further_embeddings(next_tokens))
+        # one call, since FSDP gathers for each
+        own, following = self.scaled(self.tok_embeddings(torch.cat((tokens, next_tokens)))).chunk(2)
+        return own, following
 
     def scaled(self, embeddings: Tensor) -> Tensor:
         """The embeddings times embedding_scale of the configuration, rounded to their dtype."""
@@ -283,7 +332,8 @@ class Decoder(LanguageModel):
         each block after x. A stage passes what is carried behind x, along the last dimension."""
         if not self.carried:
             for layer in self.layers.values():
-                x = layer(x, *(_of_layer(layer, each) for each in arguments))
+                if not isinstance(layer, FurtherBlock):
+                    x = layer(x, *(_of_layer(layer, each) for each in arguments))
             return x
         x, more = x[..., : self.config.dim], x[..., self.config.dim :]
         if self.tok_embeddings is not None:
@@ -364,15 +414,26 @@ EXPERT_STYLES: dict[str, TensorStyle] = {
 }
 """Those of a decoder with experts."""
 
+FURTHER_STYLES: dict[str, TensorStyle] = {
+    "further_embeddings": "vocabulary",
+    **{f"layers.*.{name}": "norm" for name in ("embedding_norm", "hidden_norm", "output_norm")},
+    "layers.*.projection": "positions",
+}
+"""Those of what a FurtherBlock has beside a block."""
+
 
 def decoder_structure(config: DecoderConfig, tensor_styles: Mapping[str, TensorStyle]) -> Structure:
     """Structure with these units: the embedding, each block, and the head (final norm and output). With tied
-    embeddings, the embedding and the head share a parameter."""
-    blocks = {f"layers.{index}": index for index in range(config.n_layers)}
-    units = (("tok_embeddings",), *((block,) for block in blocks), ("norm", "output"))
-    shared = {"tok_embeddings.weight": ("output.weight",)} if config.tie_embeddings else {}
+    embeddings, or a block that predicts further tokens, the embedding and the head share a parameter."""
+    blocks = {f"layers.{index}": index for index in range(config.n_blocks)}
+    further = ("further_embeddings",) if config.n_further_tokens else ()
+    units = (("tok_embeddings",), *((block,) for block in blocks), ("norm", "output", *further))
+    same = (*further, *(("output",) if config.tie_embeddings else ()))
+    shared = {"tok_embeddings.weight": tuple(f"{name}.weight" for name in same)} if same else {}
     transfer = partial(transfer_of, config) if config.transfers else None
-    return Structure(units, blocks, tensor_styles, shared, transfer)
+    if further:
+        tensor_styles = {**tensor_styles, **FURTHER_STYLES}
+    return Structure(units, blocks, tensor_styles, shared, transfer, last=1 + config.n_further_tokens)
 
 
 def matmul_parameters(config: DecoderConfig) -> list[int]:
@@ -382,9 +443,10 @@ def matmul_parameters(config: DecoderConfig) -> list[int]:
     router = config.dim * (config.n_experts + config.gates_shared) if config.n_experts > 1 else 0
     sparse, dense = 3 * config.dim * config.ffn_dim * experts + router, 3 * config.dim * config.dense_ffn_dim
     number = config.n_dense_layers
-    feed_forward = [dense] * number + [sparse] * (config.n_layers - number)
+    feed_forward = [dense] * number + [sparse] * (config.n_blocks - number)
     attention = [config.linear_parameters if linear else config.attention_parameters for linear in config.linear_layers]
-    return [sum(each) for each in zip(attention, feed_forward, strict=True)]
+    further = [0] * config.n_layers + [2 * config.dim**2] * config.n_further_tokens
+    return [sum(each) for each in zip(attention, feed_forward, further, strict=True)]
 
 
 def describe_size(num_parameters: int, config: Any) -> str:
@@ -399,7 +461,7 @@ def idle_parameters(config: Any) -> int:
     DecoderConfig."""
     if not isinstance(config, DecoderConfig):
         return 0
-    blocks = config.n_layers - config.n_dense_layers
+    blocks = config.n_blocks - config.n_dense_layers
     return blocks * 3 * config.dim * config.ffn_dim * (config.n_experts - config.n_active_experts)
 
 
@@ -407,14 +469,16 @@ def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
     """Floating-point operations of matrix products per trained token, forward and backward: 6N + 12·L·T·H. In a layer
     with a window, T is at most the window.
 
-    N are the matmul_parameters of all blocks and those of the output layer, tied or not: 2 operations per weight
+    N are the matmul_parameters of all blocks and those of the output layer, for each predicted token, tied or not: 2
+    operations per weight
     forward, 4 backward. Attention multiplies each query with T keys and T values in each of L layers: 4·T·H operations
     forward and twice that backward, where H is n_heads * head_dim (the mean of both products' widths, if values have
     another). As is usual for MFU, the full T x T products count although a causal kernel may skip half of them, and
     recomputation does not count. Source: Chowdhery et al., "PaLM" (2022), appendix B.
     Gated linear attention reads a state, corrects it and reads it again, 6 operations per number of it forward.
     """
-    return 6 * config.vocab_size * config.dim + sum(flops_of_blocks(config, seq_len))
+    heads = 1 + config.n_further_tokens
+    return 6 * heads * config.vocab_size * config.dim + sum(flops_of_blocks(config, seq_len))
 
 
 def flops_of_blocks(config: DecoderConfig, seq_len: int) -> list[int]:
@@ -452,6 +516,7 @@ RANGES = {
         ("q_lora_rank", "n_dense_layers", "n_shared_experts"), replace(_SIZE, least=0, remedy="0 for none")
     ),
     "n_layers": replace(_SIZE, most=10_000),
+    "n_further_tokens": Range("0 for none", least=0, most=1),
     "no_rope_interval": Range(
         "a number above model.n_layers for rotary embeddings in all layers", least=2, most=2**31 - 1
     ),

@@ -12,6 +12,7 @@ from titanlite.models.decoder import (
     Decoder,
     DenseBlock,
     ExpertHyperParameters,
+    FurtherBlock,
     HyperParameters,
     check_decoder,
     decoder_structure,
@@ -72,6 +73,9 @@ class DeepseekV3Config(ExpertHyperParameters, HyperParameters):
     """Context length before the scaling."""
     rope_mscale: float = 1.0
     """With YaRN, attention scores grow by (0.1 x rope_mscale x ln(rope_scaling_factor) + 1)^2."""
+    n_further_tokens: int = 0
+    """Tokens after the next one that training also predicts, 0 or 1, with a block of its own for each: see
+    loss.further_tokens_weight. Evaluation and generation do not use them."""
     scoring: ClassVar[Any] = "sigmoid"
     always_biased: ClassVar[bool] = True
 
@@ -155,7 +159,8 @@ class DeepseekV3(Decoder):
             if index < config.n_dense_layers:
                 return DenseBlock(config, attention(config, factor), FeedForward(config.dim, config.dense_ffn_dim))
             shared = FeedForward(config.dim, width) if (width := config.n_shared_experts * config.ffn_dim) else None
-            return Block(config, attention(config, factor), MixtureOfExperts(config, shared=shared))
+            kind = Block if index < config.n_layers else FurtherBlock
+            return kind(config, attention(config, factor), MixtureOfExperts(config, shared=shared))
 
         super().__init__(config, block, scaling)
 
@@ -227,7 +232,7 @@ def structure(config: DeepseekV3Config) -> Structure:
 
 
 def _prepared(fields: Mapping[str, Any]) -> dict[str, Any]:
-    found = {**fields, "head_dim": None, "quantization_config": None}
+    found = {"num_nextn_predict_layers": 0, **fields, "head_dim": None, "quantization_config": None}
     if fields.get("q_lora_rank") is None and "q_lora_rank" in fields:
         found["q_lora_rank"] = 0
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
@@ -248,7 +253,7 @@ def _written(config: DeepseekV3Config) -> dict[str, Any]:
     both = {} if scaling is None else {"rope_scaling": scaling | {"mscale_all_dim": config.rope_mscale}}
     # head_dim: that of rotary embeddings, for transformers
     widths = {"head_dim": config.qk_rope_head_dim, "qk_head_dim": config.head_dim}
-    return both | widths | {"q_lora_rank": config.q_lora_rank or None, "num_nextn_predict_layers": 0}
+    return both | widths | {"q_lora_rank": config.q_lora_rank or None}
 
 
 def _block(config: DeepseekV3Config, index: int) -> dict[str, StoredName]:
@@ -265,6 +270,9 @@ def _block(config: DeepseekV3Config, index: int) -> dict[str, StoredName]:
     if not has_experts or config.n_shared_experts:
         ours, theirs = ("feed_forward.shared", "mlp.shared_experts") if has_experts else ("feed_forward", "mlp")
         names |= {f"{ours}.{own}": f"{theirs}.{stored}" for own, stored in EXPERT_NAMES.items()}
+    if index >= config.n_layers:
+        names |= {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj"}
+        names["output_norm"] = "shared_head.norm"
     found: dict[str, StoredName] = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in names.items()}
     if has_experts:
         found |= expert_names(config.n_experts) | {CHOICE_BIAS: "mlp.gate.e_score_correction_bias"}
@@ -289,6 +297,7 @@ FORMAT = DecoderFormat(
         "n_active_groups": "topk_group",
         "route_scale": "routed_scaling_factor",
         "balance_loss": "aux_loss_alpha",
+        "n_further_tokens": "num_nextn_predict_layers",
         **{name: name for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim")},
         **{name: name for name in ("qk_rope_head_dim", "v_head_dim")},
     },

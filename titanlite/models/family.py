@@ -61,6 +61,7 @@ class DecoderConfig:
     n_groups: int = 1
     n_active_groups: int = 1
     route_scale: float = 1.0
+    n_further_tokens: int = 0
     scoring: ClassVar[Literal["softmax", "sigmoid"]] = "softmax"
     """What makes the affinities of positions and experts from the router's scores."""
     always_biased: ClassVar[bool] = False
@@ -81,6 +82,11 @@ class DecoderConfig:
     def transfers(self) -> bool:
         """Whether parameters follow those of a base model, see titanlite/models/transfer.py."""
         return self.base_dim > 0 or self.base_layers > 0
+
+    @property
+    def n_blocks(self) -> int:
+        """Transformer blocks, with those that predict further tokens."""
+        return self.n_layers + self.n_further_tokens
 
     @property
     def rotary_dim(self) -> int:
@@ -105,12 +111,12 @@ class DecoderConfig:
     @property
     def windows(self) -> tuple[int, ...]:
         """The window of the attention of each layer, in positions; 0: none."""
-        return (0,) * self.n_layers
+        return (0,) * self.n_blocks
 
     @property
     def linear_layers(self) -> tuple[bool, ...]:
         """Whether each layer has gated linear attention."""
-        return (False,) * self.n_layers
+        return (False,) * self.n_blocks
 
     @property
     def linear_parameters(self) -> int:
@@ -166,8 +172,9 @@ class Structure:
     units: FSDP units, in the order of the forward pass: groups of submodules that together own all parameters. Data
         parallelism gathers, frees and reduces the parameters of a unit together; a pipeline is cut between units.
     blocks: the transformer blocks and their indexes in the full model. Each is recomputed and compiled separately.
-    shared: other names of parameters that units share, by the first name. Without a pipeline, these units are one FSDP
-        unit; in a pipeline, each stage with one of them has the parameter, and their gradients are added up.
+    shared: other names of parameters that units share, by the first name, in the order of the model's modules. Without
+        a pipeline, these units are one FSDP unit; in a pipeline, each stage with one of them has the parameter, and
+        their gradients are added up.
     tensor_styles: tensor-parallel style by submodule name, in which "*" matches any one part of the name.
         The residual stream (batch, seq_len, dim) is sharded along seq_len outside of "gather" modules.
         "vocabulary": an embedding, sharded by rows; its output is sharded along seq_len.
@@ -187,6 +194,7 @@ class Structure:
         "heads": a Scalar with numbers of each head, sharded by heads.
         "logits": the output layer, sharded by output features (the vocabulary); its input is gathered.
     transfer: the Transfer of a parameter by its name in the full model; None: no base model.
+    last: number of the last units that are always on one pipeline stage.
     """
 
     units: tuple[tuple[str, ...], ...]
@@ -194,6 +202,12 @@ class Structure:
     tensor_styles: Mapping[str, TensorStyle]
     shared: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transfer: Callable[[str], Transfer] | None = None
+    last: int = 1
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """The first module of each unit that a pipeline stage can begin with, besides the first stage."""
+        return tuple(unit[0] for unit in self.units[1 : len(self.units) - self.last + 1])
 
 
 LOG_UNIFORM_LEAST = 0.01
@@ -228,12 +242,14 @@ class LanguageModel(nn.Module, ABC):
     attention_mask: builds the mask of a forward pass, by default that of models/attention.py, and context parallelism
     may replace that by one for the queries of this rank. A family may have its own, as a method or an attribute: with
     it, context_parallel = "gather" is refused, and generation reads all tokens again for each new one.
+    predicts_further: whether forward also takes `next_tokens` and `further_labels`, see Decoder.
     first_names: the name in the full model of a parameter of this pipeline stage that an earlier stage has under this
     name. holders: ranks of the pp axis that have a copy of a parameter that stages share, by its name in the full
     model, in the order of their stages.
     """
 
     draws: ClassVar[bool] = False
+    predicts_further: bool = False
     watch = staticmethod(watch)
 
     attention_mask: Callable[..., AttentionMask | None]
@@ -326,6 +342,15 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
+class StoredCopies:
+    """Where transformers stores a parameter that several modules share: as the tensor `name`, and folders may also have
+    equal `copies` of it, which are written."""
+
+    name: str
+    copies: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class StoredPart:
     """Where transformers stores a parameter of experts: the rows start, start + step, … of each expert's matrix or
     vector in the tensor `name`. It stores matrices as (experts, in, out), so rows are columns there."""
@@ -347,7 +372,7 @@ class StoredGroups:
     stop: int
 
 
-StoredName = str | tuple[str, ...] | StoredPart | StoredGroups
+StoredName = str | tuple[str, ...] | StoredCopies | StoredPart | StoredGroups
 
 
 @dataclass(frozen=True)
@@ -360,7 +385,8 @@ class HuggingFace:
 
     model_type, architecture: the family's model_type and model class in config.json.
     names(config): maps each parameter of the full model to its name in transformers, to those of its parts along the
-    first dimension, in order, to a StoredPart, or to StoredGroups; a tied parameter appears once, under its first name.
+    first dimension, in order, to StoredCopies, a StoredPart, or StoredGroups; a tied parameter appears once, under its
+    first name.
     config_json(config): the fields of config.json for the hyper-parameters.
     config_from_json(fields): the hyper-parameters in config.json. Raises UserError with the field's name if a field is
     missing, or has a value that the family does not support.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.models.family import has_own
-from titanlite.models.losses import CROSS_ENTROPY, LOSSES, TERMS, Loss, z_loss
+from titanlite.models.losses import CROSS_ENTROPY, FURTHER_TOKENS, LOSSES, TERMS, Loss, z_loss
 from titanlite.models.watch import PARTS, parts_of, watch
 from titanlite.runtime.dtensors import is_dtensor
 from titanlite.runtime.errors import Problem, Rules
@@ -52,6 +52,9 @@ class LossConfig:
     logits, a term of the objective; 0: none. Not that of routers, model.z_loss."""
     terms: tuple[str, ...] = ()
     """Further terms of the objective, that plugins have registered (docs/models.md)."""
+    further_tokens_weight: float = setting(0.3, "0.3 and 0.1 are usual", above=0)
+    """Factor of the mean loss of the token after the next one, a term of the objective, with model.n_further_tokens.
+    """
 
     @property
     def chosen(self) -> Loss:
@@ -70,6 +73,8 @@ def check_terms(section: LossConfig) -> list[Problem]:
     """Check that no term is chosen twice. The name of the loss must be valid."""
     rules, own = Rules("loss", section), LOSSES[section.name].terms
     has_one = "z_loss" in {*own, *section.terms}
+    is_free = FURTHER_TOKENS not in {*own, *section.terms}
+    rules.require("terms", is_free, f"none of the name {FURTHER_TOKENS}, which is taken", "register it as another one")
     rule, remedy = "0 with another term of the name z_loss", "set one of them"
     rules.require("z_loss", not (section.z_loss and has_one), rule, remedy)
     twice = [name for name in section.terms if name in own or section.terms.count(name) > 1]
@@ -308,6 +313,7 @@ class LossComputation:
     chunk_tokens: see LossConfig. recomputes: whether backward computes the logits again. Otherwise forward computes the
     gradients at once and keeps them, (vocab_size, dim) for the weight, per microbatch in flight: one product less, and
     no more memory if only one microbatch is in flight. gathers_logits, exponentials: see Scoring and CrossEntropy.
+    further_weight: of the loss of further tokens; 0: there are none.
     """
 
     loss: Loss = CROSS_ENTROPY
@@ -315,6 +321,30 @@ class LossComputation:
     recomputes: bool = False
     gathers_logits: bool = False
     exponentials: Exponentials = exponentials_
+    further_weight: float = 0.0
+
+    @property
+    def num_terms(self) -> int:
+        """Terms of the objective: those of the loss, and that of further tokens, which comes last."""
+        return len(self.loss.terms) + (self.further_weight > 0)
+
+    def counts(self, labels: Tensor, further_labels: Tensor) -> Tensor:
+        """The sum of the counts of each term, float64."""
+        own = [self.loss.counts(labels)] if self.loss.terms else []
+        further = [(further_labels >= 0).sum().to(torch.float64).unsqueeze(0)] if self.further_weight else []
+        return torch.cat((*own, *further))
+
+
+class _Objective(torch.autograd.Function):
+    """The first of two tensors; the second one gets the same gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, losses: Tensor, _term: Tensor) -> Tensor:
+        return losses.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient
 
 
 class OutputLayer(nn.Linear):
@@ -351,10 +381,17 @@ class OutputLayer(nn.Linear):
         """Set the denominators of the terms, and their sums to 0."""
         self.denominators, self.term_sums = denominators, denominators.new_zeros(PARTS, len(denominators))
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, num_valid: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        num_valid: Tensor | None = None,
+        further_labels: Tensor | None = None,
+    ) -> Tensor:
         """Logits of x, (batch, seq_len, vocab_size), or with labels the share of each row in the mean loss, (batch,).
 
-        x: (batch, seq_len, dim), in full on each rank of the tp axis. See LanguageModel.forward.
+        x: (batch, seq_len, dim), in full on each rank of the tp axis. See LanguageModel.forward. further_labels: as
+        labels, of as many rows of x that follow: their loss, without its terms, is a term of the objective.
         """
         has_transform = has_own(self, "transform", OutputLayer)
         if labels is None:
@@ -369,6 +406,9 @@ class OutputLayer(nn.Linear):
         is_registered = how.loss.needs_logits
         gathers = group is not None and (how.gathers_logits or is_registered)
         wide = torch.promote_types(x.dtype, torch.float32)
+        further = None
+        if further_labels is not None:
+            x, further = x.chunk(2)
         columns = self.out_features if gathers else len(weight)
         chunk = tokens_per_chunk(how.chunk_tokens, columns * wide.itemsize, x.device.type)
         # A negative label is not valid.
@@ -380,7 +420,21 @@ class OutputLayer(nn.Linear):
         if self.misses is not None:
             is_miss = find_misses(x.flatten(0, 1), weight, labels.flatten(), scoring)
             self.misses.append(is_miss.view(labels.shape).sum(1))
-        form = _Recomputed if how.recomputes or not torch.is_grad_enabled() else _AtOnce
+        losses = self._losses(x, weight, labels, weights, scoring)
+        if further is None or further_labels is None:
+            return losses
+        share, sums = self._shares()[-1], self.term_sums
+        assert sums is not None
+        weights = (further_labels >= 0) * (how.further_weight * share).to(wide)
+        scoring = replace(scoring, loss=replace(how.loss, terms={}), shares=None, sums=None)
+        term = self._losses(further, weight, further_labels, weights, scoring)
+        sums[:, -1].add_(parts_of(term.detach().to(torch.float64).sum()))
+        objective: Tensor = _Objective.apply(losses, term)  # type: ignore[no-untyped-call]
+        return objective
+
+    def _losses(self, x: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, scoring: Scoring) -> Tensor:
+        """The weighted loss of each row, (batch,)."""
+        form = _Recomputed if self.computation.recomputes or not torch.is_grad_enabled() else _AtOnce
         losses: Tensor = form.apply(  # type: ignore[no-untyped-call]
             x.flatten(0, 1),
             # A view, because the engine cannot say whether it needs the gradient of a leaf.
@@ -392,11 +446,16 @@ class OutputLayer(nn.Linear):
         return losses.view(labels.shape).sum(1)
 
     def _term_sums(self) -> tuple[Tensor | None, Tensor | None]:
-        """The shares and sums of the terms; None if there are none, or no gradients to compute."""
-        if not self.computation.loss.terms or not torch.is_grad_enabled():
+        """The shares and sums of the terms of the loss; None if there are none, or no gradients to compute."""
+        count = len(self.computation.loss.terms)
+        if not count or not torch.is_grad_enabled() or self.term_sums is None:
             return None, None
+        return self._shares()[:count], self.term_sums[:, :count]
+
+    def _shares(self) -> Tensor:
+        """1 / the denominator of each term."""
         assert self.denominators is not None, "terms without denominators"
-        return torch.where(self.denominators > 0, 1 / self.denominators, 0), self.term_sums
+        return torch.where(self.denominators > 0, 1 / self.denominators, 0)
 
 
 def find_misses(x: Tensor, weight: Tensor, labels: Tensor, scoring: Scoring) -> Tensor:

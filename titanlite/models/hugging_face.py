@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from titanlite.models.family import HuggingFace, StoredGroups, StoredName, StoredPart
+from titanlite.models.family import HuggingFace, StoredCopies, StoredGroups, StoredName, StoredPart
 from titanlite.runtime.errors import Problem, UserError
 
 MODULE_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
@@ -300,10 +300,11 @@ class DecoderFormat:
     def names(self, config: Any) -> dict[str, StoredName]:
         """Names of all parameters in transformers, by their names in titanlite."""
         found: dict[str, StoredName] = {}
-        for index in range(config.n_layers):
+        for index in range(config.n_blocks):
             block = self._block(config) if self.block is None else self.block(config, index)
             prefix = f"model.layers.{index}."
             for ours, theirs in block.items():
+                assert not isinstance(theirs, StoredCopies)
                 if isinstance(theirs, StoredPart | StoredGroups):
                     stored: StoredName = replace(theirs, name=prefix + theirs.name)
                 else:
@@ -312,6 +313,14 @@ class DecoderFormat:
         for ours, theirs in MODULE_NAMES.items():
             if ours != "output" or not config.tie_embeddings:
                 found[f"{ours}.weight"] = f"{theirs}.weight"
+        if config.n_further_tokens:
+            prefix, tied = f"model.layers.{config.n_layers}.", config.tie_embeddings
+            copies = {"tok_embeddings": "embed_tokens", "output": "shared_head.head"}
+            for ours, theirs in copies.items():
+                first = MODULE_NAMES["tok_embeddings" if tied else ours]
+                own = tuple(copies.values()) if tied else (theirs,)
+                name = StoredCopies(f"{first}.weight", tuple(f"{prefix}{each}.weight" for each in own))
+                found |= {f"{ours}.weight": name} if ours == "tok_embeddings" or not tied else {}
         return found
 
     def _block(self, config: Any) -> dict[str, StoredName]:
@@ -402,6 +411,8 @@ def expert_names(n_experts: int) -> dict[str, StoredName]:
 
 def stored_names(name: StoredName) -> tuple[str, ...]:
     """The names of the stored tensors of a parameter."""
+    if isinstance(name, StoredCopies):
+        return (name.name, *name.copies)
     return (name,) if isinstance(name, str) else name if isinstance(name, tuple) else (name.name,)
 
 
@@ -415,6 +426,8 @@ def stored_tensors(tensors: Mapping[str, Tensor], names: Mapping[str, StoredName
         name = names[ours]
         if isinstance(name, StoredPart):
             parts.setdefault(name.name, {})[name.start] = tensor
+        elif isinstance(name, StoredCopies):
+            found |= dict.fromkeys(stored_names(name), tensor)
         elif isinstance(name, StoredGroups):
             groups.setdefault(name.name, {})[name.start] = tensor.unflatten(0, (name.groups, -1))
         else:
@@ -436,4 +449,6 @@ def parameter_of(stored: Mapping[str, Tensor], name: StoredName) -> Tensor:
     if isinstance(name, StoredGroups):
         grouped: Tensor = stored[name.name].unflatten(0, (name.groups, -1))
         return grouped[:, name.start : name.stop].flatten(0, 1)
+    if isinstance(name, StoredCopies):
+        return stored[name.name]
     return stored[name] if isinstance(name, str) else torch.stack([stored[each] for each in name])

@@ -101,6 +101,8 @@ def _z_loss(logsumexp: Tensor, labels: Tensor, coefficient: float) -> Tensor:
     return coefficient * logsumexp.square()
 
 
+FURTHER_TOKENS = "further_tokens"
+"""Name of the term of the token after the next one, see OutputLayer."""
 CROSS_ENTROPY = Loss("cross_entropy", cross_entropy)
 LOSSES: dict[str, Loss] = {CROSS_ENTROPY.name: CROSS_ENTROPY}
 TERMS: dict[str, Term] = {}

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from titanlite.models.family import BASE, DecoderConfig, Transfer
 
-MATRICES = ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "wq_a", "wq_b", "wkv_a", "wkv_b")
+MATRICES = ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "wq_a", "wq_b", "wkv_a", "wkv_b", "projection")
 """Modules of blocks whose inputs and outputs grow with the width."""
 
 

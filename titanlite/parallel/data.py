@@ -57,7 +57,7 @@ def apply_data_parallel(
 
         fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=by_shape)
 
-    units = [[model.get_submodule(name) for name in unit] for unit in structure.units]
+    units = [[*dict.fromkeys(model.get_submodule(name) for name in unit)] for unit in structure.units]
     if shards == 1:
         size = sum(part.numel() * part.element_size() for part in map(local_part, model.parameters()))
         for unit in () if replicates_at_once(mesh.device_type, size) else units:

@@ -37,6 +37,7 @@ def parallelize(
         # With bit_equal, all layouts compute alike.
         recomputes=bit_equal or mesh.degrees["pp"] > 1,
         gathers_logits=not shard_logits(mesh.section, needs_logits=loss.chosen.needs_logits),
+        further_weight=loss.further_tokens_weight if model.predicts_further else 0.0,
     )
     for head in output_layers_of([model]):
         head.computation = computation

@@ -126,22 +126,26 @@ def check_pipeline(section: ParallelismConfig, structure: Structure, *, bit_equa
     if section.pp <= 1:
         return []
     stages, schedule, splits = num_stages(section), section.pp_schedule, splits_backward(section)
-    rule = f"{schedule} needs {stages} stages; the model can be split into at most {len(structure.units)}"
+    rule = f"{schedule} needs {stages} stages; the model can be split into at most {1 + len(structure.cuts)}"
     remedy = "fewer stages (a smaller pp, or a schedule with one stage per rank: 1F1B, GPipe), or more model.n_layers"
-    rules.require("pp", stages <= len(structure.units), rule, remedy)
+    rules.require("pp", stages <= 1 + len(structure.cuts), rule, remedy)
     shared = ", ".join(structure.shared)
     rule = f"1 with training.bit_equal: each stage would round its own part of the gradient of {shared}"
-    remedy = "model.tie_embeddings = false, or training.bit_equal = false"
+    remedy = "model.tie_embeddings = false and model.n_further_tokens = 0, or training.bit_equal = false"
     rules.require("pp", not (bit_equal and structure.shared), rule, remedy)
     # Older versions cannot split the backward pass of an autograd.Function, such as the loss, nor of compiled code.
     # TorchVersion compares versions, not strings.
     rule = f"needs torch 2.13, and torch is {torch.__version__}"
     remedy = "another schedule, such as Interleaved1F1B, or a newer torch"
     rules.require("pp_schedule", not splits or torch.__version__ >= "2.13", rule, remedy)
+    twice = splits and any(len(others) > 1 for others in structure.shared.values())
+    rule = f"not {schedule} with a weight that modules of one stage share: it computes weight gradients later"
+    remedy = "another schedule, such as Interleaved1F1B, model.tie_embeddings = false, or model.n_further_tokens = 0"
+    rules.require("pp_schedule", not twice, rule, remedy)
     drops = section.dp_shard * section.cp != 1 and splits and section.fsdp_reshard_after_forward == "always"
     rule = f"not with {schedule}, which computes weight gradients later: torch drops those of freed parameters"
     rules.require("fsdp_reshard_after_forward", not drops, rule, '"default" or "never", or another pp_schedule')
-    cuts, given = [unit[0] for unit in structure.units[1:]], list(section.pp_split)
+    cuts, given = structure.cuts, list(section.pp_split)
     unknown = [name for name in given if name not in cuts]
     rule = f"modules at which a stage can begin; {', '.join(unknown)} cannot"
     if rules.require("pp_split", not unknown, rule, f"choose from {_shortened(cuts)}") and given:

@@ -70,4 +70,5 @@ def share_between(model_parts: Sequence[LanguageModel]) -> None:
             own = own_names.get(name, name)
             if name in first:
                 share_parameter(*first[name], part, own)
+                part.tie_weights()  # a stage may have it under several names
             first.setdefault(name, (part, own))

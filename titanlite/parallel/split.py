@@ -15,13 +15,13 @@ from titanlite.parallel.pipeline import num_stages, splits_backward
 from titanlite.parallel.recompute import ActivationCheckpointConfig, inside_compilation, recomputes
 
 
-def assign_units(costs: Sequence[int], cuts: Sequence[int], stages: int) -> list[range]:
+def assign_units(costs: Sequence[int], cuts: Sequence[int], stages: int, last: int = 1) -> list[range]:
     """The units of each stage, contiguous and at least one.
 
     cuts: index of the first unit of each stage except the first stage. If empty, minimizes the maximum stage cost, and
-    among those splits the sum of squared stage costs.
+    among those splits the sum of squared stage costs. last: see Structure.
     """
-    starts = [0, *cuts] if cuts else _balanced(tuple(costs), stages)
+    starts = [0, *cuts] if cuts else _balanced((*costs[:-last], sum(costs[-last:])), stages)
     return [range(start, end) for start, end in pairwise([*starts, len(costs)])]
 
 
@@ -119,7 +119,7 @@ def split_stages(
     names = [unit[0] for unit in structure.units]
     cuts = [names.index(name) for name in section.pp_split]
     costs = unit_costs(weights, structure, flops_per_token, section, recompute, uneven)
-    return assign_units(costs, cuts, num_stages(section))
+    return assign_units(costs, cuts, num_stages(section), structure.last)
 
 
 def describe_stages(structure: Structure, stages: Sequence[range]) -> str:

@@ -64,7 +64,7 @@ def style_problems(model: nn.Module, structure: Structure) -> list[str]:
     unknown = [f'{pattern}: "{style}"' for pattern, style in structure.tensor_styles.items() if style not in styles]
     if unknown:
         return [f"{each} is no tensor style; they are {', '.join(styles)}" for each in unknown]
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     patterns = (each for each in structure.tensor_styles if not any(_matches(name, each) for name in modules))
     problems = [f"tensor_styles has {pattern}, which the model does not have" for pattern in patterns]
     kind: type[nn.Module]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from titanlite.models.attention import MaskForm
+from titanlite.models.decoder import FURTHER_STYLES
 from titanlite.models.delta_rule import CHUNK, SEGMENT
 from titanlite.models.family import DecoderConfig, Structure
 from titanlite.models.head import PART_IDS
@@ -13,11 +14,12 @@ from titanlite.models.head import PART_IDS
 class BlockKind(NamedTuple):
     """What decides the work and the memory of a block. window: of its attention; 0: none, or one of an entire row.
     is_dense: whether it has one feed-forward layer in a model with experts. is_linear: whether it has gated linear
-    attention."""
+    attention. is_further: whether it predicts further tokens."""
 
     window: int
     is_dense: bool = False
     is_linear: bool = False
+    is_further: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,10 @@ class MicrobatchShape:
     def kinds(self, config: DecoderConfig) -> tuple[BlockKind, ...]:
         """That of each layer."""
         return tuple(
-            BlockKind(window if window < self.seq_len else 0, index < config.n_dense_layers, is_linear)
+            BlockKind(
+                *(window if window < self.seq_len else 0, index < config.n_dense_layers, is_linear),
+                is_further=index >= config.n_layers,
+            )
             for index, (window, is_linear) in enumerate(zip(config.windows, config.linear_layers, strict=True))
         )
 
@@ -185,6 +190,7 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
     full = head_norm + logsumexp
     by_kind = {
         kind: inputs
+        + kind.is_further * (3 * norm + 3 * residual)
         + (linear if kind.is_linear else full + attention(kind.window))
         + (kept * dense if kind.is_dense else of_experts)
         for kind in set(kinds)
@@ -207,7 +213,10 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
         # of the outputs of all matrix products and norms
         block_split=heads + 2 * hidden + n_outputs * gathered + 2 * residual,
         embedding=positions * 8,
-        head=norm + (gathered if shape.recomputes_logits else head_gradients),
+        # with further tokens also the embeddings of next ones
+        head=norm
+        + config.n_further_tokens * residual
+        + heads_of(config) * (gathered if shape.recomputes_logits else head_gradients),
         loss=chunk + (head_gradients if shape.recomputes_logits else 0),
         tables=_table_bytes(config, shape, wide),
         masks={kind.window: _mask_bytes(shape, kind.window) for kind in set(kinds)},
@@ -235,10 +244,15 @@ def _mask_bytes(shape: MicrobatchShape, window: int) -> int:
     return shape.rows * queries * keys * shape.attention_bytes
 
 
+def heads_of(config: DecoderConfig) -> int:
+    """How often the output layer computes a loss."""
+    return 1 + config.n_further_tokens
+
+
 def norms_of_block(structure: Structure) -> int:
     """Number of norms of the residual stream in each block."""
     own = (name for name, style in structure.tensor_styles.items() if style == "norm" and name.startswith("layers."))
-    return sum(name.count(".") == 2 for name in own)
+    return sum(name.count(".") == 2 and name not in FURTHER_STYLES for name in own)
 
 
 def _latent_products(config: Any) -> int:

@@ -72,6 +72,7 @@ class StepShape:
     n_experts: int
     n_active: int
     n_dense_layers: int
+    n_further_tokens: int
     has_shared_experts: bool
     attention_input: int
     wide_norms: int
@@ -251,14 +252,19 @@ def _tensor_parallel(
     scatters_again = 0 if keeps_scattered else 1 if recompute.early_stop else 2
     shared = shape.with_experts(stage.blocks) if shape.has_shared_experts else 0  # their results are scattered, too
     shared_again = shape.with_experts(recomputed_blocks(recompute, stage.blocks)) if shared else 0
-    always = 4 * len(stage.blocks) + shared + (stage.index == 0) + stage.is_last
+    # the head has more rows, and so has the embedding, or the last stage has an embedding of its own
+    further = shape.n_further_tokens * stage.is_last
+    always = 4 * len(stage.blocks) + shared + (stage.index == 0) + stage.is_last + further * (stage.index > 0)
+    more = further * (1 + (stage.index == 0)) * shape.dim
     gathers = always + 2 * again
     scatters = always + scatters_again * again + (0 if keeps_scattered else shared_again)
+    if further and scatters_again == 1 and stage.blocks[-1] in recomputed_blocks(recompute, stage.blocks):
+        scatters += 1  # which the norm after this block needs
     of_position = shape.positions * shape.param_bytes
     # the input of attention may be narrower
     wider = shape.dim - shape.attention_input
-    gathered = gathers * shape.dim - (len(stage.blocks) + again) * wider
-    scattered = scatters * shape.dim - len(stage.blocks) * wider
+    gathered = gathers * shape.dim - (len(stage.blocks) + again) * wider + more
+    scattered = scatters * shape.dim - len(stage.blocks) * wider + more
     found = [
         Traffic("tp", "all-gather", count * gathers, count * gathered * of_position, tp),
         Traffic("tp", "reduce-scatter", count * scatters, count * scattered * of_position, tp),
@@ -269,7 +275,7 @@ def _tensor_parallel(
         # a pipeline's backward pass computes again, each half of a split one
         calls, numbers = (2 * chunks, 3) if shape.shard_logits else (chunks, shape.vocab_size)
         logits_again = 1 + splits_backward(section) if section.pp > 1 and not shape.shard_logits else 0
-        passes = count * (1 + logits_again)
+        passes = count * (1 + logits_again) * (1 + further)
         found.append(Traffic("tp", "all-reduce", passes * calls, passes * numbers * loss_bytes, tp))
     # the squares of each position, also if they are recomputed, and one product backward
     sums = shape.wide_norms * (2 * len(stage.blocks) + again) * count

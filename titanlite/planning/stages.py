@@ -204,7 +204,7 @@ def plan_stages(config: JobConfig, sizes: Mapping[str, int]) -> list[Stage]:
 def split_by_parameters(config: JobConfig) -> tuple[str, ...]:
     """parallelism.pp_split with the fewest parameters on the largest stage."""
     model, section = blueprint(config.model), config.parallelism
-    _, *stages = assign_units(model.costs, [], num_stages(section))
+    _, *stages = assign_units(model.costs, [], num_stages(section), model.structure.last)
     return tuple(model.names[stage.start] for stage in stages)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from titanlite.models.capped_attention import BLOCK_SCORES
 from titanlite.models.delta_rule import CHUNK
 from titanlite.models.family import DecoderConfig, Structure
-from titanlite.planning.activations import BlockKind, MicrobatchShape, norms_of_block
+from titanlite.planning.activations import BlockKind, MicrobatchShape, heads_of, norms_of_block
 
 
 @dataclass(frozen=True)
@@ -214,6 +214,9 @@ def block_work(
             parts.append(elementwise_work(ops.sums(residual, 1), ops.sums(gathered, 1)))
     else:
         parts += _feed_forward(positions, dim, (config.dense_ffn_dim if kind.is_dense else config.ffn_dim) // tp, ops)
+    if kind.is_further:
+        parts += [elementwise_work(*ops.norm(residual)) for _ in range(3)]
+        parts += [linear_work(positions // tp, 2 * dim, dim), elementwise_work(ops.copies(2 * residual), Work())]
     return total(parts)
 
 
@@ -368,7 +371,8 @@ def head_work(config: DecoderConfig, shape: MicrobatchShape, ops: Elementwise) -
     copies = ops.copies(positions * dim) if shape.tp > 1 else Work()
     norm = elementwise_work(norm_forward + copies, norm_backward + copies)
     if shape.recomputes_logits:
-        return total([norm, PassWork(scores, of_x, of_weight, scores + differences)])
-    at_once = scores + differences + of_x + of_weight
-    last = Work(moved=2 * (positions * dim + weight) * ops.size, operations=8)
-    return total([norm, PassWork(at_once, last, Work())])
+        loss = PassWork(scores, of_x, of_weight, scores + differences)
+    else:
+        last = Work(moved=2 * (positions * dim + weight) * ops.size, operations=8)
+        loss = PassWork(scores + differences + of_x + of_weight, last, Work())
+    return total([norm, *[loss] * heads_of(config)])

@@ -238,7 +238,7 @@ LOGGED = {
     *("optimizer.newton_schulz_steps", "optimizer.newton_schulz_coefficients", "optimizer.orthogonalization"),
     *("optimizer.normuon_beta2", "optimizer.cautious_weight_decay", "optimizer.qk_clip"),
     *("optimizer.newton_schulz_dtype", "optimizer.adjust_lr", "optimizer.state_dtype", "optimizer.state_rounding"),
-    *("optimizer.ema_decay", "loss.name", "loss.terms", "loss.z_loss"),
+    *("optimizer.ema_decay", "loss.name", "loss.terms", "loss.z_loss", "loss.further_tokens_weight"),
     *("lr_schedule.warmup_steps", "lr_schedule.decay", "lr_schedule.decay_steps", "lr_schedule.decay_ratio"),
     *("lr_schedule.final_decay_steps", "lr_schedule.min_lr_factor", "lr_schedule.over", "lr_schedule.batch_scaling"),
     *("debug.seed", "debug.deterministic", "faults.spike_factor", "faults.on_spike"),

@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from tests.unit.hf.making import write_model
 from titanlite.generation.model import empty_model
-from titanlite.hf.folder import open_folder
+from titanlite.hf.folder import EMBEDDING, OUTPUT, open_folder
 from titanlite.hf.generation_defaults import GenerationDefaults, read_generation_defaults, with_eos
 from titanlite.hf.safetensors import read_box_
+from titanlite.hf.source import check_model
 from titanlite.models.family import saved_tensors
 from titanlite.models.hugging_face import parameter_of, stored_names, stored_tensors
 from titanlite.models.registry import FAMILIES
@@ -27,7 +29,7 @@ from titanlite.runtime.json_files import JsonError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-NORM, Q, EMBEDDING = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"
+NORM, Q = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
 W1 = "model.layers.1.mlp.gate_proj.weight"
 
 _opened: list[str] = []
@@ -247,7 +249,7 @@ def test_all_tensors_are_read_into_the_model(tmp_path: Path, family: str, shards
     assert stored.keys() == written.keys()
     assert all(torch.equal(tensor, written[name].float()) for name, tensor in stored.items())
     assert folder.describe(torch.float32) == f"{len(written)} tensors, converted from bfloat16 to float32"
-    assert folder.tied is None
+    assert not any(folder.copies.values())
 
 
 def test_experts_that_are_stored_as_one_tensor(tmp_path: Path) -> None:
@@ -453,6 +455,40 @@ def pack_fp8(folder: Path) -> dict[str, Tensor]:
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     edit("config.json", lambda c: c.update(quantization_config=quantization))(folder)
     return expected
+
+
+FURTHER = "model.layers.2"
+
+
+def test_copies_of_a_layer_of_further_tokens(tmp_path: Path) -> None:
+    """They may be missing, and must be equal otherwise."""
+    tensors = write_model(tmp_path / "it", "deepseek_v3", n_further_tokens=1, vocab_size=131)
+    del tensors[f"{FURTHER}.embed_tokens.weight"]
+    tensors[f"{FURTHER}.shared_head.head.weight"][3, 1] += 1
+    save_file(tensors, tmp_path / "it" / SINGLE)
+    folder = open_folder("it", tmp_path / "it")
+    assert folder.hyper_parameters.n_further_tokens == 1
+    folder.fill_({"tok_embeddings.weight": torch.empty_like(tensors[EMBEDDING])})
+    with pytest.raises(UserError, match=r"shared_head\.head\.weight differs from lm_head\.weight, which the layer"):
+        folder.fill_({"output.weight": torch.empty_like(tensors[OUTPUT])})
+
+
+def test_a_layer_of_further_tokens_that_is_not_there(tmp_path: Path) -> None:
+    """Without its tensors the model has none, as in folders that transformers has saved; with a part of them, it is
+    damaged. A run may leave the layer out, and cannot ask for one that is missing."""
+    tensors = write_model(tmp_path / "it", "deepseek_v3", n_further_tokens=1)
+    with_layer = open_folder("it", tmp_path / "it")
+    without = replace(with_layer.hyper_parameters, n_further_tokens=0)
+    assert check_model(with_layer, with_layer.family, without) == []
+    part = {name: tensor for name, tensor in tensors.items() if name != f"{FURTHER}.eh_proj.weight"}
+    save_file(part, tmp_path / "it" / SINGLE)
+    with pytest.raises(UserError, match=r"layers\.2\.eh_proj\.weight is missing"):
+        open_folder("it", tmp_path / "it")
+    save_file({name: t for name, t in tensors.items() if not name.startswith(FURTHER)}, tmp_path / "it" / SINGLE)
+    folder = open_folder("it", tmp_path / "it")
+    assert folder.hyper_parameters == without
+    (problem,) = check_model(folder, folder.family, with_layer.hyper_parameters)
+    assert (problem.key, problem.value) == ("model.n_further_tokens", 1)
 
 
 FP8 = {"dim": 200, "ffn_dim": 130, "dense_ffn_dim": 260}

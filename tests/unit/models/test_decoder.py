@@ -10,8 +10,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from tests.unit.hf.making import tiny
 from tests.unit.models.shaken import perturbed_model
-from titanlite.models.attention import may_see
+from titanlite.batch import IGNORE_INDEX, Batch
+from titanlite.forward import further_labels, next_tokens
+from titanlite.models.attention import document_arguments, may_see
+from titanlite.models.decoder import Block, Decoder, FurtherBlock
+from titanlite.models.deepseek_v3 import DEEPSEEK_V3
+from titanlite.models.head import LossComputation, OutputLayer
 from titanlite.models.init import init_parameters_
 from titanlite.models.layers import Llama3Scaling, RotaryEmbedding, RotaryTables
 from titanlite.models.llama3 import LLAMA3, Llama3, Llama3Config
@@ -106,3 +112,59 @@ def test_mixed_precision_does_not_cast_the_rotary_tables(monkeypatch: pytest.Mon
     positions = torch.arange(8).expand(2, 8)
     assert model(_tokens(2, 8), positions).dtype == torch.bfloat16
     assert set(seen) == {(torch.bfloat16, torch.float32, torch.float32)}
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+@pytest.mark.parametrize(("chunk", "recomputes"), [(64, False), (5, False), (5, True)])
+def test_further_tokens_of_uneven_documents(chunk: int, recomputes: bool) -> None:
+    """Loss, term and gradients of the formulas, label by label."""
+    config = tiny(DEEPSEEK_V3, n_further_tokens=1, vocab_size=50, norm_eps=1e-2, balance_loss=0.0)
+    model, tokens, none = perturbed_model(DEEPSEEK_V3, config), _tokens(3, 12), torch.zeros(3, dtype=torch.int64)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ([12], [3, 1, 6, 2], [5, 7])])
+    labels = torch.cat((tokens[:, 1:], tokens[:, :1]), dim=1)
+    labels[:, :-1][positions[:, 1:] == 0] = IGNORE_INDEX
+    labels[0, 4] = labels[2, -1] = IGNORE_INDEX
+    batch, documents = Batch(tokens, labels, none, none, positions), document_arguments(positions)
+    assert isinstance(model, Decoder)
+    assert isinstance(model.output, OutputLayer)
+    output, block = model.output, model.further_block
+    assert isinstance(block, FurtherBlock)
+
+    inputs: list[Tensor] = []
+    with output.register_forward_pre_hook(lambda _module, args: inputs.append(args[0])):
+        model(tokens, **documents)
+    following = torch.cat((tokens[:, 1:], tokens[:, :1]), dim=1)
+    embeddings = _normed(model.get_parameter("tok_embeddings.weight")[following], block.embedding_norm.weight, 1e-2)
+    hidden = _normed(inputs[0], block.hidden_norm.weight, 1e-2)
+    joined = torch.cat((embeddings, hidden), dim=-1) @ block.projection.weight.T
+    mask = model.masks(documents["document_ids"], joined.dtype)
+    found = Block.forward(block, joined, model.rope(positions), mask, None)
+    further = _normed(found, block.output_norm.weight, 1e-2)
+
+    def mean_of(x: Tensor, wanted: list[tuple[int, int, int]]) -> Tensor:
+        logs = (x @ output.weight.T).log_softmax(-1)
+        return -torch.stack([logs[row, place, label] for row, place, label in wanted]).mean()
+
+    ends = {(row, place) for row in range(3) for place in range(12) if place == 11 or positions[row, place + 1] == 0}
+    own = [(row, place, int(labels[row, place])) for row in range(3) for place in range(12) if labels[row, place] >= 0]
+    later = [(row, place - 1, label) for row, place, label in own if place and (row, place - 1) not in ends]
+    assert len(later) == 10 + 6 + 8
+    mean, term = mean_of(inputs[0], own), 0.3 * mean_of(further, later)
+    parameters = dict(model.named_parameters())
+    expected = torch.autograd.grad(mean + term, list(parameters.values()), allow_unused=True)
+
+    output.computation = LossComputation(chunk_tokens=chunk, recomputes=recomputes, further_weight=0.3)
+    output.start_step(output.computation.counts(labels, further_labels(batch)))
+    more = {"next_tokens": next_tokens(batch), "further_labels": further_labels(batch)}
+    losses = model(tokens, **documents, labels=labels, num_valid=torch.tensor([len(own)] * 3), **more)
+    torch.testing.assert_close(losses.sum(), mean, rtol=1e-12, atol=0)
+    assert output.term_sums is not None
+    torch.testing.assert_close(output.term_sums.sum(), term.detach(), rtol=1e-12, atol=0)
+    gradients = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
+    for name, gradient, right in zip(parameters, gradients, expected, strict=True):
+        assert gradient is not None, name
+        assert right is not None, name
+        torch.testing.assert_close(gradient, right, rtol=1e-12, atol=1e-14, msg=name)

@@ -226,6 +226,7 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [  # family, overrides, keys of
             "z_loss": 0.1,
             "route_scale": 0.0,
             "q_lora_rank": -1,
+            "n_further_tokens": 2,
         }.items()
     ),
     ("deepseek_v3", {"n_groups": 8}, "n_groups"),

@@ -1,5 +1,6 @@
 """The units of pipeline stages, and configurations that are refused before the run."""
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -134,6 +135,20 @@ def test_valid_pipelines_are_accepted() -> None:
     assert check_pipeline(ParallelismConfig(pp=2, pp_split=("norm",)), STRUCTURE) == []
     assert check_pipeline(ParallelismConfig(pp=2, pp_microbatch_size=4), STRUCTURE) == []
     assert check_pipeline(ParallelismConfig(pp=1, pp_split=("nowhere",), pp_microbatch_size=0), STRUCTURE) == []
+
+
+def test_units_that_one_stage_must_have() -> None:
+    """As the block that predicts further tokens, and the head. A stage may use a shared weight twice, unless its
+    gradient is computed later."""
+    together = replace(STRUCTURE, last=2, shared={"embedding.weight": ("further.weight", "output.weight")})
+    assert together.cuts[-1] == "layers.5"
+    assert assign_units([0, 1, 1, 1, 1, 9], [], 3, 2) == [range(2), range(2, 4), range(4, 6)]
+    assert assign_units([0, 1, 1, 1, 1, 9], [], 5, 2)[-1] == range(4, 6)
+    keys = {"pp": 2, "pp_split": ("norm",)}
+    assert [problem.key for problem in check_pipeline(ParallelismConfig(**keys), together)] == ["parallelism.pp_split"]
+    later = ParallelismConfig(pp=2, pp_schedule="ZBVZeroBubble")
+    assert [problem.key for problem in check_pipeline(later, together)] == ["parallelism.pp_schedule"]
+    assert check_pipeline(later, STRUCTURE) == check_pipeline(ParallelismConfig(pp=2), together) == []
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -15,7 +15,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.hf.folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from titanlite.hf.generation_defaults import GENERATION_FILE, read_generation_defaults, with_eos
 from titanlite.hf.safetensors import SUFFIX, write_tensors
-from titanlite.models.family import StoredName, stored_dtype
+from titanlite.models.family import StoredCopies, StoredName, stored_dtype
 from titanlite.models.hugging_face import stored_names, stored_tensors
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
@@ -97,6 +97,8 @@ def _write_weights(run: SavedRun, folder: Path, dtype: torch.dtype, shard_bytes:
     assert names.keys() <= shapes.keys(), "the family maps a name that the run does not have"
     _require_no_others(run, {name: shape for name, shape in shapes.items() if name not in names})
     sizes = {name: prod(shapes[name]) * stored_dtype(name, dtype).itemsize for name in names}
+    for name, stored in names.items():
+        sizes[name] *= 1 + (len(stored.copies) if isinstance(stored, StoredCopies) else 0)
     shards = list(_shards(_together(names, sizes), sizes, shard_bytes))
     count, stem = len(shards), SINGLE_FILE.removesuffix(SUFFIX)
     files = [f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ def _measure_reference(config: JobConfig, steps: int, path: Path) -> dict[str, A
             use_rotary_tables_(model, config, step + 1)
             torch.save({name: p.detach() for name, p in named.items()}, reference_file(path, "weights", step))
             batches, rows = mask_and_hash(loader, config)
-            objective = objective_of(config.loss.chosen, batches)
+            weight = config.loss.further_tokens_weight if model.predicts_further else 0.0
+            objective = objective_of(config.loss.chosen, batches, weight)
             num_rows, num_tokens = rows_and_tokens(batches)
             for mixture in mixtures:
                 mixture.start_step(max(num_rows, 1), max(num_tokens, 1))
@@ -146,18 +148,33 @@ def measure_updates(config: JobConfig, steps: int, folder: Path) -> dict[str, fl
 
 @dataclass(frozen=True)
 class Objective:
-    """The mean of the loss over num_valid tokens, plus each of its terms over its denominator."""
+    """The mean of the loss over num_valid tokens, plus each of its terms over its denominator, plus further_weight x
+    the mean of the loss over num_further tokens after the next one."""
 
     loss: Loss
     num_valid: int
     denominators: Sequence[float]
+    further_weight: float
+    num_further: int
 
 
-def objective_of(loss: Loss, batches: Sequence[Batch]) -> Objective:
+def objective_of(loss: Loss, batches: Sequence[Batch], further_weight: float = 0.0) -> Objective:
     """The objective of a step. batches: its global batch."""
     labels = torch.cat([batch.labels.flatten() for batch in batches])
     labels = labels[labels != IGNORE_INDEX]
-    return Objective(loss, len(labels), [term.count(labels).double().sum().item() for term in loss.terms.values()])
+    counts = [term.count(labels).double().sum().item() for term in loss.terms.values()]
+    further = sum(int((labels_after_next(batch) != IGNORE_INDEX).sum()) for batch in batches)
+    return Objective(loss, len(labels), counts, further_weight, further)
+
+
+def labels_after_next(batch: Batch) -> Tensor:
+    """The label of the next position of the same document, by a loop over documents."""
+    found = torch.full_like(batch.labels, IGNORE_INDEX)
+    for row, labels in enumerate(batch.labels):
+        starts = [0] if batch.positions is None else (batch.positions[row] == 0).nonzero().flatten().tolist()
+        for start, end in pairwise([*starts, len(labels)]):
+            found[row, start : end - 1] = labels[start + 1 : end]
+    return found
 
 
 def forward_backward(
@@ -171,7 +188,10 @@ def forward_backward(
     keys = document_arguments(batch.positions) | others
     if model.draws:
         keys["row_keys"] = row_keys(seed, step, batch.sequences)
+    if objective.further_weight:
+        keys["next_tokens"] = torch.cat((batch.tokens[:, 1:], batch.tokens[:, :1]), dim=1)
     logits, labels = model(batch.tokens, **keys).flatten(0, 1), batch.labels.flatten()
+    logits, of_further = logits[: len(labels)], logits[len(labels) :]
     share: Tensor = logits.sum() * 0  # a graph also without valid tokens
     total = share
     valid, loss = labels != IGNORE_INDEX, objective.loss
@@ -182,6 +202,10 @@ def forward_backward(
         for values, denominator in zip(loss.term_values(logits, labels), objective.denominators, strict=True):
             if denominator:
                 total = total + values.sum() / denominator
+    further = labels_after_next(batch).flatten()
+    if objective.further_weight and (valid := further != IGNORE_INDEX).any():
+        losses = loss.function(of_further[valid], further[valid])
+        total = total + objective.further_weight * losses.sum() / objective.num_further
     total.backward()
     return share.item()
 

@@ -70,8 +70,8 @@ def transformers_logits(folder: Path, **options: Any) -> Tensor:
     return logits
 
 
-def source(folder: Path, tokenizer: Path | None, family: str = "llama3", **options: Any) -> Path:
-    write_model(folder, family, **{"vocab_size": VOCAB_SIZE} | options)
+def source(folder: Path, tokenizer: Path | None, family: str = "llama3", *dtype: torch.dtype, **options: Any) -> Path:
+    write_model(folder, family, *dtype, **{"vocab_size": VOCAB_SIZE} | options)
     if tokenizer is not None:
         shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
     return folder
@@ -115,6 +115,21 @@ def test_export_import_export_gives_the_same_bytes_and_transformers_loads_them(
     own = open_run(tmp_path / "run").tokenizer()
     assert own is not None
     assert own.eos_id == loaded(tmp_path / "one").generation_config.eos_token_id == 0
+
+
+def test_a_layer_that_predicts_further_tokens_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers drops it, so the comparison of logits does not see it."""
+    original = source(tmp_path / "original", None, "deepseek_v3", torch.bfloat16, n_further_tokens=1)
+    main(["import", str(original), "--out", str(tmp_path / "run")])
+    main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "one"), "--shard-size", "20KB"])
+    assert "Verified: logits of the folder (by transformers" in capsys.readouterr().out
+    found, expected = tensors_of(tmp_path / "one"), tensors_of(original)
+    further = {name.removeprefix("model.layers.2.") for name in found if name.startswith("model.layers.2.")}
+    own = {"enorm", "hnorm", "eh_proj", "embed_tokens", "shared_head.norm", "shared_head.head", "input_layernorm"}
+    assert {f"{name}.weight" for name in own} <= further
+    assert found.keys() == expected.keys()
+    assert all(tensor.dtype == expected[name].dtype for name, tensor in found.items())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
