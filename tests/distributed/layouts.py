@@ -429,12 +429,12 @@ class Measured:
         return max(self.gradient, self.loss, self.grad_norm, self.trajectory)
 
 
-_losses: dict[tuple[str, str, int], list[Tensor]] = {}
+_losses: dict[tuple[str, str, str, int], list[Tensor]] = {}
 
 
 def reference_losses(config: JobConfig, rows: int) -> list[Tensor]:
     """Losses of STEPS steps of plain gradient descent on all rows in one process; cached per process."""
-    key = (repr(config.model), config.training.dtype, rows)
+    key = (repr(config.model), repr(config.float8), config.training.dtype, rows)
     if key not in _losses:
         _losses[key] = _reference_losses(config, rows)
     return _losses[key]

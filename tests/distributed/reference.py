@@ -17,6 +17,7 @@ from titanlite.models.experts import mixtures_of
 from titanlite.models.family import LanguageModel, resolve_model
 from titanlite.models.init import init_parameters_
 from titanlite.models.randomness import row_keys
+from titanlite.parallel.float8 import apply_float8
 
 TOKENS = Path(__file__).parents[1] / "golden" / "tokens.npy"
 SEQ_LEN = 16
@@ -104,6 +105,7 @@ def plain_model(config: JobConfig) -> LanguageModel:
     model.tie_weights()
     model.init_buffers(torch.device("cpu"))
     init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
+    apply_float8(model, family.structure(hyper_parameters), config.float8, None)
     for mixture in mixtures_of([model]):
         rows = config.training.global_batch_size
         mixture.start_step(rows, rows * config.training.seq_len)
@@ -120,7 +122,15 @@ def reference_step(config: JobConfig, batch: Batch, step: int = 1) -> Reference:
     """
     tensors = (batch.tokens, batch.labels, batch.sequences, batch.lengths)
     rows = tuple(tensor.numpy().tobytes() for tensor in tensors if tensor is not None)
-    key = (repr(config.model), repr(config.loss), config.training.dtype, config.debug.seed, step, rows)
+    key = (
+        repr(config.model),
+        repr(config.float8),
+        repr(config.loss),
+        config.training.dtype,
+        config.debug.seed,
+        step,
+        rows,
+    )
     if key not in _references:
         _references[key] = _reference_step(config, batch, step)
     return _references[key]

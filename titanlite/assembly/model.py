@@ -86,6 +86,7 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
             loss=config.loss,
             recompute=config.activation_checkpoint,
             compilation=config.compile,
+            float8=config.float8,
             bit_equal=training.bit_equal,
         )
         for attention in attentions_of([part]) if config.optimizer.qk_clip else ():

@@ -42,6 +42,7 @@ from titanlite.optim.schedule import check_schedules
 from titanlite.parallel.compile import check_compile, compiles_blocks
 from titanlite.parallel.context import check_context
 from titanlite.parallel.exact import MAX_SUMMANDS
+from titanlite.parallel.float8 import check_float8
 from titanlite.parallel.mesh import ParallelismConfig, check_experts, check_parallelism, data_degree, resolve_degrees
 from titanlite.parallel.microbatches import rows_together
 from titanlite.parallel.pipeline import check_pipeline, splits_backward
@@ -258,6 +259,8 @@ def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
         problems += [] if of_mesh else check_experts(section, getattr(model, "n_experts", 1), world_size)
         layout = replace(section, dp_shard=resolve_degrees(section, world_size)["dp_shard"])
         problems += check_pipeline(layout, structure, bit_equal=training.bit_equal)
+        if config.float8.recipe != "none" and not problems:
+            problems += check_float8(config.float8, full_model(config.model), structure, section, training.seq_len)
     compiled, backend = compiles_blocks(config.compile, model), config.compile.backend
     return [
         *problems,

@@ -14,6 +14,7 @@ from titanlite.models.losses import FURTHER_TOKENS
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.schedule import ScheduleConfig
 from titanlite.parallel.compile import CompileConfig
+from titanlite.parallel.float8 import Float8Config
 from titanlite.parallel.mesh import ModelDtypes, ParallelismConfig
 from titanlite.parallel.recompute import ActivationCheckpointConfig
 from titanlite.precision import DTYPES, DtypeName
@@ -144,6 +145,7 @@ class JobConfig:
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    float8: Float8Config = field(default_factory=Float8Config)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

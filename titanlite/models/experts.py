@@ -47,6 +47,12 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return functional.silu(1.702 * gate.clamp(max=7.0)) * (up.clamp(-7.0, 7.0) + 1.0) / 1.702
 
 
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""functional.linear, or one in another precision."""
+Products = tuple[Product, Product]
+"""That of w1 and w3, and that of w2."""
+
+
 class ExpertsFunction(Protocol):
     """The output of each row's expert. rows: (rows, dim), sorted by expert; counts: of rows, int64 (n_experts,);
     weights: see Experts.weights."""
@@ -138,18 +144,22 @@ class _Permuted(torch.autograd.Function):
         return gradient[inverse], None, None
 
 
-def feed_forward(rows: Tensor, counts: Tensor, *weights: Tensor, activation: Activation = swiglu) -> Tensor:
-    """The ExpertsFunction of experts that are all on this rank.
+def feed_forward(
+    rows: Tensor, counts: Tensor, *weights: Tensor, activation: Activation = swiglu, products: Products | None = None
+) -> Tensor:
+    """The ExpertsFunction of experts that are all on this rank. products: None: plain ones.
 
-    In bfloat16 on CUDA the host does not read the counts, if dim and hidden_dim (per tp rank) are multiples of 8, as
-    grouped matrix products need.
+    With plain ones in bfloat16 on CUDA the host does not read the counts, if dim and hidden_dim (per tp rank) are
+    multiples of 8, as grouped matrix products need.
     """
     is_aligned = rows.shape[1] % 8 == 0 and weights[0].shape[1] % 8 == 0
-    if rows.device.type == "cuda" and rows.dtype == torch.bfloat16 and len(rows) and is_aligned:
+    is_plain = products is None and rows.dtype == torch.bfloat16
+    if rows.device.type == "cuda" and is_plain and len(rows) and is_aligned:
         return grouped_feed_forward(rows, counts, *weights, activation=activation)
     parts = rows.split(counts.tolist())
     experts = zip(parts, *(weight.unbind() for weight in weights), strict=True)
-    return torch.cat([_gated(functional.linear, activation, *expert) for expert in experts])
+    products = products or (functional.linear, functional.linear)
+    return torch.cat([_gated(products, activation, *expert) for expert in experts])
 
 
 def grouped_feed_forward(rows: Tensor, counts: Tensor, *weights: Tensor, activation: Activation = swiglu) -> Tensor:
@@ -160,12 +170,13 @@ def grouped_feed_forward(rows: Tensor, counts: Tensor, *weights: Tensor, activat
         out = functional.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
         return out if bias is None else out + bias.repeat_interleave(counts, dim=0, output_size=len(x))
 
-    return _gated(product, activation, rows, *weights)
+    return _gated((product, product), activation, rows, *weights)
 
 
-def _gated(product: Callable[..., Tensor], activation: Activation, x: Tensor, *weights: Tensor) -> Tensor:
+def _gated(products: Products, activation: Activation, x: Tensor, *weights: Tensor) -> Tensor:
     (w1, w2, w3), (b1, b2, b3) = weights[:3], weights[3:] or (None, None, None)
-    return product(activation(product(x, w1, b1), product(x, w3, b3)), w2, b2)
+    inner, outer = products
+    return outer(activation(inner(x, w1, b1), inner(x, w3, b3)), w2, b2)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,11 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _waited(_operations.all_reduce(x, "sum", group.group_name))
 
 
+def all_maximum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The elementwise maximum of `x` over the ranks."""
+    return _waited(_operations.all_reduce(x, "max", group.group_name))
+
+
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The parts of all ranks, joined along the first dimension."""
     return _waited(_operations.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))

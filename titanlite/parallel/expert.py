@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from titanlite.models.experts import Activation, Experts, feed_forward, inverse_permutation, permuted
+from titanlite.models.experts import Experts, feed_forward, inverse_permutation, permuted
 from titanlite.models.family import LanguageModel
 from titanlite.parallel.collectives import all_to_all
 from titanlite.parallel.tensor import local_weight, summed_part
@@ -63,11 +63,11 @@ def _own_part(name: str, weight: Tensor, tp: dist.ProcessGroup | None) -> Tensor
 
 
 def exchanged_feed_forward(
-    rows: Tensor, counts: Tensor, *weights: Tensor, activation: Activation, group: dist.ProcessGroup
+    rows: Tensor, counts: Tensor, *weights: Tensor, group: dist.ProcessGroup, **options: Any
 ) -> Tensor:
     """The ExpertsFunction of experts of which each rank of `group` has an equal number, in the order of the ranks.
 
-    weights: those of this rank. Results return in the order of `rows`.
+    weights: those of this rank. options: see feed_forward. Results return in the order of `rows`.
     """
     size = group.size()
     sent = counts.view(size, -1)  # (ep, experts of each)
@@ -78,7 +78,7 @@ def exchanged_feed_forward(
     experts = experts.repeat_interleave(received.flatten(), output_size=sum(origin))
     order = experts.argsort(stable=True)
     inverse = inverse_permutation(order)
-    results = feed_forward(permuted(arrived, order, inverse), received.sum(dim=0), *weights, activation=activation)
+    results = feed_forward(permuted(arrived, order, inverse), received.sum(dim=0), *weights, **options)
     return _exchanged(permuted(results, inverse, order), origin, to, group)
 
 

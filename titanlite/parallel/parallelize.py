@@ -7,6 +7,7 @@ from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.data import apply_data_parallel
 from titanlite.parallel.expert import apply_expert_parallel
+from titanlite.parallel.float8 import Float8Config, apply_float8
 from titanlite.parallel.mesh import Mesh, ModelDtypes, shard_logits
 from titanlite.parallel.pipeline import resolve_reshard_after_forward
 from titanlite.parallel.recompute import ActivationCheckpointConfig, apply_recompute, inside_compilation
@@ -22,9 +23,11 @@ def parallelize(
     loss: LossConfig,
     recompute: ActivationCheckpointConfig,
     compilation: CompileConfig,
+    float8: Float8Config,
     bit_equal: bool = False,
 ) -> list[str]:
-    """Apply context, expert, tensor and data parallelism, recomputation and compilation, in place, on the meta device.
+    """Apply context, expert, tensor and data parallelism, float8, recomputation and compilation, in place, on the meta
+    device.
 
     model: the full model, or a pipeline stage with the structure of its units. mesh: connected. bit_equal: the same
     computation on any number of data ranks and stages, see parallel/exact.py.
@@ -50,6 +53,7 @@ def parallelize(
         *apply_context_parallel(model, mesh.cp_group, mesh.section.context_parallel),
         *apply_expert_parallel(model, mesh.device_mesh, mesh.expert_mesh),
         *apply_tensor_parallel(model, structure, mesh.device_mesh),
+        *apply_float8(model, structure, float8, mesh.group("tp")),
         *(apply_recompute(model, structure, recompute) if recompute_first else []),
         *apply_compile(model, structure, compilation),
         *(apply_recompute(model, structure, recompute) if not recompute_first else []),

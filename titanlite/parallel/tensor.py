@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from titanlite.models.experts import Experts, Router, router_scores
 from titanlite.models.family import LanguageModel, Structure, TensorStyle, has_own
+from titanlite.models.float8 import linear
 from titanlite.models.layers import RMSNorm, Scalar, WholeRows, WideNorm, rms_norm, rms_norm_of_part
 from titanlite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 
@@ -134,18 +135,18 @@ def _whole_rows(module: WholeRows, *parts: Tensor) -> tuple[Tensor, ...]:
     return torch.split(joined, [part.shape[-1] for part in parts], dim=-1)
 
 
-def _project_own_positions(linear: nn.Linear, x: Tensor) -> Tensor:
-    return functional.linear(x, local_weight(linear.weight, Partial()), _local_bias(linear, Partial()))
+def _project_own_positions(layer: nn.Linear, x: Tensor) -> Tensor:
+    return linear(layer, x, local_weight(layer.weight, Partial()), _local_bias(layer, Partial()))
 
 
-def _project(linear: nn.Linear, x: Tensor) -> Tensor:
-    return functional.linear(x, local_weight(linear.weight), _local_bias(linear, Shard(0)))
+def _project(layer: nn.Linear, x: Tensor) -> Tensor:
+    return linear(layer, x, local_weight(layer.weight), _local_bias(layer, Shard(0)))
 
 
-def _project_and_sum(linear: nn.Linear, x: Tensor) -> Tensor:
-    out = summed_part(functional.linear(x, local_weight(linear.weight)), _group(linear))
+def _project_and_sum(layer: nn.Linear, x: Tensor) -> Tensor:
+    out = summed_part(linear(layer, x, local_weight(layer.weight)), _group(layer))
     # Each rank adds the bias to its own positions: once, and its gradient is a part of a sum.
-    bias = _local_bias(linear, Partial())
+    bias = _local_bias(layer, Partial())
     return out if bias is None else out + bias
 
 
@@ -187,8 +188,8 @@ def local_weight(weight: Tensor, gradient: Placement | None = None) -> Tensor:
     return local
 
 
-def _local_bias(linear: nn.Linear, gradient: Placement) -> Tensor | None:
-    return None if linear.bias is None else local_weight(linear.bias, gradient)
+def _local_bias(layer: nn.Linear, gradient: Placement) -> Tensor | None:
+    return None if layer.bias is None else local_weight(layer.bias, gradient)
 
 
 def _gather_input(_module: nn.Module, args: tuple[Any, ...], group: dist.ProcessGroup) -> tuple[Any, ...]:

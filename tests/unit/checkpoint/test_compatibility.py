@@ -241,6 +241,7 @@ LOGGED = {
     *("optimizer.ema_decay", "loss.name", "loss.terms", "loss.z_loss", "loss.further_tokens_weight"),
     *("lr_schedule.warmup_steps", "lr_schedule.decay", "lr_schedule.decay_steps", "lr_schedule.decay_ratio"),
     *("lr_schedule.final_decay_steps", "lr_schedule.min_lr_factor", "lr_schedule.over", "lr_schedule.batch_scaling"),
+    *("float8.recipe", "float8.scale", "float8.exclude"),
     *("debug.seed", "debug.deterministic", "faults.spike_factor", "faults.on_spike"),
     *("validation.steps", "validation.sources", "validation.tasks", "validation.task_fewshot"),
     *("validation.task_limit", "validation.task_chat", "job.plugins"),

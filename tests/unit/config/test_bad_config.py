@@ -362,6 +362,15 @@ BAD = [
         for names in ('["layers.1"]', '["norm","layers.1"]', '["norm","norm"]')
     ),
     Bad("activation_checkpoint.mode", "one of", "full", "--activation_checkpoint.mode ful"),
+    Bad("float8.recipe", "a rank has full blocks of 32 elements: layers.0.feed_forward.w1 has 100 outputs (the next "
+        "size is 128), and 17 more sizes do not fit", "float8.exclude", "--float8.recipe mxfp8 --model.ffn_dim 100"),
+    Bad("float8.recipe", "layers.0.attention.wq has 256 outputs for tp = 4 ranks (the next size is 512)",
+        "parallelism.tp", "--float8.recipe blockwise --parallelism.tp 4", world_size=4),
+    Bad("float8.scale", "powers of two", "blockwise", "--float8.recipe mxfp8 --float8.scale float32"),
+    Bad("float8.exclude", "such as layers.0.attention.wq; output is none", "leave it out",
+        '--float8.recipe rowwise --float8.exclude ["output"]'),
+    Bad("training.seq_len", "divisible by 256: with float8.recipe = 'blockwise'", "training.seq_len = 256 or 512",
+        "--float8.recipe blockwise --training.seq_len 384 --parallelism.cp 2", world_size=2),
     Bad("compile.backend", "one of", "inductor", "--compile.enable true --compile.backend inductr"),
     Bad("parallelism.dp_shard", "world size", "dp_shard", "--parallelism.dp_shard 4", world_size=2),
     Bad("parallelism.dp_replicate", "world size", "NGPU", "--parallelism.dp_replicate 3", world_size=2),

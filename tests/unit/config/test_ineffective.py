@@ -57,7 +57,15 @@ ALWAYS = {
     # also of the norm that is logged
     *("training.bit_equal", "training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce"),
     *(f"parallelism.{key}" for key in ("layout", "dp_replicate", "dp_shard", "cp", "ep", "tp", "pp")),
-    *("activation_checkpoint.mode", "compile.enable", "loss.name", "loss.z_loss", "loss.terms", "loss.chunk_tokens"),
+    *(
+        "activation_checkpoint.mode",
+        "compile.enable",
+        "float8.recipe",
+        "loss.name",
+        "loss.z_loss",
+        "loss.terms",
+        "loss.chunk_tokens",
+    ),
     *("optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.ema_decay", "optimizer.qk_clip"),
     # refused, if the optimizer of the group lacks them
     *(f"optimizer.groups.{key}" for key in ("parameters", "optimizer", "lr_factor", "weight_decay")),
@@ -144,6 +152,7 @@ CASES = [
     ("activation_checkpoint.memory_budget 0.4", "--activation_checkpoint.mode memory_budget --compile.enable", "", 1),
     ("activation_checkpoint.early_stop false", "--activation_checkpoint.mode full", "", 1),
     ("compile.backend eager", "--compile.enable", "", 1),
+    ("float8.scale floor", "--float8.recipe rowwise", "", 1),
     ("optimizer.beta1 0.8", MUON, SGD, 1),
     ("optimizer.eps 1e-7", MUON, "--optimizer.name Lion", 1),
     ("optimizer.state_rounding nearest", "--optimizer.state_dtype bfloat16", "", 1),

@@ -19,6 +19,7 @@ KEYS |= {f"{name}.0.{column}": key for name, row in ROWS.items() for column, key
 TEXT_KEYS = {name: key for name, key in KEYS.items() if key.type in (str, tuple[str, ...])}
 NO_PATHS = {
     *("job.description", "model.flavor", "tokenizer.bos", "tokenizer.eos", "parallelism.pp_split", "compile.backend"),
+    "float8.exclude",
     *("optimizer.weight_decay_skip", "optimizer.groups.0.parameters", "metrics.project", "metrics.group"),
     *("storage.endpoint", "storage.region", "storage.profile"),
     *("metrics.tags", "metrics.columns", "metrics.statistics", "samples.prompts", "loss.terms"),

@@ -1,0 +1,170 @@
+"""Linear layers whose matrix products have operands in float8, with scales that do not depend on the layout.
+
+Each element of an operand is rounded to E4M3 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022) times the
+scale of its block, and the product is computed from these numbers in promote_types(dtype, float32). Blocks belong to
+the full tensor, never to the part of it that a rank has: see RECIPES.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+LARGEST = 448.0
+"""The largest number of E4M3."""
+RecipeName = Literal["mxfp8", "blockwise", "rowwise"]
+Scale = Literal["ceil", "floor", "float32"]
+Maximum = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The blocks of elements that share a scale.
+
+    block: elements along the contraction; 0: all. weight_rows: of a weight also across the contraction. of_tokens:
+    whether the weight gradient has float8 operands, with blocks of positions, else it has the compute dtype.
+    """
+
+    block: int
+    weight_rows: int = 1
+    of_tokens: bool = True
+
+
+RECIPES: dict[RecipeName, Recipe] = {
+    "mxfp8": Recipe(block=32),
+    "blockwise": Recipe(block=128, weight_rows=128),
+    "rowwise": Recipe(block=0, of_tokens=False),
+}
+
+
+@dataclass(frozen=True)
+class Float8:
+    """How a linear layer multiplies.
+
+    scale: see scales. maximum, gradient_maximum: the elementwise maximum over the ranks among which the contraction of
+    the forward pass, or that of the input gradient, is cut; None: it is not cut.
+    """
+
+    recipe: Recipe
+    scale: Scale
+    maximum: Maximum | None = None
+    gradient_maximum: Maximum | None = None
+
+
+def linear(layer: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """functional.linear of the layer, in float8 if it has an attribute `float8`. weight, bias: its parts on this
+    rank."""
+    settings = getattr(layer, "float8", None)
+    if settings is None:
+        return functional.linear(x, weight, bias)
+    return float8_linear(x, weight, bias, settings=settings)
+
+
+def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, settings: Float8) -> Tensor:
+    """functional.linear. x: (…, inputs), with positions along the dimension before the last one.
+
+    The two gradients are nodes of their own in the autograd graph, so that a pipeline schedule can compute that of the
+    weight later: autograd does not tell a function which of its gradients is needed now.
+    """
+    product = _Product.apply(x, weight.detach(), settings)  # type: ignore[no-untyped-call]
+    handle = _WeightHandle.apply(weight, x.detach(), settings)  # type: ignore[no-untyped-call]
+    out: Tensor = _Join.apply(product, handle)  # type: ignore[no-untyped-call]
+    return out if bias is None else out + bias
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, settings: Float8) -> Tensor:
+        ctx.settings = settings
+        ctx.save_for_backward(weight)
+        across, along = settings.recipe.weight_rows, settings.recipe.block
+        own = rounded(x, 1, along, settings.scale, settings.maximum)
+        others = rounded(weight, across, along, settings.scale, settings.maximum)
+        return (own @ others.T).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        settings, (weight,) = ctx.settings, ctx.saved_tensors
+        across, along = settings.recipe.weight_rows, settings.recipe.block
+        own = rounded(gradient, 1, along, settings.scale, settings.gradient_maximum)
+        others = rounded(weight, along, across, settings.scale, settings.gradient_maximum)
+        return (own @ others).to(gradient.dtype), None, None
+
+
+class _WeightHandle(torch.autograd.Function):
+    """A tensor of the shape of the product, without memory, whose gradient is that of the product."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor, settings: Float8) -> Tensor:
+        ctx.settings = settings
+        ctx.save_for_backward(x)
+        return x.new_zeros(()).expand(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        settings, (x,) = ctx.settings, ctx.saved_tensors
+        dtype = x.dtype
+        if settings.recipe.of_tokens:
+            gradient, x = (rounded(each, settings.recipe.block, 1, settings.scale) for each in (gradient, x))
+        return (gradient.flatten(0, -2).T @ x.flatten(0, -2)).to(dtype), None, None
+
+
+class _Join(torch.autograd.Function):
+    """The product, whose gradient the handle of the weight gets, too."""
+
+    @staticmethod
+    def forward(_ctx: Any, product: Tensor, _handle: Tensor) -> Tensor:
+        return product.view_as(product)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient
+
+
+def rounded(x: Tensor, rows: int, columns: int, scale: Scale, maximum: Maximum | None = None) -> Tensor:
+    """x, (…, rows, columns), as float8 represents it, in promote_types(x.dtype, float32).
+
+    rows, columns: of a block; 0: all. A block with an element that is not finite becomes NaN, so that the step is
+    skipped: a clamp would hide an infinity.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    rows, columns = rows or wide.shape[-2], columns or wide.shape[-1]
+    blocks = wide.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+    largest = blocks.abs().amax(dim=(-3, -1), keepdim=True)
+    factor = scales(largest if maximum is None else maximum(largest), scale)
+    return (e4m3(blocks / factor) * factor).view(wide.shape)
+
+
+def scales(largest: Tensor, scale: Scale) -> Tensor:
+    """The scale of blocks with these largest magnitudes, at least 2^-126; NaN if a magnitude is not finite.
+
+    ceil: the least power of two that keeps the block within E4M3 (NVIDIA's rule: Mishra et al., "Recipes for
+    Pre-training LLMs with MXFP8", 2025). floor: half of that, unless the largest element then stays below 512, and is
+    clamped ("OCP Microscaling Formats (MX) Specification", version 1.0, 2023). float32: largest / 448.
+    """
+    if scale == "float32":
+        factor = largest / LARGEST
+    else:
+        factor = power_below(largest) * 2.0**-8
+        if scale == "ceil":
+            factor = torch.where(largest > factor * LARGEST, factor * 2, factor)
+    factor = factor.clamp(min=2.0**-126)  # e8m0 goes to 2^-127, which is no normal number of float32
+    return torch.where(largest.isfinite(), factor.where(largest > 0, 1.0), torch.nan)
+
+
+def e4m3(x: Tensor) -> Tensor:
+    """The nearest numbers of E4M3, ties to even, at most 448 in magnitude. float32 or float64; NaN stays NaN.
+
+    Rounded once: torch casts float64 through float32.
+    """
+    spacing = power_below(x).clamp(min=2.0**-6) * 2.0**-3  # below 2^-6, numbers are subnormal
+    return ((x / spacing).round() * spacing).clamp(-LARGEST, LARGEST)
+
+
+def power_below(x: Tensor) -> Tensor:
+    """The largest power of two up to the magnitude of x, by its bits; 0 below the normal numbers."""
+    integers, mask = (torch.int32, 0x7F800000) if x.dtype == torch.float32 else (torch.int64, 0x7FF0000000000000)
+    return (x.contiguous().view(integers) & mask).view(x.dtype)

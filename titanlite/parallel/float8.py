@@ -1,0 +1,135 @@
+"""The [float8] section: which layers multiply in float8, on which sizes, and on any mesh alike."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from types import MethodType
+from typing import Any, ClassVar, Literal
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanlite.models.experts import Experts
+from titanlite.models.family import Structure
+from titanlite.models.float8 import RECIPES, Float8, RecipeName, Scale, float8_linear, linear
+from titanlite.parallel.collectives import all_maximum
+from titanlite.parallel.mesh import ParallelismConfig
+from titanlite.parallel.tensor import tensor_style
+from titanlite.runtime.errors import Problem, Rules
+from titanlite.runtime.settings import Affects, Needs, setting
+
+_IS_USED = Needs("a float8.recipe", lambda section: section.recipe != "none")
+
+
+@dataclass(frozen=True)
+class Float8Config:
+    """Matrix products in float8 (docs/numerics.md)."""
+
+    AFFECTS: ClassVar[Affects] = "numbers"
+
+    recipe: Literal["none", RecipeName] = "none"
+    """Blocks of the operands of linear layers and experts that share a scale; not of the output layer and of routers.
+    mxfp8: 32 elements. blockwise: 128, of weights 128 x 128. rowwise: a row; weight gradients have the dtype of the
+    computation."""
+    scale: Scale = setting("ceil", needs=_IS_USED)
+    """ceil, floor: a power of two, rounded up so that no element is clamped, or down as in the specification of MX.
+    float32: the largest magnitude / 448, not for mxfp8."""
+    exclude: tuple[str, ...] = setting((), needs=_IS_USED)
+    """Linear layers and experts that keep the dtype of the computation: full names, or shell patterns for them, such as
+    "layers.0.*"."""
+
+
+def float8_layers(
+    model: nn.Module, structure: Structure, exclude: tuple[str, ...] = ()
+) -> Iterator[tuple[str, nn.Linear | Experts]]:
+    """The layers of the blocks that multiply in float8, by name. Those with a forward of their own do not: routers."""
+    for block in structure.blocks:
+        for name, module in model.get_submodule(block).named_modules(prefix=block):
+            is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+            if (is_linear or isinstance(module, Experts)) and not any(fnmatchcase(name, each) for each in exclude):
+                yield name, module
+
+
+def apply_float8(
+    model: nn.Module, structure: Structure, section: Float8Config, tp: dist.ProcessGroup | None
+) -> list[str]:
+    """Let the layers multiply in float8, in place, after tensor and expert parallelism; return descriptions for the
+    start log. The model must have no `check_float8` problems."""
+    if section.recipe == "none":
+        return []
+    layers = dict(float8_layers(model, structure, section.exclude))
+    recipe, maximum = RECIPES[section.recipe], None
+    if recipe.block == 0 and tp is not None and tp.size() > 1:
+        maximum = partial(all_maximum, group=tp)
+    # Shared by all blocks, so that one compiled graph is that of all.
+    uncut = Float8(recipe, section.scale)
+    cut = {"row": replace(uncut, maximum=maximum), "column": replace(uncut, gradient_maximum=maximum)}
+    # Which positions meet in a block of an expert's rows would depend on the layout.
+    cut_experts = (replace(cut[style], recipe=replace(recipe, of_tokens=False)) for style in ("column", "row"))
+    inner, outer = (partial(float8_linear, settings=settings) for settings in cut_experts)
+    for name, module in layers.items():
+        if isinstance(module, Experts):
+            products: dict[str, Any] = {"products": (inner, outer)}
+            module.feed_forward = partial(module.feed_forward, **products)
+            continue
+        module.float8 = cut.get(tensor_style(structure, name) or "", uncut)  # type: ignore[assignment]
+        if "forward" not in vars(module):  # else that of tensor parallelism, which calls `linear`, too
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+    return [f"float8 ({section.recipe}, emulated) to {len(layers)} layers"]
+
+
+def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    return linear(layer, x, layer.weight, layer.bias)
+
+
+def check_float8(
+    section: Float8Config, model: nn.Module, structure: Structure, layout: ParallelismConfig, seq_len: int
+) -> list[Problem]:
+    """Problems between the blocks of the recipe, the sizes of a full model, and the parts that ranks have of them."""
+    rules, tp, cp = Rules("float8", section), layout.tp, layout.cp
+    if section.recipe == "none":
+        return []
+    rule, remedy = "ceil or floor with mxfp8, whose scales are powers of two", 'leave it out, or recipe = "blockwise"'
+    rules.require("scale", section.recipe != "mxfp8" or section.scale != "float32", rule, remedy)
+    names = [name for name, _ in float8_layers(model, structure)]
+    for pattern in section.exclude:
+        is_used = any(fnmatchcase(name, pattern) for name in names)
+        rule = f"the linear layers and experts of the blocks, such as {names[0]}; {pattern} is none of them"
+        rules.require("exclude", is_used, rule, "correct it, or leave it out")
+    block, of_tokens = RECIPES[section.recipe].block, RECIPES[section.recipe].of_tokens
+    if not block:
+        return rules.problems
+    misfits, row_parts = [], cp * (2 if cp > 1 and layout.context_parallel == "gather" else 1)
+    for name, module in float8_layers(model, structure, section.exclude):
+        style = tensor_style(structure, name)
+        if style == "positions":
+            row_parts = math.lcm(row_parts, cp * tp)
+        for what, size, parts in _sizes(module, style, tp):
+            if size % (block * parts):
+                of_ranks = f" for tp = {parts} ranks" if parts > 1 else ""
+                following = -(-size // (block * parts)) * block * parts
+                misfits.append(f"{name} has {size} {what}{of_ranks} (the next size is {following})")
+    if misfits:
+        more = f", and {len(misfits) - 1} more sizes do not fit" if misfits[1:] else ""
+        rule = f"a rank has full blocks of {block} elements: {misfits[0]}{more}"
+        rules.require(
+            "recipe", False, rule, "change these sizes or parallelism.tp, or name the layers in float8.exclude"
+        )
+    if of_tokens and seq_len % (block * row_parts):
+        least = block * row_parts
+        nearest = dict.fromkeys((max(seq_len // least, 1) * least, (seq_len // least + 1) * least))
+        rule = f"divisible by {least}: with float8.recipe = {section.recipe!r}, a rank's part of a row is full blocks"
+        remedy = f"set training.seq_len = {' or '.join(map(str, nearest))}"
+        rules.problems.append(Problem("training.seq_len", seq_len, rule, remedy))
+    return rules.problems
+
+
+def _sizes(module: nn.Linear | Experts, style: str | None, tp: int) -> list[tuple[str, int, int]]:
+    """(what, size, ranks that share it) of the dimensions that products contract: inputs, and outputs in backward."""
+    if isinstance(module, Experts):
+        _, hidden, inputs = module.w1.shape
+        return [("inputs", inputs, 1), ("hidden features", hidden, tp)]
+    inputs, outputs = (tp if style == which else 1 for which in ("row", "column"))
+    return [("inputs", module.in_features, inputs), ("outputs", module.out_features, outputs)]
