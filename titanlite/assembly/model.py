@@ -14,7 +14,7 @@ from titanlite.data.steps import stage_index
 from titanlite.forward import ModelOnMesh
 from titanlite.metrics.meter import is_log_step
 from titanlite.models.attention import chosen_kernel, mask_form
-from titanlite.models.decoder import describe_size, uneven_flops
+from titanlite.models.decoder import describe_size, flops_of_blocks
 from titanlite.models.family import DecoderConfig, LanguageModel, parameters_of
 from titanlite.models.head import output_layers_of
 from titanlite.models.init import init_parameters_
@@ -69,8 +69,8 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
         structure = family.structure(hyper_parameters)
         flops = family.flops_per_token(hyper_parameters, training.seq_len)
         layout = config.parallelism, config.activation_checkpoint
-        uneven = uneven_flops(hyper_parameters, training.seq_len)
-        stages = split_stages(unit_weights(part, structure), structure, flops, *layout, uneven)
+        of_blocks = flops_of_blocks(hyper_parameters, training.seq_len)
+        stages = split_stages(unit_weights(part, structure), structure, flops, *layout, of_blocks)
         if not parts:
             require_layout(family, hyper_parameters, part, config.parallelism, stages)
         if config.parallelism.pp > 1:

@@ -481,8 +481,10 @@ def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
     return 6 * heads * config.vocab_size * config.dim + sum(flops_of_blocks(config, seq_len))
 
 
-def flops_of_blocks(config: DecoderConfig, seq_len: int) -> list[int]:
-    """The part of each block in flops_per_token."""
+def flops_of_blocks(config: Any, seq_len: int) -> list[int]:
+    """The part of each block in flops_per_token. config: of any family; [] if it is no DecoderConfig."""
+    if not isinstance(config, DecoderConfig):
+        return []
     heads = 6 * config.n_heads * (config.head_dim + config.value_dim)
     states = 18 * config.linear_value_heads * config.linear_key_dim * config.linear_value_dim
     of_attention = [
@@ -490,13 +492,6 @@ def flops_of_blocks(config: DecoderConfig, seq_len: int) -> list[int]:
         for window, is_linear in zip(config.windows, config.linear_layers, strict=True)
     ]
     return [6 * n + flops for n, flops in zip(matmul_parameters(config), of_attention, strict=True)]
-
-
-def uneven_flops(config: Any, seq_len: int) -> list[int]:
-    """FLOPs per token of each block beyond those of the one with the fewest: of attention without a window, or with a
-    larger one, and of the wider feed-forward layer. config: of any family; [] if it is no DecoderConfig."""
-    found = flops_of_blocks(config, seq_len) if isinstance(config, DecoderConfig) else []
-    return [flops - min(found) for flops in found]
 
 
 _SIZE = Range("a positive number in this range", least=1, most=2**31 - 1)

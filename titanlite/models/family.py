@@ -53,6 +53,7 @@ class DecoderConfig:
     logit_cap: float = 0.0
     score_cap: float = 0.0
     n_dense_layers: int = 0
+    dense_ffn_dim: int = 0
     n_shared_experts: int = 0
     linear_key_heads: int = 0
     linear_value_heads: int = 0
@@ -75,8 +76,6 @@ class DecoderConfig:
     norms: ClassVar[Literal["before", "after", "both"]] = "before"
     """Where the norms of a block are: before attention and feed-forward, after them, before the residual sum, or
     both."""
-
-    dense_ffn_dim: int = 0
 
     @property
     def transfers(self) -> bool:

@@ -81,27 +81,26 @@ def unit_costs(
     flops_per_token: int,
     section: ParallelismConfig,
     recompute: ActivationCheckpointConfig,
-    uneven: Sequence[int] = (),
+    of_blocks: Sequence[int] = (),
 ) -> list[int]:
     """Time of each unit in a pipeline, as FLOPs for 3 tokens. An embedding takes no time.
 
-    weights: from unit_weights. flops_per_token: of the model, without recomputation. uneven: see uneven_flops. The
-    blocks share what these and other units leave of it by their weights: experts count as far as tokens use them, and
-    attention by the length of the sequences.
+    weights: from unit_weights. flops_per_token: of the model, without recomputation. of_blocks: the part of each block
+    in it; empty: the blocks share by their weights what the other units leave.
     A recomputed block has a second forward pass. So has the head in each backward pass, and its softmax in float32
     takes about as long as another: 1.2 of it by the plan, on an H100 with a width of 4,096.
     """
     blocks = [structure.blocks.get(unit[0]) for unit in structure.units]
-    apart = sum(6 * weight for weight, block in zip(weights, blocks, strict=True) if block is None)
-    shared = max(sum(weights) - apart // 6, 1)
-    even = max(flops_per_token - apart - sum(uneven), 0)
+    apart = sum(weight for weight, block in zip(weights, blocks, strict=True) if block is None)
+    in_blocks = max(sum(weights) - apart, 1)
+    of_others = max(flops_per_token - sum(of_blocks), 6 * apart) if of_blocks else 6 * apart
     head_passes = 5 + splits_backward(section)  # of a third of the 6 FLOPs of a weight each
     by_op = inside_compilation(recompute)  # which recomputes no matrix products
     return [
-        head_passes * 6 * weight
+        head_passes * of_others * weight // max(apart, 1)
         if block is None
         else (3 + (recomputes(recompute, block) and not by_op))
-        * (even * weight // shared + (uneven[block] if uneven else 0))
+        * (of_blocks[block] if of_blocks else max(flops_per_token - 6 * apart, 0) * weight // in_blocks)
         for weight, block in zip(weights, blocks, strict=True)
     ]
 
@@ -112,13 +111,13 @@ def split_stages(
     flops_per_token: int,
     section: ParallelismConfig,
     recompute: ActivationCheckpointConfig,
-    uneven: Sequence[int] = (),
+    of_blocks: Sequence[int] = (),
 ) -> list[range]:
     """The units of each stage of the full model: by pp_split, or balanced by time if it is empty. Arguments: as those
     of unit_costs."""
     names = [unit[0] for unit in structure.units]
     cuts = [names.index(name) for name in section.pp_split]
-    costs = unit_costs(weights, structure, flops_per_token, section, recompute, uneven)
+    costs = unit_costs(weights, structure, flops_per_token, section, recompute, of_blocks)
     return assign_units(costs, cuts, num_stages(section), structure.last)
 
 

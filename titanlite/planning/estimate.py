@@ -260,7 +260,7 @@ def _traffic(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> tu
 def _flops(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> tuple[int, int]:
     """RankPlan.flops and RankPlan.recomputed_flops."""
     recompute = config.activation_checkpoint
-    output = 6 * shape.vocab_size * shape.dim
+    output = 6 * shape.vocab_size * shape.dim * (1 + shape.n_further_tokens)
     of_block = block_flops(blueprint(config.model), config.training.seq_len)
     blocks = [index for stage in stages for index in stage.blocks]
     by_op = recompute.mode == "selective" and recompute.selective_policy == "op"

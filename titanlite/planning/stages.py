@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config.schema import JobConfig
-from titanlite.models.decoder import flops_of_blocks, uneven_flops
+from titanlite.models.decoder import flops_of_blocks
 from titanlite.models.experts import Experts
 from titanlite.models.family import FAMILIES, ModelConfig, Structure, resolve_model
 from titanlite.optim.groups import divide, names_of_muon
@@ -221,8 +221,8 @@ def _split(
     """The units of each stage."""
     section = ParallelismConfig(pp=pp, pp_schedule=schedule, pp_split=cuts)
     flops = FAMILIES[family].flops_per_token(model.hyper_parameters, seq_len)
-    uneven = uneven_flops(model.hyper_parameters, seq_len)
-    return tuple(split_stages(model.weights, model.structure, flops, section, recompute, uneven))
+    of_blocks = block_flops(model, seq_len)
+    return tuple(split_stages(model.weights, model.structure, flops, section, recompute, of_blocks))
 
 
 @lru_cache(maxsize=256)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import titanlite.models.registry  # noqa: F401 - the families
-from titanlite.models.decoder import uneven_flops
+from titanlite.models.decoder import flops_of_blocks
 from titanlite.models.family import LanguageModel, ModelConfig, Structure, resolve_model
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import (
@@ -104,23 +104,27 @@ def test_stages_together_are_the_model(schedule: PipelineSchedule, split: tuple[
     ("mode", "schedule", "block", "head"),
     [("none", "1F1B", 3, 5), ("selective", "ZBVZeroBubble", 3, 6), ("full", "Interleaved1F1B", 4, 5)],
 )
-@pytest.mark.parametrize("family", ["llama3", "qwen3_moe", "olmo3"])
+@pytest.mark.parametrize("family", ["llama3", "qwen3_moe", "olmo3", "deepseek_v3"])
 def test_the_cost_of_units_is_their_flops(
     family: str, mode: Any, schedule: PipelineSchedule, block: int, head: int
 ) -> None:
     """Those of the model's formula, in which tokens use some of the experts, by the passes of each unit. The last layer
-    of olmo3 has no window."""
-    model, config = resolve_model(ModelConfig(family=family, overrides={"n_layers": 3}))
+    of olmo3 has no window. The first one of deepseek_v3 has no experts, but as wide a feed-forward layer as the others
+    use; its last one predicts a further token, for which the head computes twice."""
+    own = {"n_further_tokens": 1, "n_layers": 2, "dense_ffn_dim": 3 * 128} if family == "deepseek_v3" else {}
+    model, config = resolve_model(ModelConfig(family=family, overrides={"n_layers": 3, **own}))
     with torch.device("meta"):
         weights = unit_weights(model.build(config), structure := model.structure(config))
     section, recompute = ParallelismConfig(pp=2, pp_schedule=schedule), ActivationCheckpointConfig(mode=mode)
-    flops, output = model.flops_per_token(config, 4096), 6 * config.vocab_size * config.dim
-    uneven = uneven_flops(config, 4096)
-    embedding, *blocks, last = unit_costs(weights, structure, flops, section, recompute, uneven)
+    flops, output = model.flops_per_token(config, 4096), 6 * (1 + bool(own)) * config.vocab_size * config.dim
+    of_blocks = flops_of_blocks(config, 4096)
+    embedding, *blocks, last = unit_costs(weights, structure, flops, section, recompute, of_blocks)
     assert (embedding, last) == (0, head * output)
     assert sum(blocks) == pytest.approx(block * (flops - output), rel=1e-6)
     full = 12 * (4096 - 64) * config.dim if family == "olmo3" else 0
-    assert [cost - blocks[0] for cost in blocks] == [0, 0, (4 if mode == "full" else 3) * full]
+    router, projection = (6 * config.dim * width for width in ((8, 2 * config.dim) if own else (0, 0)))
+    more = [0, router, router + projection + full]
+    assert [cost - blocks[0] for cost in blocks] == [block * each for each in more]
 
 
 def test_stages_of_a_rank() -> None:

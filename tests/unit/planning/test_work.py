@@ -122,6 +122,7 @@ def test_the_embedding_and_the_loss() -> None:
         ["model.tie_embeddings=true"],
         ["parallelism.pp=2", "parallelism.tp=2"],
         ["model.family=olmo3", "model.sliding_window=4", "parallelism.pp=2", "parallelism.tp=2"],
+        ["model.family=deepseek_v3", "model.n_kv_heads=4", "model.n_further_tokens=1", "parallelism.pp=2"],
     ],
 )
 def test_ranks_add_up_to_the_model(settings: list[str]) -> None:
@@ -131,6 +132,7 @@ def test_ranks_add_up_to_the_model(settings: list[str]) -> None:
     tokens = config.training.global_batch_size * config.training.seq_len
     copies = 4 // len(plan.ranks)
     assert copies * sum(rank.flops for rank in plan.ranks) == tokens * family.flops_per_token(model, 16)
-    blocks = family.flops_per_token(model, 16) - 6 * model.vocab_size * model.dim
-    logits = 6 * model.vocab_size * model.dim if config.parallelism.pp > 1 else 0
+    output = 6 * model.vocab_size * model.dim * (1 + model.n_further_tokens)
+    blocks = family.flops_per_token(model, 16) - output
+    logits = output if config.parallelism.pp > 1 else 0
     assert copies * sum(rank.recomputed_flops for rank in plan.ranks) == tokens * (blocks + logits) // 3

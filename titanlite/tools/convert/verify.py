@@ -162,6 +162,7 @@ def _logits_of_folder(folder: Path, compute: torch.dtype, tokens: Tensor) -> tup
 
     library_logging: Any = transformers.utils.logging
     library_logging.disable_progress_bar()
+    library_logging.set_verbosity_error()  # else it lists the tensors of layers that predict further tokens
     try:
         # its default for experts does not compute in float64
         options = {"experts_implementation": "eager"} if getattr(found.hyper_parameters, "n_experts", 1) > 1 else {}

@@ -122,7 +122,9 @@ def test_a_layer_that_predicts_further_tokens_is_kept(tmp_path: Path, capsys: py
     original = source(tmp_path / "original", None, "deepseek_v3", torch.bfloat16, n_further_tokens=1)
     main(["import", str(original), "--out", str(tmp_path / "run")])
     main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "one"), "--shard-size", "20KB"])
-    assert "Verified: logits of the folder (by transformers" in capsys.readouterr().out
+    output = capsys.readouterr()
+    assert "Verified: logits of the folder (by transformers" in output.out
+    assert "enorm" not in output.out + output.err, "a report of transformers"
     found, expected = tensors_of(tmp_path / "one"), tensors_of(original)
     further = {name.removeprefix("model.layers.2.") for name in found if name.startswith("model.layers.2.")}
     own = {"enorm", "hnorm", "eh_proj", "embed_tokens", "shared_head.norm", "shared_head.head", "input_layernorm"}
