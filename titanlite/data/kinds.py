@@ -68,7 +68,11 @@ def source_from_path(path: str, key: str) -> SourceConfig | Problem:
     # The suffixes of conversations are those of documents in JSON lines, whose check names the kind chat.
     known = [kind for kind in KINDS.values() if kind.needs_path and kind.suffixes and kind is not Chat]
     if selected.is_folder:
-        kinds = [kind for kind in known if kind(SourceConfig(kind.kind, path)).files()]
+        found = {kind: kind(SourceConfig(kind.kind, path)) for kind in known}
+        kinds = [kind for kind in known if found[kind].files()]
+        if len(kinds) > 1 and isinstance(tokens := found[Tokens], Tokens):  # a .csv.gz of documents is no table
+            beside = {*tokens.documents_files()}
+            kinds = [kind for kind in kinds if not beside.issuperset(found[kind].files())]
     else:
         files = [str(file).lower() for file in selected.files()]
         if not files:
@@ -80,5 +84,5 @@ def source_from_path(path: str, key: str) -> SourceConfig | Problem:
     rule = f"files of one kind: {', '.join(suffix for kind in known for suffix in kind.suffixes)}"
     other = "--validation.sources.0.kind KIND --validation.sources.0.path PATH"
     remedy = "select files of one kind with a glob" if kinds else f"write {other} instead of {key}"
-    found = " and ".join(kind.kind for kind in kinds) or "of no known kind"
-    return Problem(key, path, f"{rule}; these are {found}", remedy)
+    these = " and ".join(kind.kind for kind in kinds) or "of no known kind"
+    return Problem(key, path, f"{rule}; these are {these}", remedy)

@@ -20,11 +20,11 @@ from titanlite.data.kinds import open_source
 from titanlite.data.order import Mixture, shuffled
 from titanlite.data.packing import Packing, num_sequences, packed_lengths
 from titanlite.data.preparation import Assignment, Preparation
-from titanlite.data.sources.arrays import ArrayFile
 from titanlite.data.sources.base import StreamedSource, TextSource
+from titanlite.data.sources.formats import format_of, open_tokens
 from titanlite.data.sources.pieces import BAD_FILE, STARTS_DOCUMENT, BadRowError, Piece, TokenPiece
 from titanlite.data.sources.stored import size_of
-from titanlite.data.sources.tokens import Tokens, documents_file, manifests_of, open_tokens
+from titanlite.data.sources.tokens import Tokens, manifests_of
 from titanlite.data.streams import TooLong, piece_lengths
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.parallel.mesh import AXES
@@ -135,14 +135,18 @@ def realized_shares(mixture: Mixture, num_streams: int, sequences: int) -> list[
 def describe_token_files(source: Tokens, seq_len: int) -> float:
     """Print the statistics of token files; return their number of sequences."""
     files = source.files()
-    sizes = [len(open_tokens(file, source.config.dtype)) for file in files]
+    formats = [format_of(file) for file in files]
+    opened = [open_tokens(file, source.config.dtype) for file in files]
+    sizes = [*map(len, opened)]
     lengths: list[int] = []
-    for file, size in zip(files, sizes, strict=True):
-        if documents_file(file).is_file():
-            starts = ArrayFile(documents_file(file))
-            lengths += np.diff(starts.read(0, len(starts)), append=size).tolist()
+    for file, each, size in zip(files, formats, sizes, strict=True):
+        if each.documents(file) is not None:
+            starts = each.positions(file)
+            lengths += np.diff(starts.read(0, starts.num_documents), append=size).tolist()
     size = sum(size_of(file) for file in files)
     print(f"  size          {counted(len(files), 'file')}, {counted(size, 'byte')}")
+    types = sorted({f"{each.name}, {array.dtype.name}" for each, array in zip(formats, opened, strict=True)})
+    print(f"  format        {'; '.join(types)}")
     print(f"  tokens        {sum(sizes):,}")
     for folder, manifest in manifests_of(files).items():
         print(f"  made by       {manifest['tokenizer']['description']} (in {folder})")
@@ -150,7 +154,7 @@ def describe_token_files(source: Tokens, seq_len: int) -> float:
         print(f"  documents     {len(lengths):,}")
         print(f"  tokens each   {describe_lengths(lengths)}")
     else:
-        print("  documents     unknown: the token files have no .documents files beside them")
+        print("  documents     unknown: no files beside the token files record them")
     return sum(max(0, size - 1) // seq_len for size in sizes)
 
 

@@ -15,7 +15,7 @@ from titanlite.data.loader import Loader, build_loader
 from titanlite.data.sources.base import StreamedSource, TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import STARTS_DOCUMENT
-from titanlite.data.sources.tokens import Tokens, documents_file
+from titanlite.data.sources.tokens import Tokens
 from titanlite.data.streams import Origin
 from titanlite.data.tokenizer import Tokenizer
 
@@ -114,9 +114,9 @@ def head_of(origin: Origin, data: DataConfig) -> str:
 
 
 def documents_are_known(sources: Sequence[SourceConfig]) -> bool:
-    """Whether the starts of documents are known: token files of other programs lack them."""
-    files = [file for source in map(open_source, sources) if isinstance(source, Tokens) for file in source.files()]
-    return all(documents_file(file).is_file() for file in files)
+    """Whether the starts of documents are known: some token files of other programs lack them."""
+    opened = [source for source in map(open_source, sources) if isinstance(source, Tokens)]
+    return all(len(source.documents_files()) == len(source.files()) for source in opened)
 
 
 def printable(text: str) -> str:

@@ -22,15 +22,9 @@ from titanlite.data.config import DataConfig
 from titanlite.data.corpus import TextCorpus
 from titanlite.data.kinds import open_source
 from titanlite.data.order import STREAM_VERSION
+from titanlite.data.sources.formats import documents_file
 from titanlite.data.sources.pieces import ENDS_DOCUMENT
-from titanlite.data.sources.tokens import (
-    FORMAT_VERSION,
-    HEADER_BYTES,
-    MANIFEST,
-    UNFINISHED,
-    documents_file,
-    read_manifest,
-)
+from titanlite.data.sources.tokens import FORMAT_VERSION, HEADER_BYTES, MANIFEST, UNFINISHED, read_manifest
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.runtime.cache import hash_of
 from titanlite.runtime.durability import PARTIAL, appears_complete, publish, replace_file, sync_path

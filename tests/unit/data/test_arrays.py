@@ -1,5 +1,6 @@
 """Arrays in files: equal to numpy's, and what is refused."""
 
+import gc
 import os
 import random
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from titanlite.data.sources.arrays import ArrayFile
-from titanlite.data.sources.tokens import PAGES_PER_READ, STARTS_PER_PAGE, DocumentStarts
+from titanlite.data.sources.formats import PAGES_PER_READ, STARTS_PER_PAGE, open_starts
 from titanlite.runtime import retry
 from titanlite.runtime.errors import UserError
 
@@ -32,6 +33,7 @@ def test_reads_what_numpy_reads(dtype: str, version: tuple[int, int], tmp_path: 
 
 def test_a_descriptor_is_closed_with_its_array(tmp_path: Path) -> None:
     np.save(tmp_path / "file.npy", np.arange(10))
+    gc.collect()  # of other tests
     before = len(os.listdir("/proc/self/fd"))
     files = [ArrayFile(tmp_path / "file.npy") for _ in range(20)]
     assert len(os.listdir("/proc/self/fd")) == before + 20
@@ -97,6 +99,12 @@ def test_transient_errors_are_retried_and_others_name_the_byte(tmp_path: Path, m
         file.read(5, 10)
 
 
+def write_documents(folder: Path, starts: Any) -> None:
+    np.save(folder / "file.npy", np.zeros(1))
+    with (folder / "file.documents").open("wb") as out:
+        np.save(out, starts)
+
+
 @pytest.mark.parametrize(
     "count", [0, 1, STARTS_PER_PAGE, 3 * STARTS_PER_PAGE + 7, PAGES_PER_READ * STARTS_PER_PAGE + 1]
 )
@@ -104,8 +112,8 @@ def test_starts_of_documents_are_those_of_the_array(count: int, tmp_path: Path) 
     rng = np.random.default_rng(count)
     size = 2 * count + 1
     starts = np.sort(rng.integers(0, size + 1, count))  # with repeats: empty documents
-    np.save(tmp_path / "file.npy", starts)
-    found = DocumentStarts(tmp_path / "file.npy", size)
+    write_documents(tmp_path, starts)
+    found = open_starts(tmp_path / "file.npy", size)
     edges = [(0, size), (0, 0), (size, size), *np.sort(rng.integers(0, size + 1, (200, 2))).tolist()]
     for begin, end in edges:
         inside = starts[(starts >= begin) & (starts < end)]
@@ -115,6 +123,6 @@ def test_starts_of_documents_are_those_of_the_array(count: int, tmp_path: Path) 
 def test_starts_of_documents_out_of_order_between_two_reads_are_refused(tmp_path: Path) -> None:
     starts = np.arange(PAGES_PER_READ * STARTS_PER_PAGE + 10)
     starts[PAGES_PER_READ * STARTS_PER_PAGE :] -= 2
-    np.save(tmp_path / "file.npy", starts)
+    write_documents(tmp_path, starts)
     with pytest.raises(UserError, match="in ascending order"):
-        DocumentStarts(tmp_path / "file.npy", 10**6)
+        open_starts(tmp_path / "file.npy", 10**6)

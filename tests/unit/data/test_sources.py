@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -90,8 +91,8 @@ def test_a_glob_below_a_folder_whose_name_is_a_pattern(tmp_path: Path, monkeypat
 )
 @pytest.mark.usefixtures("stdlib")
 def test_settings_of_a_source(source: SourceConfig, key: str, folder: Path) -> None:
-    for name in ("tokens.bin", "tokens.npy"):
-        (folder / name).write_bytes(b"12")
+    (folder / "tokens.bin").write_bytes(b"12")
+    np.save(folder / "tokens.npy", np.zeros(2, int))
     source = replace(source, path=source.path.replace("F", str(folder)))
     assert keys(source) == ([f"data.sources.0.{key}"] if key else [])
 

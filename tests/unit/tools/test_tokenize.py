@@ -20,8 +20,9 @@ from titanlite.data.config import DataConfig, TokenizerConfig, ValidationConfig
 from titanlite.data.fingerprint import data_fingerprint, describe_difference
 from titanlite.data.kinds import open_source
 from titanlite.data.sources.config import SourceConfig
+from titanlite.data.sources.formats import documents_file
 from titanlite.data.sources.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError
-from titanlite.data.sources.tokens import Tokens, WindowCorpus, documents_file
+from titanlite.data.sources.tokens import Tokens, WindowCorpus
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.tools import encoding, tokenize

@@ -26,16 +26,20 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 class ArrayFile:
     """A 1-D array of integers in a file, which stays open, or in an object. len(): the number of elements."""
 
-    def __init__(self, path: SourceFile, raw_dtype: str = "") -> None:
-        """raw_dtype: the type of the elements of a raw little-endian file; "": a .npy file. Raises UserError."""
+    def __init__(self, path: SourceFile, raw_dtype: str = "", begin: int = 0, count: int | None = None) -> None:
+        """raw_dtype: the type of the elements of a raw little-endian file; "": a .npy file. Raises UserError.
+
+        begin, count: the first byte and the number of the elements of a raw file; None: all bytes are elements.
+        """
         self.path = path
+        raw = (raw_dtype, begin, count) if raw_dtype else None
         try:
             if isinstance(path, StoredFile):
-                self._open_stored(path, raw_dtype)
+                self._open_stored(path, raw)
                 return
             with open_regular(path) as file:
                 self._opened = os.fstat(file.fileno())
-                self._read_header(file, self._opened.st_size, raw_dtype)
+                self._read_header(file, self._opened.st_size, raw)
                 self._descriptor = os.dup(file.fileno())
                 self._read_at: Callable[[memoryview, int], int] = partial(read_at, self._descriptor)
         except (ValueError, SyntaxError, TokenError) as error:  # numpy parses the header as a Python literal
@@ -44,14 +48,14 @@ class ArrayFile:
             raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
         weakref.finalize(self, os.close, self._descriptor)
 
-    def _open_stored(self, file: StoredFile, raw_dtype: str) -> None:
+    def _open_stored(self, file: StoredFile, raw: tuple[str, int, int | None] | None) -> None:
         size, self._descriptor = file.facts.bytes, -1
         with file.open([block_bounds(0, size)]) as opened:
-            self._read_header(opened, size, raw_dtype)
+            self._read_header(opened, size, raw)
         self._read_at = file.blocks().read_into
 
-    def _read_header(self, file: BinaryIO, size: int, raw_dtype: str) -> None:
-        self.dtype, self._count, self._begin = _raw(size, raw_dtype) if raw_dtype else _npy(file, size)
+    def _read_header(self, file: BinaryIO, size: int, raw: tuple[str, int, int | None] | None) -> None:
+        self.dtype, self._count, self._begin = _raw(size, *raw) if raw else _npy(file, size)
 
     def __len__(self) -> int:
         return self._count
@@ -88,12 +92,21 @@ class ArrayFile:
             )
 
 
-def _raw(size: int, dtype: str) -> tuple[np.dtype[Any], int, int]:
+def _raw(size: int, dtype: str, begin: int, count: int | None) -> tuple[np.dtype[Any], int, int]:
     """(dtype, number of elements, first byte) of a raw file. Raises ValueError."""
     kind = np.dtype(dtype).newbyteorder("<")
-    if size == 0 or size % kind.itemsize:
-        raise ValueError(f"{size:,} bytes are not a multiple of {kind.itemsize}, the size of {dtype}")
-    return kind, size // kind.itemsize, 0
+    if count is None:
+        if size == 0 or size % kind.itemsize:
+            raise ValueError(f"{size:,} bytes are not a multiple of {kind.itemsize}, the size of {dtype}")
+        count = size // kind.itemsize
+    _require_end(begin, count, kind, size)
+    return kind, count, begin
+
+
+def _require_end(begin: int, count: int, dtype: np.dtype[Any], size: int) -> None:
+    end = begin + count * dtype.itemsize
+    if not begin <= end <= size:
+        raise ValueError(f"its {count:,} elements would end at byte {end:,}, but it has {size:,} bytes")
 
 
 def _npy(file: BinaryIO, size: int) -> tuple[np.dtype[Any], int, int]:
@@ -105,7 +118,5 @@ def _npy(file: BinaryIO, size: int) -> tuple[np.dtype[Any], int, int]:
     if len(shape) != 1 or dtype.kind not in "iu":
         raise ValueError(f"it is {len(shape)}-D {dtype}")
     begin = file.tell()
-    end = begin + shape[0] * dtype.itemsize
-    if not begin <= end <= size:
-        raise ValueError(f"its {shape[0]:,} elements would end at byte {end:,}, but it has {size:,} bytes")
+    _require_end(begin, shape[0], dtype, size)
     return dtype, shape[0], begin

@@ -31,7 +31,7 @@ class SourceConfig:
     document: Literal["", "file", "paragraph", "line"] = ""
     """text: unit of one document; default "file". Blank lines separate paragraphs."""
     dtype: Literal["", "uint16", "uint32"] = ""
-    """tokens: type of the ids in a raw little-endian .bin file; a .npy file contains its type."""
+    """tokens: type of the ids in raw little-endian files, which do not contain it."""
     split: str = ""
     """hf: split of the dataset. python-stdlib: "train" or "validation", which is every 20th file. Default "train"."""
     subset: str = ""

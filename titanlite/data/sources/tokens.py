@@ -1,32 +1,27 @@
 """Token files: flat arrays of token ids. A piece is a window of seq_len + 1 tokens, which is one sequence.
 
 A folder written by `titanlite tokenize` also has a manifest, tokens.json, beside each shard a file of the positions at
-which documents start, and a copy of the tokenizer.
+which documents start, and a copy of the tokenizer. titanlite.data.sources.formats describes files of other programs.
 """
 
-import codecs
-import shlex
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NotRequired, TypeVar
+from typing import Any, NotRequired
 
 import numpy as np
-import numpy.typing as npt
 from typing_extensions import TypedDict
 
-from titanlite.data.sources.arrays import ArrayFile
 from titanlite.data.sources.base import Source
+from titanlite.data.sources.formats import RAW, Format, documents_file, format_of, open_starts, open_tokens, read_head
 from titanlite.data.sources.pieces import EMPTY, EpochSize, TokenPiece
+from titanlite.data.sources.raw_tokens import content_fault, find_invalid, raw_fault
 from titanlite.data.sources.stored import SourceFile, StoredFile, facts_of, for_each, size_of
 from titanlite.runtime.cache import has_hash
 from titanlite.runtime.errors import Problem, Rules, UserError
 from titanlite.runtime.json_files import JsonError, parse_json, read_regular
-
-FileT = TypeVar("FileT", Path, StoredFile, SourceFile)
 
 FORMAT_VERSION = 1
 MANIFEST = "tokens.json"
@@ -36,18 +31,14 @@ HEADER_BYTES = 128
 CHECKED_TOKENS = 2**16
 """Tokens at the start of each file that are checked before a run starts."""
 
-STARTS_PER_PAGE = 2**9
-"""Starts of documents in 4 KiB of a .documents file. The first of each page is kept in memory."""
-PAGES_PER_READ = 2**7
-
 
 class Tokens(Source):
-    """1-D arrays of integers: .npy files, or raw little-endian .bin files."""
+    """Files of token ids, in the formats of titanlite.data.sources.formats."""
 
     kind = "tokens"
     holds = "tokens"
     keys = ("dtype",)
-    suffixes = (".npy", ".bin")
+    suffixes = (".npy", ".bin", ".ds")
     reads_stores = True
 
     def settings(self) -> dict[str, Any]:
@@ -56,41 +47,35 @@ class Tokens(Source):
     def check_files(self, key: str) -> list[Problem]:
         if problems := super().check_files(key):
             return problems
-        rules, files = Rules(key, self.config), self.files()
-        raw = [file for file in files if file.suffix.lower() == ".bin"]
-        other = [file for file in files if file.suffix.lower() not in self.suffixes]
+        other = [file for file in self.files() if file.suffix.lower() not in self.suffixes]
         remedy = f"write {', '.join(map(str, other[:1]))} with titanlite tokenize"
-        if rules.require("path", not other, ".npy or raw .bin files", remedy):
-            remedy = 'write "uint16" or "uint32", the type of the ids'
-            rules.require("dtype", self.config.dtype or not raw, "required for .bin files", remedy)
-            rules.needs("dtype", raw or not self.config.dtype, ".bin files: others contain their dtype")
-        return rules.problems
+        return [Problem(f"{key}.path", self.config.path, f"{self._suffixes()} files", remedy)] if other else []
 
     def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:
         """Problems of the files' content, from the start of each file and the tokens.json beside it."""
-        if vocab_size <= 0:
-            return []
-        rule = f"token ids from 0 to {vocab_size - 1} (model.vocab_size = {vocab_size})"
         files = self.files()
-        for_each(files, _fetch_head)
+        formats = for_each(files, format_of)
+        if (problems := self._check_dtype(key, formats)) or vocab_size <= 0:
+            return problems
+        rule = f"token ids from 0 to {vocab_size - 1} (model.vocab_size = {vocab_size})"
         if problems := _check_manifests(self, key, vocab_size):
             return problems
-        for file in files:
+        for file, found_format in zip(files, formats, strict=True):
             try:
                 opened = open_tokens(file, self.config.dtype)
                 tokens = opened.read(0, min(CHECKED_TOKENS, len(opened)))
             except UserError as error:
                 remedy = f"{error}; write token files with titanlite tokenize"
                 return [Problem(f"{key}.path", self.config.path, "1-D arrays of integers", remedy)]
-            if file.suffix.lower() == ".bin" and (fault := raw_fault(file, tokens, vocab_size)):
+            if found_format is RAW and (fault := raw_fault(file, tokens, vocab_size)):
                 return [Problem(f"{key}.dtype", self.config.dtype, "the type of the ids in each file", fault)]
             position = find_invalid(tokens, vocab_size)
             if position is not None:
                 found = f"{file} has {tokens[position]} at position {position}"
                 remedy = f"{found}: use the tokenizer and vocab_size of the model, and the dtype of the file"
                 return [Problem(f"{key}.path", self.config.path, rule, remedy)]
-            if needs_documents and not documents_file(file).is_file():
-                rule = f"needs the starts of documents; {key}: {file} has no .documents file"
+            if needs_documents and not found_format.documents(file):
+                rule = f"needs the starts of documents; {key}: no file beside {file} has them"
                 remedy = (
                     "use files written by titanlite tokenize, or the text instead of token files, or write "
                     "data.document_mask = false, so that all tokens of a sequence see each other"
@@ -98,16 +83,33 @@ class Tokens(Source):
                 return [Problem("data.document_mask", True, rule, remedy)]
         return []
 
+    def _check_dtype(self, key: str, formats: Sequence[Format]) -> list[Problem]:
+        rules, dtype = Rules(key, self.config), self.config.dtype
+        raw = next((file for file, each in zip(self.files(), formats, strict=True) if each is RAW), None)
+        if not dtype and raw and (fault := content_fault(raw, read_head(raw))):
+            return [Problem(f"{key}.path", self.config.path, "token files", fault)]
+        remedy = 'write "uint16" or "uint32", the type of its ids, or write token files with titanlite tokenize'
+        rules.require("dtype", dtype or not raw, f"required: {raw} does not contain its type", remedy)
+        has_type = f"files that do not contain their type, as those of {formats[0].name} do" if formats else ""
+        rules.needs("dtype", raw or not dtype, has_type)
+        return rules.problems
+
+    def documents_files(self) -> list[SourceFile]:
+        """The files that record where the documents of the token files start."""
+        found = for_each(self.files(), lambda file: format_of(file).documents(file))
+        return [file for file in found if file is not None]
+
     def _current_facts(self) -> list[Any]:
-        documents = [documents_file(file) for file in self.files()]
-        return [*super()._current_facts(), *facts_of([file for file in documents if file.is_file()])]
+        return [*super()._current_facts(), *facts_of(self.documents_files())]
 
     def facts(self, *, document_mask: bool) -> dict[str, Any]:
         files = self.files()
         made_by = sorted({manifest["tokenizer"]["fingerprint"] for manifest in manifests_of(files).values()})
         facts = self._settings_facts() | ({"tokenizer": ", ".join(made_by)} if made_by else {})
+        if types := sorted({open_tokens(file, "").dtype.name for file in files if format_of(file).is_described}):
+            facts["types"] = ", ".join(types)
         if document_mask:
-            facts["documents"] = self._content_digest([documents_file(file) for file in files])
+            facts["documents"] = self._content_digest(self.documents_files())
         return facts | self._file_facts(files)
 
 
@@ -128,7 +130,7 @@ class WindowCorpus:
         self._files = source.files()
         self._tokens = for_each(self._files, lambda file: open_tokens(file, source.config.dtype))
         sizes = dict(zip(self._files, map(len, self._tokens), strict=True)) if documents else {}
-        self._starts = for_each([*sizes], lambda file: DocumentStarts(documents_file(file), sizes[file]))
+        self._starts = for_each([*sizes], lambda file: open_starts(file, sizes[file]))
         self._unverified = self._recorded_hashes()
         self._read: set[int] = set()
         targets = [max(0, len(tokens) - 1) for tokens in self._tokens]
@@ -211,163 +213,6 @@ class WindowCorpus:
                 f"vocabulary of {self._vocab_size}; use the tokenizer and model.vocab_size of this file"
             )
         return TokenPiece(window, starts)
-
-
-def _fetch_head(file: SourceFile) -> None:
-    """Fetch what is checked before a run starts."""
-    if isinstance(file, StoredFile) and file.facts.bytes:
-        file.block(0)
-
-
-def open_tokens(path: SourceFile, dtype: str) -> ArrayFile:
-    """Open the tokens of a .npy file, or of a raw little-endian .bin file of `dtype`. Raises UserError."""
-    return ArrayFile(path, "" if path.suffix.lower() == ".npy" else dtype)
-
-
-def find_invalid(tokens: npt.NDArray[np.integer], vocab_size: int) -> int | None:
-    """Position of the first token id outside the vocabulary; None if all are valid."""
-    ids = tokens.astype(np.int64)
-    wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    return int(wrong[0]) if len(wrong) else None
-
-
-def raw_fault(file: SourceFile, sample: npt.NDArray[np.unsignedinteger], vocab_size: int) -> str:
-    """What shows that a raw file is not of the dtype it is read as, with the remedy; "" if nothing does.
-
-    sample: its beginning, uint16 or uint32.
-    """
-    raw, skipped = sample.tobytes(), 0
-    if what := next((what for magic, what in _MAGICS.items() if raw.startswith(magic)), ""):
-        return f"{file} is {what}: unpack it, or write token files with titanlite tokenize"
-    if len(raw) >= _MIN_SAMPLE and _is_text(raw):
-        return f"{file} is text: write token files with titanlite tokenize, or read it with another kind"
-    if header := _header(raw, size_of(file), 0 if sample.dtype == np.uint16 else vocab_size):
-        found, dtype, skipped = header
-    else:
-        found, dtype = _other_type(sample, vocab_size)
-    if not found:
-        return ""
-    if (own := {"<u2": "uint16", "<u4": "uint32"}.get(dtype)) and not skipped:
-        return f'{file}: {found}: write dtype = "{own}"'
-    wanted = "uint16" if dtype.endswith("u2") else "uint32"
-    read = f"numpy.fromfile({str(file)!r}, {dtype!r}, offset={skipped})"
-    code = f"import numpy; numpy.save({str(file.with_suffix('.npy'))!r}, {read}.astype({wanted!r}))"
-    if isinstance(file, StoredFile):
-        code = code.replace(f"{file.parent}/", "")
-        return f"{file}: {found}: convert a local copy with python -c {shlex.quote(code)}, and replace it by that"
-    return f"{file}: {found}: convert it with python -c {shlex.quote(code)}, and remove it"
-
-
-def _is_text(raw: bytes) -> bool:
-    """Whether all bytes are those of UTF-8; the last character may be incomplete."""
-    with suppress(UnicodeDecodeError):
-        return all(each.isprintable() or each.isspace() for each in codecs.getincrementaldecoder("utf-8")().decode(raw))
-    return False
-
-
-def _header(raw: bytes, size: int, min_tokens: int) -> tuple[str, str, int] | None:
-    """(description, type of the ids, its bytes) of a header; None if there is none.
-
-    It has the number of the tokens that follow, among its first numbers of 32 bits. size: of the file, in bytes.
-    min_tokens: a smaller number may be an id.
-    """
-    fields = np.frombuffer(raw[: len(raw) // 4 * 4], "<u4").tolist()
-    number = fields[0] if fields else 0
-    for skipped in _HEADERS:
-        for dtype in ("<u2", "<u4"):
-            count, rest = divmod(size - skipped, np.dtype(dtype).itemsize)
-            if count >= max(min_tokens, _MIN_SAMPLE) and not rest and count in fields[: min(8, skipped // 4)]:
-                what = "a header of llm.c" if number in _LLM_C else f"a header of {skipped} bytes"
-                return f"it begins with {what}", dtype, skipped
-    return ("it begins with a header of llm.c", _LLM_C[number], 1024) if number in _LLM_C else None
-
-
-def _other_type(sample: npt.NDArray[np.unsignedinteger], vocab_size: int) -> tuple[str, str]:
-    """What shows that a sample is of another type, and the type; ("", "") if nothing does.
-
-    In ids of twice the size or more, every other element is 0, or for vocabularies above 65,536 a small number. The
-    order of bytes is judged for uint16 only: in uint32, most ids of the other order are in no vocabulary. The upper
-    bytes of the distinct ids of a text vary less than the lower ones: low ids are used more.
-    """
-    if len(sample) < _MIN_SAMPLE or not sample.any():
-        return "", ""
-    is_uint16, columns, ids = (
-        sample.dtype == np.uint16,
-        sample[: len(sample) // 4 * 4].reshape(-1, 4),
-        np.unique(sample),
-    )
-    if is_uint16 and not columns[:, 2:].any() and columns[:, 1].max() < _FEW:
-        return "its ids have 64 bits", "<u8"
-    if is_uint16 and not columns[:, :2].any() and columns[:, 2].byteswap().max() < _FEW:
-        return "its ids have 64 bits, in big-endian order", ">u8"
-    if (most := columns[:, 1::2].max()) < _FEW and (columns[:, ::2] >= (_FEW if most else 1)).mean() > 0.05:
-        return ("its ids have 32 bits", "<u4") if is_uint16 else ("its ids have 64 bits", "<u8")
-    if is_uint16 and columns[:, ::2].byteswap().max() < _FEW and (columns[:, 1::2] >= _FEW).mean() > 0.05:
-        return "its ids have 32 bits, in big-endian order", ">u4"
-    if not is_uint16 and find_invalid(sample, vocab_size) is not None:
-        found, dtype = _other_type(halves := sample.view(np.uint16), vocab_size)
-        if not found and find_invalid(halves, vocab_size) is None:
-            return "its ids have 16 bits", "<u2"
-        return ("", "") if dtype == "<u4" else (found, dtype)
-    if is_uint16 and len(ids) >= _MIN_SAMPLE and _entropy(ids & 255) + 1 < _entropy(ids >> 8):
-        fits = find_invalid(sample.byteswap(), vocab_size) is None
-        return ("its bytes are in big-endian order", ">u2") if fits else ("", "")
-    return "", ""
-
-
-def _entropy(values: npt.NDArray[np.integer]) -> float:
-    """In bits, of the distribution of the values, bytes."""
-    counts = np.bincount(values)
-    shares = counts[counts > 0] / len(values)
-    return float(-(shares * np.log2(shares)).sum())
-
-
-_HEADERS = (4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 128, 256, 512, 1024, 2048, 4096)
-"""Usual sizes of headers, in bytes."""
-_LLM_C = {20240520: "<u2", 20240801: "<u4"}
-"""First number of llm.c's headers, of 256 numbers of 32 bits -> type of the ids after it."""
-_MAGICS = {
-    b"\x93NUMPY": "a .npy file",
-    b"\x1f\x8b\x08": "compressed with gzip",
-    b"\x28\xb5\x2f\xfd": "compressed with zstd",
-    b"PK\x03\x04": "a zip archive",
-    b"\x89HDF": "an HDF5 file",
-}
-_MIN_SAMPLE, _FEW = 64, 16
-
-
-class DocumentStarts:
-    """The positions at which documents start in a token file, in ascending order. They are read from their file."""
-
-    def __init__(self, path: SourceFile, num_tokens: int) -> None:
-        """Read the file once. Raises UserError if it does not have positions from 0 to num_tokens in order."""
-        self._starts = ArrayFile(path)
-        self.check_unchanged = self._starts.check_unchanged
-        if self._starts.dtype != np.dtype("<i8"):
-            raise UserError(f"{path} must be a 1-D array of int64, but is 1-D {self._starts.dtype}")
-        firsts, last = [np.empty(0, np.int64)], 0
-        for begin in range(0, len(self._starts), PAGES_PER_READ * STARTS_PER_PAGE):
-            block = self._starts.read(begin, min(begin + PAGES_PER_READ * STARTS_PER_PAGE, len(self._starts)))
-            if block[0] < last or (np.diff(block) < 0).any() or block[-1] > num_tokens:
-                raise UserError(
-                    f"{path} must have positions from 0 to {num_tokens:,} in ascending order: write it again"
-                )
-            firsts.append(block[::STARTS_PER_PAGE].copy())
-            last = block[-1]
-        self._first_of_pages = np.concatenate(firsts)
-
-    def between(self, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """The starts from `begin` to `end` - 1. Raises UserError if the file has become shorter."""
-        pages = np.searchsorted(self._first_of_pages, (begin, end))
-        first = max(0, int(pages[0]) - 1) * STARTS_PER_PAGE  # the page before may end with starts inside
-        found = self._starts.read(first, max(first, min(int(pages[1]) * STARTS_PER_PAGE, len(self._starts))))
-        inside = np.searchsorted(found, (begin, end))
-        return found[inside[0] : inside[1]]
-
-
-def documents_file(file: FileT) -> FileT:
-    """The file of the positions at which documents start in a token file: a .npy of int64, ascending."""
-    return file.with_suffix(".documents")
 
 
 class Shard(TypedDict):

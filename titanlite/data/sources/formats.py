@@ -1,0 +1,306 @@
+"""Formats of token files: how each is recognized, and where its type, its number of ids and its documents are."""
+
+import gzip
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from titanlite.data.sources.arrays import ArrayFile
+from titanlite.data.sources.jsonl import UNPACKING_ERRORS, is_damage
+from titanlite.data.sources.stored import SourceFile, StoredFile, facts_of, open_file, read_range, size_of
+from titanlite.runtime.cache import built_once, cached_folder
+from titanlite.runtime.errors import UserError
+
+Int64s = npt.NDArray[np.int64]
+FileT = TypeVar("FileT", Path, StoredFile, SourceFile)
+
+STARTS_PER_PAGE = 2**9
+"""Starts of documents in 4 KiB of their file. The first of each page is kept in memory."""
+PAGES_PER_READ = 2**7
+
+_WIDTHS = {2: "uint16", 4: "uint32"}
+"""Bytes of an id -> its type, in formats that record no more."""
+_MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+_MEGATRON_MAGIC, _MEGATRON_HEADER = b"MMIDIDX\0\0", struct.Struct("<9sQBQQ")
+_LLM_C = {20240520: ("uint16", 1), 20240801: ("uint32", 7)}
+"""Magic number -> type of the ids, version."""
+_LLM_C_BYTES = 4 * 256
+_HEAD_BYTES = 2**12
+_ROW_BYTES = 2**16
+
+
+class Layout(NamedTuple):
+    """The type of the ids, "" if numpy's header has it; their first byte; their number, None: up to the end."""
+
+    dtype: str
+    begin: int = 0
+    num_tokens: int | None = None
+
+
+class Positions(NamedTuple):
+    """The positions at which documents start. path: of their file. read: positions `begin` to `end` - 1.
+
+    arrays: what they are read from.
+    """
+
+    path: SourceFile
+    num_documents: int
+    read: Callable[[int, int], Int64s]
+    arrays: tuple[ArrayFile, ...]
+
+
+class Format(NamedTuple):
+    """A format of token files. has_type: whether the files contain the type of the ids.
+
+    magic: their first bytes. beside: the suffix of the file of documents; without magic, it shows the format.
+    layout: of a file that has its type. positions: where the documents of a file of so many tokens start.
+    """
+
+    name: str
+    suffix: str
+    magic: bytes
+    beside: str
+    layout: Callable[[SourceFile], Layout]
+    positions: Callable[[SourceFile], Positions]
+    has_type: bool = True
+
+    @property
+    def is_described(self) -> bool:
+        """Whether the type of the ids is in another file, or in a header that others than numpy write."""
+        return self.has_type and self.name != "numpy"
+
+    def documents(self, file: SourceFile) -> SourceFile | None:
+        """The file that records where the documents of a token file start; None if there is none."""
+        found = file.with_suffix(self.beside) if self.beside else file
+        return found if found != file and found.is_file() else None
+
+
+def format_of(file: SourceFile) -> Format:
+    """The format of a token file, from its name, its first bytes and the files beside it. Raises UserError."""
+    head, suffix = read_head(file), file.suffix.lower()
+    for each in FORMATS:
+        is_shown = head.startswith(each.magic) if each.magic else each.documents(file) is not None
+        if suffix == each.suffix and is_shown:
+            return each
+    return RAW
+
+
+def read_head(file: SourceFile) -> bytes:
+    """The first bytes of a file. Raises UserError."""
+    return _read(file, 0, _HEAD_BYTES)
+
+
+def open_starts(file: SourceFile, num_tokens: int) -> "DocumentStarts":
+    """Open the starts of the documents of a token file that records them. Raises UserError."""
+    return DocumentStarts(format_of(file).positions(file), num_tokens)
+
+
+def open_tokens(file: SourceFile, dtype: str) -> ArrayFile:
+    """Open the ids of a token file. dtype: of a file that does not contain it, little-endian. Raises UserError."""
+    found = format_of(file)
+    layout = found.layout(file) if found.has_type else Layout(dtype)
+    return ArrayFile(file, layout.dtype, layout.begin, layout.num_tokens)
+
+
+def documents_file(file: FileT) -> FileT:
+    """The file of titanlite of the positions at which documents start: a .npy of int64, ascending."""
+    return file.with_suffix(".documents")
+
+
+class DocumentStarts:
+    """The positions at which documents start in a token file, in ascending order. They are read from their file."""
+
+    def __init__(self, positions: Positions, num_tokens: int) -> None:
+        """Read the file once. Raises UserError if it does not have positions from 0 to num_tokens in order."""
+        self._positions = positions
+        firsts, last = [np.empty(0, np.int64)], 0
+        for begin in range(0, positions.num_documents, PAGES_PER_READ * STARTS_PER_PAGE):
+            block = positions.read(begin, min(begin + PAGES_PER_READ * STARTS_PER_PAGE, positions.num_documents))
+            if block[0] < last or (np.diff(block) < 0).any() or block[-1] > num_tokens:
+                raise UserError(
+                    f"{positions.path} must have positions from 0 to {num_tokens:,} in ascending order: write it again"
+                )
+            firsts.append(block[::STARTS_PER_PAGE].copy())
+            last = block[-1]
+        self._first_of_pages = np.concatenate(firsts)
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if the file has changed since it was opened."""
+        for array in self._positions.arrays:
+            array.check_unchanged()
+
+    def between(self, begin: int, end: int) -> Int64s:
+        """The starts from `begin` to `end` - 1. Raises UserError if the file has become shorter."""
+        pages = np.searchsorted(self._first_of_pages, (begin, end))
+        first = max(0, int(pages[0]) - 1) * STARTS_PER_PAGE  # the page before may end with starts inside
+        found = self._positions.read(
+            first, max(first, min(int(pages[1]) * STARTS_PER_PAGE, self._positions.num_documents))
+        )
+        inside = np.searchsorted(found, (begin, end))
+        return found[inside[0] : inside[1]]
+
+
+def _read(file: SourceFile, begin: int, end: int) -> bytes:
+    """Bytes [begin, end) of a file, fewer if it ends before. Raises UserError."""
+    try:
+        return read_range(file, begin, max(0, min(end, size_of(file)) - begin))
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
+
+
+def _last(array: ArrayFile) -> int:
+    """The last element; 0 if there is none."""
+    return int(array.read(max(0, len(array) - 1), len(array)).sum())
+
+
+def _own_positions(file: SourceFile) -> Positions:
+    starts = ArrayFile(path := documents_file(file))
+    if starts.dtype != np.dtype("<i8"):
+        raise UserError(f"{path} must be a 1-D array of int64, but is 1-D {starts.dtype}")
+    return Positions(path, len(starts), starts.read, (starts,))
+
+
+def _starts_from_ends(ends: ArrayFile) -> Positions:
+    """The starts of documents that follow each other, of which the first starts at 0."""
+
+    def read(begin: int, end: int) -> Int64s:
+        found = ends.read(max(0, begin - 1), max(0, end - 1)).astype(np.int64)
+        return np.concatenate([np.zeros(1, np.int64), found]) if begin == 0 < end else found
+
+    return Positions(ends.path, len(ends), read, (ends,))
+
+
+def _of_size(file: SourceFile, index: SourceFile, tokens: int, widths: dict[int, str]) -> Layout:
+    """The layout of a file that has as many ids as `index` records, of a type that its size shows."""
+    size = size_of(file)
+    width = next((width for width in widths if width * tokens == size), 0)
+    if not width:
+        described = f"{index} describes {tokens:,} ids of {' or '.join(map(str, widths))} bytes"
+        raise UserError(f"{file} has {size:,} bytes, but {described}: copy or write both files again")
+    return Layout(widths[width], 0, tokens)
+
+
+def _datatrove_ends(file: SourceFile) -> ArrayFile:
+    index = file.with_suffix(".ds.index")
+    if (size := size_of(index)) % 8:
+        raise UserError(f"{index} has {size:,} bytes, which are not a multiple of 8, the size of a position")
+    return ArrayFile(index, "uint64", 0, size // 8)
+
+
+def _datatrove(file: SourceFile) -> Layout:
+    """The last field of the first line of .ds.metadata is the number of bytes of an id."""
+    ends, metadata, loss = _datatrove_ends(file), file.with_suffix(".ds.metadata"), file.with_suffix(".ds.loss")
+    if loss.exists():
+        raise UserError(f"{loss} excludes tokens from the loss, which is not read: write the files without it")
+    widths = _WIDTHS
+    if metadata.exists():
+        width = _read(metadata, 0, _HEAD_BYTES).partition(b"\n")[0].rpartition(b"|")[2].strip()
+        widths = {bytes_: name for bytes_, name in _WIDTHS.items() if width == b"%d" % bytes_}
+        if not widths:
+            raise UserError(f"{metadata} must have 2 or 4, the bytes of an id, at the end of its first line")
+    return _of_size(file, ends.path, _last(ends), widths)
+
+
+def _megatron_index(file: SourceFile) -> tuple[np.dtype[Any], ArrayFile, ArrayFile, ArrayFile]:
+    """The type of the ids, the lengths of the sequences, their first bytes in the .bin, and the first sequence of each
+    document. The last entry of the documents is the number of sequences."""
+    index = file.with_suffix(".idx")
+    head, begin, size = _read(index, 0, _MEGATRON_HEADER.size), _MEGATRON_HEADER.size, size_of(index)
+    if len(head) < begin or not head.startswith(_MEGATRON_MAGIC):
+        raise UserError(f"{index} is not an index of Megatron: move it to another folder, or write both files again")
+    _, version, code, sequences, documents = _MEGATRON_HEADER.unpack(head)
+    if version != 1 or code not in _MEGATRON_TYPES:
+        raise UserError(f"{index} has version {version} and type {code}; only version 1 with integers is read")
+    if size != (needed := begin + 12 * sequences + 8 * documents) or not documents:
+        described = f"its {sequences:,} sequences and {documents:,} documents need {needed:,}"
+        raise UserError(f"{index} has {size:,} bytes, but {described}: copy or write it again")
+    lengths = ArrayFile(index, "int32", begin, sequences)
+    begins = ArrayFile(index, "int64", begin + 4 * sequences, sequences)
+    return np.dtype(_MEGATRON_TYPES[code]), lengths, begins, ArrayFile(index, "int64", size - 8 * documents, documents)
+
+
+def _megatron(file: SourceFile) -> Layout:
+    dtype, lengths, begins, _ = _megatron_index(file)
+    end = _last(begins) + dtype.itemsize * _last(lengths)
+    checked = min(len(begins), STARTS_PER_PAGE * PAGES_PER_READ)
+    ends = np.cumsum(lengths.read(0, checked), dtype=np.int64) * dtype.itemsize
+    if (begins.read(0, checked) != np.append(0, ends)[:checked]).any():
+        raise UserError(f"{begins.path} has sequences of other lengths than their positions: copy or write it again")
+    return _of_size(file, begins.path, end // dtype.itemsize, {dtype.itemsize: dtype.name})
+
+
+def _megatron_positions(file: SourceFile) -> Positions:
+    dtype, _, begins, documents = _megatron_index(file)
+    last = size_of(file)
+
+    def read(begin: int, end: int) -> Int64s:
+        first = documents.read(begin, end)
+        low, high = int(first.min(initial=len(begins))), int(first.max(initial=0))
+        if low < 0 or high > len(begins):
+            raise UserError(f"{begins.path} has documents that begin outside its sequences: copy or write it again")
+        at = np.append(begins.read(low, max(low, min(high + 1, len(begins)))), last)
+        found: Int64s = at[first - low] // dtype.itemsize
+        return found
+
+    return Positions(begins.path, len(documents) - 1, read, (begins, documents))
+
+
+def _olmo_ends(file: SourceFile) -> ArrayFile:
+    """The ends of documents, the second column of .csv.gz, as a file in the cache folder."""
+    rows = file.with_suffix(".csv.gz")
+
+    def build(into: Path) -> None:
+        most, number = size_of(file), 0
+        try:
+            with open_file(rows) as packed, gzip.open(packed) as lines, (into / "ends").open("wb") as out:
+                while (line := lines.readline(_ROW_BYTES)) and number < most:
+                    out.write(int(line.split(b",", 2)[1]).to_bytes(8, "little"))
+                    number += 1
+        except (IndexError, ValueError, OverflowError):
+            line = b"other"
+        except UNPACKING_ERRORS as error:
+            if not is_damage(error):
+                raise
+            raise UserError(f"{rows} is damaged: {error or 'it ends early'}: copy or write it again") from None
+        if line:
+            rule = f"must have a line START,END,… for each document of {file}"
+            raise UserError(f"{rows} {rule}, but line {number + 1:,} is none: write it again")
+
+    folder = built_once(cached_folder("ends", facts_of([file, rows])), str(rows), build)
+    return ArrayFile(folder / "ends", "uint64", 0, size_of(folder / "ends") // 8)
+
+
+def _olmo(file: SourceFile) -> Layout:
+    ends = _olmo_ends(file)
+    return _of_size(file, file.with_suffix(".csv.gz"), _last(ends), {1: "uint8", **_WIDTHS, 8: "uint64"})
+
+
+def _llm_c(file: SourceFile) -> Layout:
+    """A header of 256 numbers of 32 bits: the magic number, a version, the number of ids."""
+    head = _read(file, 0, _LLM_C_BYTES)
+    magic, version, tokens = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
+    dtype, expected = _LLM_C[magic]
+    size, needed = size_of(file), _LLM_C_BYTES + np.dtype(dtype).itemsize * tokens
+    if version != expected:
+        raise UserError(f"{file} has a header of llm.c of version {version}; only {expected} is read for {magic}")
+    if size != needed:
+        raise UserError(f"{file} has {size:,} bytes, but its {tokens:,} ids need {needed:,}: copy or write it again")
+    return Layout(dtype, _LLM_C_BYTES, tokens)
+
+
+def _none(file: SourceFile) -> Positions:
+    raise AssertionError(f"{file} records no documents")
+
+
+FORMATS = (
+    Format("numpy", ".npy", b"\x93NUMPY", ".documents", lambda _: Layout(""), _own_positions),
+    Format("OLMo-core", ".npy", b"", ".csv.gz", _olmo, lambda file: _starts_from_ends(_olmo_ends(file))),
+    Format("datatrove", ".ds", b"", ".ds.index", _datatrove, lambda file: _starts_from_ends(_datatrove_ends(file))),
+    Format("Megatron", ".bin", b"", ".idx", _megatron, _megatron_positions),
+    *(Format("llm.c", ".bin", magic.to_bytes(4, "little"), "", _llm_c, _none) for magic in _LLM_C),
+)
+RAW = Format("raw", "", b"", ".documents", lambda _: Layout(""), _own_positions, has_type=False)
