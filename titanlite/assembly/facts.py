@@ -1,12 +1,13 @@
 """Facts that must be equal on all ranks of a run, since they decide its numbers, and those that may differ."""
 
 import hashlib
+import json
 import os
 import platform
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ import torch
 import titanlite
 from titanlite.config.fields import fields_of, setting_of
 from titanlite.config.schema import JobConfig
+from titanlite.config.stages import stage_facts
 from titanlite.config.value_types import literal
 from titanlite.data.fingerprint import source_facts
 from titanlite.data.sources.base import Source, sampled_digest
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.hf.folder import PREFIX
+from titanlite.models.registry import full_parameters
+from titanlite.optim.groups import kinds_of_state
 from titanlite.parallel.microbatches import rows_together
 from titanlite.planning.estimate import loss_chunk
 from titanlite.ranks.agreement import MODULE
@@ -98,6 +102,19 @@ def computation_facts(config: JobConfig, device: torch.device) -> dict[str, str]
     chunk = loss_chunk(config, config.hyper_parameters.vocab_size, device.type)
     rows, threads = rows_together(layout, training.local_batch_size), torch.get_num_threads()
     return facts | {"loss.chunk_tokens": str(chunk), "rows": str(rows), "threads": str(threads)}
+
+
+def model_facts(config: JobConfig) -> dict[str, Any]:
+    """What checkpoints store about the model and its training, without the data, as JSON values. config: resolved."""
+    facts = {
+        "model": {"family": config.model.family, **asdict(config.hyper_parameters)},
+        "seq_len": config.training.seq_len,
+        "dtype": config.training.dtype,
+        "optimizer": kinds_of_state(config.optimizer, *full_parameters(config.model)),
+    }
+    if config.training.stages:
+        facts["stages"] = stage_facts(config)
+    return dict(json.loads(json.dumps(facts)))
 
 
 def device_kind(device: torch.device) -> str:

@@ -21,7 +21,7 @@ from titanlite.assembly.description import (
     describe_training,
     record_start,
 )
-from titanlite.assembly.facts import code_facts, computation_facts, content_facts, device_kind
+from titanlite.assembly.facts import code_facts, computation_facts, content_facts, device_kind, model_facts
 from titanlite.assembly.job import Job
 from titanlite.assembly.model import allocate_parts, build_parts, build_trainer
 from titanlite.checkpoint.config import another_run
@@ -35,7 +35,7 @@ from titanlite.config.check import OUTPUTS
 from titanlite.config.fields import SECTIONS, keys_of, keys_that_affect
 from titanlite.config.load import CONFIG_COPY, read_copy
 from titanlite.config.schema import JobConfig
-from titanlite.config.stages import batch_stages, largest_batch, stage_facts
+from titanlite.config.stages import batch_stages, largest_batch
 from titanlite.config.toml import dump_config
 from titanlite.data.fingerprint import data_fingerprint
 from titanlite.data.kinds import source_names
@@ -65,8 +65,6 @@ from titanlite.metrics.timing import Goodput
 from titanlite.models.attention import pin_kernels
 from titanlite.models.init import INIT_VERSION
 from titanlite.models.randomness import DRAW_VERSION
-from titanlite.models.registry import full_parameters
-from titanlite.optim.groups import kinds_of_state
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.microbatches import rows_together
 from titanlite.parallel.pipeline import local_stages
@@ -498,21 +496,16 @@ def checkpoint_facts(
 
     sources: those of the loader.
     """
-    hyper_parameters, seq_len = config.hyper_parameters, config.training.seq_len
+    seq_len = config.training.seq_len
     longest = max(stage.seq_len for stage in batch_stages(config))
     facts = {
-        "model": {"family": config.model.family, **asdict(hyper_parameters)},
-        "seq_len": seq_len,
-        "dtype": config.training.dtype,
-        "optimizer": kinds_of_state(config.optimizer, *full_parameters(config.model)),
+        **model_facts(config),
         "num_streams": config.data.num_streams,
         "data": data_fingerprint(config.data, sources, tokenizer, longest if longest > seq_len else 0),
         "tokenizer": tokenizer.fingerprint if tokenizer else None,
         "streams_version": config.data.stream_version,
         "init_version": INIT_VERSION,
     }
-    if config.training.stages:
-        facts["stages"] = stage_facts(config)
     if config.training.bit_equal:
         rows = rows_together(config.parallelism, config.training.local_batch_size)
         facts["bit_equal"] = {"rows": rows, "threads": torch.get_num_threads()}

@@ -155,7 +155,7 @@ def check_stages(config: JobConfig, facts: JobConfig) -> list[Problem]:
         key = "from_step" if row.from_tokens == UNSET else "from_tokens"
         rules.require(key, given, rule, "write one of them, or remove the table")
         rule = f"later than the stage before, which begins at step {last:,}"
-        if starts == 1:
+        if starts == 1 and resolved.from_step != UNSET:
             is_later = resolved.from_step > last
             rule = rule if row.from_tokens == UNSET else f"{rule}; it is step {resolved.from_step:,}"
             rules.require(key, is_later, rule, "order the tables by their first step")

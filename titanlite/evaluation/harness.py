@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -327,16 +328,18 @@ def _load(specs: Sequence[str], *, allows_code: bool) -> Any:
         try:
             found = manager.load([spec])
         except Exception as error:
-            raise _unusable(spec, error) from error
+            close = get_close_matches(spec, manager.all_tasks, 1) if spec not in manager.all_tasks else []
+            raise _unusable(spec, error, *(f"did you mean {name}?" for name in close)) from error
         if twice := found["tasks"].keys() & loaded["tasks"].keys():
             raise UserError(f"validation.tasks: {spec} has the task {min(twice)}, which another entry has, too")
         loaded = {key: {**loaded[key], **found[key]} for key in loaded}
     return loaded
 
 
-def _unusable(spec: str, error: Exception) -> UserError:
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
-    remedy = 'a data set must be on this machine or reachable; "dataset_path: json" reads local files'
+def _unusable(spec: str, error: Exception, remedy: str = "correct the task or its data") -> UserError:
+    reason = ": ".join(filter(None, [type(error).__name__, " ".join(str(error).split())]))
+    if isinstance(error, OSError):
+        remedy = 'a data set must be on this machine or reachable; "dataset_path: json" reads local files'
     return UserError(f"validation.tasks: {spec} cannot be used: {reason}: {remedy}")
 
 
@@ -353,19 +356,21 @@ def _require_permission(path: Path, *, allows_code: bool) -> None:
         raise _unusable(str(path), error) from error
     if "group" in config:
         raise UserError(f"validation.tasks: {path} is a group, which lm_eval loads by its name only: list its tasks")
-    code = []
+    code = {}  # name of the code -> as it is shown
     for module in (name.rpartition(".")[0] for name in tagged):
         file = path.parent / f"{module.replace('.', '/')}.py"
-        code.append(str(file.resolve()) if file.is_file() else module)
+        name = str(file.resolve()) if file.is_file() else module
+        code[name] = name
     for each in config.get("metric_list") or ():
-        name = each.get("metric")  # one that the harness lacks is a program on the hub
-        code += [name] if each.get("hf_evaluate") or (isinstance(name, str) and name not in metric_registry) else []
+        name = each.get("metric")
+        if each.get("hf_evaluate") or (isinstance(name, str) and name not in metric_registry):
+            code[name] = f"{name}, a metric that lm_eval would load from the hub"
     allowed = {split_entry(entry)[0] for entry in loaded_plugins()}
-    for each in code if not allows_code else ():
-        if each.partition(".")[0] != "lm_eval" and each not in allowed:
+    for name, shown in code.items() if not allows_code else ():
+        if name.partition(".")[0] != "lm_eval" and name not in allowed:
             raise UserError(
-                f"validation.tasks: {path} runs the code of {each}; if you trust it, add it to job.plugins of the run, "
-                "or give titanlite evaluate --allow-import"
+                f"validation.tasks: {path} runs the code of {shown}; if you trust it, add it to job.plugins of the "
+                "run, or give titanlite evaluate --allow-import"
             )
     included = config.get("include") or []
     for each in [included] if isinstance(included, str) else included:

@@ -124,6 +124,9 @@ BAD = [
         "set training.stages.0.global_batch_size = 8 or 12",
         f"--training.bit_equal --training.local_batch_size 4 --data.num_streams 8 {STAGE}from_step 4 "
         f"{STAGE}global_batch_size 9"),
+    Bad("parallelism.dp_replicate", "world size 1 must be divisible", "use 2 processes",
+        f"--parallelism.dp_replicate 2 {STAGE}from_step 4 {STAGE}seq_len 64 "
+        "--training.stages.1.from_tokens 500000 --training.stages.1.seq_len 32"),
     Bad("parallelism.layout", "given by the degrees with training.stages", "set the degrees",
         f"--parallelism.layout auto --training.global_batch_size 8 {STAGE}from_step 4 {STAGE}seq_len 64"),
     Bad("training.stages.0.rope_beta_fast", "only with a family with model.rope_beta_fast", "leave it out",

@@ -302,11 +302,12 @@ RULES = {
     "code": "runs the code of .*run_me.py; if you trust it, add it to job.plugins of the run, or give .*--allow-import",
     "included code": "runs the code of .*run_me.py; if you trust it",
     "module": "runs the code of shutil; if you trust it",
-    "metric": "runs the code of my_metric; if you trust it",
+    "metric": "runs the code of my_metric, a metric that lm_eval would load from the hub; if you trust it",
     "no data": r"validation.tasks: .*task.yaml cannot be used: .*nowhere.jsonl.*: a data set must be on this machine",
-    "unknown name": "validation.tasks: hellasway cannot be used: KeyError: .*hellasway.* is not a registered task",
+    "unknown name": r"validation.tasks: hellasway cannot be used: KeyError: .*: did you mean hellaswag\?",
     "group": "task.yaml is a group, which lm_eval loads by its name only: list its tasks",
     "no task": "task.yaml cannot be used: ",
+    "no field": "task.yaml cannot be used: UndefinedError: 'contxt' is undefined: correct the task or its data",
     "twice": "has the task task, which another entry has, too",
     "generates": r"task generates text \(output_type: generate_until\): not in a run",
     "too long": "task, document 0: 1 to training.seq_len = 96 tokens can be scored after a context, not 2,000",
@@ -339,6 +340,8 @@ def test_unusable_tasks_are_named(plain: Tokenizer, tmp_path: Path, case: str) -
         path.write_text("- a list\n")
     if case == "group":
         path.write_text("group: task\ntask: [a, b]\n")
+    if case == "no field":
+        path.write_text(path.read_text().replace("{{context}}", "{{contxt}}"))
     if case == "no data":
         path.write_text(path.read_text().replace("task.jsonl", "nowhere.jsonl"))
     section = ValidationConfig(enable=True, tasks=specs)

@@ -9,7 +9,7 @@ from typing import Any
 
 from titanlite.config.arguments import split_arguments
 from titanlite.config.check import one_rank
-from titanlite.config.files import beside, config_path, read_file
+from titanlite.config.files import CONFIG_FILE, beside, config_path, read_file
 from titanlite.config.lengths import UNSET
 from titanlite.config.load import parse, resolve
 from titanlite.config.schema import JobConfig
@@ -55,9 +55,10 @@ def read_ladder(path: str, overrides: Sequence[str], *, world_size: int, device_
     """The checked runs of a file. overrides: `--section.key value` for all runs, and --strict. Raises ConfigError with
     the problems of all runs."""
     arguments = split_arguments(overrides)
-    problems = list(arguments.problems)
+    problems: list[Problem] = []
     content = read_file(path, problems)
-    raise_problems(problems)
+    of_file = [replace(each, key="argument LADDER") if each.key == CONFIG_FILE else each for each in problems]
+    raise_problems([*arguments.problems, *of_file])
     assert content is not None, "it has a problem"
     tables = content.tables
     raise_problems(_check(tables))
@@ -65,7 +66,7 @@ def read_ladder(path: str, overrides: Sequence[str], *, world_size: int, device_
     config = beside(config_path(path).parent, tables["config"])
     common = _texts(tables.get("common", {})) | {key: text or "true" for key, text in arguments.texts.items()}
     shared = parse_texts(config, common)
-    raise_problems([*_check_shared(shared), *_check_lengths(common)])
+    raise_problems([*_check_shared(shared), *_check_lengths(common), *_check_rule(rule, common)])
     strict = ["--strict"] if arguments.options.strict else []
     make = partial(_rung, config, common, shared, rule=rule, switches=strict, device_type=device_type)
     makes = {
@@ -160,13 +161,25 @@ def _check_lengths(common: Mapping[str, str]) -> list[Problem]:
     return [Problem(key, common[key], rule, remedy) for key in ("training.steps", "training.tokens") if key in common]
 
 
+def _check_rule(rule: str, common: Mapping[str, str]) -> list[Problem]:
+    """Problems of a learning rate for all runs, in place of which the rule would set its own."""
+    if rule == "fixed" or LR not in common:
+        return []
+    remedy = 'write it in a rung, which wins over the rule, or rule = "fixed"'
+    return [Problem(LR, common[LR], f'left out with rule = "{rule}", which sets it for each run', remedy)]
+
+
 def _runs_of(row: Mapping[str, Any], config: str, common: Mapping[str, str]) -> list[tuple[dict[str, str], int]]:
     """(own keys as text, tokens) of each run of a rung. Raises ConfigError."""
     own = _texts({key: value for key, value in row.items() if key not in OWN})
     tokens, factor = row.get("tokens"), 1
     if tokens is None:
         tokens, factor = row["tokens_per_parameter"], parameters_of(parse_texts(config, {**common, **own}))
-    return [(own, round(each * factor)) for each in (tokens if isinstance(tokens, list) else [tokens])]
+    counts = [round(each * factor) for each in (tokens if isinstance(tokens, list) else [tokens])]
+    if len({*counts}) < len(counts):
+        rule, remedy = "different numbers of tokens, rounded: two runs would have the same folder", "write each once"
+        raise ConfigError([Problem(f"rung {row['name']}", tokens, rule, remedy)])
+    return [(own, count) for count in counts]
 
 
 def parameters_of(config: JobConfig) -> int:

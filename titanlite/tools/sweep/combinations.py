@@ -230,9 +230,14 @@ def _require_different(runs: Sequence[Run]) -> None:
 
 
 def require_same_settings(run: Run) -> None:
-    """Raise ConfigError if the finished run in the folder had other settings: it would be skipped unnoticed."""
+    """Raise ConfigError if the finished run in the folder had other settings: it would be skipped unnoticed.
+
+    Dtypes that are "auto" may differ: the run may have been trained on another machine.
+    """
     before, now = _settings(read_copy(run.folder)), _settings(run.config)
-    texts = [f"{key} = {before[key]} (now {now[key]})" for key in now if before[key] != now[key]]
+    given = _learned(parse(run.arguments, imports=False).config)
+    changed = [key for key in now if before[key] != now[key] and given.get(key) != "auto"]
+    texts = [f"{key} = {before[key]} (now {now[key]})" for key in changed]
     if texts:
         rule = f"a folder without a finished run of other settings; it has one with {', '.join(texts)}"
         remedy = f"choose another --{DUMP_FOLDER}, or remove the folder"
@@ -240,13 +245,17 @@ def require_same_settings(run: Run) -> None:
 
 
 def _settings(config: JobConfig) -> dict[str, Any]:
-    """Full key -> value of the keys that decide what is learned. A start resolves the revision of a source."""
+    """Full key -> value of the keys that decide what is learned, and the code that they name. A start resolves the
+    revision of a source."""
     sources = tuple(replace(source, revision="") for source in config.data.sources)
     config = replace(config, data=replace(config.data, sources=sources))
+    return _learned(config) | {PLUGINS: plugin_digests(config.job.plugins)}
+
+
+def _learned(config: JobConfig) -> dict[str, Any]:
     found = {
         f"{section}.{key}": value
         for section, values in fields_of(config).items()
         for key, value in fields_of(values).items()
     }
-    learned = {key: found[key] for key in found if setting_of(key).affects in ("numbers", "facts")}
-    return learned | {PLUGINS: plugin_digests(config.job.plugins)}
+    return {key: value for key, value in found.items() if setting_of(key).affects in ("numbers", "facts")}

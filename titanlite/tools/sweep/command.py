@@ -47,15 +47,15 @@ class RunsOptions:
 def carry_out(options: RunsOptions, runs: Sequence[Run]) -> dict[str, int] | None:
     """Train the runs that are not finished, and return the exit codes of the started ones by name; {} with --results.
     None if a script was written in place of the training."""
+    for run in runs:
+        if state_of(run) == "finished":
+            require_same_settings(run)
     if options.write_slurm is not None:
         text = array_script(runs, script=str(options.write_slurm), processes=options.processes)
         with new_output(options.write_slurm) as path:
             path.write_text(text, encoding="utf-8")
         print(f"Script: {options.write_slurm} ({counted(len(runs), 'run')}); see its first lines")
         return None
-    for run in runs:
-        if state_of(run) == "finished":
-            require_same_settings(run)
     return {} if options.results else train_all(runs, partial(start_run, processes=options.processes))
 
 

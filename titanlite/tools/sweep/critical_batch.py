@@ -9,6 +9,8 @@ from typing import Annotated
 
 import tyro
 
+from titanlite.assembly.facts import model_facts
+from titanlite.checkpoint.compatibility import check_facts
 from titanlite.checkpoint.folder import published_steps, read_or_none, step_folder
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.config.arguments import split_arguments
@@ -109,15 +111,18 @@ def branches(options: Options, overrides: Sequence[str]) -> list[Run]:
             "validation.interval": str(max(steps // VALIDATIONS, 1)),
             "metrics.log_freq": "1",
         }
-        file = str(folder / CONFIG_COPY)
-        words = arguments_of(file, texts, f"batch-{size}", parse_texts(file, texts), switches)
+        name, file = f"batch-{size}_tokens-{tokens}", str(folder / CONFIG_COPY)
+        words = arguments_of(file, texts, name, parse_texts(file, texts), switches)
         checked = resolve(parse(words), world_size=options.processes, device_type=options.device_type)
+        facts, accepted = model_facts(checked), checked.checkpoint.accept_changes
+        saved = {name: fact for name, fact in manifest.facts.items() if name in facts}
+        check_facts(saved, facts, accepted, str(path), manifest.step)
         if not checked.validation.enable:
             rule = "true: the branches are compared by their validation losses"
             raise ConfigError([Problem("validation.enable", False, rule, "add --validation.enable")])
         lr = schedule_of(checked)(checked.training.steps)
         values = {"batch": str(size), "lr": f"{lr:.3g}", "tokens": f"{tokens:,}"}
-        return Run(f"batch-{size}", values, words, checked)
+        return Run(name, values, words, checked)
 
     return checked_runs({f"batch {size}": partial(make, size) for size in sizes})
 

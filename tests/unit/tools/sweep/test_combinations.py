@@ -116,12 +116,17 @@ def test_a_finished_run_of_other_settings_is_not_taken_for_this_one(
     require_same_settings(run)
     (other_log, _) = runs_of("--optimizer.lr=1e-3,1e-4", "--metrics.log_freq=3", folder=tmp_path)
     require_same_settings(other_log)
+    on_a_gpu = replace(run.config, training=replace(run.config.training, mixed_precision_param="bfloat16"))
+    (run.folder / "config.toml").write_text(dump_config(on_a_gpu))
+    require_same_settings(run)
+    (run.folder / "config.toml").write_text(dump_config(run.config))
     (other, _) = runs_of("--optimizer.lr=1e-3,1e-4", "--optimizer.beta1=0.8", folder=tmp_path)
     with pytest.raises(ConfigError, match=r"other settings; it has one with optimizer\.beta1 = 0\.9 \(now 0\.8\)"):
         require_same_settings(other)
     monkeypatch.setattr(command, "state_of", lambda run: "finished")  # noqa: ARG005
-    with pytest.raises(ConfigError, match="other settings"):
-        command.carry_out(command.RunsOptions(results=True), [other])
+    for options in (command.RunsOptions(results=True), command.RunsOptions(write_slurm=tmp_path / "array.sbatch")):
+        with pytest.raises(ConfigError, match="other settings"):
+            command.carry_out(options, [other])
     with pytest.raises(ConfigError, match=r"loss\.name = cross_entropy \(now mine\)"):
         require_same_settings(replace(run, config=replace(run.config, loss=replace(run.config.loss, name="mine"))))
 

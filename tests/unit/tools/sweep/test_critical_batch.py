@@ -14,6 +14,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.tools.sweep import command, critical_batch
 from titanlite.tools.sweep.combinations import Run
 from titanlite.tools.sweep.critical_batch import Options, branches, compared, main
+from titanlite.tools.sweep.training import state_of
 
 HALF = {"warmup_steps": 2, "decay": "linear", "decay_steps": 1, "min_lr_factor": 0.5}
 """A learning rate that is half of optimizer.lr from step 3 on."""
@@ -71,6 +72,10 @@ def test_branches_continue_the_run(
         branches(options(folder, step=4), [])
     with pytest.raises(UserError, match="true: the branches are compared by their validation losses"):
         branches(options(folder), ["--validation.enable=false"])
+    with pytest.raises(UserError, match=r"cannot resume from .*step-3.*\n.*AdamW in the checkpoint, Lion now"):
+        branches(options(folder), ["--optimizer.name=Lion"])
+    longer = branches(Options(run=str(folder), batches=tuple(sizes), tokens=2 * int(tokens), step=3), [])
+    assert [state_of(run) for run in (*runs, *longer)] == ["finished"] * 3 + ["new"] * 3
 
 
 @pytest.mark.slow
