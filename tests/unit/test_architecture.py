@@ -26,9 +26,14 @@ def part_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
+@cache  # most of the time of these tests is in walks
+def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
+
+
 def first_party_imports(tree: ast.AST, modules: set[str]) -> Iterator[str]:
     """Yield the titanlite modules imported anywhere in the tree; for a function or class, the module that has it."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             yield "." * node.level + (node.module or "")
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "titanlite":
@@ -43,7 +48,7 @@ def import_violations(module: str, tree: ast.AST, modules: set[str]) -> Iterator
     part = part_of(module)
     if module == "titanlite":  # its public names are of any layer; it imports them when they are used
         seen = [
-            name for node in ast.walk(tree) if is_type_checking(node) for name in first_party_imports(node, modules)
+            name for node in nodes_of(tree) if is_type_checking(node) for name in first_party_imports(node, modules)
         ]
         imported = first_party_imports(tree, modules)
         yield from (f"imports {name}, not only for type checkers" for name in imported if name not in seen)
@@ -59,7 +64,7 @@ def import_violations(module: str, tree: ast.AST, modules: set[str]) -> Iterator
             yield f"imports {imported}, which does not lie below it"
         elif part == "models" and other not in ("models", "runtime"):
             yield f"imports {imported}: models/ imports only models/ and runtime/"
-    for function in ast.walk(tree):
+    for function in nodes_of(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from (f"imports {name} inside {function.name}" for name in first_party_imports(function, modules))
 
@@ -71,7 +76,7 @@ def is_type_checking(node: ast.AST) -> bool:
 def name_violations(module: str, tree: ast.AST) -> Iterator[str]:
     if BANNED_NAMES & set(module.split(".")):
         yield "is not named after its subject"
-    names = [name for node in ast.walk(tree) for name in names_of(node)]
+    names = [name for node in nodes_of(tree) for name in names_of(node)]
     if "JobConfig" in names and LAYER[part_of(module)] < LAYER["config"]:
         yield "names JobConfig: take its own section or plain values instead"
 
@@ -84,7 +89,7 @@ def names_of(node: ast.AST) -> list[str]:
 
 
 def value_violations(module: str, tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         match node:
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=100)) if module != "titanlite.batch":
                 yield "has a literal -100: use titanlite.batch.IGNORE_INDEX"
@@ -104,7 +109,7 @@ def torch_violations(module: str, tree: ast.AST) -> Iterator[str]:
     """Private names of torch stand in one place, so that a new torch breaks no other."""
     if module == "titanlite.runtime.torch_internals":
         return
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         match node:
             case ast.ImportFrom(module=str(path), names=names):
                 paths = [f"{path}.{alias.name}" for alias in names]

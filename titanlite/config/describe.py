@@ -5,6 +5,7 @@ import inspect
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
+from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from titanlite.config.fields import SECTIONS, columns_of, fields_of, keys_of
@@ -41,7 +42,7 @@ def describe_config(config: JobConfig) -> list[Section]:
         if section_type is ModelConfig:
             family, hyper_parameters = config.family, config.hyper_parameters
             values |= fields_of(hyper_parameters)
-            texts |= field_texts(family.config_type)
+            texts = {**texts, **field_texts(family.config_type)}
         keys = keys_of(name, config.model.family)
         arrays = {key: row for key in keys if (row := row_type(keys[key].type))}
         plain = {key: keys[key] for key in keys if key not in arrays}
@@ -54,7 +55,8 @@ def describe_config(config: JobConfig) -> list[Section]:
     return sections
 
 
-def field_texts(section_type: type) -> dict[str, str]:
+@cache  # reads the source file
+def field_texts(section_type: type) -> Mapping[str, str]:
     """Field -> the string below it in the source, as one line; also of fields that are inherited."""
     texts: dict[str, str] = {}
     for base in (base for base in reversed(section_type.__bases__) if is_dataclass(base)):

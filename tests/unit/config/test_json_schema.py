@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,22 @@ from titanlite.config.toml import dump_config
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools import schema
 
-VALIDATOR = jsonschema.Draft7Validator(json_schema())
+
+@cache
+def validator() -> Any:
+    return jsonschema.Draft7Validator(json_schema())
 
 
 def paths_of(text: str) -> list[str]:
     """The places of the errors, without repetition."""
-    errors = VALIDATOR.iter_errors(tomllib.loads(text))
+    errors = validator().iter_errors(tomllib.loads(text))
     return list(dict.fromkeys(".".join(map(str, error.absolute_path)) for error in errors))
 
 
 def test_it_is_a_valid_schema_and_the_shipped_one() -> None:
-    jsonschema.Draft7Validator.check_schema(json_schema())
+    jsonschema.Draft7Validator.check_schema(validator().schema)
     shipped = json.loads((SHIPPED / "schema.json").read_text())
-    assert shipped == json_schema(), "run: python -m titanlite schema --out titanlite/configs/schema.json"
+    assert shipped == validator().schema, "run: python -m titanlite schema --out titanlite/configs/schema.json"
 
 
 @pytest.mark.parametrize("name", shipped_names())
@@ -81,7 +85,7 @@ def test_invalid_values(toml: str, places: str) -> None:
 
 
 def test_each_key_has_its_description_and_default() -> None:
-    schema = json_schema()
+    schema = validator().schema
     training = schema["$defs"]["training"]
     assert training["properties"]["seq_len"] == {
         "description": "Tokens per sequence.",
@@ -100,9 +104,9 @@ def test_each_key_has_its_description_and_default() -> None:
 
 def test_the_command_prints_or_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     schema.main([])
-    assert json.loads(capsys.readouterr().out) == json_schema()
+    assert json.loads(capsys.readouterr().out) == validator().schema
     schema.main(["--out", str(tmp_path / "schema.json")])
-    assert json.loads((tmp_path / "schema.json").read_text()) == json_schema()
+    assert json.loads((tmp_path / "schema.json").read_text()) == validator().schema
     assert capsys.readouterr().out == ""
 
 
