@@ -85,6 +85,7 @@ TWO: Table = {
     ),
     "noted values, term": (WATCHING, [((1, 2, 1, 1, 1), ()), ((2, 1, 1, 1, 1), ())]),
     "experts": (EXPERTS, [((1, 1, 2, 1, 1), (EVERY,))]),
+    "float8": (("float8.recipe=rowwise",), [((1, 1, 2, 1, 1), (EVERY, FULL)), ((2, 1, 1, 1, 1), (EVERY,))]),
 }
 FOUR: Table = {
     "plain": (

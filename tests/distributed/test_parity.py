@@ -124,6 +124,12 @@ def test_config_errors_exit_with_2(config_file: Path) -> None:
     assert "Traceback" not in done.output
 
 
+LARGE = [
+    *("--float8.recipe", "mxfp8", "--model.dim", "128", "--model.n_kv_heads", "4", "--model.ffn_dim", "64"),
+    *("--training.seq_len", "32"),
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -134,6 +140,7 @@ def test_config_errors_exit_with_2(config_file: Path) -> None:
         (["--json", "no/such/folder/x.json"], "--json = 'no/such/folder/x.json'"),
         (["--model.n_heads", "3"], "model.n_kv_heads"),
         (["--model.n_heads", "3", "--shrink"], "model.n_kv_heads"),
+        (["--shrink", *LARGE], "--shrink = True"),
     ],
 )
 def test_invalid_settings_raise_config_errors(config_file: Path, arguments: list[str], message: str) -> None:

@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> None:
     with TemporaryDirectory(prefix="titanlite-parity-") as folder:
         references = run_reference(config, steps, folder)
         table = Table(named, own_dtypes(config), list(references[0].weights))
-        for line in (*head_lines(config, steps, references), *bound_lines(own_dtypes(config), config.loss.name)):
+        for line in (*head_lines(config, steps, references), *bound_lines(config)):
             print(line)
         print(f"\n{table.head()}", flush=True)
         for group in compare_layouts(config, layouts, steps, references, folder):
@@ -129,7 +129,11 @@ def prepare(options: Options, given: JobConfig) -> tuple[JobConfig, list[Layout]
     config = comparable_config(given, ranks)
     raise_problems(check_layout(config, ONE_PROCESS))
     if options.shrink:
-        require_estimate(config, "--shrink", True, "leave it out, and override sizes of the model yourself")
+        remedy = "leave it out, and override sizes of the model yourself"
+        require_estimate(config, "--shrink", True, remedy)
+        if config.float8.recipe in ("mxfp8", "blockwise"):
+            rule = f"not with float8.recipe = {config.float8.recipe!r}, whose blocks are larger than a shrunk model"
+            raise_problems([Problem("--shrink", True, rule, f'{remedy}, or float8.recipe = "rowwise"')])
         small = shrink_config(config, ranks)
         print(f"shrunk: {describe_shrinking(config, small)}", flush=True)
         config = small

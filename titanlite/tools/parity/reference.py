@@ -26,6 +26,7 @@ from titanlite.models.randomness import row_keys
 from titanlite.models.registry import full_parameters
 from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_factors, build_schedule
+from titanlite.parallel.float8 import apply_float8
 from titanlite.parallel.mesh import Mesh, ShardGroups
 from titanlite.precision import DTYPES
 from titanlite.ranks.distributed import World
@@ -234,13 +235,15 @@ class PrecisionWatch(TorchDispatchMode):
 
 
 def plain_model(config: JobConfig) -> LanguageModel:
-    """The family's full model in float64, with its initial weights."""
+    """The family's full model in float64, with its initial weights, and its products in float8 if configured."""
     family, hyper_parameters = config.family, config.hyper_parameters
+    structure = family.structure(hyper_parameters)
     model = family.build(hyper_parameters).to(torch.float64)
     model.tie_weights()
     model.init_buffers(CPU)
     init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
-    for name, index in family.structure(hyper_parameters).blocks.items():
+    apply_float8(model, structure, config.float8, None)
+    for name, index in structure.blocks.items():
         for mixture in mixtures_of([model.get_submodule(name)]):
             mixture.placement = Placement(index)
     return model

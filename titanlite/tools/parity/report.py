@@ -10,8 +10,15 @@ from titanlite.config.stages import stage_lines
 from titanlite.runtime.text import counted
 from titanlite.tools.parity.compare import Result, combined_hash
 from titanlite.tools.parity.layouts import ONE_PROCESS, Layout, Refusal
-from titanlite.tools.parity.measure import Measurement
-from titanlite.tools.parity.verdict import FLOAT64_BOUND, FLOOR_EPS, MULTIPLE, dead_parameters, one_process_eps
+from titanlite.tools.parity.measure import Measurement, own_dtypes
+from titanlite.tools.parity.verdict import (
+    FLOAT8_BOUND,
+    FLOAT64_BOUND,
+    FLOOR_EPS,
+    MULTIPLE,
+    dead_parameters,
+    one_process_eps,
+)
 
 COLUMNS = (
     "layout",
@@ -66,14 +73,17 @@ def head_lines(config: JobConfig, steps: int, references: Sequence[Measurement])
         yield f"note: untested, since they get no gradient: {len(dead)} parameters, {', '.join(dead)}"
 
 
-def bound_lines(own_dtypes: Sequence[str], loss: str) -> Iterator[str]:
-    """The bounds on relative errors. loss: loss.name."""
+def bound_lines(config: JobConfig) -> Iterator[str]:
+    """The bounds on relative errors. config: resolved."""
+    dtypes, loss = own_dtypes(config), config.loss.name
     yield f"bounds on relative errors: float64 {FLOAT64_BOUND:.0e}"
-    if set(own_dtypes) != {"float64"}:
-        yield (
-            f"    {short_dtypes(own_dtypes)}, against float64: {MULTIPLE:g} x the one-process run's own error + "
-            f"{FLOOR_EPS:g} eps; for the one-process run: {one_process_eps(loss):g} eps"
-        )
+    if config.float8.recipe != "none":
+        own = f"{FLOAT8_BOUND:g}, {FLOOR_EPS:g} eps of float8"
+    else:
+        own = f"{MULTIPLE:g} x the one-process run's own error + {FLOOR_EPS:g} eps; for the one-process run: "
+        own += f"{one_process_eps(loss):g} eps"
+    if set(dtypes) != {"float64"}:
+        yield f"    {short_dtypes(dtypes)}, against float64: {own}"
 
 
 OTHER_LOGITS = (

@@ -22,6 +22,9 @@ FLOOR_EPS = 4.0
 ONE_PROCESS_EPS = 100.0
 REGISTERED_LOSS_EPS = 1000.0
 """The same with a registered loss, whose own rounding counts, too (docs/numerics.md)."""
+FLOAT8_BOUND = FLOOR_EPS * torch.finfo(torch.float8_e4m3fn).eps
+"""In a configuration's own dtypes with float8, also of the one-process run: an operand that rounds to the next number
+of E4M3 changes those of the following layers."""
 SMALL_SHARE = 1e-4
 RANKS_DISAGREE = "the ranks disagree"
 
@@ -69,10 +72,17 @@ def one_process_eps(loss: str) -> float:
 
 
 def own_bounds(
-    dtypes: Sequence[str], one_process: Sequence[StepErrors] | None, loss: str = CROSS_ENTROPY.name
+    dtypes: Sequence[str],
+    one_process: Sequence[StepErrors] | None,
+    loss: str = CROSS_ENTROPY.name,
+    *,
+    is_float8: bool = False,
 ) -> Bounds:
     """The bounds in a configuration's own dtypes. one_process: the errors of the one-process run; None: the bounds of
-    that run itself, which depend only on its coarsest dtype and on loss.name."""
+    that run itself, which depend only on its coarsest dtype and on loss.name. is_float8: whether layers multiply in
+    float8."""
+    if is_float8:
+        return Bounds(FLOAT8_BOUND)
     eps = max(torch.finfo(DTYPES[name]).eps for name in dtypes)
     if one_process is None:
         return Bounds(one_process_eps(loss) * eps)

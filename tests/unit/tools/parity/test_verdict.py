@@ -117,6 +117,7 @@ def test_bounds_of_own_dtypes_follow_from_the_one_process_run() -> None:
     assert alone.loss(0) == alone.gradient(0, "a") == 100 * eps
     assert own_bounds(("bfloat16",), None, "mine").loss(0) == 1000 * eps
     one_process = errors_of(changed(loss=2.2, grad_norm=5.5, gradients={"a": 0.3, "b": 0.0, "c": 0.0}), REFERENCE)
+    assert own_bounds(("float32",), None, is_float8=True) == Bounds(0.5)
     bounds = own_bounds(("float32", "bfloat16", "float32"), one_process)
     assert bounds.gradient(0, "a") == pytest.approx(4 * 0.1 + 4 * eps)
     assert bounds.gradient(0, "b") == pytest.approx(4 * eps)
