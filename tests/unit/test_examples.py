@@ -1,8 +1,11 @@
 """Tests that each file of examples/ does what its docstring says."""
 
 import csv
+import gzip
 import json
 import math
+import random
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -12,12 +15,15 @@ import pytest
 import torch
 from torch import nn
 
+import titanlite
 from tests.configuration import parse_config
+from titanlite.__main__ import run as run_command
 from titanlite.config.load import load_config
 from titanlite.data.config import DataConfig
 from titanlite.data.kinds import KINDS, open_source
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import BadRowError
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import PLUGIN_LOGGERS, MetricsConfig
 from titanlite.metrics.records import Record
@@ -35,6 +41,23 @@ from titanlite.runtime.plugins import load_plugins
 
 pytestmark = pytest.mark.usefixtures("registries")
 
+SMALL_RUN = """
+[model]
+family = "llama3"
+flavor = "debug"
+vocab_size = 300
+dim = 32
+n_layers = 1
+n_heads = 2
+n_kv_heads = 2
+[training]
+steps = 2
+seq_len = 32
+local_batch_size = 1
+global_batch_size = 2
+[validation]
+enable = false
+"""
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -180,3 +203,33 @@ def test_the_logger_appends_rows(tmp_path: Path) -> None:
         logger.close()
     rows = list(csv.reader((tmp_path / "metrics.csv").read_text().splitlines()))
     assert rows == [["step", "loss", "lr"], ["3", "2.5", "0.1"], ["3", "2.5", "0.1"]]
+
+
+@pytest.mark.slow
+def test_a_corpus_is_cleaned_tokenized_and_trained_on(tmp_path: Path, tokenizer_folder: Path) -> None:
+    pytest.importorskip("datatrove")
+    rng = random.Random(0)
+    good = [" ".join("".join(rng.choices("abcdefgh", k=4)) for _ in range(60)) for _ in range(30)]
+    rows = [*good, *(f"{text} at last" for text in good[:10]), *["too short"] * 5, "again " * 50, *good[10:20]]
+    (tmp_path / "raw").mkdir()
+    for part in range(2):
+        rows_of_part = [json.dumps({"text": text}) for text in rows[part::2]]
+        (tmp_path / "raw" / f"{part}.jsonl").write_text("\n".join(rows_of_part))
+    runpy.run_path(str(EXAMPLES / "clean.py"))["clean"](str(tmp_path / "raw"), str(tmp_path), 1)
+    with gzip.open(tmp_path / "clean" / "00000.jsonl.gz") as lines:
+        cleaned = [json.loads(line)["text"] for line in lines]
+    assert sorted(text.removesuffix(" at last") for text in cleaned) == sorted(good)
+
+    config = tmp_path / "config.toml"
+    sources = '[[data.sources]]\nkind = "{}"\npath = "{}"\n'
+    config.write_text(f'[tokenizer]\npath = "{tokenizer_folder}"\n{sources.format("jsonl", tmp_path / "clean")}')
+    command = ["titanlite", "tokenize", str(config), "--out", str(tmp_path / "tokens"), "--workers", "1"]
+    with patch("sys.argv", command), pytest.raises(SystemExit, match="0"):
+        run_command()
+    ids, documents = np.load(tmp_path / "tokens/tokens-00000.npy"), np.load(tmp_path / "tokens/tokens-00000.documents")
+    tokenizer = Tokenizer(tokenizer_folder / "tokenizer.json")
+    assert [tokenizer.decode(part[:-1].tolist()) for part in np.split(ids, documents[1:])] == cleaned
+
+    config.write_text(SMALL_RUN + sources.format("tokens", tmp_path / "tokens"))
+    run = titanlite.run(config, {"job.dump_folder": tmp_path / "out", "data.document_mask": True})
+    assert (run.ended, run.step) == ("finished", 2)

@@ -192,7 +192,7 @@ def test_raw_files_need_their_type(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_damaged_files_are_user_errors(name: str, tmp_path: Path) -> None:
-    """Changed bytes give other ids or documents, or a UserError; nothing is allocated beyond the size of the files."""
+    """Changed bytes give other ids or documents, or a UserError."""
     file = write(name, 2, tmp_path, documents())
     beside = format_of(file).documents(file)
     assert isinstance(beside, Path)
