@@ -1,4 +1,4 @@
-"""A plugin with variants of Llama 3 of which parallelism could drop or replace a part."""
+"""A plugin with variants of families of which parallelism could drop or replace a part."""
 
 from typing import Any
 
@@ -10,10 +10,12 @@ import titanlite
 from titanlite.models import layers, qwen3
 from titanlite.models.attention import additive_mask
 from titanlite.models.decoder import Block
+from titanlite.models.deepseek_v3 import DEEPSEEK_V3, DeepseekV3
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.family import Init
 from titanlite.models.llama3 import LLAMA3, Llama3
 from titanlite.models.qwen3 import Qwen3
+from titanlite.models.qwen3_5 import QWEN3_5, Qwen35
 from titanlite.models.qwen3_moe import QWEN3_MOE
 
 
@@ -135,6 +137,8 @@ def add(
 
 
 add_mixture()
+titanlite.register_family(DEEPSEEK_V3.variant("latent", DeepseekV3))
+titanlite.register_family(QWEN3_5.variant("hybrid", Qwen35))
 add("capped", attend=capped)
 add("method", Method)
 add("without_mask", attend=without_mask)

@@ -8,7 +8,20 @@ from typing import Any
 import pytest
 
 from tests.configuration import HAS_EACH_SCHEDULE
-from tests.distributed.layouts import BOUNDS, BY_OP, COMPILE, EXPERTS, FULL, GATHER, TIED, Layout, measure, schedule
+from tests.distributed.layouts import (
+    BOUNDS,
+    BY_OP,
+    COMPILE,
+    EXPERTS,
+    FULL,
+    FURTHER,
+    GATHER,
+    QWEN3_5,
+    TIED,
+    Layout,
+    measure,
+    schedule,
+)
 from tests.distributed.program import REPOSITORY
 from tests.pool import run_ranks
 from titanlite.runtime.errors import ConfigError
@@ -112,7 +125,10 @@ def test_code_of_a_family_is_called_on_what_a_rank_has_or_refused() -> None:
         ("scaled", PIPELINE, "each stage would call its run_blocks"),
         ("mixture", HEADS, None),
         ("mixture", Layout((1, 1, 1, 2)), None),
+        *((family, layout, None) for family in ("latent", "hybrid") for layout in (HEADS, Layout((1, 1, 1, 2)))),
+        ("latent", PIPELINE, None),
     ]
-    chosen = {"mixture": ("model.family=mixture", *EXPERTS[1:])}
+    more = {"mixture": EXPERTS, "latent": FURTHER, "hybrid": QWEN3_5}
+    chosen = {family: (f"model.family={family}", *settings[1:]) for family, settings in more.items()}
     cases = [(str(PLANTED), chosen.get(family, (f"model.family={family}",)), layout) for family, layout, _ in table]
     verify(2, cases, [refusal for *_, refusal in table])

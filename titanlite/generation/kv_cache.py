@@ -14,7 +14,7 @@ from titanlite.models.decoder import Decoder
 from titanlite.models.delta_rule import gated_delta_rule
 from titanlite.models.family import LanguageModel
 from titanlite.models.latent_attention import LatentAttention
-from titanlite.models.layers import Attention
+from titanlite.models.layers import HeadAttention
 from titanlite.models.linear_attention import GatedDeltaNet, convolve, gates_of, mix
 from titanlite.parallel.own_code import has_own_code, replaced
 
@@ -228,7 +228,7 @@ def remembering(model: LanguageModel, padding: Sequence[int], capacity: int) -> 
     block, whose queries and keys are already rotated by `positions`. Other models read all columns again for each
     token.
     """
-    layers = [module for module in model.modules() if isinstance(module, Attention | GatedDeltaNet)]
+    layers = [module for module in model.modules() if isinstance(module, HeadAttention | GatedDeltaNet)]
     if not isinstance(model, Decoder) or not _is_cacheable(model, layers):
         yield Rereading(model, padding)
         return
@@ -254,7 +254,7 @@ def _set_latents(layers: Sequence[nn.Module], *, read: bool) -> None:
             layer.reads_latents = read
 
 
-def _is_cacheable(model: Decoder, layers: Sequence[Attention | GatedDeltaNet]) -> bool:
+def _is_cacheable(model: Decoder, layers: Sequence[HeadAttention | GatedDeltaNet]) -> bool:
     """Whether positions interact only in the default `attend` or `mix` of each block.
 
     Found by a forward pass without it: the logits of a position must not depend on the tokens before it.

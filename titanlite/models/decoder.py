@@ -14,7 +14,7 @@ from titanlite.models.attention import AttentionMask
 from titanlite.models.experts import mixtures_of
 from titanlite.models.family import DecoderConfig, Init, LanguageModel, Structure, TensorStyle
 from titanlite.models.head import OutputLayer
-from titanlite.models.layers import Attention, FeedForward, RMSNorm, RopeScaling, RotaryEmbedding, RotaryTables
+from titanlite.models.layers import FeedForward, HeadAttention, RMSNorm, RopeScaling, RotaryEmbedding, RotaryTables
 from titanlite.models.transfer import MATRICES, parts_of, transfer_of
 from titanlite.models.watch import watch
 from titanlite.runtime.errors import Problem, Rules
@@ -140,7 +140,7 @@ class Block(nn.Module):
 
     watch = staticmethod(watch)
 
-    def __init__(self, config: DecoderConfig, attention: Attention, feed_forward: nn.Module | None = None) -> None:
+    def __init__(self, config: DecoderConfig, attention: HeadAttention, feed_forward: nn.Module | None = None) -> None:
         super().__init__()
 
         def norm(place: str) -> RMSNorm | None:
@@ -154,7 +154,7 @@ class Block(nn.Module):
         self.ffn_post_norm = norm("after")
 
     def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None, *more: Tensor | None) -> Tensor:
-        """x: (batch, seq_len, dim); mask: see Attention; more: further arguments of feed_forward. Returns the same
+        """x: (batch, seq_len, dim); mask: see HeadAttention; more: further arguments of feed_forward. Returns the same
         shape."""
         attended = self.attention(_normalized(self.attention_norm, x), rope, mask)
         x = x + _normalized(self.attention_post_norm, attended)
@@ -174,7 +174,7 @@ class FurtherBlock(Block):
     embedding of the next token (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.2). Embedding and output
     layer are those of the model."""
 
-    def __init__(self, config: DecoderConfig, attention: Attention, feed_forward: nn.Module | None = None) -> None:
+    def __init__(self, config: DecoderConfig, attention: HeadAttention, feed_forward: nn.Module | None = None) -> None:
         super().__init__(config, attention, feed_forward)
         self.embedding_norm = norm_of(config, config.dim)
         self.hidden_norm = norm_of(config, config.dim)

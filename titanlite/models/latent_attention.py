@@ -7,18 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.models.attention import AttentionMask
-from titanlite.models.layers import Attention, RMSNorm, RotaryTables, WholeRows
+from titanlite.models.layers import HeadAttention, RMSNorm, RotaryTables, WholeRows
 
 NORM_EPS = 1e-6
 """Of the norms of latent vectors: that of the published code, whatever norm_eps is."""
 
 
-class LatentAttention(Attention):
+class LatentAttention(HeadAttention):
     """Causal self-attention with latent vectors.
 
     q_rank: width of the latent vector of queries; 0: queries are a projection of x. kv_rank: of that of keys and
     values. head_dim: width of queries and keys; the last rope_dim numbers are rotated, those of keys are the same for
-    all heads, and adjacent numbers are a pair. value_dim: width of values. query_factor: of all queries.
+    all heads, and adjacent numbers are a pair. value_dim: width of values.
     reads_latents: whether `heads` returns keys and values as latent vectors, which all heads share, and the queries for
     them: the same scores, for a cache of few numbers per position.
     """
@@ -35,13 +35,11 @@ class LatentAttention(Attention):
         value_dim: int,
         query_factor: float = 1.0,
     ) -> None:
-        nn.Module.__init__(self)  # it has none of the projections of its base class
-        self.set_scores(head_dim, query_factor)
+        super().__init__(head_dim, query_factor)
         self.rope_dim = rope_dim
         self.value_dim = value_dim
         self.kv_rank = kv_rank
         self.reads_latents = False
-        self.sinks = None
         self.wq_a = nn.Linear(dim, q_rank, bias=False) if q_rank else None
         self.q_norm = RMSNorm(q_rank, NORM_EPS) if q_rank else None
         self.wq_b = nn.Linear(q_rank or dim, n_heads * head_dim, bias=False)

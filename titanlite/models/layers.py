@@ -286,27 +286,54 @@ def adopt_rotary_(model: nn.Module, source: nn.Module) -> bool:
     return True
 
 
-class Attention(nn.Module):
-    """Causal self-attention in which n_heads / n_kv_heads query heads share one key/value head (GQA).
+class HeadAttention(nn.Module):
+    """Causal self-attention of heads: `attended` of what `heads` computes, which are those of a subclass.
+
+    head_dim: width of queries and keys.
+    query_factor: of all queries.
+    attend: the attention function, by default that of models/attention.py. A family may have its own, as a method of a
+    subclass or an attribute. Context parallelism calls it with the heads and queries of a rank (parallel/context.py),
+    and generation replaces the default one by one with a KV cache.
+    """
+
+    attend: Kernel
+    watch = staticmethod(watch)
+
+    def __init__(self, head_dim: int, query_factor: float = 1.0) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.query_factor = query_factor
+        if not hasattr(type(self), "attend"):  # else a method of a subclass
+            self.attend = attend
+
+    def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None) -> Tensor:
+        """x: (batch, seq_len, dim); mask: from attention_mask, None: causal. Returns (batch, seq_len, dim)."""
+        return self.attended(*self.heads(x, rope), mask)
+
+    def heads(self, x: Tensor, rope: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of x: (batch, seq_len, heads, width) each."""
+        raise NotImplementedError
+
+    def attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None) -> Tensor:
+        """The output, (batch, seq_len, dim), from the `heads`."""
+        raise NotImplementedError
+
+
+class Attention(HeadAttention):
+    """Attention in which n_heads / n_kv_heads query heads share one key/value head (GQA).
 
     The number of heads comes from the projections' outputs, not from the configuration: if tensor parallelism shards
     the projections by heads, each rank computes its own heads.
 
     bias: whether wq, wk and wv have biases; output_bias: whether wo has one. sinks: whether each head has a learned
     sink, see `attend`. rotates: whether queries and keys are rotated by their positions. window:
-    number of positions that each one sees, its own included; 0: all up to its own. query_factor: of all queries. cap:
-    of the scores, see `attend`.
+    number of positions that each one sees, its own included; 0: all up to its own. cap: of the scores, see `attend`.
     q_norm, k_norm: normalize queries and keys, (batch, seq_len, heads, head_dim), before they are rotated: each head by
     an RMSNorm of width head_dim, or all heads together by a WideNorm. None: not normalized.
-    attend: the attention function, by default that of models/attention.py. A family may have its own, as a method of a
-    subclass or an attribute. Context parallelism calls it with the heads and queries of a rank (parallel/context.py),
-    and generation replaces the default one by one with a KV cache.
     largest: with `note_largest`, the largest score of each head since it was last filled, in train mode.
     """
 
-    attend: Kernel
     largest: Tensor | None
-    watch = staticmethod(watch)
 
     def __init__(
         self,
@@ -325,9 +352,10 @@ class Attention(nn.Module):
         query_factor: float = 1.0,
         cap: float = 0.0,
     ) -> None:
-        super().__init__()
+        super().__init__(head_dim, query_factor)
         self.rotates = rotates
-        self.set_scores(head_dim, query_factor, window, cap)
+        self.window = window
+        self.cap = cap
         self.wq = nn.Linear(dim, n_heads * head_dim, bias=bias)
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
@@ -342,19 +370,6 @@ class Attention(nn.Module):
         dtype = torch.promote_types(self.wq.weight.dtype, torch.float32)
         self.register_buffer("largest", torch.empty(n_heads, dtype=dtype, device="meta"), persistent=False)
 
-    def set_scores(self, head_dim: int, query_factor: float = 1.0, window: int = 0, cap: float = 0.0) -> None:
-        """Set what decides the scores of queries and keys of width head_dim."""
-        self.head_dim = head_dim
-        self.query_factor = query_factor
-        self.window = window
-        self.cap = cap
-        if not hasattr(type(self), "attend"):  # else a method of a subclass
-            self.attend = attend
-
-    def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None) -> Tensor:
-        """x: (batch, seq_len, dim); mask: from attention_mask, None: causal. Returns (batch, seq_len, dim)."""
-        return self.attended(*self.heads(x, rope), mask)
-
     def heads(self, x: Tensor, rope: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, normalized and rotated, and values of x: (batch, seq_len, heads, head_dim) each."""
         batch, seq_len, _ = x.shape
@@ -368,7 +383,6 @@ class Attention(nn.Module):
         return queries if self.query_factor == 1 else queries * self.query_factor, keys, values
 
     def attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None) -> Tensor:
-        """The output, (batch, seq_len, dim), from the `heads`."""
         out: Tensor = self.wo(self.results(queries, keys, values, mask))
         return out
 

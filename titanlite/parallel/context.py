@@ -19,7 +19,7 @@ from torch import Tensor
 
 from titanlite.models.attention import AttentionMask, Kernel, attention_mask
 from titanlite.models.family import DecoderConfig, LanguageModel
-from titanlite.models.layers import Attention
+from titanlite.models.layers import HeadAttention
 from titanlite.models.linear_attention import GatedDeltaNet, Mixer
 from titanlite.parallel.collectives import all_gather, all_to_all, reduce_scatter
 from titanlite.parallel.mesh import ContextParallel, ParallelismConfig, part_of_rows
@@ -36,7 +36,7 @@ def apply_context_parallel(model: LanguageModel, group: dist.ProcessGroup | None
         return []
     exchange = attend_over_heads if form == "heads" else attend_to_gathered
     for module in model.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, HeadAttention):
             module.attend = partial(exchange, module.attend, group=group)
         elif isinstance(module, GatedDeltaNet):
             module.mix = partial(mix_over_heads, module.mix, group=group, form=form)
@@ -88,13 +88,14 @@ def mix_over_heads(
     inputs = [x.flatten(2).unflatten(2, (key_heads, -1)) for x in (queries, keys, values, decays, betas)]
     joined = _HeadsForPositions.apply(torch.cat(inputs, dim=-1), group, 2, 1)  # type: ignore[no-untyped-call]
     if form == "gather":
-        joined = joined[:, _order(joined.shape[1], cp, joined.device)]
+        order = _order(joined.shape[1], cp, joined.device)
+        joined = joined[:, order]
     queries, keys, values, decays, betas = joined.split([x.shape[-1] for x in inputs], dim=-1)
     values = values.flatten(2).unflatten(2, (-1, values.shape[-1] // (decays.shape[-1])))
     own = (weight.chunk(cp)[rank] for weight in weights)
     out = mixer(queries, keys, values, decays.flatten(2), betas.flatten(2), starts, *own)
     if form == "gather":
-        out = out[:, _order(out.shape[1], cp, out.device).argsort()]
+        out = out[:, order.argsort()]
     mixed: Tensor = _HeadsForPositions.apply(out, group, 1, 2)  # type: ignore[no-untyped-call]
     return mixed
 

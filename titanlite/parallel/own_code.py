@@ -8,13 +8,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from titanlite.models.attention import Kernel, additive_mask, attend, attention_mask
-from titanlite.models.decoder import Decoder
+from titanlite.models.decoder import Decoder, FurtherBlock
 from titanlite.models.experts import Experts, feed_forward, mixtures_of
 from titanlite.models.family import FAMILIES, DecoderConfig, Family, LanguageModel, Structure, has_own
 from titanlite.models.head import OutputLayer, output_layers_of
-from titanlite.models.layers import Attention
+from titanlite.models.layers import HeadAttention
 from titanlite.models.linear_attention import GatedDeltaNet
 from titanlite.models.shrink import shrink_model
 from titanlite.parallel.mesh import ContextParallel, ParallelismConfig
@@ -114,7 +115,7 @@ def _cut(family: Family, config: Any, *, of_attend: bool) -> tuple[Tensor, Tenso
         ends.append(args[0] if out is None else out)
 
     def detach(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return args[0].detach().requires_grad_(), *args[1:]
+        return tuple(x.detach().requires_grad_() if isinstance(x, Tensor) and x.requires_grad else x for x in args)
 
     for parameter in model.parameters():
         nn.init.uniform_(parameter, -0.5, 1.0)
@@ -126,15 +127,20 @@ def _cut(family: Family, config: Any, *, of_attend: bool) -> tuple[Tensor, Tenso
             module.register_forward_hook(note)
         elif isinstance(module, OutputLayer):
             module.register_forward_pre_hook(note)
-        elif of_attend and isinstance(module, Attention):
-            module.attend = lambda queries, *_, **_options: queries
+        elif of_attend and isinstance(module, HeadAttention):
+            module.attend = own_position
         elif of_attend and isinstance(module, GatedDeltaNet):
             module.mix = lambda _queries, _keys, values, *_: values
-        elif not of_attend and tensor_style(structure, name) == "gather":
+        elif not of_attend and tensor_style(structure, name) in ("gather", "whole_rows"):
             module.register_forward_pre_hook(detach)
     model(torch.arange(6).unsqueeze(0))
     embedded, out = ends
     return embedded, out
+
+
+def own_position(queries: Tensor, _keys: Tensor, values: Tensor, *_others: Any, **_options: Any) -> Tensor:
+    """In place of attention: a result of its shape, in which each position sees itself only."""
+    return functional.pad(queries, (0, values.shape[-1] - queries.shape[-1]))
 
 
 def experts_problem(model: nn.Module) -> str | None:
@@ -157,12 +163,12 @@ def context_problem(model: LanguageModel, structure: Structure, form: ContextPar
     if model.draws:
         return "it draws random numbers by row key, and each rank has a part of the row"
     for name in structure.blocks:
-        if not any(isinstance(module, Attention | GatedDeltaNet) for module in model.get_submodule(name).modules()):
+        if not any(isinstance(module, HeadAttention | GatedDeltaNet) for module in model.get_submodule(name).modules()):
             return f"{name} has no titanlite.models.layers.Attention, which knows cp"
     if form == "gather" and getattr(model, "attention_mask", None) is not attention_mask:
         return 'context_parallel = "gather" would replace its attention_mask'
     for name, module in model.named_modules():
-        if isinstance(module, Attention) and module.attend is not attend:
+        if isinstance(module, HeadAttention) and module.attend is not attend:
             fault = kernel_problem(module.attend, module.head_dim, form)
             if fault is not None:
                 return f"{name}.attend {fault}"
@@ -196,7 +202,7 @@ def uncalled_attention(model: LanguageModel) -> str | None:
     """The Attention modules whose forward does not call `attend`; None: all do."""
     called: set[str] = set()
     with ExitStack() as stack:
-        attentions = [name for name, module in model.named_modules() if isinstance(module, Attention)]
+        attentions = [name for name, module in model.named_modules() if isinstance(module, HeadAttention)]
         for name in attentions:
             stack.enter_context(replaced(model.get_submodule(name), "attend", _noting(name, called)))
         if (fault := _try(model)) is not None:
@@ -218,9 +224,9 @@ def replaced(module: nn.Module, name: str, function: Callable[..., Tensor]) -> I
 
 
 def _noting(name: str, called: set[str]) -> Kernel:
-    def note(queries: Tensor, *_others: Any, **_options: Any) -> Tensor:
+    def note(*heads: Any, **options: Any) -> Tensor:
         called.add(name)
-        return queries
+        return own_position(*heads, **options)
 
     return note
 
@@ -238,7 +244,10 @@ def boundary_problem(model: LanguageModel, structure: Structure, stages: Sequenc
         ends.append(args[0])
         return args[0].detach().requires_grad_(), *args[1:]
 
-    hooks = [model.get_submodule(name).register_forward_pre_hook(cut) for name in names[1:]]
+    firsts = [model.get_submodule(name) for name in names[1:]]
+    # the last norm is called before a block that predicts further tokens
+    firsts = [model.get_submodule("norm") if isinstance(first, FurtherBlock) else first for first in firsts]
+    hooks = [first.register_forward_pre_hook(cut) for first in firsts]
     try:
         fault = _try(model, ends.append)
     finally:
@@ -281,8 +290,10 @@ def _try(model: LanguageModel, use: Callable[[Tensor], object] = id) -> str | No
         for module in model.modules():
             if isinstance(module, Experts):  # their sizes depend on values
                 stack.enter_context(replaced(module, "feed_forward", lambda rows, *_, **_options: rows))
+        tokens = torch.zeros(1, 8, dtype=torch.int64, device="meta")
+        further = {"next_tokens": tokens} if model.predicts_further else {}
         try:
-            use(model(torch.zeros(1, 8, dtype=torch.int64, device="meta")))
+            use(model(tokens, **further))
         except Exception as error:
             return f"its forward cannot be checked on the meta device: {type(error).__name__}: {error}"
     return None
