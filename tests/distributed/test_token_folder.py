@@ -10,9 +10,9 @@ import pytest
 from tests.distributed.program import rows, start_command
 from tests.distributed.reference import SEQ_LEN
 from titanlite.data.bpe import train_bpe
-from titanlite.tools import tokenize
 from titanlite.tools.generate import __main__ as generate
 from titanlite.tools.saved_run import open_run
+from titanlite.tools.tokenize import __main__ as tokenize
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_log")]
 

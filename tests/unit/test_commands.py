@@ -138,7 +138,7 @@ def test_the_table_has_all_tools() -> None:
     files = [path for path in tools.rglob("*.py") if "__main__" in path.read_text()]
     names = {path.parent.name if path.name == "__main__.py" else path.stem for path in files}
     listed = {module.rpartition(".")[2] for module, _ in COMMANDS.values()} - {"train"}
-    assert names == listed | {"config_page", "completion", "encoding"}
+    assert names == listed | {"config_page", "completion", "local"}
 
 
 PRINTS = "from titanlite.tools.command import run_command; run_command(lambda _: print(TEXT))"

@@ -289,7 +289,7 @@ class TextCorpus:
 
     def locate(self, piece: int) -> str:
         source, path, record = self._find(piece)
-        return f"{path}, {source.row_name} {record.row}"
+        return f"{path}, {source.row_place(record.row)}"
 
     def _find(self, piece: int) -> tuple[TextSource, SourceFile, Piece]:
         """The source of a piece, its file and its record in the index."""

@@ -31,6 +31,12 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 logger = logging.getLogger("titanlite")
 
 
+def worker_environment() -> dict[str, str]:
+    """Variables of a worker: this installation of titanlite, and one thread for the tokenizer."""
+    paths = [str(Path(titanlite.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths), "RAYON_NUM_THREADS": "1"}
+
+
 class WorkerProcess:
     """A process `python -m module`, with this installation of titanlite and with the plugins of this process.
 
@@ -40,8 +46,7 @@ class WorkerProcess:
 
     def __init__(self, module: str, arguments: Mapping[str, Any], remedy: str) -> None:
         """arguments: of the function that the module passes to run_worker."""
-        paths = [str(Path(titanlite.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "RAYON_NUM_THREADS": "1"}
+        environment = os.environ | worker_environment()
         command = [sys.executable, "-m", module]
         self._remedy = remedy
         self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -1,8 +1,8 @@
-"""Parts of the commands that read a configuration's documents: its checks, its text, its bad rows."""
+"""Parts of the commands that read a configuration's documents: its checks, its text."""
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from tqdm import tqdm
 
@@ -13,12 +13,8 @@ from titanlite.data.check import check_data, check_tokenizer
 from titanlite.data.config import PIECE_BYTES_PER_POSITION, DataConfig
 from titanlite.data.corpus import TextCorpus
 from titanlite.data.kinds import open_source
-from titanlite.data.preparation import bad_row_policy
 from titanlite.data.sources.config import CHAT
-from titanlite.data.sources.pieces import BadRowError
 from titanlite.runtime.errors import Problem, raise_problems
-
-T = TypeVar("T")
 
 
 def config_of_data(
@@ -73,35 +69,11 @@ def piece_bytes(config: JobConfig) -> int:
     return PIECE_BYTES_PER_POSITION * config.training.seq_len if size == -1 else size
 
 
-def pieces_with_progress(texts: TextCorpus, what: str, first: int = 0) -> Iterator[int]:
-    """All pieces in source order from `first`, with a progress bar labeled `what` if stderr is a terminal."""
+def pieces_with_progress(texts: TextCorpus, what: str) -> Iterator[int]:
+    """All pieces in source order, with a progress bar labeled `what` if stderr is a terminal."""
     pieces = range(texts.count)
     total = sum(texts.num_bytes(piece) for piece in pieces) if sys.stderr.isatty() else None
-    done = sum(texts.num_bytes(piece) for piece in pieces[:first]) if sys.stderr.isatty() else 0
-    with tqdm(total=total, initial=done, unit="B", unit_scale=True, desc=what, disable=not sys.stderr.isatty()) as bar:
-        for piece in pieces[first:]:
+    with tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=not sys.stderr.isatty()) as bar:
+        for piece in pieces:
             yield piece
             bar.update(texts.num_bytes(piece))
-
-
-class UsableRows:
-    """Filter out bad rows, or raise them, by data.on_bad_row. Raises UserError. bad_rows: the count so far."""
-
-    def __init__(self, section: DataConfig, bad_rows: int = 0) -> None:
-        self._policy = bad_row_policy(section)
-        self.bad_rows = bad_rows
-
-    def of(self, results: Iterable[T | Exception]) -> Iterator[T]:
-        for result in results:
-            if isinstance(result, Exception):
-                self.check(result)
-            else:
-                yield result
-
-    def check(self, error: Exception) -> None:
-        """Print and count a bad row that is skipped; raise any other error."""
-        if not isinstance(error, BadRowError):
-            raise error
-        self.bad_rows += 1
-        self._policy.check(error, self.bad_rows)
-        tqdm.write(f"skipped a bad row: {error}", file=sys.stderr)  # above the progress bar

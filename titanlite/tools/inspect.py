@@ -150,6 +150,11 @@ def describe_token_files(source: Tokens, seq_len: int) -> float:
     print(f"  tokens        {sum(sizes):,}")
     for folder, manifest in manifests_of(files).items():
         print(f"  made by       {manifest['tokenizer']['description']} (in {folder})")
+        print(f"  fingerprint   {manifest['tokenizer']['fingerprint']}")
+        print(f"  versions      {', '.join(f'{name} {each}' for name, each in manifest.get('made_with', {}).items())}")
+        for made_from in manifest["sources"]:
+            facts = ", ".join(f"{key} {made_from[key]}" for key in ("files", "bytes", "content") if key in made_from)
+            print(f"  made from     {made_from['name']}: {facts}")
     if lengths:
         print(f"  documents     {len(lengths):,}")
         print(f"  tokens each   {describe_lengths(lengths)}")

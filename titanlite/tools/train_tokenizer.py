@@ -23,7 +23,8 @@ from titanlite.tools.command import (
     require_new,
     run_command,
 )
-from titanlite.tools.documents import UsableRows, config_of_data, piece_bytes, pieces_with_progress
+from titanlite.tools.documents import config_of_data, piece_bytes, pieces_with_progress
+from titanlite.tools.usable_rows import UsableRows
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import titanlite
 from tests.unit.data.conversations import TEMPLATE, write_conversations
 from tests.unit.data.ranks import build
 from titanlite.batch import IGNORE_INDEX, Batch
@@ -15,7 +16,8 @@ from titanlite.data.config import DataConfig
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
-from titanlite.tools import inspect, sequences, tokenize
+from titanlite.tools import inspect, sequences
+from titanlite.tools.tokenize import __main__ as tokenize
 
 ROWS = [f"the model reads {n} words\n" * (1 + n % 5) for n in range(40)]
 
@@ -202,6 +204,8 @@ def test_token_files(decodes: bool, config: Path, tmp_path: Path, capsys: pytest
     assert number(text, "longest") == max(np.diff([-1, *ends]))
     assert number(text, "mean") == pytest.approx(len(tokens) / 40, abs=0.05)
     assert "made by" in text
+    assert f"versions      titanlite {titanlite.__version__}, tokenizers " in text
+    assert re.search(r"made from     jsonl .*rows\.jsonl: files 1, bytes [\d,]+, content xxh3-128:[0-9a-f]{32}\n", text)
     assert number(text, "an epoch") == (len(tokens) - 1) // 16
     if decodes:
         assert "".join(part for parts in blocks(text) for _, part in parts).startswith(ROWS[0] + "<|endoftext|>")

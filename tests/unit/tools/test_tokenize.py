@@ -3,10 +3,11 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,25 @@ import numpy as np
 import pytest
 import xxhash
 
+from tests.stores import Bucket
 from titanlite.data.bpe import prepare_tokenizer, train_bpe
 from titanlite.data.check import check_tokenizer
 from titanlite.data.config import DataConfig, TokenizerConfig, ValidationConfig
 from titanlite.data.fingerprint import data_fingerprint, describe_difference
-from titanlite.data.kinds import open_source
+from titanlite.data.kinds import open_source, text_sources
+from titanlite.data.sources import jsonl
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.formats import documents_file
-from titanlite.data.sources.pieces import ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError
+from titanlite.data.sources.pieces import EMPTY, ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError, TokenPiece
 from titanlite.data.sources.tokens import Tokens, WindowCorpus
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.cache import cache_folder
 from titanlite.runtime.errors import Problem, UserError
-from titanlite.tools import encoding, tokenize
-from titanlite.tools.documents import UsableRows
-from titanlite.tools.encoding import Chunk, TextEncoder, encoded
+from titanlite.tools.tokenize import __main__ as tokenize
+from titanlite.tools.tokenize import folder, local, part, plan
+from titanlite.tools.tokenize.part import tokenize_part
+from titanlite.tools.tokenize.plan import Job
+from titanlite.tools.usable_rows import UsableRows
 
 ROWS = [f"the model reads {n} words\n" * (1 + n % 7) for n in range(60)]
 
@@ -53,18 +59,25 @@ def config(tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_folder: P
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of two or three pieces, so that documents and shards span several chunks."""
-    monkeypatch.setattr(tokenize, "CHUNK_BYTES", 150)
+    """Chunks of two or three pieces, so that documents span several chunks."""
+    monkeypatch.setattr(part, "CHUNK_BYTES", 150)
 
 
-def run(config: Path, out: Path, *arguments: str, workers: int = 0, shard_tokens: int = 150) -> Path:
-    own = ["--out", str(out), "--workers", str(workers), "--shard_tokens", str(shard_tokens)]
+def run(config: Path, out: Path | str, *arguments: str, workers: int = 0, part_bytes: int = 500) -> Path:
+    own = ["--out", str(out), "--workers", str(workers), "--part-bytes", str(part_bytes)]
     tokenize.main([str(config), *own, *arguments])
-    return out
+    return Path(out)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def run_tasks(config: Path, out: Path | str, script: Path, order: Sequence[int], *arguments: str) -> None:
+    """Plan for an array of three tasks, and do these."""
+    run(config, out, "--engine", "slurm", "--script", str(script), *arguments, workers=3)
+    for task in order:
+        tokenize.main([str(config), "--out", str(out), *arguments, "--part", str(task), "--tasks", "3"])
 
 
 @pytest.mark.slow
@@ -85,7 +98,7 @@ def test_the_files_do_not_depend_on_the_number_of_workers(config: Path, tmp_path
         assert (shard["tokens"], shard["documents"]) == (len(ids), len(starts))
         assert shard["xxh3_128"] == xxhash.xxh3_128_hexdigest((out / shard["file"]).read_bytes())
         assert starts[0] == 0
-        documents += [part.tolist() for part in np.split(ids, starts[1:])]
+        documents += [each.tolist() for each in np.split(ids, starts[1:])]
     assert documents == [[*tokens, tokenizer.eos_id] for tokens in pieces_of_rows(tokenizer)]
 
 
@@ -99,26 +112,65 @@ def pieces_of_rows(tokenizer: Tokenizer) -> list[list[int]]:
     ]
 
 
+@pytest.mark.parametrize(("kind", "end"), [("jsonl", b"\n"), ("text", b"\r\n")])
+def test_parts_have_each_document_once(kind: str, end: bytes, config: Path, tmp_path: Path) -> None:
+    """Also if a document is longer than a part, or a part begins at the first byte of one."""
+    rows = [b"x" * 170, b"", b"a", *(f"row {n}".encode() for n in range(12))]
+    lines = [json.dumps({"text": row.decode()}).encode() if kind == "jsonl" and row else row for row in rows]
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.rows").write_bytes(end.join(lines))
+    key = ["--data.sources.0.kind", kind, "--data.sources.0.path", f"{tmp_path}/*.rows"]
+    key += ["--data.sources.0.document", "line"] if kind == "text" else []
+    expected = np.load(run(config, tmp_path / "one", *key, part_bytes=10**6) / "tokens-00000.npy")
+    for size in (29, 30, 150):
+        out = run(config, tmp_path / str(size), *key, part_bytes=size)
+        files = sorted(out.glob("*.npy"))
+        assert len(files) > 1
+        assert np.concatenate([np.load(file) for file in files]).tolist() == expected.tolist()
+        starts = [np.load(documents_file(file)) for file in files]
+        assert all(each[0] == 0 for each in starts)
+        assert sum(map(len, starts)) == 28
+
+
+def test_what_is_cut(tmp_path: Path) -> None:
+    """Small files are one part together. Compressed files are never cut, and large ones are named."""
+    for name, size in (("a", 10), ("b", 0), ("c", 60), ("d", 250), ("e", 90), ("f", 40)):
+        (tmp_path / f"{name}.jsonl").write_bytes(b"x" * size)
+    (tmp_path / "g.jsonl.gz").write_bytes(b"x" * 450)
+    source = text_sources([SourceConfig(kind="jsonl", path=str(tmp_path))])[0]
+    parts = list(plan.parts_of(source, 0, 100))
+    assert [(each["files"], each["extent"]) for each in parts] == [
+        ([0, 3], []),
+        *[([3, 4], extent) for extent in ([0, 83], [83, 166], [166, 250])],
+        ([4, 5], []),
+        ([5, 6], []),
+        ([6, 7], []),
+    ]
+    assert sum(each["bytes"] for each in parts) == 900
+    files = [[{"path": str(file), "bytes": 0, "digest": ""} for file in source.files()]]
+    (line,) = plan.large_parts({"settings": {"part_bytes": 100}, "parts": parts, "files": files})  # type: ignore
+    assert line.startswith(f"{tmp_path}/g.jsonl.gz is one part")
+    (whole,) = plan.parts_of(text_sources([SourceConfig(kind="python-stdlib")])[0], 1, 100)
+    assert whole["files"] == [0, 0]
+
+
 @pytest.mark.usefixtures("small_chunks")
-def test_an_interrupted_run_resumes_after_the_last_complete_shard(
+def test_an_interrupted_run_resumes_after_the_last_complete_part(
     config: Path,
     tmp_path: Path,
     write_jsonl: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write_jsonl([b"a bad row", *ROWS])
+    rows = write_jsonl([b"a bad row", *ROWS])
     uninterrupted = run(config, tmp_path / "uninterrupted")
-    written: list[Any] = []
 
-    def write_two(*arguments: Any) -> None:
-        if len(written) == 2:
+    def write_two(job: Job, number: int) -> Any:
+        if number == 2:
             raise KeyboardInterrupt
-        written.append(arguments)
-        original(*arguments)
+        return tokenize_part(job, number)
 
-    original = tokenize.write_unfinished
-    monkeypatch.setattr(tokenize, "write_unfinished", write_two)
+    monkeypatch.setattr(local, "tokenize_part", write_two)
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         run(config, out)
@@ -127,12 +179,56 @@ def test_an_interrupted_run_resumes_after_the_last_complete_shard(
     assert "tokens.incomplete.json shows an interrupted run" in problem.remedy
     with pytest.raises(UserError, match=r"another configuration \(see settings in tokens.incomplete.json\)"):
         run(config, out, "--data.add_eos", "false")
-    encoded_before = len(list(out.glob("*.npy")))
-    assert encoded_before == 3  # the last one is complete but not recorded, so it is written again
+    with pytest.raises(UserError, match=r"another configuration \(see settings in tokens.incomplete.json\)"):
+        tokenize.main([str(config), "--out", str(out), "--part", "5", "--data.add_eos", "false"])
+    content = rows.read_bytes()
+    rows.write_bytes(content.replace(b"model", b"MODEL"))
+    with pytest.raises(UserError, match=r"another configuration \(see sources, files in tokens.incomplete.json\)"):
+        run(config, out)
+    with pytest.raises(UserError, match=r"rows\.jsonl has changed since the plan was written"):
+        tokenize.main([str(config), "--out", str(out), "--part", "5"])
+    rows.write_bytes(content)
+    first = (out / "tokens-00000.npy").stat()
     assert contents(run(config, out)) == contents(uninterrupted)
-    assert "resuming after tokens-00001.npy" in capsys.readouterr().out
+    assert (out / "tokens-00000.npy").stat().st_ino == first.st_ino, "a finished part is not done again"
+    assert "resuming: 2 of " in capsys.readouterr().out
     with pytest.raises(UserError, match="is complete and is not overwritten"):
         run(config, out)
+
+
+def test_tasks_of_an_array_in_any_order_and_twice(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last one completes the folder. The script starts them, see tests/cluster/test_slurm.py."""
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match=r"has no tokens\.incomplete\.json"):
+        tokenize.main([str(config), "--out", str(out), "--part", "0"])
+    run_tasks(config, out, tmp_path / "my.sbatch", (2, 0, 2))
+    assert not (out / "tokens.json").exists()
+    (out / "tokens-00002.json").unlink()  # as if its task had been killed before the end
+    run_tasks_again = [str(config), "--out", str(out), "--tasks", "3", "--part"]
+    tokenize.main([*run_tasks_again, "1"])
+    assert "1 of " in capsys.readouterr().out.splitlines()[-1]
+    tokenize.main([*run_tasks_again, "2"])
+    assert contents(out) == contents(run(config, tmp_path / "local"))
+    capsys.readouterr()
+    tokenize.main([*run_tasks_again, "0"])
+    assert capsys.readouterr().out == f"{out} is complete\n"
+
+
+def test_a_store_has_the_files_of_a_folder(
+    config: Path, tmp_path: Path, write_jsonl: Callable[..., Path], store: Bucket
+) -> None:
+    """From local rows, and from those in the store."""
+    name = ("--data.sources.0.name", "rows")
+    expected = contents(run(config, tmp_path / "out", *name))
+    run_tasks(config, f"{store.address}/out", tmp_path / "my.sbatch", (1, 0, 2), *name)
+    store.request("PUT", "rows.jsonl", write_jsonl(ROWS).read_bytes())
+    run(config, f"{store.address}/other", *name, "--data.sources.0.path", f"{store.address}/rows.jsonl")
+    stored = {key: store.request("GET", key) for key in store.keys() if key != "rows.jsonl"}  # noqa: SIM118
+    assert stored == {f"{out}/{file}": content for out in ("out", "other") for file, content in expected.items()}
+    with pytest.raises(UserError, match="is complete and is not overwritten"):
+        run(config, f"{store.address}/out", *name)
 
 
 def test_a_worker_that_is_killed_ends_the_command(
@@ -145,65 +241,95 @@ def test_a_worker_that_is_killed_ends_the_command(
         os.kill(started[0].process.pid, signal.SIGKILL)
         return started[-1]
 
-    original = encoding.WorkerProcess
-    monkeypatch.setattr(encoding, "WorkerProcess", start)
-    with pytest.raises(UserError, match=r"the worker process \d+ was killed by SIGKILL.*fewer --workers.*resume after"):
+    original = local.WorkerProcess
+    monkeypatch.setattr(local, "WorkerProcess", start)
+    with pytest.raises(
+        UserError, match=r"the worker process \d+ was killed by SIGKILL.*fewer --workers.*not done again"
+    ):
         run(config, tmp_path / "out", workers=2)
     assert [worker.process.poll() for worker in started] == [-signal.SIGKILL] * 2
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_an_error_in_a_worker_is_raised_in_the_parent(write_jsonl: Callable[..., Path], tokenizer: Tokenizer) -> None:
-    source = SourceConfig(kind="jsonl", path=str(write_jsonl(ROWS)))
-    encoder = TextEncoder(DataConfig(sources=(source,), max_piece_bytes=60), tokenizer)
-    with encoded(encoder, [range(10**6)], 1) as chunks, pytest.raises(UserError, match="exit code 1"):
-        next(chunks)
-    tokenizer.arguments["file"] = "nowhere"
-    with encoded(encoder, [range(2)], 1) as chunks, pytest.raises(UserError, match="nowhere is not a readable"):
-        next(chunks)
+    monkeypatch.undo()
+    assert contents(run(config, tmp_path / "out")) == contents(run(config, tmp_path / "other"))
 
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_bad_rows_are_named_and_counted_in_their_shards(
-    workers: int, config: Path, tmp_path: Path, write_jsonl: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    workers: int, config: Path, tmp_path: Path, write_jsonl: Callable[..., Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_jsonl(["one", b"{", b"[]", *ROWS[:9], b"5"])
+    arguments: dict[str, Any] = {"workers": workers, "part_bytes": 10**6}
     with pytest.raises(UserError, match=r"more than data\.max_bad_rows = 2 bad rows; the last one: .* line 13: not a"):
-        run(config, tmp_path / "no", "--data.max_bad_rows", "2", workers=workers)
+        run(config, tmp_path / "no", "--data.max_bad_rows", "2", **arguments)
     with pytest.raises(UserError, match=r"bad row: .*rows\.jsonl, line 2"):
-        run(config, tmp_path / "neither", "--data.on_bad_row", "error", workers=workers)
-    capsys.readouterr()
-    manifest = json.loads((run(config, tmp_path / "out", workers=workers) / "tokens.json").read_text())
-    assert (manifest["documents"], manifest["bad_rows"], manifest["shards"][0]["bad_rows"]) == (10, 3, 2)
-    named = capsys.readouterr().err.splitlines()
+        run(config, tmp_path / "neither", "--data.on_bad_row", "error", **arguments)
+    capfd.readouterr()
+    manifest = json.loads((run(config, tmp_path / "out", **arguments) / "tokens.json").read_text())
+    assert (manifest["documents"], manifest["bad_rows"], manifest["shards"][0]["bad_rows"]) == (10, 3, 3)
+    named = capfd.readouterr().err.splitlines()
     assert [line.split(", ")[1].split(":")[0] for line in named] == ["line 2", "line 3", "line 13"]
 
 
+def test_bad_rows_of_all_parts_are_counted(config: Path, tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
+    write_jsonl([b"{", *ROWS, b"[]"])
+    some = ("--data.max_bad_rows", "1")
+    with pytest.raises(UserError, match=r"2 bad rows so far, more than data\.max_bad_rows = 1"):
+        run(config, tmp_path / "out", *some)
+    with pytest.raises(UserError, match=r"2 bad rows so far, more than data\.max_bad_rows = 1"):
+        run_tasks(config, tmp_path / "tasks", tmp_path / "my.sbatch", (0, 1, 2), *some)
+    assert json.loads((run(config, tmp_path / "out") / "tokens.json").read_text())["bad_rows"] == 2
+
+
+def test_a_line_that_would_not_fit_into_memory_is_a_bad_row(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(jsonl, "MAX_ROW_BYTES", 150)
+    run(config, tmp_path / "out")
+    assert re.search(
+        r"line 6 after byte [\d,]+: the line has 1\d\d bytes, more than 150: divide", capsys.readouterr().err
+    )
+
+
+class Pieces:
+    """A corpus and its encoder: tokens or the error of each piece, with its flags."""
+
+    def __init__(self, *pieces: tuple[int, list[int] | None]) -> None:
+        self.pieces, self.corpus, self.count = pieces, self, len(pieces)
+
+    def num_bytes(self, piece: int) -> int:  # noqa: ARG002
+        return part.CHUNK_BYTES // 2
+
+    def flags(self, piece: int) -> int:
+        return self.pieces[piece][0]
+
+    def fetch(self, pieces: Iterable[int]) -> Iterator[TokenPiece | Exception]:
+        for _, ids in (self.pieces[piece] for piece in pieces):
+            yield BadRowError("no text") if ids is None else TokenPiece(np.array(ids, np.int64), EMPTY)
+
+
 def test_a_document_that_begins_with_a_bad_or_empty_piece_starts_at_the_next(tmp_path: Path) -> None:
-    def chunks() -> Iterator[Chunk]:
-        start, end, both = STARTS_DOCUMENT, ENDS_DOCUMENT, STARTS_DOCUMENT | ENDS_DOCUMENT
-        ids = np.arange(9, dtype=np.uint16)
-        yield Chunk(ids[:5], [2, 0, 3], [both, start, 0], {1: BadRowError("no text")})
-        yield Chunk(ids[5:6], [1], [end], {})
-        yield Chunk(ids[6:], [0, 2, 0, 1], [start, end, both, both], {})
-
+    start, end, both = STARTS_DOCUMENT, ENDS_DOCUMENT, STARTS_DOCUMENT | ENDS_DOCUMENT
+    pieces = Pieces(
+        *((both, [0, 1]), (start, None), (0, [2, 3, 4]), (end, [5])),
+        *((start, []), (end, [6, 7]), (both, []), (both, [8])),
+    )
     rows = UsableRows(DataConfig(on_bad_row="skip"))
-    (shard,) = tokenize.write_shards(tmp_path, chunks(), rows, np.dtype("<u2"), 100, 0)
-    starts = np.load(documents_file(tmp_path / "tokens-00000.npy"))
-    assert starts.tolist() == [0, 2, 6, 8]
-    assert (shard["tokens"], shard["pieces"], shard["bad_rows"]) == (9, 8, 1)
+    with part.TokenWriter(tmp_path / "tokens.npy", np.dtype("<u2")) as writer:
+        part._write_documents(pieces, rows, writer)  # type: ignore[arg-type]
+    assert writer.starts.tolist() == [0, 2, 6, 8]
+    assert np.load(tmp_path / "tokens.npy").tolist() == list(range(9))
+    assert rows.bad_rows == 1
 
 
-def test_a_shard_ends_with_a_document(tmp_path: Path) -> None:
-    ids = np.arange(10, dtype=np.uint32)
-    flags = [STARTS_DOCUMENT, 0, ENDS_DOCUMENT, STARTS_DOCUMENT | ENDS_DOCUMENT]
-    rows = UsableRows(DataConfig())
-    shards = list(tokenize.write_shards(tmp_path, [Chunk(ids, [2, 3, 4, 1], flags, {})], rows, ids.dtype, 3, 7))
-    assert [(shard["file"], shard["tokens"]) for shard in shards] == [("tokens-00007.npy", 9), ("tokens-00008.npy", 1)]
-    assert np.load(tmp_path / "tokens-00007.npy").tolist() == list(range(9))
-    assert not list(tmp_path.glob("*.incomplete"))
+def test_the_cache_of_a_killed_worker_is_removed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of a running one."""
+    with folder.scratch_cache():
+        (running,) = (cache / "scratch").iterdir()
+        (cache / "scratch" / "left").mkdir()
+        monkeypatch.setenv("TITANLITE_CACHE", str(cache))
+        with folder.scratch_cache():
+            assert {*(cache / "scratch").iterdir()} == {running, cache_folder()}
+    assert not list((cache / "scratch").iterdir())
 
 
 def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
@@ -453,12 +579,23 @@ def test_two_commands_do_not_write_into_one_folder(config: Path, tmp_path: Path)
     out = tmp_path / "out"
     out.mkdir()
     (out / "tokens-00000.npy.incomplete").touch()  # left by a killed command
-    with tokenize._own_folder(out), pytest.raises(UserError, match="another process writes into"):
+    with folder.LocalFolder(out).owned(), pytest.raises(UserError, match="another process writes into"):
         run(config, out)
     assert "tokens-00000.npy.incomplete" not in contents(run(config, out))
 
 
-@pytest.mark.parametrize(("argument", "value"), [("--workers", "-1"), ("--shard-tokens", "0")])
-def test_invalid_numbers(argument: str, value: str, config: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"{argument} = {value}\n +rule: "):
-        tokenize.main([str(config), "--out", str(tmp_path / "out"), argument, value])
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ("--workers -1", "--workers = -1"),
+        ("--part-bytes 0", "--part-bytes = 0"),
+        ("--tasks 3", "--tasks = 3\n +rule: +only with --part"),
+        ("--submit", "--submit = True\n +rule: +only with --engine slurm"),
+        ("--part 3 --engine ray", "--part = 3\n +rule: +without --engine"),
+        ("--engine mpi", "--engine = 'mpi'"),
+        ("--out s3://", "--out"),
+    ],
+)
+def test_invalid_options(arguments: str, problem: str, config: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=problem):
+        tokenize.main([str(config), "--out", str(tmp_path / "out"), *arguments.split()])

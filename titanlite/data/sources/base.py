@@ -255,17 +255,23 @@ class Source(ABC):
             )
         return {"files": len(files), "bytes": sum(map(size_of, files)), "content": content}
 
+    def digests(self) -> list[str]:
+        """Digests in hex of the files in their order, see sampled_digest."""
+        return self._digests(self.files())
+
     def _content_digest(self, files: Sequence[SourceFile]) -> str:
-        """Digest of the files in their order. Cached of stored files only: nodes may share a cache folder, but not the
-        files."""
+        found = bytes.fromhex("".join(self._digests(files)))
+        return f"xxh3-128:{xxhash.xxh3_128(found).hexdigest()}"
+
+    def _digests(self, files: Sequence[SourceFile]) -> list[str]:
+        """Cached of stored files only: nodes may share a cache folder, but not the files."""
 
         def digests() -> list[str]:
             with ThreadPoolExecutor(READERS) as pool:
                 return [digest.hex() for digest in pool.map(sampled_digest, files)]
 
         what = f"the digests of {self.name}"
-        found = cached_json("digests", facts_of(files), what, digests) if self.is_stored else digests()
-        return f"xxh3-128:{xxhash.xxh3_128(bytes.fromhex(''.join(found))).hexdigest()}"
+        return cached_json("digests", facts_of(files), what, digests) if self.is_stored else digests()
 
 
 def cached_json(kind: str, facts: list[Any], what: str, make: Callable[[], Any]) -> Any:
@@ -445,12 +451,39 @@ class TextSource(Source):
     """
 
     row_name: ClassVar[str]
+    extent: tuple[int, int] | None = None
+    """Bytes [begin, end) of the only file, whose documents that begin there are read; None: all documents."""
+
+    @property
+    def reads_files_separately(self) -> bool:
+        """Whether the documents of one of its files do not depend on the others, as in a kind that makes its files."""
+        return type(self).indexed_files is TextSource.indexed_files
+
+    def can_divide(self, file: SourceFile) -> bool:  # noqa: ARG002
+        """Whether the documents that begin in some bytes of a file can be read without those before them."""
+        return False
+
+    def select(self, files: Sequence[SourceFile], extent: tuple[int, int] | None) -> None:
+        """Read only these files, and of a single one only `extent`. Call before anything is read."""
+        self._files, self.extent = files, extent
+
+    def row_place(self, row: int) -> str:
+        """The place of a row in its file, for messages."""
+        behind = f" after byte {self.extent[0]:,}" if self.extent and self.extent[0] else ""
+        return f"{self.row_name} {row}{behind}"
 
     def index_settings(self) -> list[Any]:
         """Keys that decide how files are cut into pieces. A change causes a new index."""
         config = self.config
         own = [[key, getattr(config, key)] for key in self.keys if key not in (*_INDEX_KEYS, *_OTHER_KEYS)]
-        return [self.kind, config.field or "text", config.document or "file", config.split or "train", *own]
+        return [
+            self.kind,
+            config.field or "text",
+            config.document or "file",
+            config.split or "train",
+            *own,
+            *(self.extent or ()),
+        ]
 
     def indexed_files(self, into: Path) -> Sequence[SourceFile]:  # noqa: ARG002
         """The files to index. Files that must be created first are written to the folder `into`."""

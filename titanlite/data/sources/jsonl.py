@@ -50,6 +50,9 @@ from titanlite.runtime.retry import is_transient
 CACHE_BYTES = 64 * 2**20
 """Memory for the texts of cut rows, so that a long row is not parsed again for each piece."""
 
+MAX_ROW_BYTES = 2**28
+"""Longest line that is parsed, which takes several times its size in memory. A longer one is a bad row."""
+
 CHECKED_ROWS = 100
 """Rows of the first file that are checked for the field before a run starts."""
 
@@ -122,21 +125,25 @@ class Jsonl(TextSource):
     def settings(self) -> dict[str, Any]:
         return {"field": self.field}
 
+    def can_divide(self, file: SourceFile) -> bool:
+        return not self._is_copied(file)
+
     def scan(self, path: SourceFile, file: int, max_piece_bytes: int) -> Iterator[Piece]:
         content = self._content(path)
         with mapped(content.file) as data:
             number = 0
-            for number, begin, end in lines(data):
+            for number, begin, end in lines(data, self.extent):
                 row = Piece(file, number, begin, end - begin)
                 # Text is never longer than its JSON form: a short line is one piece and need not be parsed.
-                text = None if row.size <= max_piece_bytes else json_row(data[begin:end], self.field)
+                is_parsed = max_piece_bytes < row.size <= MAX_ROW_BYTES
+                text = json_row(data[begin:end], self.field) if is_parsed else None
                 if isinstance(text, bytes):
                     yield from row.parts(text, max_piece_bytes)
                 else:
                     yield row  # read() raises the error of a bad row
             if content.damage:
                 yield Piece(file, content.lines + 1, 0, 0, flags=BAD_FILE)
-            elif not number:
+            elif not number and not self.extent:
                 yield Piece(file, 1, 0, len(data), flags=BAD_FILE)
 
     def _content(self, path: SourceFile) -> Unpacked:
@@ -172,6 +179,8 @@ class Jsonl(TextSource):
         return utf8_text(text[piece.begin : piece.begin + piece.length])
 
     def _read_text(self, path: SourceFile | Blocks, piece: Piece) -> bytes:
+        if piece.size > MAX_ROW_BYTES:
+            raise BadRowError(f"the line has {piece.size:,} bytes, more than {MAX_ROW_BYTES:,}: divide its text")
         return self._text_of(read_range(path, piece.offset, piece.size))
 
     def _text_of(self, line: bytes) -> bytes:

@@ -229,11 +229,18 @@ def cut(data: Bytes, begin: int, end: int, max_bytes: int) -> Iterator[tuple[int
         yield begin, end, flags | ENDS_DOCUMENT
 
 
-def lines(data: Bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield (number from 1, begin, end) of each nonblank line, without its line end. Copies no data."""
-    begin, number, size = 0, 1, len(data)
+def lines(data: Bytes, extent: tuple[int, int] | None = None) -> Iterator[tuple[int, int, int]]:
+    """Yield (number from 1, begin, end) of each nonblank line, without its line end. Copies no data.
+
+    extent: only the lines that begin in these bytes [begin, end), numbered from the first of them.
+    """
+    size = len(data)
+    begin, stop_at = extent or (0, size)
+    if begin:
+        begin = data.find(b"\n", begin - 1, size) + 1 or size
+    number = 1
     is_mapped = isinstance(data, bytes | mmap.mmap)
-    while begin < size:
+    while begin < stop_at:
         stop = data.find(b"\n", begin, size)
         stop = size if stop < 0 else stop
         if _NOT_BLANK.search(data, begin, stop) if is_mapped else data[begin:stop].strip():  # type: ignore[call-overload]

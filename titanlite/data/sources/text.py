@@ -30,6 +30,9 @@ class Text(TextSource):
     def settings(self) -> dict[str, Any]:
         return {"document": self.config.document or "file"}
 
+    def can_divide(self, file: SourceFile) -> bool:  # noqa: ARG002
+        return self.config.document == "line"
+
     def scan(self, path: SourceFile, file: int, max_piece_bytes: int) -> Iterator[Piece]:
         with mapped(path) as data:
             row = 0
@@ -38,13 +41,13 @@ class Text(TextSource):
                     yield Piece(file, row, begin, end - begin, flags=flags)
                     if end < last:
                         row += data[begin:end].count(b"\n")
-            if not row:
+            if not row and not self.extent:
                 yield Piece(file, 1, 0, len(data), flags=BAD_FILE)
 
     def _documents(self, data: Bytes) -> Iterator[tuple[int, int, int]]:
         """Yield (line number, begin, end) of each document."""
         if self.config.document == "line":
-            yield from lines(data)
+            yield from lines(data, self.extent)
         elif self.config.document == "paragraph":
             yield from _paragraphs(data)
         elif len(data):

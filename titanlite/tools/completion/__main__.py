@@ -9,7 +9,7 @@ import tyro
 
 from titanlite.config.help import options_type
 from titanlite.config.schema import JobConfig
-from titanlite.tools import calibrate, digest, evaluate, inspect, ledger, profile, schema, tokenize, train_tokenizer
+from titanlite.tools import calibrate, digest, evaluate, inspect, ledger, profile, schema, train_tokenizer
 from titanlite.tools.command import run_command
 from titanlite.tools.convert.__main__ import Options as ConvertOptions
 from titanlite.tools.generate.__main__ import Options as GenerateOptions
@@ -20,6 +20,7 @@ from titanlite.tools.replay.__main__ import Options as ReplayOptions
 from titanlite.tools.report.__main__ import Options as ReportOptions
 from titanlite.tools.sweep.__main__ import Options as SweepOptions
 from titanlite.tools.sweep.critical_batch import Options as CriticalBatchOptions
+from titanlite.tools.tokenize.__main__ import Options as TokenizeOptions
 
 OPTIONS: Mapping[str, Any] = {
     "train": options_type(JobConfig()),
@@ -35,7 +36,7 @@ OPTIONS: Mapping[str, Any] = {
     "evaluate": evaluate.Options,
     "inspect": inspect.Options,
     "schema": schema.Options,
-    "tokenize": tokenize.Options,
+    "tokenize": TokenizeOptions,
     "replay": ReplayOptions,
     "ledger": ledger.Options,
     "digest": digest.Options,

@@ -1,0 +1,69 @@
+"""Parts as tasks of a Ray cluster: RAY_ADDRESS, else one on this machine that ends with the command."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from typing import Any
+
+from titanlite.data.processes import worker_environment
+from titanlite.data.sources.tokens import Shard
+from titanlite.runtime.errors import UserError
+from titanlite.tools.tokenize.local import arguments_of, opened_job
+from titanlite.tools.tokenize.part import tokenize_part
+from titanlite.tools.tokenize.plan import Job
+
+RETRIES = 5
+"""How often a part is started again after its worker or its node was lost."""
+
+
+def run_on_ray(job: Job, parts: Sequence[int], num_workers: int | None) -> Iterator[Shard]:
+    """Write parts, each on one CPU; yield their entries in the order in which they are finished.
+
+    num_workers: most tasks at the same time; None: as many as the cluster has CPUs. Raises UserError.
+    """
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    try:
+        import ray
+    except ImportError:
+        raise UserError("--engine ray needs Ray: pip install 'titanlite[ray]'") from None
+    # Without an address, Ray joins any cluster that has left a file on this machine, even a dead one.
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    try:
+        ray.init(
+            address=address,
+            num_cpus=num_workers if address == "local" else None,
+            include_dashboard=False if address == "local" else None,
+            log_to_driver=True,
+            runtime_env={"env_vars": worker_environment()},
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(f"cannot use the Ray cluster {address}: {error}; fix RAY_ADDRESS, or unset it") from error
+    try:
+        task = ray.remote(num_cpus=1, max_retries=RETRIES)(write_part)
+        start = partial(task.remote, json.dumps(arguments_of(job)))
+        room = num_workers or int(ray.cluster_resources().get("CPU", 1))
+        waiting, running = list(reversed(parts)), list[Any]()
+        while waiting or running:
+            running += [start(waiting.pop()) for _ in range(min(len(waiting), room - len(running)))]
+            finished, running = ray.wait(running)
+            yield from ray.get(finished)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise UserError(str(error.cause)) from None
+        raise
+    except ray.exceptions.RayError as error:
+        remedy = "run the same command again: finished parts are not done again"
+        raise UserError(f"the Ray cluster {address} lost a part {RETRIES + 1} times: {error}; {remedy}") from error
+    finally:
+        ray.shutdown()
+
+
+def write_part(arguments: str, part: int) -> Shard:
+    """Write a part in a worker of Ray, which does several parts."""
+    return tokenize_part(_job(arguments), part)
+
+
+@cache
+def _job(arguments: str) -> Job:
+    return opened_job(**json.loads(arguments))
