@@ -151,7 +151,8 @@ def describe_token_files(source: Tokens, seq_len: int) -> float:
     for folder, manifest in manifests_of(files).items():
         print(f"  made by       {manifest['tokenizer']['description']} (in {folder})")
         print(f"  fingerprint   {manifest['tokenizer']['fingerprint']}")
-        print(f"  versions      {', '.join(f'{name} {each}' for name, each in manifest.get('made_with', {}).items())}")
+        if versions := [f"{name} {version}" for name, version in manifest.get("made_with", {}).items()]:
+            print(f"  versions      {', '.join(versions)}")
         for made_from in manifest["sources"]:
             facts = ", ".join(f"{key} {made_from[key]}" for key in ("files", "bytes", "content") if key in made_from)
             print(f"  made from     {made_from['name']}: {facts}")

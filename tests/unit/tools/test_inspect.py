@@ -205,7 +205,7 @@ def test_token_files(decodes: bool, config: Path, tmp_path: Path, capsys: pytest
     assert number(text, "mean") == pytest.approx(len(tokens) / 40, abs=0.05)
     assert "made by" in text
     assert f"versions      titanlite {titanlite.__version__}, tokenizers " in text
-    assert re.search(r"made from     jsonl .*rows\.jsonl: files 1, bytes [\d,]+, content xxh3-128:[0-9a-f]{32}\n", text)
+    assert re.search(r"made from     rows: files 1, bytes [\d,]+, content xxh3-128:[0-9a-f]{32}\n", text)
     assert number(text, "an epoch") == (len(tokens) - 1) // 16
     if decodes:
         assert "".join(part for parts in blocks(text) for _, part in parts).startswith(ROWS[0] + "<|endoftext|>")
