@@ -6,6 +6,8 @@ import json
 import math
 import random
 import runpy
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -17,7 +19,6 @@ from torch import nn
 
 import titanlite
 from tests.configuration import parse_config
-from titanlite.__main__ import run as run_command
 from titanlite.config.load import load_config
 from titanlite.data.config import DataConfig
 from titanlite.data.kinds import KINDS, open_source
@@ -223,9 +224,8 @@ def test_a_corpus_is_cleaned_tokenized_and_trained_on(tmp_path: Path, tokenizer_
     config = tmp_path / "config.toml"
     sources = '[[data.sources]]\nkind = "{}"\npath = "{}"\n'
     config.write_text(f'[tokenizer]\npath = "{tokenizer_folder}"\n{sources.format("jsonl", tmp_path / "clean")}')
-    command = ["titanlite", "tokenize", str(config), "--out", str(tmp_path / "tokens"), "--workers", "1"]
-    with patch("sys.argv", command), pytest.raises(SystemExit, match="0"):
-        run_command()
+    command = [sys.executable, "-m", "titanlite", "tokenize", config, "--out", tmp_path / "tokens", "--workers", "1"]
+    subprocess.run(command, check=True)
     ids, documents = np.load(tmp_path / "tokens/tokens-00000.npy"), np.load(tmp_path / "tokens/tokens-00000.documents")
     tokenizer = Tokenizer(tokenizer_folder / "tokenizer.json")
     assert [tokenizer.decode(part[:-1].tolist()) for part in np.split(ids, documents[1:])] == cleaned
