@@ -15,10 +15,12 @@ from titanlite.models.attention import attend, attention_mask, document_argument
 from titanlite.models.experts import clamped_swiglu, grouped_feed_forward, swiglu
 from titanlite.models.experts import feed_forward as expert_loop
 from titanlite.models.family import Structure
+from titanlite.models.float8 import RECIPES, Float8, RecipeName, float8_linear
 from titanlite.models.head import LossComputation, OutputLayer
 from titanlite.models.layers import FeedForward, RMSNorm, RotaryEmbedding
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.registry import build_optimizer
+from titanlite.parallel.float8 import Float8Config, multiplies_on_device
 from titanlite.parallel.mesh import ShardGroups, part_of_rows
 
 CHECK = "2 kernels"
@@ -29,6 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 WINDOW = 130
 STARTS = (0, 130, 131, 256)
 """First positions of the documents of a row, on both sides of the edge of a block of 128."""
+FLOAT8_RECIPES: tuple[RecipeName, ...] = ("mxfp8", "rowwise")
 EXPERT_ROWS = (0, 1, 130, 7, 0, 86, 0)
 """Rows of each expert: the first, the last and one between have none."""
 
@@ -122,6 +125,14 @@ def kernels(setup: Setup) -> dict[str, Kernel]:
         expected = partial(_attention, ids if documents else torch.zeros(2, seq_len), window=window, cap=cap)
         return Kernel(run, expected, (*heads, (heads[0][1],)) if has_sinks else heads, 8)
 
+    def float8(recipe: RecipeName) -> Kernel:
+        def run(x: Tensor, weight: Tensor) -> Tensor:
+            on_device = multiplies_on_device(Float8Config(recipe=recipe), device.type, x.dtype)
+            return float8_linear(x, weight, settings=Float8(RECIPES[recipe], "ceil", on_device=on_device))
+
+        emulated = partial(float8_linear, settings=Float8(RECIPES[recipe], "ceil"))
+        return Kernel(run, emulated, ((rows, dim), (wide, dim)), 2)
+
     variants = {"window": (WINDOW, 0.0, False), "sinks, window": (WINDOW, 0.0, True), "sinks": (0, 0.0, True)}
     variants |= {"capped": (0, 2.0, False), "capped, window": (WINDOW, 2.0, False)}
     return {
@@ -131,6 +142,7 @@ def kernels(setup: Setup) -> dict[str, Kernel]:
             for documents in (False, True)
         },
         "product": Kernel(lambda x, w: x @ w.T, lambda x, w: x @ w.T, ((rows, dim), (wide, dim)), 2),
+        **{f"float8, {recipe}": float8(recipe) for recipe in FLOAT8_RECIPES},
         "attention, causal": Kernel(
             lambda q, k, v: attend(q, k, v, None), partial(_attention, torch.zeros(2, seq_len)), heads, 4
         ),

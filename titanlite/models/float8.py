@@ -1,8 +1,8 @@
 """Linear layers whose matrix products have operands in float8, with scales that do not depend on the layout.
 
 Each element of an operand is rounded to E4M3 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022) times the
-scale of its block, and the product is computed from these numbers in promote_types(dtype, float32). Blocks belong to
-the full tensor, never to the part of it that a rank has: see RECIPES.
+scale of its block. The product of these numbers is that of the device, or emulated in promote_types(dtype, float32).
+Blocks belong to the full tensor, never to the part of it that a rank has: see RECIPES.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.functional import ScalingType
 
 LARGEST = 448.0
 """The largest number of E4M3."""
+UNIT = 16
+"""Sizes of weights that torch's scaled_mm multiplies are multiples of this."""
 RecipeName = Literal["mxfp8", "blockwise", "rowwise"]
 Scale = Literal["ceil", "floor", "float32"]
 Maximum = Callable[[Tensor], Tensor]
@@ -45,13 +48,15 @@ class Float8:
     """How a linear layer multiplies.
 
     scale: see scales. maximum, gradient_maximum: the elementwise maximum over the ranks among which the contraction of
-    the forward pass, or that of the input gradient, is cut; None: it is not cut.
+    the forward pass, or that of the input gradient, is cut; None: it is not cut. on_device: multiply by the matrix unit
+    of the device, for "rowwise" and sizes that are multiples of UNIT; else the product is emulated.
     """
 
     recipe: Recipe
     scale: Scale
     maximum: Maximum | None = None
     gradient_maximum: Maximum | None = None
+    on_device: bool = False
 
 
 def linear(layer: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -69,9 +74,9 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sett
     The two gradients are nodes of their own in the autograd graph, so that a pipeline schedule can compute that of the
     weight later: autograd does not tell a function which of its gradients is needed now.
     """
-    product = _Product.apply(x, weight.detach(), settings)  # type: ignore[no-untyped-call]
+    result = _Product.apply(x, weight.detach(), settings)  # type: ignore[no-untyped-call]
     handle = _WeightHandle.apply(weight, x.detach(), settings)  # type: ignore[no-untyped-call]
-    out: Tensor = _Join.apply(product, handle)  # type: ignore[no-untyped-call]
+    out: Tensor = _Join.apply(result, handle)  # type: ignore[no-untyped-call]
     return out if bias is None else out + bias
 
 
@@ -80,18 +85,12 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, settings: Float8) -> Tensor:
         ctx.settings = settings
         ctx.save_for_backward(weight)
-        across, along = settings.recipe.weight_rows, settings.recipe.block
-        own = rounded(x, 1, along, settings.scale, settings.maximum)
-        others = rounded(weight, across, along, settings.scale, settings.maximum)
-        return (own @ others.T).to(x.dtype)
+        return product(x, weight, settings, settings.maximum)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        settings, (weight,) = ctx.settings, ctx.saved_tensors
-        across, along = settings.recipe.weight_rows, settings.recipe.block
-        own = rounded(gradient, 1, along, settings.scale, settings.gradient_maximum)
-        others = rounded(weight, along, across, settings.scale, settings.gradient_maximum)
-        return (own @ others).to(gradient.dtype), None, None
+        (weight,) = ctx.saved_tensors
+        return product(gradient, weight.T, ctx.settings, ctx.settings.gradient_maximum), None, None
 
 
 class _WeightHandle(torch.autograd.Function):
@@ -124,6 +123,31 @@ class _Join(torch.autograd.Function):
         return gradient, gradient
 
 
+def product(x: Tensor, weight: Tensor, settings: Float8, maximum: Maximum | None) -> Tensor:
+    """x weight^T of operands in float8, contracted along the last dimension of both."""
+    recipe = settings.recipe
+    if settings.on_device and x.numel() and not any(size % UNIT for size in weight.shape):
+        (own, own_scales), (others, scales_of_others) = (
+            _scaled_rows(each, settings.scale, maximum) for each in (x.flatten(0, -2), weight)
+        )
+        out: Tensor = functional.scaled_mm(
+            *(own, others.T, own_scales, ScalingType.RowWise, scales_of_others.T.contiguous(), ScalingType.RowWise),
+            output_dtype=x.dtype,
+        )
+        return out.view(*x.shape[:-1], len(weight))
+    own = rounded(x, 1, recipe.block, settings.scale, maximum)
+    others = rounded(weight, recipe.weight_rows, recipe.block, settings.scale, maximum)
+    return (own @ others.T).to(x.dtype)
+
+
+def _scaled_rows(x: Tensor, scale: Scale, maximum: Maximum | None) -> tuple[Tensor, Tensor]:
+    """The rows of x divided by their scales, as float8, and the scales, (rows, 1)."""
+    largest = x.abs().amax(dim=-1, keepdim=True).to(torch.float32)
+    factor = scales(largest if maximum is None else maximum(largest), scale)
+    scaled = (x.to(torch.float32) / factor).clamp(-LARGEST, LARGEST)
+    return scaled.to(torch.float8_e4m3fn).contiguous(), factor  # scaled_mm needs rows of adjacent elements
+
+
 def rounded(x: Tensor, rows: int, columns: int, scale: Scale, maximum: Maximum | None = None) -> Tensor:
     """x, (…, rows, columns), as float8 represents it, in promote_types(x.dtype, float32).
 
@@ -135,7 +159,7 @@ def rounded(x: Tensor, rows: int, columns: int, scale: Scale, maximum: Maximum |
     blocks = wide.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
     largest = blocks.abs().amax(dim=(-3, -1), keepdim=True)
     factor = scales(largest if maximum is None else maximum(largest), scale)
-    return (e4m3(blocks / factor) * factor).view(wide.shape)
+    return (e4m3(blocks / factor) * factor).reshape(wide.shape)
 
 
 def scales(largest: Tensor, scale: Scale) -> Tensor:

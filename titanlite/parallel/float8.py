@@ -8,6 +8,7 @@ from functools import partial
 from types import MethodType
 from typing import Any, ClassVar, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -39,6 +40,9 @@ class Float8Config:
     exclude: tuple[str, ...] = setting((), needs=_IS_USED)
     """Linear layers and experts that keep the dtype of the computation: full names, or shell patterns for them, such as
     "layers.0.*"."""
+    product: Literal["auto", "emulated"] = setting("auto", needs=_IS_USED, affects="layout")
+    """auto: by the matrix unit of a GPU from compute capability 9.0 on, if the recipe is rowwise and the computation is
+    in bfloat16, of layers whose sizes are multiples of 16; else emulated: in float32, slower than without float8."""
 
 
 def float8_layers(
@@ -52,11 +56,27 @@ def float8_layers(
                 yield name, module
 
 
+def multiplies_on_device(section: Float8Config, device_type: str, dtype: torch.dtype) -> bool:
+    """Whether products are those of the device. dtype: of the computation."""
+    fits = section.recipe == "rowwise" and dtype == torch.bfloat16 and device_type == "cuda"
+    if not fits or section.product == "emulated" or torch.version.cuda is None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability() >= (9, 0)
+
+
 def apply_float8(
-    model: nn.Module, structure: Structure, section: Float8Config, tp: dist.ProcessGroup | None
+    model: nn.Module,
+    structure: Structure,
+    section: Float8Config,
+    tp: dist.ProcessGroup | None,
+    *,
+    on_device: bool = False,
 ) -> list[str]:
     """Let the layers multiply in float8, in place, after tensor and expert parallelism; return descriptions for the
-    start log. The model must have no `check_float8` problems."""
+    start log.
+
+    The model must have no `check_float8` problems. tp: None: one rank. on_device: see Float8; experts are emulated.
+    """
     if section.recipe == "none":
         return []
     layers = dict(float8_layers(model, structure, section.exclude))
@@ -64,10 +84,12 @@ def apply_float8(
     if recipe.block == 0 and tp is not None and tp.size() > 1:
         maximum = partial(all_maximum, group=tp)
     # Shared by all blocks, so that one compiled graph is that of all.
-    uncut = Float8(recipe, section.scale)
+    uncut = Float8(recipe, section.scale, on_device=on_device)
     cut = {"row": replace(uncut, maximum=maximum), "column": replace(uncut, gradient_maximum=maximum)}
     # Which positions meet in a block of an expert's rows would depend on the layout.
-    cut_experts = (replace(cut[style], recipe=replace(recipe, of_tokens=False)) for style in ("column", "row"))
+    cut_experts = (
+        replace(cut[style], recipe=replace(recipe, of_tokens=False), on_device=False) for style in ("column", "row")
+    )
     inner, outer = (partial(float8_linear, settings=settings) for settings in cut_experts)
     for name, module in layers.items():
         if isinstance(module, Experts):
@@ -77,7 +99,8 @@ def apply_float8(
         module.float8 = cut.get(tensor_style(structure, name) or "", uncut)  # type: ignore[assignment]
         if "forward" not in vars(module):  # else that of tensor parallelism, which calls `linear`, too
             module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
-    return [f"float8 ({section.recipe}, emulated) to {len(layers)} layers"]
+    how = "products of the device" if on_device else "emulated"
+    return [f"float8 ({section.recipe}, {how}) to {len(layers)} layers"]
 
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.data import apply_data_parallel
 from titanlite.parallel.expert import apply_expert_parallel
-from titanlite.parallel.float8 import Float8Config, apply_float8
+from titanlite.parallel.float8 import Float8Config, apply_float8, multiplies_on_device
 from titanlite.parallel.mesh import Mesh, ModelDtypes, shard_logits
 from titanlite.parallel.pipeline import resolve_reshard_after_forward
 from titanlite.parallel.recompute import ActivationCheckpointConfig, apply_recompute, inside_compilation
@@ -48,12 +48,13 @@ def parallelize(
         for mixture in mixtures_of([model.get_submodule(name)]):
             own_share = float(mesh.coordinate["tp"] == 0)  # all ranks of tp route the same positions
             mixture.placement = Placement(index, own_share, mesh.cp_group)
+    on_device = multiplies_on_device(float8, mesh.device_mesh.device_type, dtypes.compute)
     recompute_first = inside_compilation(recompute)
     return [
         *apply_context_parallel(model, mesh.cp_group, mesh.section.context_parallel),
         *apply_expert_parallel(model, mesh.device_mesh, mesh.expert_mesh),
         *apply_tensor_parallel(model, structure, mesh.device_mesh),
-        *apply_float8(model, structure, float8, mesh.group("tp")),
+        *apply_float8(model, structure, float8, mesh.group("tp"), on_device=on_device),
         *(apply_recompute(model, structure, recompute) if recompute_first else []),
         *apply_compile(model, structure, compilation),
         *(apply_recompute(model, structure, recompute) if not recompute_first else []),

@@ -150,6 +150,11 @@ def fused_attention_operations() -> tuple[Any, ...]:
     return tuple(getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default for kernel in kernels)
 
 
+def scaled_product_operation() -> Any:
+    """The operation that functional.scaled_mm calls, as selective recomputation sees it."""
+    return torch.ops.aten._scaled_mm_v2.default
+
+
 def attention_on_cpu(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
