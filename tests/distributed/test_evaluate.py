@@ -34,7 +34,7 @@ ONE = World(0, 0, 1, "cpu")
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with `out`, a run of 4 steps with a final validation, and its data files. Validation keeps the sizes of
-    the first stage, with the rotary embeddings of the last one."""
+    the first stage, with the rotary embeddings of the last one, which also reads another source."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text(TEXT * 100)
     (folder / "held_out.txt").write_text(HELD_OUT)
@@ -47,10 +47,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     start_program(
         folder,
         *("--data.sources.0.kind", "text", "--data.sources.0.path", str(folder / "text.txt")),
+        *("--data.sources.0.weight", "1", "--data.sources.0.name", "first"),
+        *("--data.sources.1.weight", "0", "--data.sources.1.name", "later"),
+        *("--data.sources.1.kind", "text", "--data.sources.1.path", str(folder / "text.txt")),
         *("--tokenizer.path", str(folder), "--model.vocab_size", "300", "--model.flavor", "debug"),
         *("--training.steps", "4", "--checkpoint.enable", "true", "--data.document_mask", "true"),
         *("--training.stages.0.from_step", "3", "--training.stages.0.seq_len", "32", "--data.num_streams", "16"),
         *("--training.stages.0.global_batch_size", "24", "--training.stages.0.rope_theta", "100.0"),
+        *("--training.stages.0.weights", "{first = 1.0, later = 1.0}"),
         *("--validation.enable", "true", "--validation.sources.0.path", str(folder / "held_out.txt")),
         *("--validation.sources.0.kind", "text", "--validation.sources.0.name", "held out"),
         *("--validation.sources.1.kind", "jsonl", "--validation.sources.1.path", str(folder / "uneven.jsonl")),

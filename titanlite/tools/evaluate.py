@@ -214,6 +214,8 @@ def evaluated_config(
     rope = rope_at(values["training"], saved.manifest.step)
     values["model"]["overrides"] = {**values["model"].get("overrides", {}), **rope}
     values["training"]["stages"] = []
+    # without stages, no source may have a weight of 0
+    values["data"]["sources"] = [source | {"weight": 1.0} for source in values["data"]["sources"]]
     validation = values.get("validation", {})
     if sources or options.tasks or any(word.startswith("--validation.sources") for word in overrides):
         tables = [asdict(source) for source in sources if isinstance(source, SourceConfig)]

@@ -39,7 +39,7 @@ SAMPLED_DOCUMENTS = 1000
 """Documents of each source that are read for the statistics, drawn by data.seed."""
 
 STEPS = 100
-"""Steps whose sequences are counted for the realized shares."""
+"""Steps, of the first stage, whose sequences are counted for the realized shares."""
 
 BATCH_DOCUMENTS = 64
 SHOWN_BAD_ROWS = 3
@@ -100,9 +100,10 @@ def describe_sources(config: JobConfig, tokenizer: Tokenizer | None, vocab_size:
     """Print the statistics of each source."""
     data, training = config.data, config.training
     sources = [open_source(source) for source in data.sources]
-    assignment = Assignment(data, None, vocab_size, batch_stages(config))
-    mixture = Preparation(assignment, sources, tokenizer, streams=()).mixtures[0]
-    realized = realized_shares(mixture, data.num_streams, STEPS * training.global_batch_size)
+    stages = batch_stages(config)
+    mixture, *later = Preparation(Assignment(data, None, vocab_size, stages), sources, tokenizer, streams=()).mixtures
+    steps = min(STEPS, stages[1].from_step - 1) if later else STEPS
+    realized = realized_shares(mixture, data.num_streams, steps * training.global_batch_size)
     for n, source in enumerate(sources):
         print(f"\nsource {n}, {source.name}")
         sequences = None
@@ -117,11 +118,14 @@ def describe_sources(config: JobConfig, tokenizer: Tokenizer | None, vocab_size:
         if len(data.sources) > 1:
             weight = "by size" if source.config.weight == -1 else f"weight {source.config.weight:g}"
             share = f"{mixture.shares[n]:.2%} of the sequences ({weight})"
-            print(f"  share         {share}, {realized[n]:.2%} of those of the first {STEPS} steps")
+            of_stages = "".join(f", {each.shares[n]:.2%} in stage {number}" for number, each in enumerate(later, 2))
+            print(
+                f"  share         {share}, {realized[n]:.2%} of those of the first {counted(steps, 'step')}{of_stages}"
+            )
         if sequences is not None and mixture.shares[n]:
-            steps = sequences / (training.global_batch_size * mixture.shares[n])
+            in_steps = sequences / (training.global_batch_size * mixture.shares[n])
             of = f"{training.global_batch_size:,} sequences of {training.seq_len:,} tokens"
-            print(f"  an epoch      {sequences:,.0f} sequences, {steps:,.1f} steps of {of}")
+            print(f"  an epoch      {sequences:,.0f} sequences, {in_steps:,.1f} steps of {of}")
 
 
 def realized_shares(mixture: Mixture, num_streams: int, sequences: int) -> list[float]:

@@ -187,6 +187,11 @@ def test_a_mixture_has_shares(
     second = text[text.index("source 1, more") :]
     sequences, steps = number(second, "an epoch"), number(second, "sequences,")
     assert steps == pytest.approx(sequences / per_step, abs=1)
+    with config.open("a") as file:
+        file.write("[[training.stages]]\nfrom_step = 5\nweights = { rows = 0, more = 1 }\n")
+    first = sum(int((batch == 1).sum()) for batch in drawn[:8]) / 8
+    text = printed(capsys, config, "--sequences", "0")
+    assert f"(weight 1), {first:.2%} of those of the first 4 steps, 100.00% in stage 2" in text
 
 
 @pytest.mark.parametrize("decodes", [True, False])
