@@ -50,7 +50,8 @@ class TrainedRun:
     config: as trained, without automatic values. step: the last one. loss: of the last logged step, per token, by
     default the cross-entropy in nats; None if no step was logged.
     ended: "finished": training.steps are done. "data exhausted": data.sources with `epochs` are read. "stopped": a
-    signal, such as Ctrl-C, has stopped the run after `step`, which is saved; `run` with the same configuration resumes.
+    signal, such as Ctrl-C, or checkpoint.stop_after has stopped the run after `step`, which is saved; `run` with the
+    same configuration, without that key, resumes.
     """
 
     config: JobConfig

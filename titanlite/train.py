@@ -24,6 +24,7 @@ from titanlite.assembly.resolve import resolve_job
 from titanlite.assembly.run import Run, build_run, job_locks
 from titanlite.assembly.summary import summarize
 from titanlite.batch import Batch
+from titanlite.checkpoint.manager import STOP_AFTER
 from titanlite.config.ineffective import describe
 from titanlite.config.load import most_ranks, read_command_line, resolve, without_effect
 from titanlite.config.schema import JobConfig
@@ -52,7 +53,7 @@ class End:
     """How a training has ended.
 
     config: as trained. step: the last one. record: of that step, if this start has trained to the end. stop: the stop
-    request of this rank if a signal on any rank has stopped the run before its end.
+    request of this rank if a signal on any rank has stopped the run before its end, or before checkpoint.stop_after.
     """
 
     config: JobConfig
@@ -126,7 +127,7 @@ def run_job(
     """
     config = job.config
     run = build_run(job, world, store, environment, cleanup)
-    first_step = run.trainer.step + 1
+    first_step, stop_after = run.trainer.step + 1, config.checkpoint.stop_after
     ended = run.data_end.before_training()
     if run.validation is not None and run.validation.missing:  # a kill or a signal prevented it
         last = any(ended) or first_step > config.training.steps
@@ -146,6 +147,12 @@ def run_job(
             "add --training.steps %d to the command",
             *(run.trainer.step, config.training.steps, 2 * run.trainer.step),
         )
+    elif config.checkpoint.enable and 0 < stop_after < first_step:
+        end = End(config, "stopped", run.trainer.step)
+        log.info(
+            "Nothing to do: %s = %d, and step %d is saved. To continue: leave it out",
+            *(STOP_AFTER, stop_after, run.trainer.step),
+        )
     else:
         if not config.checkpoint.enable and world.rank == 0:
             log.warning("Checkpoints: none, since checkpoint.enable = false: the weights are lost when the run ends")
@@ -154,11 +161,13 @@ def run_job(
             record = train(config, run, failure)
         if record is None:
             assert run.checkpoints is not None
-            end = End(config, "stopped", run.trainer.step, stop=run.stop)
+            stopped_by = run.checkpoints.stopped_by
+            end = End(config, "stopped", run.trainer.step, stop=None if stopped_by == STOP_AFTER else run.stop)
+            once = ["--checkpoint.load_step"] * (config.checkpoint.load_step >= 0)
+            once += [f"--{STOP_AFTER}"] * (stopped_by == STOP_AFTER)
             log.info(
                 "Stopped by %s after step %d, which is saved: run the same command%s to resume",
-                *(run.checkpoints.stopped_by, run.trainer.step),
-                " without --checkpoint.load_step" if config.checkpoint.load_step >= 0 else "",
+                *(stopped_by, run.trainer.step, f" without {' and '.join(once)}" if once else ""),
             )
         elif record.step < config.training.steps:
             end = End(config, "data exhausted", record.step, record)

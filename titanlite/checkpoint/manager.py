@@ -19,6 +19,7 @@ from titanlite.hf.generation_defaults import GENERATION_FILE
 from titanlite.ranks.agreement import Agreement, RanksError, warn_on_rank_0
 from titanlite.ranks.signals import StopRequest
 
+STOP_AFTER = "checkpoint.stop_after"
 _AFTER_FAILURE = "earlier checkpoints are still valid. Fix the cause and restart"
 
 
@@ -50,7 +51,7 @@ class Checkpoints:
         self._saver: Saver | None = None
         self._begun = 0
         self.stopped_by = ""
-        """Name of the signal that stopped training before the last step; "" if no signal did."""
+        """What stopped training before the last step: the name of a signal, or STOP_AFTER; "" if nothing did."""
 
     def resume(self) -> Start:
         """Load the checkpoint or weights that the run starts from. Raises UserError on all ranks."""
@@ -78,7 +79,9 @@ class Checkpoints:
         stop, save_failed = self._control.exchange([self._stop.number, self._saver.has_failed])
         if stop:
             self.stopped_by = signal.Signals(stop).name
-        if stop or last:
+        elif step == self._section.stop_after and not last:
+            self.stopped_by = STOP_AFTER
+        if self.stopped_by or last:
             self._save_last(step)
             return True
         if save_failed:

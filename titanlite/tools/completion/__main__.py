@@ -10,6 +10,7 @@ import tyro
 from titanlite.config.help import options_type
 from titanlite.config.schema import JobConfig
 from titanlite.tools import calibrate, digest, evaluate, inspect, ledger, profile, schema, train_tokenizer
+from titanlite.tools.audit.__main__ import Options as AuditOptions
 from titanlite.tools.command import run_command
 from titanlite.tools.convert.__main__ import Options as ConvertOptions
 from titanlite.tools.generate.__main__ import Options as GenerateOptions
@@ -38,6 +39,7 @@ OPTIONS: Mapping[str, Any] = {
     "schema": schema.Options,
     "tokenize": TokenizeOptions,
     "replay": ReplayOptions,
+    "audit": AuditOptions,
     "ledger": ledger.Options,
     "digest": digest.Options,
     "report": ReportOptions,

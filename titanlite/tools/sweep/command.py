@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -51,12 +52,17 @@ def carry_out(options: RunsOptions, runs: Sequence[Run]) -> dict[str, int] | Non
         if state_of(run) == "finished":
             require_same_settings(run)
     if options.write_slurm is not None:
-        text = array_script(runs, script=str(options.write_slurm), processes=options.processes)
-        with new_output(options.write_slurm) as path:
-            path.write_text(text, encoding="utf-8")
-        print(f"Script: {options.write_slurm} ({counted(len(runs), 'run')}); see its first lines")
+        write_script(options.write_slurm, runs, options.processes)
         return None
     return {} if options.results else train_all(runs, partial(start_run, processes=options.processes))
+
+
+def write_script(file: Path, runs: Sequence[Run], processes: int) -> None:
+    """Write the script of a Slurm array with one run per task. processes: per node. Raises UserError."""
+    text = array_script(runs, script=str(file), processes=processes)
+    with new_output(file) as path:
+        path.write_text(text, encoding="utf-8")
+    print(f"Script: {file} ({counted(len(runs), 'run')}); see its first lines")
 
 
 def raise_failed(runs: Sequence[Run], codes: dict[str, int]) -> None:

@@ -1,0 +1,200 @@
+"""Command: compute steps of a run again, from one checkpoint to the next, and compare all that was recorded."""
+
+import math
+import random
+import secrets
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from titanlite.checkpoint.compatibility import changed_settings
+from titanlite.checkpoint.folder import step_folder
+from titanlite.config.fields import keys_that_affect
+from titanlite.data.ledger import LEDGER_FOLDER
+from titanlite.faults.record import RECORD_FOLDER
+from titanlite.metrics.config import METRICS_FILE
+from titanlite.metrics.jsonl import last_row
+from titanlite.parallel.mesh import AXES
+from titanlite.runtime.errors import UsageError, UserError, raise_problems
+from titanlite.runtime.files import expand_home
+from titanlite.runtime.settings import setting
+from titanlite.runtime.text import counted, duration
+from titanlite.storage.address import Place, is_address, place
+from titanlite.tools.audit.compare import differences
+from titanlite.tools.audit.intervals import (
+    CHECKPOINTS,
+    Interval,
+    check_overrides,
+    config_file,
+    intervals_of,
+    open_interval,
+    recomputation,
+)
+from titanlite.tools.audit.result import AUDIT_FILE, AUDIT_FOLDER, Result, Verdict, add_results
+from titanlite.tools.command import AllowImport, Count, RunFolder, read_options_and_overrides, require_new, run_command
+from titanlite.tools.dump_folder import local_dump_folder
+from titanlite.tools.report.runs import mesh_text
+from titanlite.tools.saved_run import SavedRun, checkpoints_in, open_run
+from titanlite.tools.sweep.combinations import Run, checked_runs
+from titanlite.tools.sweep.command import RunsOptions, write_script
+from titanlite.tools.sweep.training import start_run, wait_for
+
+
+@dataclass(frozen=True)
+class Options(RunsOptions):
+    """Compute steps of a run again, from one checkpoint to the next, and compare what comes out.
+
+    titanlite audit outputs/quickstart --intervals 3 --nproc 2
+
+    Compared are the checkpoint at the end, the rows of metrics.jsonl, the records of single steps, and the ledger. With
+    training.bit_equal, they are equal bit for bit on each mesh with the same degrees of tp, cp and ep. Options
+    --section.key VALUE may change the layout and the paths of data. Exit code: 0 if all intervals are reproduced, else
+    1. See docs/reproducing.md.
+    """
+
+    run: RunFolder = setting(is_path=True)
+    """dump folder of a run with checkpoints, or the address of a copy in a store"""
+    intervals: Count = setting(1, "0 for all", least=0)
+    """number of intervals, drawn at random; 0: all"""
+    seed: Count = setting(-1, "write the number that an audit printed", least=0, unset=-1)
+    """of the draw; default: a new one, which is printed"""
+    out: Annotated[str, tyro.conf.arg(metavar="DIR")] = setting("", is_path=True)
+    """folder of what is computed, and of audit.json; default: audit in the run's folder"""
+    allow_import: AllowImport = False
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train the drawn intervals again, compare them, write audit.json. Raises UserError."""
+    options, overrides, problems = read_options_and_overrides(Options, argv, "audit")
+    raise_problems([*problems, *check_overrides(overrides)])
+    if is_address(options.run) and not options.out:
+        raise UsageError(f"{options.run} is in a store: write --out with a local folder")
+    if options.write_slurm is not None:
+        require_new(options.write_slurm, "--write-slurm")
+    where = place(expand_home(options.run))
+    out = Path(expand_home(options.out)) if options.out else Path(str(where), AUDIT_FOLDER)
+    seed = secrets.randbelow(2**32) if options.seed == -1 else options.seed
+    with local_dump_folder(where, RECORD_FOLDER, LEDGER_FOLDER) as folder:
+        checkpoints = checkpoints_in(folder, where)
+        every = intervals_of(checkpoints)
+        if options.results:
+            chosen = [steps for steps in every if config_file(out, steps).is_file()]
+            if not chosen:
+                raise UserError(f"{out} has no interval of an audit: leave out --results to compute one")
+        else:
+            drawn = random.Random(seed).sample(every, min(options.intervals or len(every), len(every)))
+            chosen = sorted(drawn, key=lambda steps: steps[0])
+            print(f"{where}: {len(chosen)} of {counted(len(every), 'interval')}, drawn with --seed {seed}", flush=True)
+        found = {steps: _open(checkpoints, steps, seed, allow_import=options.allow_import) for steps in chosen}
+        intervals = [each for each in found.values() if isinstance(each, Interval)]
+        runs: Sequence[Run] = []
+        if not options.results:
+            runs = _prepare(intervals, out, overrides, options)
+            if options.write_slurm is not None:
+                write_script(options.write_slurm, runs, options.processes)
+                return
+            _estimate(intervals, folder, options.processes)
+        codes = {run.name: wait_for(start_run(run, options.processes)) for run in runs}
+        results = [
+            _compare(each, folder, out, codes.get(each.name, 0), seed) if isinstance(each, Interval) else each
+            for each in found.values()
+        ]
+    out.mkdir(parents=True, exist_ok=True)
+    add_results(out, str(where), results)
+    print("\n".join(["", *map(str, results), f"\nResult: {out / AUDIT_FILE}"]))
+    if any(result.verdict != "reproduced" for result in results):
+        sys.exit(1)
+
+
+def _open(checkpoints: Place, steps: range, seed: int, *, allow_import: bool) -> Interval | Result:
+    """The interval; the result if its checkpoints do not allow to compute it."""
+    try:
+        return open_interval(checkpoints, steps, allow_import=allow_import)
+    except UserError as error:
+        return _result(steps, "failed", [str(error)], {}, {}, seed)
+
+
+def _prepare(intervals: Sequence[Interval], out: Path, overrides: Sequence[str], options: Options) -> list[Run]:
+    """The trainings of the intervals. Raises UserError if one was computed before, ConfigError."""
+    if old := [each.name for each in intervals if Path(out, each.name).exists()]:
+        raise UserError(
+            f"{out} has {', '.join(old)} of an earlier audit: compare again with --results, remove these folders, or "
+            "choose another --out"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    processes, device_type = options.processes, options.device_type
+    make = partial(recomputation, out=out, overrides=overrides, processes=processes, device_type=device_type)
+    return checked_runs({each.name: partial(make, each) for each in intervals})
+
+
+def _estimate(intervals: Sequence[Interval], folder: Path, processes: int) -> None:
+    """Print what will be computed, and how long it takes if this machine's devices are those of the run."""
+    steps, row = sum(len(each.steps) for each in intervals), last_row(folder / METRICS_FILE)
+    size = sum(record.bytes for each in intervals for record in each.end.manifest.files.values())
+    time = ""
+    if intervals and isinstance(seconds := row.get("step_time_s"), float):  # the file may have been edited
+        ranks = math.prod(max(degree, 1) for degree in _mesh(intervals[-1].end).values())
+        time = f", about {duration(seconds * steps * ranks / processes)} on devices like those of the run"
+    what = f"{counted(steps, 'step')} on {counted(processes, 'process')}{time}"
+    print(f"Computes {what}; writes {size / 2**20:,.0f} MiB", flush=True)
+
+
+def _compare(interval: Interval, run: Path, out: Path, code: int, seed: int) -> Result:
+    """The result of an interval that was computed. run: its dump folder. code: exit code of the training."""
+    again, saved = out / interval.name, interval.end
+    try:
+        if code:
+            raise UserError(f"the training of these steps failed with exit code {code}: see its message above")
+        recomputed = open_run(step_folder(again / CHECKPOINTS, interval.steps[-1]), allow_import=True)
+    except UserError as error:
+        return _result(interval.steps, "failed", [str(error)], _computer(saved), {}, seed)
+    lines = list(differences(run, again, interval.steps, saved, recomputed))
+    before, after = _computer(saved), _computer(recomputed)
+    if lines:
+        lines += _explanations(interval, before, after)
+    return _result(interval.steps, "differs" if lines else "reproduced", lines, before, after, seed)
+
+
+def _explanations(interval: Interval, before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
+    """What beside a false record may explain that an interval is not reproduced."""
+    if interval.start is not None:
+        earlier, later = interval.start.manifest.config, interval.end.manifest.config
+        for line in changed_settings(earlier, later, keys_that_affect("numbers")):
+            yield f"the run was resumed between these steps with another setting: {line}"
+    if not interval.end.config.training.bit_equal:
+        yield "the run was without training.bit_equal: rounding differs between meshes and devices"
+    for name in sorted(before.keys() | after.keys()):
+        if name != MESH and before.get(name) != after.get(name):
+            yield f"computed with another {name}: {before.get(name, 'none')}, now {after.get(name, 'none')}"
+
+
+def _result(
+    steps: range, verdict: Verdict, lines: Sequence[str], before: Mapping[str, str], after: Mapping[str, str], seed: int
+) -> Result:
+    created = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+    return Result(steps[0], steps[-1], verdict, tuple(lines), dict(before), dict(after), seed, created)
+
+
+MESH = "mesh"
+
+
+def _computer(run: SavedRun) -> dict[str, str]:
+    """What computed the steps before a checkpoint."""
+    versions = {name: str(value) for name, value in run.manifest.versions.items()}
+    facts = run.manifest.computations[-1].facts if run.manifest.computations else {}
+    return {**versions, **facts, MESH: mesh_text(_mesh(run))}
+
+
+def _mesh(run: SavedRun) -> dict[str, int]:
+    """Degree of each axis."""
+    return {axis: getattr(run.config.parallelism, axis) for axis in AXES}
+
+
+if __name__ == "__main__":
+    run_command(main)
