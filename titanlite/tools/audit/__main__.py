@@ -17,7 +17,7 @@ from titanlite.checkpoint.compatibility import changed_settings
 from titanlite.checkpoint.folder import step_folder
 from titanlite.config.fields import keys_that_affect
 from titanlite.data.ledger import LEDGER_FOLDER
-from titanlite.faults.record import RECORD_FOLDER
+from titanlite.faults.record import RECORD_FOLDER, read_records
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import last_row
 from titanlite.parallel.mesh import AXES
@@ -153,9 +153,9 @@ def _compare(interval: Interval, run: Path, out: Path, code: int, seed: int) -> 
             raise UserError(f"the training of these steps failed with exit code {code}: see its message above")
         recomputed = open_run(step_folder(again / CHECKPOINTS, interval.steps[-1]), allow_import=True)
     except UserError as error:
-        return _result(interval.steps, "failed", [str(error)], _computer(saved), {}, seed)
+        return _result(interval.steps, "failed", [str(error)], _computer(saved, run), {}, seed)
     lines = list(differences(run, again, interval.steps, saved, recomputed))
-    before, after = _computer(saved), _computer(recomputed)
+    before, after = _computer(saved, run), _computer(recomputed, again)
     if lines:
         lines += _explanations(interval, before, after)
     return _result(interval.steps, "differs" if lines else "reproduced", lines, before, after, seed)
@@ -184,11 +184,13 @@ def _result(
 MESH = "mesh"
 
 
-def _computer(run: SavedRun) -> dict[str, str]:
-    """What computed the steps before a checkpoint."""
+def _computer(run: SavedRun, folder: Path) -> dict[str, str]:
+    """What computed the steps before a checkpoint. folder: the run's dump folder."""
+    records = [record for record in read_records(folder) if run.manifest.step in record.steps]
+    device = {"device": records[0].about["device"]} if records else {}
     versions = {name: str(value) for name, value in run.manifest.versions.items()}
     facts = run.manifest.computations[-1].facts if run.manifest.computations else {}
-    return {**versions, **facts, MESH: mesh_text(_mesh(run))}
+    return {**versions, **device, **facts, MESH: mesh_text(_mesh(run))}
 
 
 def _mesh(run: SavedRun) -> dict[str, int]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from titanlite.checkpoint.compatibility import differences as facts_differences
 from titanlite.data.ledger import read_ledger
 from titanlite.faults.record import RecordedStep, read_records
 from titanlite.metrics.config import METRICS_FILE
@@ -16,22 +17,26 @@ from titanlite.tools.saved_run import SavedRun
 MEASURED = ("time", "unix_time", "step_time_s", "data_time_s", "tokens_per_second", "memory_gib", "mfu", "slowest")
 """Beginnings of the columns, behind "validation/", that are no computed numbers."""
 OTHERS = ("goodput", "computed_by", "interval_loss", "epoch/")
+First = tuple[int, str]
+"""The first step at which something differs, and what."""
 ROUNDING = 1e-6
 """Relative, of a recorded gradient norm: its parts by rank are added up."""
 
 
 def differences(run: Path, again: Path, steps: range, saved: SavedRun, recomputed: SavedRun) -> Iterator[str]:
-    """A line for each kind of file that differs, with the first step at which it does; nothing if all are equal.
+    """A line for each kind of record that differs, with the first step at which it does; nothing if all are equal.
 
     run, again: dump folders; what one of them lacks is not compared. saved, recomputed: the last step's checkpoints.
     """
-    for found in (_of_steps(run, again, steps), _of_rows(run, again, steps), _of_ledgers(run, again, steps)):
-        if found is not None:
-            yield found
+    for line in facts_differences(saved.manifest.facts, recomputed.manifest.facts, ""):
+        yield line.removeprefix(".").replace("in the checkpoint", "in the run")
+    found = (find(run, again, steps) for find in (_of_ledgers, _of_rows, _of_steps))
+    for step, line in sorted(filter(None, found), key=lambda each: each[0]):
+        yield f"step {step}: {line}"
     yield from digest.differences(*(digest.sums_of(str(each.path), allow_import=True) for each in (saved, recomputed)))
 
 
-def _of_steps(run: Path, again: Path, steps: range) -> str | None:
+def _of_steps(run: Path, again: Path, steps: range) -> First | None:
     """The first recorded step that differs, and the parameter whose gradient differs most."""
     before, after = _recorded(run), _recorded(again)
     for number in steps:
@@ -39,17 +44,17 @@ def _of_steps(run: Path, again: Path, steps: range) -> str | None:
             continue
         was, now = before[number], after[number]
         if was.num_valid != now.num_valid:
-            return f"step {number}: {was.num_valid} valid tokens, recomputed {now.num_valid}: other data"
+            return number, f"{was.num_valid} valid tokens, recomputed {now.num_valid}: other data"
         rows = [row for row, pair in enumerate(zip(was.row_losses, now.row_losses, strict=True)) if len({*pair}) > 1]
         if rows:
-            return (
-                f"step {number}: the loss of sequence {was.first_sequence + rows[0]} was {was.row_losses[rows[0]]!r}, "
+            return number, (
+                f"the loss of sequence {was.first_sequence + rows[0]} was {was.row_losses[rows[0]]!r}, "
                 f"recomputed {now.row_losses[rows[0]]!r}; {len(rows)} of {len(was.row_losses)} sequences differ"
             )
         found = relative_differences(was, now)
         name = max(found, key=lambda each: found[each])
         if found[name] > ROUNDING:
-            return f"step {number}: the gradient of {name} differs most, by {found[name]:.1e}"
+            return number, f"the gradient of {name} differs most, by {found[name]:.1e}"
     return None
 
 
@@ -57,7 +62,7 @@ def _recorded(folder: Path) -> Mapping[int, RecordedStep]:
     return {step: found for record in reversed(read_records(folder)) for step, found in record.steps.items()}
 
 
-def _of_rows(run: Path, again: Path, steps: range) -> str | None:
+def _of_rows(run: Path, again: Path, steps: range) -> First | None:
     """The first logged row that differs, and its columns."""
     before, after = _logged(run, steps), _logged(again, steps)
     for step, is_of_validation in sorted(before.keys() & after.keys()):
@@ -65,7 +70,7 @@ def _of_rows(run: Path, again: Path, steps: range) -> str | None:
         keys = [key for key in was if key in now and was[key] != now[key]]
         if keys:
             shown = ", ".join(f"{key} was {was[key]}, recomputed {now[key]}" for key in keys[:3])
-            return f"step {step}: {shown}" + (f", and {len(keys) - 3} more columns" if len(keys) > 3 else "")
+            return step, shown + (f", and {len(keys) - 3} more columns" if len(keys) > 3 else "")
     return None
 
 
@@ -82,11 +87,11 @@ def _is_computed(key: str) -> bool:
     return not key.removeprefix("validation/").startswith((*MEASURED, *OTHERS))
 
 
-def _of_ledgers(run: Path, again: Path, steps: range) -> str | None:
+def _of_ledgers(run: Path, again: Path, steps: range) -> First | None:
     """The first step whose sequences came from other places."""
     before, after = ({step: rows for step, rows in read_ledger(folder) if step in steps} for folder in (run, again))
     for step in sorted(before.keys() & after.keys()):
         if before[step] != after[step]:
             row = next(was for was, now in zip(before[step], after[step], strict=False) if was != now)
-            return f"step {step}: sequence {row[0]} of the ledger was from source {row[1]}, piece {row[3]}: other data"
+            return step, f"sequence {row[0]} of the ledger was from source {row[1]}, piece {row[3]}: other data"
     return None

@@ -18,7 +18,7 @@ Verdict = Literal["reproduced", "differs", "failed"]
 SHOWN: dict[Verdict, str] = {
     "reproduced": "reproduced, bit for bit",
     "differs": "NOT reproduced",
-    "failed": "not computed",
+    "failed": "NOT reproduced, since it cannot be computed",
 }
 
 
@@ -36,9 +36,13 @@ class Result:
     seed: int
     created: str
 
+    @property
+    def text(self) -> str:
+        """The verdict, and a line for each difference."""
+        return "\n  ".join([SHOWN[self.verdict], *self.differences])
+
     def __str__(self) -> str:
-        lines = [f"steps {self.first:,} to {self.last:,}: {SHOWN[self.verdict]}", *self.differences]
-        return "\n  ".join(lines)
+        return f"steps {self.first:,} to {self.last:,}: {self.text}"
 
 
 def add_results(folder: Path, run: str, results: Sequence[Result]) -> None:

@@ -22,6 +22,7 @@ from titanlite.runtime.errors import UsageError, UserError
 from titanlite.runtime.files import open_regular
 from titanlite.runtime.logging import log
 from titanlite.storage.address import Place
+from titanlite.tools.audit.result import AUDIT_FOLDER, Result, read_results
 from titanlite.tools.dump_folder import local_dump_folder
 
 DATA_WAIT = "data_wait"
@@ -67,7 +68,8 @@ class Goodput:
 @dataclass(frozen=True)
 class RunFiles:
     """A run. name: distinguishes it from the other runs of the report. folder: its path or address. loads: the last
-    ones, if the model has experts. config: by full key; {} if unknown."""
+    ones, if the model has experts. config: by full key; {} if unknown. audits: of its intervals, by `titanlite audit`.
+    """
 
     name: str
     folder: str
@@ -79,6 +81,7 @@ class RunFiles:
     loads: ExpertsRow | None
     config_text: str
     config: Mapping[str, Any]
+    audits: Sequence[Result] = ()
 
     @property
     def last_step(self) -> int:
@@ -149,6 +152,7 @@ def _read_run(name: str, folder: Path, shown: str) -> RunFiles:
         loads[-1] if loads else None,
         config_text,
         config,
+        read_results(folder / AUDIT_FOLDER),
     )
 
 

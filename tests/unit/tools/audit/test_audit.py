@@ -1,0 +1,172 @@
+"""titanlite audit: an untouched run is reproduced, and each falsified one is found out, with what was changed."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import titanlite
+from tests.distributed.program import CONFIG
+from tests.distributed.reference import TOKENS
+from titanlite.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
+from titanlite.checkpoint.start import load
+from titanlite.checkpoint.storage import read_shapes
+from titanlite.runtime.cache import hash_of
+from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.tools.audit import __main__ as audit
+from titanlite.tools.audit.result import read_results
+from titanlite.tools.sweep.combinations import Run
+
+
+class Here:
+    """A training in this process in place of one of its own."""
+
+    def __init__(self, run: Run, processes: int) -> None:
+        assert processes == 1
+        self.code = 0
+        try:
+            titanlite.run(run.config)
+        except UserError as error:
+            print(error)
+            self.code = 1
+
+    def wait(self) -> int:
+        return self.code
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "start_run", Here)
+
+
+def trained(folder: Path, **settings: Any) -> Path:
+    """The dump folder of a run with three intervals of two steps."""
+    folder.mkdir()
+    (folder / "config.toml").write_text(CONFIG)
+    data = shutil.copy(TOKENS, folder / "tokens.npy")
+    values = {
+        "job.dump_folder": folder / "out",
+        "checkpoint.enable": True,
+        "checkpoint.interval": 2,
+        "training.bit_equal": True,
+        "training.dtype": "float32",
+        "training.local_batch_size": 1,
+        "data.ledger": True,
+        "data.sources": [{"kind": "tokens", "path": data}],
+    }
+    return titanlite.run(folder / "config.toml", {**values, **settings}).folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("whole") / "run")
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    """A copy of the run, to falsify."""
+    return shutil.copytree(whole, tmp_path / "out")
+
+
+def audited(run: Path, *options: str) -> list[str]:
+    """The lines of what an audit of all intervals finds, without those of intervals that are reproduced."""
+    with pytest.raises(SystemExit) as end:
+        audit.main([str(run), "--intervals", "0", *options])
+    assert end.value.code == 1
+    return [str(each) for each in read_results(run / "audit") if each.verdict != "reproduced"]
+
+
+def test_all_intervals_of_an_untouched_run_are_reproduced(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    audit.main([str(run), "--intervals", "0"])
+    found = [str(each) for each in read_results(run / "audit")]
+    assert found == [f"steps {first} to {first + 1}: reproduced, bit for bit" for first in (1, 3, 5)]
+    again = r"has steps-1-2, steps-3-4, steps-5-6 of an earlier audit: compare again with --results"
+    with pytest.raises(UserError, match=again):
+        audit.main([str(run), "--intervals", "0"])
+    capsys.readouterr()
+    audit.main([str(run), "--results"])
+    assert capsys.readouterr().out.splitlines()[1:4] == found
+
+
+@pytest.mark.slow
+def test_intervals_are_drawn_by_the_seed_that_is_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    audit.main([str(run)])
+    shown = capsys.readouterr().out
+    seed = shown.partition("drawn with --seed ")[2].split()[0]
+    audit.main([str(run), "--seed", seed, "--out", str(run / "again")])
+    first, second = (read_results(run / name)[0] for name in ("audit", "again"))
+    assert replace(first, created="") == replace(second, created="")
+
+
+@pytest.mark.slow
+def test_changed_weights_are_found_on_both_sides_of_the_checkpoint(run: Path) -> None:
+    name = "model/layers.1.attention.wo.weight"
+    falsify(run / "checkpoint" / "step-4", name)
+    before, after = audited(run)
+    assert "steps 3 to 4: NOT reproduced\n  weights: 1 of " in before
+    assert before.endswith("differ: layers.1.attention.wo.weight")
+    assert after.startswith("steps 5 to 6: NOT reproduced\n  step 5: loss was 4.6447")
+
+
+def falsify(checkpoint: Path, name: str) -> None:
+    """Change a number of a float32 tensor of a checkpoint, and the hashes with it."""
+    manifest = read_manifest(checkpoint)
+    shape, _ = read_shapes(checkpoint)[name]
+    tensor = torch.empty(shape)
+    load(checkpoint, {name: tensor}, None)
+    before, after = tensor.numpy().tobytes(), tensor.flatten().index_fill(0, torch.tensor([3]), 0.5).numpy().tobytes()
+    (file,) = checkpoint.glob("*.distcp")
+    content = file.read_bytes()
+    assert content.count(before) == 1
+    file.write_bytes(content.replace(before, after))
+    record = replace(manifest.files[file.name], hash=hash_of(file))
+    (checkpoint / MANIFEST_FILE).unlink()
+    write_manifest(checkpoint, replace(manifest, files={**manifest.files, file.name: record}))
+
+
+@pytest.mark.slow
+def test_a_setting_that_was_changed_for_one_step_is_named(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", **{"checkpoint.stop_after": 2})
+    config = titanlite.load_config(run / "config.toml")
+    for lr, last in ((0.02, 3), (0.01, -1)):
+        section = replace(config.checkpoint, stop_after=last)
+        titanlite.run(replace(config, checkpoint=section, optimizer=replace(config.optimizer, lr=lr)))
+    shutil.rmtree(run / "checkpoint" / "step-3")
+    (found,) = audited(run)
+    assert found.startswith("steps 3 to 4: NOT reproduced\n  step 3: lr was 0.0155")
+    assert "\n  step 4: the loss of sequence" in found
+
+
+@pytest.mark.slow
+def test_a_changed_token_is_named(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run")
+    tokens = np.load(run.parent / "tokens.npy")
+    tokens[5] += 1
+    np.save(run.parent / "tokens.npy", tokens)
+    first, *others = audited(run)
+    assert first.startswith("steps 1 to 2: NOT reproduced\n  data.sources.0.")
+    assert all("cannot be computed" in each for each in others)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_run_or_another_step_is_named(run: Path, tmp_path: Path) -> None:
+    other = trained(tmp_path / "other")
+    steps = run / "checkpoint"
+    shutil.rmtree(steps / "step-4")
+    shutil.copytree(other / "checkpoint" / "step-4", steps / "step-4")
+    shutil.rmtree(steps / "step-6")
+    shutil.copytree(steps / "step-2", steps / "step-6")
+    middle, last = audited(run)
+    assert middle.startswith("steps 3 to 4: NOT reproduced, since it cannot be computed\n  ")
+    assert "step-4 does not continue " in middle
+    assert "step-6 is the checkpoint of step 2: it was renamed or swapped" in last
+
+
+def test_only_keys_that_change_no_number_are_accepted(run: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a key that changes no number") as error:
+        audit.main([str(run), "--optimizer.lr", "1", "--training.seq_len", "8", "--parallelism.dp_shard", "1"])
+    assert [problem.key for problem in error.value.problems] == ["optimizer.lr", "training.seq_len"]
