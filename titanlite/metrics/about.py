@@ -88,6 +88,11 @@ def read_starts(folder: Path) -> list[Started]:
     return found
 
 
+def mesh_text(mesh: Mapping[str, int]) -> str:
+    """The axes with more than one rank, such as `dp_shard 2, tp 2`."""
+    return ", ".join(f"{axis} {degree}" for axis, degree in mesh.items() if degree > 1) or "one process"
+
+
 def git_commit(folder: Path) -> str | None:
     """The commit that is checked out in the repository of `folder`; None outside of a repository, and without git.
 

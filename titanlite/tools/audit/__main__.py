@@ -18,6 +18,7 @@ from titanlite.checkpoint.folder import step_folder
 from titanlite.config.fields import keys_that_affect
 from titanlite.data.ledger import LEDGER_FOLDER
 from titanlite.faults.record import RECORD_FOLDER, read_records
+from titanlite.metrics.about import mesh_text
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import last_row
 from titanlite.parallel.mesh import AXES
@@ -39,7 +40,6 @@ from titanlite.tools.audit.intervals import (
 from titanlite.tools.audit.result import AUDIT_FILE, AUDIT_FOLDER, Result, Verdict, add_results
 from titanlite.tools.command import AllowImport, Count, RunFolder, read_options_and_overrides, require_new, run_command
 from titanlite.tools.dump_folder import local_dump_folder
-from titanlite.tools.report.runs import mesh_text
 from titanlite.tools.saved_run import SavedRun, checkpoints_in, open_run
 from titanlite.tools.sweep.combinations import Run, checked_runs
 from titanlite.tools.sweep.command import RunsOptions, write_script

@@ -7,10 +7,11 @@ import jinja2
 import numpy as np
 
 from titanlite.config.value_types import literal
+from titanlite.metrics.about import mesh_text
 from titanlite.metrics.jsonl import Series
 from titanlite.runtime.text import counted, duration
 from titanlite.tools.report.charts import COLORS, GRID, INK, MARKS, MIN_SMOOTHED, MUTED, Chart, number_text
-from titanlite.tools.report.runs import Event, Kind, RunFiles, differing_keys, mesh_text
+from titanlite.tools.report.runs import Event, Kind, RunFiles, differing_keys
 
 FIRST_LINE = "<!doctype html><!-- titanlite report -->"
 """Of each report: only such a file is replaced."""

@@ -13,7 +13,7 @@ import numpy as np
 import tomli
 
 from titanlite.config.load import CONFIG_COPY
-from titanlite.metrics.about import Started, read_starts
+from titanlite.metrics.about import Started, mesh_text, read_starts
 from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, SAMPLES_FILE
 from titanlite.metrics.jsonl import Series, read_lines, read_series
 from titanlite.metrics.records import ExpertsRow, SampleRow
@@ -196,11 +196,6 @@ def _read_samples(path: Path) -> list[SampleRow]:
     """The samples by step. A later sample of the same step and prompt replaces an earlier one."""
     found = {(sample["prompt"], sample["step"]): sample for sample in read_lines(path, SampleRow)}
     return sorted(found.values(), key=lambda sample: sample["step"])
-
-
-def mesh_text(mesh: Mapping[str, int]) -> str:
-    """The axes with more than one rank, such as `dp_shard 2, tp 2`."""
-    return ", ".join(f"{axis} {degree}" for axis, degree in mesh.items() if degree > 1) or "one process"
 
 
 def _events_of_starts(starts: Sequence[Started]) -> list[Event]:
