@@ -163,6 +163,8 @@ def describe_token_files(source: Tokens, seq_len: int) -> float:
     if lengths:
         print(f"  documents     {len(lengths):,}")
         print(f"  tokens each   {describe_lengths(lengths)}")
+    elif source.has_documents:
+        print(f"  documents     not counted: id {source.config.eos} separates them")
     else:
         print("  documents     unknown: no files beside the token files record them")
     return sum(max(0, size - 1) // seq_len for size in sizes)

@@ -115,8 +115,7 @@ def head_of(origin: Origin, data: DataConfig) -> str:
 
 def documents_are_known(sources: Sequence[SourceConfig]) -> bool:
     """Whether the starts of documents are known: some token files of other programs lack them."""
-    opened = [source for source in map(open_source, sources) if isinstance(source, Tokens)]
-    return all(len(source.documents_files()) == len(source.files()) for source in opened)
+    return all(source.has_documents for source in map(open_source, sources) if isinstance(source, Tokens))
 
 
 def printable(text: str) -> str:

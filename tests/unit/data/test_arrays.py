@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from titanlite.data.sources.arrays import ArrayFile
-from titanlite.data.sources.formats import PAGES_PER_READ, STARTS_PER_PAGE, open_starts
+from titanlite.data.sources.formats import FORMATS, PAGES_PER_READ, STARTS_PER_PAGE, DocumentStarts
 from titanlite.runtime import retry
 from titanlite.runtime.errors import UserError
 
@@ -100,9 +100,12 @@ def test_transient_errors_are_retried_and_others_name_the_byte(tmp_path: Path, m
 
 
 def write_documents(folder: Path, starts: Any) -> None:
-    np.save(folder / "file.npy", np.zeros(1))
     with (folder / "file.documents").open("wb") as out:
         np.save(out, starts)
+
+
+def starts_of(folder: Path, num_tokens: int) -> DocumentStarts:
+    return DocumentStarts(FORMATS[0].positions(folder / "file.npy"), num_tokens)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +116,7 @@ def test_starts_of_documents_are_those_of_the_array(count: int, tmp_path: Path) 
     size = 2 * count + 1
     starts = np.sort(rng.integers(0, size + 1, count))  # with repeats: empty documents
     write_documents(tmp_path, starts)
-    found = open_starts(tmp_path / "file.npy", size)
+    found = starts_of(tmp_path, size)
     edges = [(0, size), (0, 0), (size, size), *np.sort(rng.integers(0, size + 1, (200, 2))).tolist()]
     for begin, end in edges:
         inside = starts[(starts >= begin) & (starts < end)]
@@ -125,4 +128,4 @@ def test_starts_of_documents_out_of_order_between_two_reads_are_refused(tmp_path
     starts[PAGES_PER_READ * STARTS_PER_PAGE :] -= 2
     write_documents(tmp_path, starts)
     with pytest.raises(UserError, match="in ascending order"):
-        open_starts(tmp_path / "file.npy", 10**6)
+        starts_of(tmp_path, 10**6)

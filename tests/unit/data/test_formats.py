@@ -104,6 +104,41 @@ def test_ids_and_documents_are_those_that_were_written(name: str, width: int, pl
     assert sum(map(len, starts)) > 1000 or name not in RECORDED
 
 
+@pytest.mark.parametrize(("name", "shift"), [("raw", 1), ("llm.c", 0), ("numpy", 1)])
+def test_an_id_separates_documents(name: str, shift: int, tmp_path: Path) -> None:
+    """It is the last one of a document, in files of llm.c the first one."""
+    texts, eos = [text for text in documents(50) if text], 0
+    texts = [[*text, eos] if shift else [eos, *text] for text in texts]
+    if name == "numpy":
+        np.save(tmp_path / "a.npy", np.concatenate(texts).astype(np.uint16))
+    else:
+        write(name, 2, tmp_path, texts)
+    keys: dict[str, Any] = {"eos": eos, **({"dtype": "uint16"} if name == "raw" else {})}
+    assert problems(tmp_path, document_mask=True, **keys) == []
+    opened = Tokens(source(tmp_path, **keys))
+    corpus, found = WindowCorpus(opened, SEQ_LEN, VOCAB_SIZE, documents=True), []
+    for n, piece in enumerate(corpus.fetch(range(corpus.count))):
+        assert not isinstance(piece, Exception)
+        found.append([start + n * SEQ_LEN for start in piece.starts.tolist()])
+    begins = np.cumsum([0, *map(len, texts)])
+    windows = [(begin, min(begin + SEQ_LEN + 1, begins[-1])) for begin in range(0, SEQ_LEN * corpus.count, SEQ_LEN)]
+    assert found == [begins[(begins >= begin) & (begins < end)].tolist() for begin, end in windows]
+    assert opened.facts(document_mask=True)["eos"] == eos
+    assert "eos" not in opened.facts(document_mask=False)
+
+
+def test_the_id_that_separates_documents_is_checked(tmp_path: Path) -> None:
+    file = write("llm.c", 2, tmp_path / "without", documents())
+    (problem,) = problems(file, document_mask=True)
+    assert problem.key == "data.document_mask"
+    assert problem.remedy.startswith("write s.eos, the id that separates documents")
+    (problem,) = problems(file, document_mask=True, eos=VOCAB_SIZE)
+    assert (problem.key, problem.rule) == ("s.eos", "less than model.vocab_size = 60000")
+    file = write("OLMo-core", 2, tmp_path / "with", documents())
+    (problem,) = problems(file, document_mask=True, eos=5)
+    assert (problem.key, problem.remedy) == ("s.eos", "leave it out")
+
+
 def test_documents_of_several_sequences(tmp_path: Path) -> None:
     """Megatron may write a sentence per sequence: the documents are those of its last table."""
     file = write("Megatron", 2, tmp_path, documents())

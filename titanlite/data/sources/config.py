@@ -32,6 +32,9 @@ class SourceConfig:
     """text: unit of one document; default "file". Blank lines separate paragraphs."""
     dtype: Literal["", "uint16", "uint32"] = ""
     """tokens: type of the ids in raw little-endian files, which do not contain it."""
+    eos: int = setting(-1, "leave it out", least=0, unset=-1)
+    """tokens: id that separates documents, in files that do not record where documents start, for data.document_mask.
+    -1: not known."""
     split: str = ""
     """hf: split of the dataset. python-stdlib: "train" or "validation", which is every 20th file. Default "train"."""
     subset: str = ""

@@ -57,7 +57,8 @@ class Format(NamedTuple):
     """A format of token files. has_type: whether the files contain the type of the ids.
 
     magic: their first bytes. beside: the suffix of the file of documents; without magic, it shows the format.
-    layout: of a file that has its type. positions: where the documents of a file of so many tokens start.
+    layout: of a file that has its type. positions: where the documents of a file start. eos_begins: whether an id that
+    separates documents is the first one of a document, not the last one.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Format(NamedTuple):
     layout: Callable[[SourceFile], Layout]
     positions: Callable[[SourceFile], Positions]
     has_type: bool = True
+    eos_begins: bool = False
 
     @property
     def is_described(self) -> bool:
@@ -94,9 +96,15 @@ def read_head(file: SourceFile) -> bytes:
     return _read(file, 0, _HEAD_BYTES)
 
 
-def open_starts(file: SourceFile, num_tokens: int) -> "DocumentStarts":
-    """Open the starts of the documents of a token file that records them. Raises UserError."""
-    return DocumentStarts(format_of(file).positions(file), num_tokens)
+def open_starts(file: SourceFile, tokens: ArrayFile, eos: int = -1) -> "DocumentStarts | SeparatedStarts":
+    """Open the starts of the documents of a token file. eos: the id that separates them, if it records none.
+
+    Raises UserError.
+    """
+    found = format_of(file)
+    if found.documents(file) is None:
+        return SeparatedStarts(tokens, eos, begins=found.eos_begins)
+    return DocumentStarts(found.positions(file), len(tokens))
 
 
 def open_tokens(file: SourceFile, dtype: str) -> ArrayFile:
@@ -142,6 +150,20 @@ class DocumentStarts:
         )
         inside = np.searchsorted(found, (begin, end))
         return found[inside[0] : inside[1]]
+
+
+class SeparatedStarts:
+    """The positions at which documents start in a token file: those of an id, or after them. The first token is one."""
+
+    def __init__(self, tokens: ArrayFile, eos: int, *, begins: bool) -> None:
+        self._tokens, self._eos, self._shift = tokens, eos, 0 if begins else 1
+        self.check_unchanged = tokens.check_unchanged
+
+    def between(self, begin: int, end: int) -> Int64s:
+        """The starts from `begin` to `end` - 1. Raises UserError if the file has become shorter."""
+        first = max(0, begin - self._shift)
+        found = np.flatnonzero(self._tokens.read(first, end - self._shift) == self._eos) + first + self._shift
+        return np.union1d(found, [0]) if begin == 0 else found
 
 
 def _read(file: SourceFile, begin: int, end: int) -> bytes:
@@ -301,6 +323,6 @@ FORMATS = (
     Format("OLMo-core", ".npy", b"", ".csv.gz", _olmo, lambda file: _starts_from_ends(_olmo_ends(file))),
     Format("datatrove", ".ds", b"", ".ds.index", _datatrove, lambda file: _starts_from_ends(_datatrove_ends(file))),
     Format("Megatron", ".bin", b"", ".idx", _megatron, _megatron_positions),
-    *(Format("llm.c", ".bin", magic.to_bytes(4, "little"), "", _llm_c, _none) for magic in _LLM_C),
+    *(Format("llm.c", ".bin", magic.to_bytes(4, "little"), "", _llm_c, _none, eos_begins=True) for magic in _LLM_C),
 )
 RAW = Format("raw", "", b"", ".documents", lambda _: Layout(""), _own_positions, has_type=False)

@@ -37,7 +37,7 @@ class Tokens(Source):
 
     kind = "tokens"
     holds = "tokens"
-    keys = ("dtype",)
+    keys = ("dtype", "eos")
     suffixes = (".npy", ".bin", ".ds")
     reads_stores = True
 
@@ -55,7 +55,7 @@ class Tokens(Source):
         """Problems of the files' content, from the start of each file and the tokens.json beside it."""
         files = self.files()
         formats = for_each(files, format_of)
-        if (problems := self._check_dtype(key, formats)) or vocab_size <= 0:
+        if (problems := self._check_keys(key, formats, vocab_size)) or vocab_size <= 0:
             return problems
         rule = f"token ids from 0 to {vocab_size - 1} (model.vocab_size = {vocab_size})"
         if problems := _check_manifests(self, key, vocab_size):
@@ -74,17 +74,18 @@ class Tokens(Source):
                 found = f"{file} has {tokens[position]} at position {position}"
                 remedy = f"{found}: use the tokenizer and vocab_size of the model, and the dtype of the file"
                 return [Problem(f"{key}.path", self.config.path, rule, remedy)]
-            if needs_documents and not found_format.documents(file):
+            if needs_documents and self.config.eos == -1 and not found_format.documents(file):
                 rule = f"needs the starts of documents; {key}: no file beside {file} has them"
                 remedy = (
-                    "use files written by titanlite tokenize, or the text instead of token files, or write "
-                    "data.document_mask = false, so that all tokens of a sequence see each other"
+                    f"write {key}.eos, the id that separates documents in these files, or use files written by "
+                    "titanlite tokenize, or the text instead of token files, or write data.document_mask = false, so "
+                    "that all tokens of a sequence see each other"
                 )
                 return [Problem("data.document_mask", True, rule, remedy)]
         return []
 
-    def _check_dtype(self, key: str, formats: Sequence[Format]) -> list[Problem]:
-        rules, dtype = Rules(key, self.config), self.config.dtype
+    def _check_keys(self, key: str, formats: Sequence[Format], vocab_size: int) -> list[Problem]:
+        rules, dtype, eos = Rules(key, self.config), self.config.dtype, self.config.eos
         raw = next((file for file, each in zip(self.files(), formats, strict=True) if each is RAW), None)
         if not dtype and raw and (fault := content_fault(raw, read_head(raw))):
             return [Problem(f"{key}.path", self.config.path, "token files", fault)]
@@ -92,7 +93,16 @@ class Tokens(Source):
         rules.require("dtype", dtype or not raw, f"required: {raw} does not contain its type", remedy)
         has_type = f"files that do not contain their type, as those of {formats[0].name} do" if formats else ""
         rules.needs("dtype", raw or not dtype, has_type)
+        lacks = any(each.documents(file) is None for file, each in zip(self.files(), formats, strict=True))
+        rules.needs("eos", eos == -1 or lacks, "files that do not record where documents start")
+        rule, remedy = f"less than model.vocab_size = {vocab_size}", "write the id that separates documents"
+        rules.require("eos", vocab_size <= 0 or eos < vocab_size, rule, remedy)
         return rules.problems
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether it is known where documents start."""
+        return self.config.eos != -1 or len(self.documents_files()) == len(self.files())
 
     def documents_files(self) -> list[SourceFile]:
         """The files that record where the documents of the token files start."""
@@ -110,6 +120,7 @@ class Tokens(Source):
             facts["types"] = ", ".join(types)
         if document_mask:
             facts["documents"] = self._content_digest(self.documents_files())
+            facts |= {"eos": self.config.eos} if self.config.eos != -1 else {}
         return facts | self._file_facts(files)
 
 
@@ -129,8 +140,8 @@ class WindowCorpus:
         self._vocab_size = vocab_size
         self._files = source.files()
         self._tokens = for_each(self._files, lambda file: open_tokens(file, source.config.dtype))
-        sizes = dict(zip(self._files, map(len, self._tokens), strict=True)) if documents else {}
-        self._starts = for_each([*sizes], lambda file: open_starts(file, sizes[file]))
+        opened = dict(zip(self._files, self._tokens, strict=True)) if documents else {}
+        self._starts = for_each([*opened], lambda file: open_starts(file, opened[file], source.config.eos))
         self._unverified = self._recorded_hashes()
         self._read: set[int] = set()
         targets = [max(0, len(tokens) - 1) for tokens in self._tokens]
