@@ -5,7 +5,6 @@ weights. Every case runs in a process of its own; of two passes in each round, t
 of the resident memory over the memory before the first pass. Ratios are to transformers in the same round.
 """
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,11 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from benchmarks.measuring import MIB, Row, peak_bytes, ratios, report, reset_peak
+from benchmarks.measuring import layer_costs, report, rows_by_length
 from titanlite.models.hugging_face import stored_tensors
 from titanlite.models.linear_attention import GatedDeltaNet
 from titanlite.models.qwen3_5 import FLAVORS, linear_names, names_of_block
-from titanlite.ranks.launch import run_ranks
 
 CASES = ("transformers", "titanlite")
 CONFIG = replace(
@@ -52,18 +50,8 @@ def layer(case: str, dtype: torch.dtype) -> nn.Module:
 
 
 def measure(case: str, seq_len: int, dtype: str) -> tuple[float, float]:
-    """(peak over the start in MiB, CPU seconds of the faster of two passes)"""
-    torch.set_num_threads(1)
-    module = layer(case, getattr(torch, dtype))
-    x = torch.randn(1, seq_len, CONFIG.dim, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
-    x.requires_grad_()
-    start, seconds = reset_peak(), []
-    for _ in range(2):
-        begin = time.thread_time()
-        out = module(x, None, None) if case == "titanlite" else module(x)
-        out.sum().backward()
-        seconds.append(time.thread_time() - begin)
-    return (peak_bytes() - start) / MIB, min(seconds)
+    module, more = layer(case, getattr(torch, dtype)), (None, None) if case == "titanlite" else ()
+    return layer_costs(lambda x: module(x, *more), seq_len, CONFIG.dim, getattr(torch, dtype))
 
 
 def main(
@@ -73,19 +61,5 @@ def main(
     json: Path | None = None,
 ) -> None:
     """json: folder of linear.json."""
-    rows: list[Row] = []
-    for seq_len in lengths:
-        found = [[run_ranks(measure, 1, case, seq_len, dtype)[0] for case in CASES] for _ in range(rounds)]
-        peaks, seconds = ([[one[n][kind] for one in found] for n in range(len(CASES))] for kind in (0, 1))
-        rows += [
-            {
-                "tokens": str(seq_len),
-                "form": case,
-                "peak (MiB)": peaks[n],
-                "peak / transformers": ratios(peaks[n], peaks[0]),
-                "CPU (s)": seconds[n],
-                "CPU / transformers": ratios(seconds[n], seconds[0]),
-            }
-            for n, case in enumerate(CASES)
-        ]
+    rows = rows_by_length(measure, CASES, lengths, dtype, rounds)
     report("linear", {f"A layer of gated linear attention, {dtype}": rows}, json)

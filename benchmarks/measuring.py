@@ -27,6 +27,7 @@ from titanlite.models.attention import pin_kernels
 from titanlite.models.family import resolve_model
 from titanlite.parallel.mesh import Mesh
 from titanlite.ranks.distributed import CommConfig, World
+from titanlite.ranks.launch import run_ranks
 from titanlite.ranks.network import init_process_group
 from titanlite.runtime.errors import UsageError
 from titanlite.runtime.memory import peak_memory_bytes
@@ -59,6 +60,43 @@ def number(value: float, form: str = "") -> str:
 def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
     """value / other of each round."""
     return [value / other for value, other in zip(values, others, strict=True)]
+
+
+def layer_costs(
+    forward: Callable[[torch.Tensor], torch.Tensor], seq_len: int, dim: int, dtype: torch.dtype
+) -> tuple[float, float]:
+    """(peak over the start in MiB, CPU seconds of the faster of two passes), forward and backward, of a layer with one
+    thread and one row."""
+    torch.set_num_threads(1)
+    x = torch.randn(1, seq_len, dim, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    start, seconds = reset_peak(), []
+    for _ in range(2):
+        begin = time.thread_time()
+        forward(x).sum().backward()
+        seconds.append(time.thread_time() - begin)
+    return (peak_bytes() - start) / MIB, min(seconds)
+
+
+def rows_by_length(
+    measure: Callable[..., tuple[float, float]], cases: Sequence[str], lengths: Sequence[int], dtype: str, rounds: int
+) -> list[Row]:
+    """The table of `measure` of each case in a process of its own, beside the first case, transformers."""
+    rows: list[Row] = []
+    for seq_len in lengths:
+        found = [[run_ranks(measure, 1, case, seq_len, dtype)[0] for case in cases] for _ in range(rounds)]
+        peaks, seconds = ([[one[n][kind] for one in found] for n in range(len(cases))] for kind in (0, 1))
+        rows += [
+            {
+                "tokens": str(seq_len),
+                "form": case,
+                "peak (MiB)": peaks[n],
+                "peak / transformers": ratios(peaks[n], peaks[0]),
+                "CPU (s)": seconds[n],
+                "CPU / transformers": ratios(seconds[n], seconds[0]),
+            }
+            for n, case in enumerate(cases)
+        ]
+    return rows
 
 
 def in_turns(

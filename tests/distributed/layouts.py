@@ -213,7 +213,7 @@ SLOW = (
     Layout((1, 1, 2, 2), (*GPT_OSS, *EP)),
     Layout((1, 1, 1, 2), (*FURTHER, *FULL)),
     Layout((1, 1, 1, 2), (*QWEN3_5_MOE, *BY_OP)),
-    Layout((1, 1, 1, 2), (*QWEN3_NEXT, *GATHER), cp=2),
+    Layout((1, 1, 1, 2), (*QWEN3_NEXT, FURTHER[-1], *GATHER), cp=2),
     Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"), *TIED)),
     Layout((2, 1, 1, 1), (*schedule("GPipe"), *split("layers.1"))),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *LAST), accumulation=3, rows=24),
@@ -335,10 +335,10 @@ SOAK = (
     *(
         Layout(mesh, (*family, *settings), cp=cp)
         for family, mesh, cp, settings in (
-            (QWEN3_5, (1, 1, 2, 1), 1, FULL),
+            (QWEN3_5, (1, 1, 2, 1), 1, (FURTHER[-1], *FULL)),
             (QWEN3_5, (1, 1, 1, 2), 1, (*COMPILE, *BY_OP)),
             (QWEN3_5, (1, 2, 1, 1), 1, (*COMPILE, *TIED)),
-            (QWEN3_5, (2, 1, 1, 1), 1, (*schedule("ZBVZeroBubble"), *depth(3))),
+            (QWEN3_5, (2, 1, 1, 1), 1, (FURTHER[-1], *schedule("ZBVZeroBubble"), *depth(3))),
             (QWEN3_5, (1, 1, 1, 1), 2, (*COMPILE, *FULL)),
             (QWEN3_5, (1, 1, 1, 1), 2, GATHER),
             (QWEN3_5, (1, 1, 1, 1), 4, ()),
@@ -348,7 +348,7 @@ SOAK = (
             (QWEN3_5_MOE, (1, 1, 1, 1), 2, (*GATHER, *FULL)),
             (QWEN3_5_MOE, (1, 1, 2, 2), 1, (*EP, *FULL)),
             (QWEN3_5_MOE, (2, 1, 1, 1), 1, (*schedule("ZBVZeroBubble"), *depth(3))),
-            (QWEN3_NEXT, (2, 1, 2, 1), 2, (*EP, *schedule("1F1B"), *PAIRS)),
+            (QWEN3_NEXT, (2, 1, 2, 1), 2, (FURTHER[-1], *EP, *schedule("1F1B"), *PAIRS)),
         )
     ),
     # norms whose squares are summed over tp

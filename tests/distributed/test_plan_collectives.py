@@ -64,11 +64,11 @@ SOAK = [
     [*DEEPSEEK_V3, "parallelism.ep=2", "activation_checkpoint.mode=full", *DEEP],
     [*FURTHER, "activation_checkpoint.mode=full", *TP],
     [*FURTHER, "parallelism.pp=2", *DEEP],
-    [*QWEN3_5, *TP],
+    [*QWEN3_5, FURTHER[-1], *TP],
     [*QWEN3_5, "parallelism.cp=2", "activation_checkpoint.mode=full", *DEEP],
     [*QWEN3_5, "parallelism.cp=2", "activation_checkpoint.mode=selective", *GATHER, *DEEP],
     [*QWEN3_5_MOE, "activation_checkpoint.mode=selective", *TP],
-    [*QWEN3_5_MOE, "parallelism.ep=2", "parallelism.cp=2", "activation_checkpoint.mode=full", *DEEP],
+    [*QWEN3_5_MOE, FURTHER[-1], "parallelism.ep=2", "parallelism.cp=2", "activation_checkpoint.mode=full", *DEEP],
 ]
 
 LAYOUTS: dict[int, list[list[str]]] = {

@@ -72,7 +72,7 @@ KEPT_LAYOUTS = {
     "1 process, gpt_oss": (1, GPT_OSS),
     "1 process, deepseek_v3": (1, DEEPSEEK_V3),
     "1 process, further tokens": (1, [*DEEPSEEK_V3, "model.n_further_tokens=1"]),
-    "1 process, qwen3_5": (1, QWEN3_5),
+    "1 process, qwen3_5": (1, [*QWEN3_5, "model.n_further_tokens=1"]),
     "tp 2, qwen3_5": (2, [*QWEN3_5, "parallelism.tp=2"]),
     "cp 2, qwen3_5": (2, [*QWEN3_5, "parallelism.cp=2", "parallelism.fsdp_reshard_after_forward=never"]),
     "tp 2, experts": (2, [*EXPERTS, "parallelism.tp=2"]),

@@ -66,7 +66,9 @@ _OF_TEXT = re.compile(r"(?:language_model\.|(model\.)language_model\.)(.+)")
 _STACKS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 """Ends of the names of the matrices of all experts of a block, if they are stored as one tensor."""
 _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-_FURTHER = "num_nextn_predict_layers"
+_FURTHER = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Fields with the number of layers that predict further tokens. The published folders of Qwen3-Next have neither, and
+one such layer."""
 _MAX_FAULTS = 8
 _MAX_FURTHER = 64
 """Layers that predict further tokens: of all published models, one has at most a few."""
@@ -185,8 +187,10 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
     if isinstance(fields.get("text_config"), dict):
         fields, (found, left_out) = _text_fields(fields), _text_tensors(found)
     further = _of_further_layers(fields, found)
-    read = fields if further and fields.get(_FURTHER) == 1 else {**fields, _FURTHER: 0}  # else they are left out
-    family, hyper_parameters = _model_of(name, read, len(found))
+    number = next((fields[each] for each in _FURTHER if fields.get(each) is not None), 1) if further else 0
+    # several are left out
+    fields_read = {**fields, **dict.fromkeys(_FURTHER, number if number == 1 else 0)}
+    family, hyper_parameters = _model_of(name, fields_read, len(found))
     names = family.exported.names(hyper_parameters)
     further = () if getattr(hyper_parameters, "n_further_tokens", 0) else further
     found = {each: tensor for each, tensor in found.items() if each not in further}
@@ -353,7 +357,7 @@ def _text_tensors(found: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTe
 
 def _of_further_layers(fields: Mapping[str, Any], found: Collection[str]) -> tuple[str, ...]:
     """The names of the tensors of layers that predict further tokens, behind those of the model."""
-    count, further = fields.get("num_hidden_layers"), fields.get(_FURTHER)
+    count, further = fields.get("num_hidden_layers"), fields.get(_FURTHER[0])
     numbers: set[str] = set()
     if type(count) is int and type(further) is int:
         numbers = {f"model.layers.{index}" for index in range(count, min(count + further, count + _MAX_FURTHER))}

@@ -118,7 +118,8 @@ class HybridHyperParameters(DecoderConfig):
 
     @property
     def linear_layers(self) -> tuple[bool, ...]:
-        return tuple(number % self.full_interval != 0 for number in range(1, self.n_layers + 1))
+        linear = tuple(number % self.full_interval != 0 for number in range(1, self.n_layers + 1))
+        return linear + (False,) * self.n_further_tokens
 
     @property
     def rotary_dim(self) -> int:

@@ -274,6 +274,8 @@ class DecoderFormat:
     norm_names: of the norms of the residual stream. block_names: those beside them and BLOCK_NAMES. own_names: of
     parameters of a block, with their last part; with any, the experts are among them. biases: modules of a block that
     have one. block(config, index): in place of these four, names of all parameters of a block, if blocks differ.
+    further_prefix: of names of the block that predicts further tokens, if that has no copies of embedding and output
+    layer; "": it is stored as the other blocks, with copies.
     supported: fields with a single supported value, which are also written, in place of SUPPORTED_VALUES where both
     have them. required: those of them that must be present, since their default in transformers is another value.
     scaling: the supported one, if any. prepared: the fields of config.json with one for each hyper-parameter, raising
@@ -288,6 +290,7 @@ class DecoderFormat:
     own_names: dict[str, str | StoredPart] = field(default_factory=dict)
     block: Callable[[Any, int], Mapping[str, StoredName]] | None = None
     biases: tuple[str, ...] = ()
+    further_prefix: str = ""
     supported: dict[str, Any] = field(default_factory=dict)
     required: tuple[str, ...] = ()
     scaling: Scaling | None = None
@@ -302,18 +305,12 @@ class DecoderFormat:
         found: dict[str, StoredName] = {}
         for index in range(config.n_blocks):
             block = self._block(config) if self.block is None else self.block(config, index)
-            prefix = f"model.layers.{index}."
-            for ours, theirs in block.items():
-                assert not isinstance(theirs, StoredCopies)
-                if isinstance(theirs, StoredPart | StoredGroups):
-                    stored: StoredName = replace(theirs, name=prefix + theirs.name)
-                else:
-                    stored = prefix + theirs if isinstance(theirs, str) else tuple(prefix + each for each in theirs)
-                found[f"layers.{index}.{ours}"] = stored
+            prefix = (index >= config.n_layers and self.further_prefix) or f"model.layers.{index}."
+            found |= {f"layers.{index}.{ours}": prefixed(theirs, prefix) for ours, theirs in block.items()}
         for ours, theirs in MODULE_NAMES.items():
             if ours != "output" or not config.tie_embeddings:
                 found[f"{ours}.weight"] = f"{theirs}.weight"
-        if config.n_further_tokens:
+        if config.n_further_tokens and not self.further_prefix:
             prefix, tied = f"model.layers.{config.n_layers}.", config.tie_embeddings
             copies = {"tok_embeddings": "embed_tokens", "output": "shared_head.head"}
             for ours, theirs in copies.items():
@@ -407,6 +404,13 @@ def expert_names(n_experts: int) -> dict[str, StoredName]:
         f"feed_forward.experts.{ours}": tuple(f"mlp.experts.{expert}.{theirs}.weight" for expert in range(n_experts))
         for ours, theirs in EXPERT_NAMES.items()
     }
+
+
+def prefixed(name: StoredName, prefix: str) -> StoredName:
+    """The name of a parameter of a block, with a prefix."""
+    if isinstance(name, str):
+        return prefix + name
+    return tuple(prefix + each for each in name) if isinstance(name, tuple) else replace(name, name=prefix + name.name)
 
 
 def stored_names(name: StoredName) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from titanlite.models.decoder import (
     ByWindow,
     Decoder,
     ExpertHyperParameters,
+    FurtherBlock,
     HybridHyperParameters,
     HyperParameters,
     check_decoder,
@@ -33,6 +34,7 @@ from titanlite.models.hugging_face import (
     DecoderFormat,
     expert_names,
     fixed_interval,
+    prefixed,
     read_field,
 )
 from titanlite.models.layers import FeedForward, GatedAttention
@@ -50,6 +52,9 @@ class Qwen35Config(HybridHyperParameters, HyperParameters):
     norm_eps: float = 1e-6
     rope_theta: float = 10_000_000.0
     max_seq_len: int = 262_144
+    n_further_tokens: int = 0
+    """Tokens after the next one that training also predicts, 0 or 1, with a block of full attention for each: see
+    loss.further_tokens_weight. Evaluation and generation do not use them."""
     norm_offset: ClassVar[float] = 1.0
 
 
@@ -128,6 +133,7 @@ class GatedFeedForward(FeedForward):
 
 def hybrid_block(config: Any, index: int) -> Block:
     """The block of a layer, by its index."""
+    kind = Block if index < config.n_layers else FurtherBlock
     has_experts = config.n_experts > 1
     attention: Any
     if config.linear_layers[index]:
@@ -138,9 +144,9 @@ def hybrid_block(config: Any, index: int) -> Block:
         norms = [norm_of(config, config.head_dim) for _ in range(2)]
         attention = GatedAttention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim, *norms)
     if not has_experts:
-        return Block(config, attention, FeedForward(config.dim, config.ffn_dim))
+        return kind(config, attention, FeedForward(config.dim, config.ffn_dim))
     shared = GatedFeedForward(config.dim, config.n_shared_experts * config.ffn_dim)
-    return Block(config, attention, MixtureOfExperts(config, shared=shared))
+    return kind(config, attention, MixtureOfExperts(config, shared=shared))
 
 
 def check(config: Any, seq_len: int, tp: int, pp: int) -> list[Problem]:
@@ -236,7 +242,13 @@ def names_of_block(
         found |= expert_names(config.n_experts)
     ours, theirs = ("feed_forward.shared", "mlp.shared_expert") if config.n_experts > 1 else ("feed_forward", "mlp")
     plain |= {f"{ours}.{own}": f"{theirs}.{stored}" for own, stored in EXPERT_NAMES.items()}
-    return {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in plain.items()} | found
+    found |= {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in plain.items()}
+    if index < config.n_layers:
+        return found
+    own = {"embedding_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden"}
+    own |= {"projection": "fc", "output_norm": "norm"}
+    in_block = {ours: prefixed(theirs, "layers.0.") for ours, theirs in found.items()}
+    return in_block | {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in own.items()}
 
 
 def kinds_of_layers(interval: int, n_layers: int) -> list[str]:
@@ -254,8 +266,9 @@ def _prepared(fields: Mapping[str, Any]) -> dict[str, Any]:
     rope = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
     factor = rope.pop("partial_rotary_factor", None)
     factor = read_field(fields, "partial_rotary_factor", float, 0.25) if factor is None else factor
+    further = {"mtp_num_hidden_layers": 0, "num_nextn_predict_layers": 0}
     own = {"layer_types": None, "full_attention_interval": interval, "partial_rotary_factor": factor, name: rope}
-    return {**fields, **own}
+    return {**further, **fields, **own}
 
 
 def _prepared_moe(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,6 +295,7 @@ FORMAT = DecoderFormat(
     check,
     fields={
         "full_interval": "full_attention_interval",
+        "n_further_tokens": "mtp_num_hidden_layers",
         "partial_rotary_factor": "partial_rotary_factor",
         "linear_key_heads": "linear_num_key_heads",
         "linear_value_heads": "linear_num_value_heads",
@@ -290,6 +304,7 @@ FORMAT = DecoderFormat(
         "linear_taps": "linear_conv_kernel_dim",
     },
     block=names_of_block,
+    further_prefix="mtp.",
     supported={"attn_output_gate": True},
     prepared=_prepared,
     written=_written,

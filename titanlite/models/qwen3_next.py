@@ -35,6 +35,7 @@ def linear_names(config: Any) -> dict[str, StoredName]:
 FORMAT = replace(
     MOE_FORMAT,
     config_type=Qwen3NextConfig,
+    fields=MOE_FORMAT.fields | {"n_further_tokens": "num_nextn_predict_layers"},
     block=partial(names_of_block, linear=linear_names),
     supported=MOE_FORMAT.supported | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     # the width of layers without experts, which no layer has

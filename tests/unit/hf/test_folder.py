@@ -473,6 +473,16 @@ def test_copies_of_a_layer_of_further_tokens(tmp_path: Path) -> None:
         folder.fill_({"output.weight": torch.empty_like(tensors[OUTPUT])})
 
 
+def test_a_layer_of_further_tokens_without_a_field(tmp_path: Path) -> None:
+    """As in the published folders of Qwen3-Next."""
+    write_model(tmp_path / "it", "qwen3_next", n_further_tokens=1)
+    edit("config.json", lambda c: c.pop("num_nextn_predict_layers"))(tmp_path / "it")
+    folder = open_folder("it", tmp_path / "it")
+    assert folder.hyper_parameters.n_further_tokens == 1
+    assert (folder.left_out, folder.unknown) == ((), ())
+    assert "layers.2.projection.weight" in folder.tensors
+
+
 def test_a_layer_of_further_tokens_that_is_not_there(tmp_path: Path) -> None:
     """Without its tensors the model has none, as in folders that transformers has saved; with a part of them, it is
     damaged. A run may leave the layer out, and cannot ask for one that is missing."""
@@ -496,7 +506,7 @@ FP8 = {"dim": 200, "ffn_dim": 130, "dense_ffn_dim": 260}
 
 def test_matrices_in_float8(tmp_path: Path) -> None:
     """Bit for bit as transformers dequantizes them: entire parameters, and a part as a rank has it."""
-    write_model(tmp_path / "it", "deepseek_v3", torch.bfloat16, **FP8)
+    write_model(tmp_path / "it", "deepseek_v3", torch.bfloat16, n_further_tokens=1, **FP8)
     expected = pack_fp8(tmp_path / "it")
     folder = open_folder("it", tmp_path / "it")
     names = folder.family.hugging_face.names(folder.hyper_parameters)

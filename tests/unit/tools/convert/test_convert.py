@@ -117,18 +117,26 @@ def test_export_import_export_gives_the_same_bytes_and_transformers_loads_them(
     assert own.eos_id == loaded(tmp_path / "one").generation_config.eos_token_id == 0
 
 
-def test_a_layer_that_predicts_further_tokens_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("family", "prefix", "own"),
+    [
+        ("deepseek_v3", "model.layers.2.", "enorm hnorm eh_proj embed_tokens shared_head.norm shared_head.head"),
+        ("qwen3_5", "mtp.", "fc pre_fc_norm_embedding pre_fc_norm_hidden norm layers.0.self_attn.q_proj"),
+        ("qwen3_next", "mtp.", "fc pre_fc_norm_embedding pre_fc_norm_hidden norm layers.0.mlp.experts.0.up_proj"),
+    ],
+)
+def test_a_layer_that_predicts_further_tokens_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, prefix: str, own: str
+) -> None:
     """transformers drops it, so the comparison of logits does not see it."""
-    original = source(tmp_path / "original", None, "deepseek_v3", torch.bfloat16, n_further_tokens=1)
+    original = source(tmp_path / "original", None, family, torch.bfloat16, n_further_tokens=1)
     main(["import", str(original), "--out", str(tmp_path / "run")])
     main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "one"), "--shard-size", "20KB"])
     output = capsys.readouterr()
     assert "Verified: logits of the folder (by transformers" in output.out
-    assert "enorm" not in output.out + output.err, "a report of transformers"
+    assert f"{prefix}{own.split()[0]}" not in output.out + output.err, "a report of transformers"
     found, expected = tensors_of(tmp_path / "one"), tensors_of(original)
-    further = {name.removeprefix("model.layers.2.") for name in found if name.startswith("model.layers.2.")}
-    own = {"enorm", "hnorm", "eh_proj", "embed_tokens", "shared_head.norm", "shared_head.head", "input_layernorm"}
-    assert {f"{name}.weight" for name in own} <= further
+    assert {f"{prefix}{name}.weight" for name in own.split()} <= found.keys()
     assert found.keys() == expected.keys()
     assert all(tensor.dtype == expected[name].dtype for name, tensor in found.items())
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
