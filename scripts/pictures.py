@@ -6,6 +6,7 @@
   one of them killed with SIGKILL and resumed on another; and how far the losses of three meshes are apart without the
   key. Trains these seven runs below FOLDER (default: outputs/picture; about 2 minutes each on 2 idle cores) unless they
   are finished there. Fails if the digests of any step differ. Prints the differences.
+- transfer: docs/transfer.svg, from the table of losses by width and learning rate in docs/optimizers.md.
 """
 
 import json
@@ -103,7 +104,28 @@ def bits(folder: Path = Path("outputs/picture")) -> None:
     figure.savefig("docs/bits.svg", metadata={"Date": None})
 
 
+def transfer() -> None:
+    text = Path("docs/optimizers.md").read_text(encoding="utf-8")
+    head, _, *lines = text[text.index("| dim | base_dim |") :].partition("\n\n")[0].splitlines()
+    rates = [float(cell) for cell in head.split("|")[3:-1]]
+    rows = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in lines]
+    figure, panels = pyplot.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
+    for panel, base, title in zip(panels, ("64", "none"), ("with base_dim = 64", "without a base model"), strict=True):
+        own = [row for row in rows if row[1] in (base, "64, or none")]
+        for (dim, _, *cells), (color, _) in zip(own, STYLES, strict=False):
+            losses = {rate: float(cell) for rate, cell in zip(rates, cells, strict=True) if cell}
+            best = min(losses, key=losses.__getitem__)
+            panel.plot([*losses], [*losses.values()], ".-", color=color, label=f"dim {dim}")
+            panel.plot(best, losses[best], "o", color=color, ms=9)
+        panel.set(title=title, xlabel="learning rate", xscale="log")
+        panel.set_xticks(rates, [f"{rate:g}" for rate in rates], fontsize=7)
+        panel.minorticks_off()
+        panel.legend()
+    panels[0].set_ylabel("validation loss")
+    figure.savefig("docs/transfer.svg", metadata={"Date": None})
+
+
 if __name__ == "__main__":
     pyplot.switch_backend("svg")
     pyplot.rcParams["svg.hashsalt"] = "titanlite"  # the same picture for the same numbers
-    {"growth": growth, "bits": bits}[sys.argv[1]](*map(Path, sys.argv[2:]))
+    {"growth": growth, "bits": bits, "transfer": transfer}[sys.argv[1]](*map(Path, sys.argv[2:]))

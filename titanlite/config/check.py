@@ -221,7 +221,8 @@ def _check_each_stage(facts: JobConfig, world_size: int, degree: int) -> list[Pr
         return []
     rules = Rules("parallelism", facts.parallelism)
     rule = "given by the degrees with training.stages: a search compares layouts for one size of a step"
-    rules.require("layout", facts.parallelism.layout == "given", rule, "set the degrees, see titanlite plan")
+    remedy = "set the degrees; to compare layouts, search without the tables, with the sizes of one stage"
+    rules.require("layout", facts.parallelism.layout == "given", rule, remedy)
     by_stage = [[*check_layout(each, world_size), *_check_bit_equal(each, degree)] for each in stage_configs(facts)]
     known = [(problem.key, problem.value) for problem in by_stage[0]]
     found = rules.problems

@@ -125,7 +125,13 @@ def _check_row(table: str, row: Mapping[str, Any], *, several: bool) -> list[Pro
             rule = "a positive number" + ", or an array of different ones" * several
             found.append(Problem(f"{table}.{key}", row[key], rule, f"write for example {example}"))
     for key, text in _texts({name: value for name, value in row.items() if name not in OWN}).items():
-        if key.startswith(tuple(f"{name}." for name in COMMON)) or key in COMMON_KEYS or "." not in key:
+        if "." not in key:
+            rule, remedy = (
+                "a key of the table, or one of a run with its section",
+                "write for example model.n_layers = 4",
+            )
+            found.append(Problem(f"{table}.{key}", text, rule, remedy))
+        elif key.startswith(tuple(f"{name}." for name in COMMON)) or key in COMMON_KEYS:
             rule = "a key that may differ between the runs of a ladder: losses must be of the same data"
             remedy = "write it below common, or in the configuration"
             found.append(Problem(f"{table}.{key}", text, rule, remedy))

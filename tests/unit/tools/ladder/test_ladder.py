@@ -151,7 +151,7 @@ def test_experts_that_a_token_does_not_use_do_not_count() -> None:
     [
         ((FILE, RUNGS), r"a table \[target\]"),
         ((FILE, TARGET), r"tables \[\[rungs\]\]"),
-        ((FILE, RUNGS, TARGET, "token = 3\n"), r"target\.token"),
+        ((FILE, RUNGS, TARGET, "token = 3\n"), r"target\.token = '3'\n.*one of a run with its section"),
         ((FILE, RUNGS, TARGET, "tokens_per_parameter = 3\n"), "one of tokens and tokens_per_parameter"),
         ((FILE, RUNGS.replace("8_000", "0"), TARGET), r"rungs\.0\.tokens = \[0, 64000\]\n.*a positive number"),
         ((FILE, RUNGS.replace('"middle"', '"small"'), TARGET), r"rungs\.1\.name = 'small'"),
