@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from signal import SIGKILL
 from statistics import median
@@ -128,4 +129,5 @@ def transfer() -> None:
 if __name__ == "__main__":
     pyplot.switch_backend("svg")
     pyplot.rcParams["svg.hashsalt"] = "titanlite"  # the same picture for the same numbers
-    {"growth": growth, "bits": bits, "transfer": transfer}[sys.argv[1]](*map(Path, sys.argv[2:]))
+    pictures: dict[str, Callable[..., None]] = {"growth": growth, "bits": bits, "transfer": transfer}
+    pictures[sys.argv[1]](*map(Path, sys.argv[2:]))

@@ -132,6 +132,9 @@ def lines_of(ladder: Ladder, found: Prediction) -> list[str]:
         if not 0.01 * MAX_EXPONENT < law[name] < 0.99 * MAX_EXPONENT:
             why = f"the losses show no power law in {what}"
             lines.append(f"  Warning: {name} is at the end of its range, 0 to {MAX_EXPONENT:g}: {why}: add rungs")
+    if law["E"] < 0.01 * min(row["loss"] for row in found["runs"]):
+        why = "the losses do not level off, and the prediction is probably too low"
+        lines.append(f"  Warning: E is near 0: {why}: add larger and longer rungs")
     if measured := final_loss(ladder.target.run):
         where = "inside" if low <= measured <= high else "outside"
         difference = target["fitted"] / measured - 1

@@ -15,7 +15,7 @@ from titanlite.tools.ladder import fit as fits
 from titanlite.tools.ladder import prediction
 from titanlite.tools.ladder.__main__ import main
 from titanlite.tools.ladder.fit import Law, Point, bootstrap, fit
-from titanlite.tools.ladder.prediction import interval_of, require_enough
+from titanlite.tools.ladder.prediction import interval_of, lines_of, predict, require_enough
 from titanlite.tools.ladder.rungs import Ladder, deepseek, parameters_of, read_ladder
 from titanlite.tools.report.__main__ import main as report
 from titanlite.tools.sweep import command
@@ -231,6 +231,9 @@ def test_the_prediction_is_printed_stored_and_drawn(
     page = (tmp_path / "report.html").read_text()
     assert page.count("<figure") == 2
     assert "trained tokens D" in page
+    assert "Warning" not in printed
+    short = predict(found, [Law(0.0, 20.0, 60.0, 0.3, 0.35).loss(rung.parameters, rung.tokens) for rung in found.rungs])
+    assert "Warning: E is near 0" in "\n".join(lines_of(found, short))
     first = found.rungs[0]
     shutil.rmtree(first.run.folder)
     log_loss(first.run, first.tokens, "NaN")
