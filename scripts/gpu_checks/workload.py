@@ -109,6 +109,7 @@ def small_model(setup: Setup, family: str) -> list[str]:
         sizes |= {"n_kv_heads": 4, "n_dense_layers": 1, "dense_ffn_dim": sizes["ffn_dim"], "n_groups": 4}
         sizes |= {"n_active_groups": 2, "q_lora_rank": sizes["dim"] // 2, "kv_lora_rank": sizes["dim"] // 4}
         sizes |= {"qk_nope_head_dim": head_dim, "qk_rope_head_dim": head_dim // 2, "v_head_dim": head_dim}
+        sizes["n_further_tokens"] = 1
     return [
         f"model.family={family}",
         *(f"model.{key}={value}" for key, value in sizes.items()),
@@ -226,7 +227,8 @@ def reference(config: JobConfig, batch: Batch) -> Reference:
         model = plain_model(config)
         for mixture in mixtures_of([model]):
             mixture.start_step(*rows_and_tokens([batch]))
-        objective = objective_of(LOSSES[config.loss.name], [batch])
+        weight = config.loss.further_tokens_weight if model.predicts_further else 0.0
+        objective = objective_of(LOSSES[config.loss.name], [batch], weight)
         loss = forward_backward(model, batch, objective, config.debug.seed, 1)
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         _references[key] = Reference(loss, gradients)
