@@ -20,9 +20,11 @@ from torch import nn
 import titanlite
 from tests.configuration import parse_config
 from titanlite.config.load import load_config
+from titanlite.data.bpe import EOS
 from titanlite.data.config import DataConfig
 from titanlite.data.kinds import KINDS, open_source
 from titanlite.data.sources.config import SourceConfig
+from titanlite.data.sources.formats import format_of, open_tokens
 from titanlite.data.sources.pieces import BadRowError
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.metrics.about import AboutRun
@@ -206,6 +208,19 @@ def test_the_logger_appends_rows(tmp_path: Path) -> None:
     assert rows == [["step", "loss", "lr"], ["3", "2.5", "0.1"], ["3", "2.5", "0.1"]]
 
 
+def tokenize_with_datatrove(texts: list[str], tokenizer: str, out: Path) -> None:
+    """Write token files of Megatron and of datatrove, with its own steps."""
+    from datatrove.data import Document
+    from datatrove.pipeline.tokens import DocumentTokenizer
+    from datatrove.pipeline.tokens.megatron_tokenizer import MegatronDocumentTokenizer
+
+    for step in (
+        MegatronDocumentTokenizer(str(out), None, tokenizer, eos_token=EOS),
+        DocumentTokenizer(str(out), tokenizer, eos_token=EOS, shuffle_documents=False),
+    ):
+        step.run(Document(text, str(number)) for number, text in enumerate(texts))
+
+
 @pytest.mark.slow
 def test_a_corpus_is_cleaned_tokenized_and_trained_on(tmp_path: Path, tokenizer_folder: Path) -> None:
     pytest.importorskip("datatrove")
@@ -229,6 +244,14 @@ def test_a_corpus_is_cleaned_tokenized_and_trained_on(tmp_path: Path, tokenizer_
     ids, documents = np.load(tmp_path / "tokens/tokens-00000.npy"), np.load(tmp_path / "tokens/tokens-00000.documents")
     tokenizer = Tokenizer(tokenizer_folder / "tokenizer.json")
     assert [tokenizer.decode(part[:-1].tolist()) for part in np.split(ids, documents[1:])] == cleaned
+
+    tokenize_with_datatrove(cleaned, str(tokenizer_folder / "tokenizer.json"), tmp_path / "others")
+    for file in (tmp_path / "others").iterdir():
+        if file.suffix in (".bin", ".ds"):
+            others = open_tokens(file, "")
+            np.testing.assert_array_equal(others.read(0, len(others)), ids)
+            positions = format_of(file).positions(file)
+            np.testing.assert_array_equal(positions.read(0, positions.num_documents), documents)
 
     config.write_text(SMALL_RUN + sources.format("tokens", tmp_path / "tokens"))
     run = titanlite.run(config, {"job.dump_folder": tmp_path / "out", "data.document_mask": True})

@@ -65,8 +65,8 @@ class Tokens(Source):
                 opened = open_tokens(file, self.config.dtype)
                 tokens = opened.read(0, min(CHECKED_TOKENS, len(opened)))
             except UserError as error:
-                remedy = f"{error}; write token files with titanlite tokenize"
-                return [Problem(f"{key}.path", self.config.path, "1-D arrays of integers", remedy)]
+                remedy = "" if found_format.is_described else "; write token files with titanlite tokenize"
+                return [Problem(f"{key}.path", self.config.path, "readable token files", f"{error}{remedy}")]
             if found_format is RAW and (fault := raw_fault(file, tokens, vocab_size)):
                 return [Problem(f"{key}.dtype", self.config.dtype, "the type of the ids in each file", fault)]
             position = find_invalid(tokens, vocab_size)
