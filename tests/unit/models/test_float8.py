@@ -86,6 +86,11 @@ def test_zeros_stay_zero() -> None:
     assert not rounded(torch.zeros(2, 64), 1, 32, "float32").any()
 
 
+def test_scales_are_those_of_each_call() -> None:
+    x = torch.randn(4, 64)
+    assert torch.equal(rounded(1024 * x, 1, 32, "ceil"), 1024 * rounded(x, 1, 32, "ceil"))
+
+
 def in_numpy(x: Array, rows: int, columns: int) -> Array:
     """As `rounded` with powers of two, in a loop over blocks."""
     out, (height, width) = np.empty_like(x), x.shape

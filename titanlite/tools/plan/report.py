@@ -53,6 +53,10 @@ def report(config: JobConfig, plan: Estimate, device_memory_gib: float) -> str:
         f"each data rank has {counted(plan.microbatches, 'microbatch')} of {counted(plan.rows, 'sequence')}"
         + (f"; {plan.filler_share:.1%} of the rows are filler" if plan.filler_share else ""),
     ]
+    if config.float8.recipe != "none":
+        lines.append(
+            "Float8: memory and times are predicted without it; the emulation has more temporary tensors, in float32"
+        )
     if section.pp > 1:
         steps = "" if plan.schedule_steps == 1 else f" in {plan.schedule_steps} runs of the schedule"
         lines.append(f"Pipeline: {section.pp_schedule}{steps}, bubble {plan.bubble:.1%} of the time")
