@@ -257,15 +257,18 @@ class Harness:
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """The greedy text after each context, up to the first of the stop texts."""
-        return [self._text_after(*each.args) for each in requests]
+        return [self._text_after(each.task_name, *each.args) for each in requests]
 
-    def _text_after(self, context: str, settings: Mapping[str, Any]) -> str:
+    def _text_after(self, task: str, context: str, settings: Mapping[str, Any]) -> str:
         assert self._generate is not None
         if settings.get("do_sample") or settings.get("temperature"):
-            raise UserError(f"generation_kwargs = {dict(settings)}: titanlite generates greedily: remove temperature")
+            rule = "titanlite generates greedily: remove do_sample and temperature"
+            raise UserError(f"{task}: generation_kwargs = {dict(settings)}: {rule}")
         most, until = settings.get("max_gen_toks", NEW_TOKENS), settings.get("until") or []
         if most >= self._encoder.seq_len:
-            raise UserError(f"max_gen_toks = {most:,} must be below training.seq_len = {self._encoder.seq_len:,}")
+            rule = f"below training.seq_len = {self._encoder.seq_len:,}"
+            remedy = "write a smaller one in generation_kwargs of the task, or raise this key"
+            raise UserError(f"{task}: max_gen_toks = {most:,} must be {rule}: {remedy}")
         stops = [text for text in ([until] if isinstance(until, str) else until) if text]
         prompt = self._encoder.encode([context])[context][most - self._encoder.seq_len :]
         tokens: list[int] = []

@@ -349,6 +349,21 @@ def test_unusable_tasks_are_named(plain: Tokenizer, tmp_path: Path, case: str) -
         Harness(section, plain, seq_len=SEQ_LEN, allows_code=False, why_no_text="not in a run")
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("max_gen_toks: 96", "task: max_gen_toks = 96 must be below training.seq_len = 96: write a smaller one"),
+        ("temperature: 0.5", "task: generation_kwargs = .* titanlite generates greedily: remove"),
+    ],
+)
+def test_texts_that_cannot_be_generated(plain: Tokenizer, tmp_path: Path, given: str, message: str) -> None:
+    path = write_task(tmp_path / "task.yaml", [{"context": "a"}], GENERATED.replace("max_gen_toks: 9", given))
+    section = ValidationConfig(enable=True, tasks=(str(path),))
+    harness = Harness(section, plain, seq_len=SEQ_LEN, allows_code=False, why_no_text="")
+    with pytest.raises(UserError, match=message):
+        harness.scores([], [], lambda *_: iter(()))
+
+
 @pytest.mark.parametrize("allows_code", [True, False])
 def test_permitted_code_is_run(
     plain: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allows_code: bool
