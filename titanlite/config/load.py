@@ -285,12 +285,15 @@ def without_consequences(found: list[Problem], earlier: list[Problem]) -> list[P
 
 
 def _follows_from(problem: Problem, earlier: list[Problem]) -> bool:
-    """Whether a problem is about a key that already has a problem, or mentions such a key (and thus its default)."""
+    """Whether a problem is about a key that already has a problem, or mentions such a key (and thus its default), or a
+    table with one."""
     section = problem.key.partition(".")[0]
     mentioned = set(re.findall(r"\w+(?:\.\w+)*", f"{problem.rule} {problem.remedy}"))
     for bad in (other.key for other in earlier):
         names = {bad, bad.rpartition(".")[2]} if bad.startswith(f"{section}.") else {bad}
-        if problem.key == bad or problem.key.startswith(f"{bad}.") or ("." in bad and mentioned & names):
+        is_in_table = any("." in word and bad.startswith(f"{word}.") for word in mentioned)
+        is_mentioned = is_in_table or ("." in bad and mentioned & names)
+        if problem.key == bad or problem.key.startswith(f"{bad}.") or is_mentioned:
             return True
     return False
 

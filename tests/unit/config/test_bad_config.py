@@ -106,7 +106,9 @@ BAD = [
         toml="[[training.stages]]\nfrom_step = 4\nseq_len = 64\n[[training.stages]]\nfrom_step = 4\nseq_len = 32"),
     Bad("training.stages.0.weights", "a table of numbers by name", "write {", f"{STAGE}from_step 4 {STAGE}weights 3"),
     Bad("training.stages.0.weights", "a number", "for example 1.0",
-        toml="[[training.stages]]\nfrom_step = 4\nweights = {a = 'x'}"),
+        toml="[[training.stages]]\nfrom_step = 4\nweights = {a = 'x', b = 1}\n"
+        "[[data.sources]]\nkind = 'python-stdlib'\nname = 'a'\nweight = 1\n"
+        "[[data.sources]]\nkind = 'python-stdlib'\nname = 'b'\nweight = 0"),
     Bad("training.stages.0.weights", "a weight for each source by its name: python-stdlib", "remove b, and add",
         toml="[[training.stages]]\nfrom_step = 4\nweights = {b = 1}"),
     Bad("training.stages.0.weights", "at least one weight above 0", "write its share",
