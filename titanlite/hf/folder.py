@@ -61,8 +61,9 @@ OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 """Names in Hugging Face format. Some folders store a tied output layer, too; it must equal the embedding."""
 _ROTARY_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Rotary frequencies, which older versions of transformers stored; they follow from config.json."""
-_OF_TEXT = re.compile(r"(?:language_model\.|(model\.)language_model\.)(.+)")
-"""Names of the text model's tensors in a model that wraps it, in both forms that transformers has had."""
+_OF_TEXT = re.compile(r"(?:language_model\.|(model\.)language_model\.|(?=mtp\.))(.+)")
+"""Names of the text model's tensors in a model that wraps it, in both forms that transformers has had, and of its layer
+that predicts further tokens."""
 _STACKS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 """Ends of the names of the matrices of all experts of a block, if they are stored as one tensor."""
 _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")

@@ -483,6 +483,20 @@ def test_a_layer_of_further_tokens_without_a_field(tmp_path: Path) -> None:
     assert "layers.2.projection.weight" in folder.tensors
 
 
+def test_a_layer_of_further_tokens_beside_a_text_model(tmp_path: Path) -> None:
+    """As in the published folders of Qwen3.5, which have images, too."""
+    written = write_model(tmp_path / "it", "qwen3_5", n_further_tokens=1)
+    renamed = {name.replace("model.", "model.language_model."): tensor for name, tensor in written.items()}
+    save_file(renamed | {"model.visual.x.weight": torch.ones(3)}, tmp_path / "it" / SINGLE)
+    edit("config.json", lambda c: c.update(model_type="qwen3_5", text_config=dict(c)))(tmp_path / "it")
+    folder = open_folder("it", tmp_path / "it")
+    assert folder.hyper_parameters.n_further_tokens == 1
+    assert folder.left_out == ("model.visual.x.weight",)
+    found = torch.empty(folder.tensors["layers.2.projection.weight"].shape)
+    folder.fill_({"layers.2.projection.weight": found})
+    assert torch.equal(found, written["mtp.fc.weight"].float())
+
+
 def test_a_layer_of_further_tokens_that_is_not_there(tmp_path: Path) -> None:
     """Without its tensors the model has none, as in folders that transformers has saved; with a part of them, it is
     damaged. A run may leave the layer out, and cannot ask for one that is missing."""
