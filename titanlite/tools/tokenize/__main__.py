@@ -38,7 +38,7 @@ class Options:
 
     config: ConfigFile
     """TOML file, or the name of a shipped configuration"""
-    out: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    out: Annotated[str, tyro.conf.arg(metavar="DIR")] = setting(is_path=True)
     """new folder or address, such as s3://bucket/tokens, or that of an interrupted command"""
     engine: Literal["local", "ray", "slurm"] = "local"
     """where the parts are written. ray: RAY_ADDRESS, else a cluster on this machine; slurm: write the script of an
