@@ -23,14 +23,16 @@ TOKENS = Path(__file__).parents[1] / "golden" / "tokens.npy"
 SEQ_LEN = 16
 GLOBAL_BATCH = 16
 VOCAB_SIZE = 131  # odd, so vocabulary shards are uneven
-MODEL = ("dim=32", "n_layers=2", "n_heads=4", "n_kv_heads=2", "ffn_dim=48", f"vocab_size={VOCAB_SIZE}")
+MODEL = (
+    *("dim=32", "n_layers=2", "n_heads=4", "n_kv_heads=2", "ffn_dim=48", f"vocab_size={VOCAB_SIZE}"),
+    "max_seq_len=64",  # each build computes rotary tables of that length
+)
 
 
 def small_config(world_size: int, *overrides: str) -> JobConfig:
     """Tiny llama3 in float64 with plain SGD and no clipping; overrides are `section.key=value`."""
     settings = [
         *(f"model.{value}" for value in MODEL),
-        "model.max_seq_len=64",  # each build computes rotary tables of that length
         "data.sources.0.kind=tokens",
         f"data.sources.0.path={TOKENS}",
         f"training.seq_len={SEQ_LEN}",

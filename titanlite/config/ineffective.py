@@ -201,6 +201,7 @@ def _kinds_with(name: str) -> list[str]:
 
 def _is_automatic(section: Any, name: str) -> bool:
     """Whether the value of a key stands for an automatic choice, as if it were left out."""
-    found = settings_of(type(section)).get(name)
+    kind: type = type(section)
+    found = settings_of(kind).get(name)
     limits = found.range if found else None
     return limits is not None and limits.unset is not None and getattr(section, name) == limits.unset

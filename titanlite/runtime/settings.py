@@ -1,8 +1,9 @@
 """What is declared with a key: its range, what it affects, what it needs."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache
 from typing import Any, Literal
 
 Affects = Literal["nothing", "layout", "search", "reports", "numbers", "facts"]
@@ -97,7 +98,8 @@ def setting(
     return field(default=default, metadata={"setting": value})
 
 
-def settings_of(section_type: Any) -> dict[str, Setting]:
+@cache
+def settings_of(section_type: Any) -> Mapping[str, Setting]:
     """Field -> its Setting, with what it affects, of the dataclass of a section or table."""
     of_section = getattr(section_type, "AFFECTS", "numbers")
     found = {each.name: each.metadata.get("setting", Setting()) for each in fields(section_type)}
