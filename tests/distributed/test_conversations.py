@@ -52,6 +52,7 @@ def test_every_layout_has_the_gradients_of_the_mean_over_tokens(
             assert set(errors["sources"]) == ({0, 1} if case[1] else {0})
 
 
+@pytest.mark.slow
 def test_a_mean_over_rows_is_seen_with_its_size(folder: str) -> None:
     (found,) = run_ranks(planted_step, 1, Layout((1, 1, 1, 1), rows=8), folder)
     errors, size = found

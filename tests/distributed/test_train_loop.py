@@ -128,6 +128,7 @@ def logged_and_called() -> tuple[list[list[float]], list[str]]:
     ], calls
 
 
+@pytest.mark.slow
 def test_rows_have_the_values_of_their_steps_over_the_mesh() -> None:
     first = global_batch("uneven", 1)
     reference = reference_step(config_of_two(), first)

@@ -103,7 +103,7 @@ def test_tokens_do_not_depend_on_the_size_of_the_pieces(kind: str, tmp_path: Pat
     else:
         trained = like_llama_2()
     trained.save(str(tmp_path / "tokenizer.json"))
-    tokenizer, text = Tokenizer(tmp_path / "tokenizer.json"), text_of(1)
+    tokenizer, text = Tokenizer(tmp_path / "tokenizer.json"), text_of(1, words=250)  # over two contexts
     assert "divide" not in tokenizer.description
     at_once, data, differing = tokenizer.encode(text), text.encode(), 0
     for size in (50, 60, 1024):

@@ -62,8 +62,12 @@ def apply(owners: Owners, parts: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def applied(sizes: tuple[int, ...], placements: Sequence[Sequence[Placement]]) -> tuple[float, list[int]]:
-    """(largest relative error, numbers of matrices by owner)."""
+def applied() -> list[tuple[float, list[int]]]:
+    """Of each placement: (largest relative error, numbers of matrices by owner)."""
+    return [apply_placed(*each) for each in PLACEMENTS.values()]
+
+
+def apply_placed(sizes: tuple[int, ...], placements: Sequence[Sequence[Placement]]) -> tuple[float, list[int]]:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards", "tp"))
     tensors = [full(shape, number) for number, shape in enumerate(SHAPES)]
     parameters = [distribute_tensor(each, mesh, place) for each, place in zip(tensors, placements, strict=True)]
@@ -82,12 +86,12 @@ def applied(sizes: tuple[int, ...], placements: Sequence[Sequence[Placement]]) -
     return max(errors, default=0.0), counts
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
-def test_results_are_those_of_one_process(name: str) -> None:
-    for error, counts in run_ranks(applied, 4, *PLACEMENTS[name]):
-        assert error < 1e-13
-        assert sum(counts) == MATRICES
-        assert max(counts) - min(counts) <= 1
+def test_results_are_those_of_one_process() -> None:
+    for ranks in run_ranks(applied, 4):
+        for name, (error, counts) in zip(PLACEMENTS, ranks, strict=True):
+            assert error < 1e-13, name
+            assert sum(counts) == MATRICES, name
+            assert max(counts) - min(counts) <= 1, name
 
 
 def test_one_process_needs_no_group() -> None:
@@ -121,7 +125,15 @@ def test_elements_per_rank_fall_with_the_number_of_ranks() -> None:
         assert {received(size, rank) for rank in range(size)} == {2 * 16 * 32 * 24 // size}
 
 
-def messages(sizes: tuple[int, ...], count: int) -> tuple[int, int, int]:
+MESSAGES = (((1, 4, 1), 8), ((2, 2, 1), 3), ((4, 1, 1), 2), ((4, 1, 1), 9))
+"""Sizes of a mesh, and a number of matrices."""
+
+
+def messages() -> list[tuple[int, int, int]]:
+    return [count_messages(*each) for each in MESSAGES]
+
+
+def count_messages(sizes: tuple[int, ...], count: int) -> tuple[int, int, int]:
     """Elements that this rank passes to all-to-alls and to broadcasts, of `count` matrices; elements of its parts."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards", "tp"))
     placements = PLACEMENTS["shard 4"][1][0]
@@ -144,14 +156,12 @@ def messages(sizes: tuple[int, ...], count: int) -> tuple[int, int, int]:
     return sum(exchanged), sum(passed_on), sum(local_part(parameter).numel() for parameter in parameters)
 
 
-@pytest.mark.parametrize(("sizes", "count"), [((1, 4, 1), 8), ((2, 2, 1), 3), ((4, 1, 1), 2), ((4, 1, 1), 9)])
-def test_messages_do_not_grow_with_the_number_of_replicas(sizes: tuple[int, ...], count: int) -> None:
+def test_messages_do_not_grow_with_the_number_of_replicas() -> None:
     """Each result is broadcast once, also if some replicas own no matrix of a round."""
-    ranks = run_ranks(messages, 4, sizes, count)
-    full_elements = 12 * 8 * count
-    for _, passed_on, own in ranks:
-        assert passed_on == (own if sizes[0] > 1 else 0)
-    assert sum(exchanged for exchanged, *_ in ranks) == 2 * full_elements
+    for (sizes, count), *ranks in zip(MESSAGES, *run_ranks(messages, 4), strict=True):
+        for _, passed_on, own in ranks:
+            assert passed_on == (own if sizes[0] > 1 else 0), (sizes, count)
+        assert sum(exchanged for exchanged, *_ in ranks) == 2 * 12 * 8 * count, (sizes, count)
 
 
 @pytest.mark.parametrize("shape", [(6, 40), (40, 6), (8, 8)])
