@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,9 +31,11 @@ from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.layers import RMSNorm
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel import clip, data
+from titanlite.parallel.exact import ExactGradients
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.tools.parity import __main__ as command
-from titanlite.tools.parity import compare, measure, reference
+from titanlite.tools.parity import bits, compare, measure, reference
+from titanlite.tools.parity.bits import measure_bits
 from titanlite.tools.parity.layouts import Layout
 from titanlite.tools.parity.measure import measure_layouts
 from titanlite.tools.parity.reference import measure_reference
@@ -322,6 +325,37 @@ def test_a_planted_mistake_is_the_first_difference(
     content = json.loads(Path("out.json").read_text())
     assert content["agree"] is False
     assert name != "average" or content["layouts"][1]["grad_norm_ratio"] == pytest.approx(0.5)
+
+
+def bits_without_rounding(config: Any, layouts: Sequence[Layout], steps: int, folder: str) -> Any:
+    """Gradients that are not rounded to a grid before they are added up, where there are several ranks."""
+    rounded = ExactGradients._rounding
+    planted = (lambda *_: lambda _: None) if dist.get_world_size() > 1 else rounded
+    with patch.object(ExactGradients, "_rounding", planted):
+        return measure_bits(config, layouts, steps, folder)
+
+
+@pytest.mark.slow
+def test_bits_are_compared_with_the_first_layout_of_the_same_shapes(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exact = ["--bits", "--training.dtype", "float32", "--shrink", "--parallelism.gradient_sync", "every", "--layouts"]
+    with pytest.raises(SystemExit) as ended:
+        command.main([str(config_file), "--json", "out.json", *exact, "2x1x1x1", "1x1x2x1", "1x1x1x2"])
+    assert ended.value.code == 0
+    *_, one, pipeline, sharded, tensor = capsys.readouterr().out.splitlines()
+    assert one.endswith("the first with its tp, cp and ep")
+    assert pipeline.split()[1:] == sharded.split()[1:] == [*one.split()[1:3], "equal", "to", "1x1x1x1"]
+    assert tensor.endswith("the first with its tp, cp and ep")
+    assert tensor.split()[2] != one.split()[2]
+    assert [each["difference"] for each in json.loads(Path("out.json").read_text())["layouts"]] == [""] * 4
+
+    monkeypatch.setattr(bits, "measure_bits", bits_without_rounding)
+    with pytest.raises(SystemExit) as ended:
+        command.main([str(config_file), *exact, "1x1x2x1"])
+    assert ended.value.code == 1
+    step = r"DIFFERS from 1x1x1x1: step 1: (grad norm|weights) \S+ instead of \S+; "
+    assert re.search(rf"{step}\d+ of \d+ tensors differ, the first is ", capsys.readouterr().out)
 
 
 def another_choice_on_rank_1() -> AbstractContextManager[Any]:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import lcm
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -24,6 +24,7 @@ from titanlite.tools.command import (
     run_command,
     write_json,
 )
+from titanlite.tools.parity.bits import bits_lines, compare_bits, exact_config
 from titanlite.tools.parity.compare import compare_layouts, run_reference
 from titanlite.tools.parity.layouts import (
     EXAMPLE,
@@ -70,8 +71,10 @@ class Options:
     shares, a wrong denominator would not be detected. Gradients are compared before clipping, and every step starts
     from the reference's weights, so that differences do not grow. The updates of CONFIG's own optimizer and schedule,
     with clipping, are compared in float64 given equal gradients: AdamW would turn rounding errors of gradients near
-    zero into full-size updates. CONFIG's own layout is ignored; its other keys apply. A global_batch_size of -1 means
-    local_batch_size times the number of ranks (with --layouts, the least common multiple of their numbers of ranks).
+    zero into full-size updates. With --bits, layouts are compared with one another instead, by equality.
+
+    CONFIG's own layout is ignored; its other keys apply. A global_batch_size of -1 means local_batch_size times the
+    number of ranks (with --layouts, the least common multiple of their numbers of ranks).
 
     --section.key VALUE overrides a key of CONFIG, as for training. Exit code: 0 if all agree, 1 if a layout differs or
     a rank failed, 2 if the configuration has a problem.
@@ -84,6 +87,8 @@ class Options:
     layouts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LAYOUT ...", help=LAYOUTS_HELP), EITHER] = ()
     steps: Annotated[int, tyro.conf.arg(metavar="K")] = setting(2, least=1)
     """optimizer steps of each training stage"""
+    bits: bool = False
+    """compare by equality, with training.bit_equal: losses, gradient norms, weights and state of optimizers"""
     shrink: bool = False
     """reduce layers, widths, sequence length and batch, keeping divisibility"""
     json: File = None
@@ -102,6 +107,12 @@ def main(argv: Sequence[str]) -> None:
         print(line)
     results = []
     with TemporaryDirectory(prefix="titanlite-parity-") as folder:
+        if options.bits:
+            found = compare_bits(config, layouts, steps, folder)
+            print("\n".join(bits_lines(found)))
+            if options.json is not None:
+                write_json(options.json, {"config": options.config, "steps": steps, "layouts": [*map(asdict, found)]})
+            sys.exit(any(result.difference for result in found))
         references = run_reference(config, steps, folder)
         table = Table(named, own_dtypes(config), list(references[0].weights))
         for line in (*head_lines(config, steps, references), *bound_lines(config)):
@@ -137,6 +148,9 @@ def prepare(options: Options, given: JobConfig) -> tuple[JobConfig, list[Layout]
         small = shrink_config(config, ranks)
         print(f"shrunk: {describe_shrinking(config, small)}", flush=True)
         config = small
+        raise_problems(check_layout(config, ONE_PROCESS))
+    if options.bits:
+        config = exact_config(config)
         raise_problems(check_layout(config, ONE_PROCESS))
     config = at_boundaries(resolved_config(config), options.steps)
     if layouts:

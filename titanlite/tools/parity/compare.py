@@ -29,6 +29,11 @@ TIME_LIMIT_S = 600.0
 """Time limit per layout, pass and step."""
 
 
+Measure = Callable[[JobConfig, Sequence[Layout], int, str], list[Any]]
+"""On a rank: what it has measured of each layout, as JSON. Takes the resolved configuration, layouts of one world size,
+the number of steps, the folder of record_status."""
+
+
 @dataclass(frozen=True)
 class Result:
     """The result of one layout in one pass. dtypes: of parameters, computation and reductions."""
@@ -65,10 +70,9 @@ def compare_layouts(
     is_float8 = config.float8.recipe != "none"
     all_dtypes = [own_dtypes(settings) for settings in passes(config)]
     bounds: list[Bounds] = []
-    by_size = sorted(dict.fromkeys([ONE_PROCESS, *layouts]), key=lambda layout: layout.world_size)
-    for _, of_this_size in groupby(by_size, lambda layout: layout.world_size):
+    for _, of_this_size in _by_size(layouts):
         results = []
-        for layout, answers in _measure(config, list(of_this_size), steps, folder, len(all_dtypes)):
+        for layout, answers in _measure(measure_layouts, config, list(of_this_size), steps, folder, len(all_dtypes)):
             if isinstance(answers, str):
                 results.append(Result(layout, all_dtypes[0], failed(answers)))
                 continue
@@ -88,21 +92,36 @@ def compare_layouts(
         yield results
 
 
+def measured_layouts(
+    measure: Measure, config: JobConfig, layouts: Sequence[Layout], steps: int, folder: str
+) -> Iterator[tuple[Layout, list[Any] | str]]:
+    """What `measure` returns for one process and each layout, by rank, or the layout's error. Raises UserError if one
+    process fails."""
+    for _, of_this_size in _by_size(layouts):
+        yield from _measure(measure, config, list(of_this_size), steps, folder, 1)
+
+
+def _by_size(layouts: Sequence[Layout]) -> Iterator[tuple[int, Iterator[Layout]]]:
+    """One process and the layouts, by number of ranks."""
+    by_size = sorted(dict.fromkeys([ONE_PROCESS, *layouts]), key=lambda layout: layout.world_size)
+    return groupby(by_size, lambda layout: layout.world_size)
+
+
 def _measure(
-    config: JobConfig, layouts: Sequence[Layout], steps: int, folder: str, num_passes: int
+    measure: Measure, config: JobConfig, layouts: Sequence[Layout], steps: int, folder: str, num_passes: int
 ) -> list[tuple[Layout, list[Any] | str]]:
     """What the ranks of each layout have measured, or its error. The layouts have one world size: they share a launch,
     and are launched one by one if it fails."""
     size = layouts[0].world_size
     limit = TIME_LIMIT_S * len(layouts) * num_passes * steps
     try:
-        ranks = _launch(f"{size} ranks", measure_layouts, size, (config, layouts, steps, folder), folder, limit)
+        ranks = _launch(f"{size} ranks", measure, size, (config, layouts, steps, folder), folder, limit)
     except UserError as error:
         if ONE_PROCESS in layouts:
             raise
         if len(layouts) == 1:
             return [(layouts[0], str(error))]
-        return [each for layout in layouts for each in _measure(config, [layout], steps, folder, num_passes)]
+        return [each for layout in layouts for each in _measure(measure, config, [layout], steps, folder, num_passes)]
     return [(layout, [rank[index] for rank in ranks]) for index, layout in enumerate(layouts)]
 
 

@@ -101,20 +101,27 @@ def measure_layouts(config: JobConfig, layouts: Sequence[Layout], steps: int, fo
     """
     REDISTRIBUTION.setLevel(logging.ERROR)  # training does not gather
     results: list[list[Any]] = []
-    meshes: dict[tuple[tuple[int, ...], int], Mesh] = {}
     for layout in layouts:
         results.append([])
         for number, settings in enumerate(passes(config_of(config, layout))):
             with record_status(f"{layout}, {settings.training.dtype}", folder):
-                if (layout.degrees, layout.ep) not in meshes:
-                    rank = dist.get_rank()
-                    mesh = Mesh(settings.parallelism, World(rank, rank, layout.world_size, "cpu"))
-                    mesh.connect(config.comm)
-                    meshes[layout.degrees, layout.ep] = mesh
                 own = config if number == 0 else None
-                mesh = meshes[layout.degrees, layout.ep]
+                mesh = connected_mesh(settings, layout)
                 results[-1].append(asdict(measure_layout(settings, mesh, steps, Path(folder), own)))
     return results
+
+
+_MESHES: dict[tuple[tuple[int, ...], int], Mesh] = {}
+
+
+def connected_mesh(config: JobConfig, layout: Layout) -> Mesh:
+    """The mesh of a layout of all ranks, the same for all its schedules and dtypes. A collective."""
+    key = layout.degrees, layout.ep
+    if key not in _MESHES:
+        rank = dist.get_rank()
+        _MESHES[key] = Mesh(config.parallelism, World(rank, rank, layout.world_size, "cpu"))
+        _MESHES[key].connect(config.comm)
+    return _MESHES[key]
 
 
 def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path, own: JobConfig | None) -> Measurement:
