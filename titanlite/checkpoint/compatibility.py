@@ -14,7 +14,10 @@ from titanlite.runtime.plugins import plugin_digests
 _REMEDIES = {
     "model": "resume with the model of the checkpoint",
     "seq_len": "resume with the checkpoint's training.seq_len",
-    "stages": "resume with the training.stages that have begun by this step as they were; later ones may change",
+    "stages": (
+        "resume with the training.stages that have begun by this step as they were (the first one is [training]); "
+        "later ones may change"
+    ),
     "dtype": "resume with the checkpoint's training.dtype",
     "optimizer": (
         "resume with the optimizers of the checkpoint (optimizer.name, momentum, state_dtype and groups), or start "
@@ -92,8 +95,10 @@ def check_facts(
 
 
 def _begun(facts: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """The facts with only those stages of the training that have begun at this step."""
+    """The facts with only those stages of the training that have begun at this step. The batch of the first stage may
+    change as long as it is the only one."""
     begun = {name: stage for name, stage in facts.get("stages", {}).items() if stage["from_step"] <= step}
+    begun = {} if begun.keys() == {"from step 1"} else begun
     return {**{name: fact for name, fact in facts.items() if name != "stages"}, "stages": begun}
 
 

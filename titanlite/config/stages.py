@@ -132,8 +132,9 @@ def stage_lines(config: JobConfig) -> Iterator[str]:
 
 
 def stage_facts(config: JobConfig) -> dict[str, Any]:
-    """What checkpoints store about the stages, as JSON values: the keys that each table changes. config: resolved."""
-    facts = {}
+    """What checkpoints store about the stages, as JSON values: the keys that each table changes, and the batch of the
+    first one. config: resolved."""
+    facts: dict[str, Any] = {"from step 1": {"from_step": 1, "global_batch_size": config.training.global_batch_size}}
     for row in config.training.stages:
         given = given_in(row, (*SIZES, *ROPE))
         weights = [row.weights[name] for name in source_names(config.data.sources)] if row.weights else None

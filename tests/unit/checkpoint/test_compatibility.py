@@ -158,16 +158,19 @@ def test_blocks_with_different_optimizers_are_compared_with_a_pattern() -> None:
 
 
 def test_stages_may_change_before_they_begin() -> None:
-    def facts(**sizes: int) -> dict[str, Any]:
+    def facts(batch: int = 8, **sizes: int) -> dict[str, Any]:
         stages = {f"from step {step}": {"from_step": step, "seq_len": sizes[f"at_{step}"]} for step in (4, 9)}
-        return FACTS | {"stages": stages}
+        first = {"from_step": 1, "global_batch_size": batch}
+        return FACTS | {"stages": {"from step 1": first, **stages}}
 
     saved = facts(at_4=32, at_9=64)
     assert check_facts(saved, facts(at_4=32, at_9=128), (), "here", 8) == []
     assert check_facts(saved, FACTS, (), "here", 3) == []
+    assert check_facts(saved, facts(batch=4, at_4=32, at_9=64), (), "here", 3) == []
     for step, now, line in (
         (9, facts(at_4=32, at_9=128), r"stages\.from step 9\.seq_len: 64 in the checkpoint, 128 now"),
         (4, facts(at_4=16, at_9=64), r"stages\.from step 4\.seq_len: 32 in the checkpoint, 16 now"),
+        (4, facts(batch=4, at_4=32, at_9=64), r"from step 1\.global_batch_size: 8 .*, 4 now"),
         (4, FACTS, r"(?s)stages\.from step 4: .*training\.stages that have begun by this step"),
     ):
         with pytest.raises(UserError, match=line):
