@@ -414,6 +414,12 @@ EXPERT_STYLES: dict[str, TensorStyle] = {
     "layers.*.feed_forward.router": "router",
 }
 """Those of a decoder with experts."""
+SHARED_STYLES: dict[str, TensorStyle] = {
+    "layers.*.feed_forward.shared.w1": "column",
+    "layers.*.feed_forward.shared.w3": "column",
+    "layers.*.feed_forward.shared.w2": "row_part",
+}
+"""Those of shared experts."""
 
 FURTHER_STYLES: dict[str, TensorStyle] = {
     "further_embeddings": "vocabulary",

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from titanlite.models.decoder import (
     EXPERT_STYLES,
+    SHARED_STYLES,
     TENSOR_STYLES,
     Block,
     Decoder,
@@ -227,7 +228,7 @@ def structure(config: DeepseekV3Config) -> Structure:
     for index in range(config.n_dense_layers):
         styles |= {name.replace("*", str(index)): style for name, style in dense.items()}
     if config.n_shared_experts:
-        styles |= {name.replace("feed_forward", "feed_forward.shared"): style for name, style in dense.items()}
+        styles |= SHARED_STYLES
     return decoder_structure(config, styles)
 
 

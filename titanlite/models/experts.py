@@ -84,13 +84,15 @@ class Experts(nn.Module):
         """w1, w2, w3, and their biases if there are any. Attributes may be casts to the compute dtype."""
         return {name: getattr(self, name) for name, _ in self.named_parameters(recurse=False)}
 
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None = None) -> Tensor:
         """Weighted sum of the chosen experts of each position.
 
         x: (batch, seq_len, dim); chosen: int64 (batch, seq_len, n_active), the experts of each position; weights: their
-        weights, of the same shape, in promote_types(x.dtype, float32). Returns the shape and dtype of x.
+        weights, of the same shape, in promote_types(x.dtype, float32); shared: the results of shared experts, which are
+        added. Returns the shape and dtype of x.
         """
-        return self.weighted(x, chosen, weights, *self.weights().values())
+        out = self.weighted(x, chosen, weights, *self.weights().values())
+        return out if shared is None else out + shared
 
     def weighted(self, x: Tensor, chosen: Tensor, weights: Tensor, *own: Tensor) -> Tensor:
         """`forward` with these weights of the experts; with a part of the hidden features, a part of a sum."""
@@ -274,8 +276,9 @@ class MixtureOfExperts(nn.Module):
             counts = count_choices(chosen, scores.shape[-1], is_token)
             loss, sums = self._losses(scores, probabilities, counts, is_token)
             weights = _InBackward.apply(weights, loss, counts.sum(dim=0), sums, self)  # type: ignore[no-untyped-call]
-        out: Tensor = self.experts(x, chosen, weights)
-        return out if self.shared is None else out + self.shared(x)
+        shared = () if self.shared is None else (self.shared(x),)
+        out: Tensor = self.experts(x, chosen, weights, *shared)
+        return out
 
     def choose(self, probabilities: Tensor) -> Tensor:
         """The experts of each position, int64 (batch, seq_len, n_active), the most probable one first."""

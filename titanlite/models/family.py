@@ -126,7 +126,7 @@ class DecoderConfig:
 
 TensorStyle = (
     Literal["vocabulary", "norm", "head_norm", "wide_norm", "gather", "whole_rows", "positions"]
-    | Literal["column", "row", "router", "scalar", "heads", "logits"]
+    | Literal["column", "row", "row_part", "router", "scalar", "heads", "logits"]
 )
 
 
@@ -186,7 +186,8 @@ class Structure:
         "whole_rows": a WholeRows, whose inputs are gathered along seq_len.
         "positions": a replicated linear layer; each rank computes its own positions.
         "column": a linear layer sharded by output features. "row": a linear layer sharded by input features; its output
-        is summed and sharded along seq_len.
+        is summed and sharded along seq_len. "row_part": the same of a shared expert, whose output is summed with those
+        of the other experts.
         "router": a replicated router. Experts need no style: their hidden features are sharded, and their output is
         summed and sharded along seq_len.
         "scalar": a Scalar, replicated; each rank computes with it for its own positions or heads.

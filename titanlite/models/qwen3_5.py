@@ -12,6 +12,7 @@ from titanlite.models import decoder
 from titanlite.models.decoder import (
     EXPERT_STYLES,
     HEAD_NORMS,
+    SHARED_STYLES,
     TENSOR_STYLES,
     Block,
     ByWindow,
@@ -175,15 +176,10 @@ _LINEAR_STYLES: dict[str, TensorStyle] = {
     ),
     "layers.*.attention.out_norm": "head_norm",
 }
-_SHARED_STYLES: dict[str, TensorStyle] = {
-    name.replace("feed_forward", "feed_forward.shared"): style
-    for name, style in TENSOR_STYLES.items()
-    if ".feed_forward." in name
-}
 
 
 def structure(config: Any) -> Structure:
-    styles = EXPERT_STYLES | _SHARED_STYLES if config.n_experts > 1 else TENSOR_STYLES
+    styles = EXPERT_STYLES | SHARED_STYLES if config.n_experts > 1 else TENSOR_STYLES
     if config.n_experts > 1:
         styles |= {"layers.*.feed_forward.shared.gate": "router"}
     if any(config.linear_layers):

@@ -47,9 +47,18 @@ def apply_expert_parallel(model: LanguageModel, mesh: DeviceMesh, expert_mesh: D
     return [f"expert parallel ({expert_mesh['ep'].size()})"] if found and expert_mesh is not None else []
 
 
-def _forward(experts: Experts, tp: dist.ProcessGroup | None, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def _forward(
+    experts: Experts,
+    tp: dist.ProcessGroup | None,
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    shared: Tensor | None = None,
+) -> Tensor:
     own = (_own_part(name, weight, tp) for name, weight in experts.weights().items())
     result = experts.weighted(x, chosen, weights, *own)
+    if shared is not None:  # with tp, both are parts of a sum
+        result = result + shared
     return result if tp is None else summed_part(result, tp)
 
 

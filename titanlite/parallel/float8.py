@@ -86,6 +86,7 @@ def apply_float8(
     # Shared by all blocks, so that one compiled graph is that of all.
     uncut = Float8(recipe, section.scale, on_device=on_device)
     cut = {"row": replace(uncut, maximum=maximum), "column": replace(uncut, gradient_maximum=maximum)}
+    cut["row_part"] = cut["row"]
     # Which positions meet in a block of an expert's rows would depend on the layout.
     cut_experts = (
         replace(cut[style], recipe=replace(recipe, of_tokens=False), on_device=False) for style in ("column", "row")
@@ -154,5 +155,5 @@ def _sizes(module: nn.Linear | Experts, style: str | None, tp: int) -> list[tupl
     if isinstance(module, Experts):
         _, hidden, inputs = module.w1.shape
         return [("inputs", inputs, 1), ("hidden features", hidden, tp)]
-    inputs, outputs = (tp if style == which else 1 for which in ("row", "column"))
+    inputs, outputs = (tp if style in which else 1 for which in (("row", "row_part"), ("column",)))
     return [("inputs", module.in_features, inputs), ("outputs", module.out_features, outputs)]

@@ -143,8 +143,12 @@ def _project(layer: nn.Linear, x: Tensor) -> Tensor:
     return linear(layer, x, local_weight(layer.weight), _local_bias(layer, Shard(0)))
 
 
+def _project_features(layer: nn.Linear, x: Tensor) -> Tensor:
+    return linear(layer, x, local_weight(layer.weight))
+
+
 def _project_and_sum(layer: nn.Linear, x: Tensor) -> Tensor:
-    out = summed_part(linear(layer, x, local_weight(layer.weight)), _group(layer))
+    out = summed_part(_project_features(layer, x), _group(layer))
     # Each rank adds the bias to its own positions: once, and its gradient is a part of a sum.
     bias = _local_bias(layer, Partial())
     return out if bias is None else out + bias
@@ -172,6 +176,7 @@ _STYLES: dict[TensorStyle, tuple[type[nn.Module], dict[str, Placement], Callable
     "positions": (nn.Linear, {"weight": Replicate(), "bias": Replicate()}, _project_own_positions),
     "column": (nn.Linear, {"weight": Shard(0), "bias": Shard(0)}, _project),
     "row": (nn.Linear, {"weight": Shard(1), "bias": Replicate()}, _project_and_sum),
+    "row_part": (nn.Linear, {"weight": Shard(1)}, _project_features),
     "router": (Router, {"weight": Replicate(), "bias": Replicate()}, _route),
     "scalar": (Scalar, {"weight": Replicate()}, _read),
     "heads": (Scalar, {"weight": Shard(0)}, _read_own),

@@ -155,7 +155,7 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
     # of wo and w2, before and after the reduction
     n_outputs = 1 + n_active + (config.n_shared_experts > 0)
     scattered = residual if tp > 1 else 0
-    sparse_outputs = n_outputs * gathered + (n_outputs - n_active + 1) * scattered
+    sparse_outputs = n_outputs * gathered + 2 * scattered
     dense_outputs = 2 * (gathered + scattered)
     has_experts = config.n_experts > 1
     # probabilities; of a sigmoid also scores and probabilities that add up to 1

@@ -54,9 +54,8 @@ class StepShape:
     its part of the vocabulary only. exchanged: elements per position that attention exchanges, or gathers, over cp;
     linear_exchanged: those of gated linear attention, which the linear_layers have.
     n_experts, n_active: experts of a block, and those of a position. n_dense_layers: first blocks without experts.
-    has_shared_experts: whether those with them have a further feed-forward layer. attention_input: elements per
-    position that attention gathers over tp. wide_norms: norms of a block whose squares are
-    summed over tp. schedule_steps: runs of the actions per optimizer step. device_type: "cuda" or "cpu"."""
+    attention_input: elements per position that attention gathers over tp. wide_norms: norms of a block whose squares
+    are summed over tp. schedule_steps: runs of the actions per optimizer step. device_type: "cuda" or "cpu"."""
 
     device_type: str
     sizes: Mapping[str, int]
@@ -73,7 +72,6 @@ class StepShape:
     n_active: int
     n_dense_layers: int
     n_further_tokens: int
-    has_shared_experts: bool
     attention_input: int
     wide_norms: int
     loss_chunk: int
@@ -250,14 +248,12 @@ def _tensor_parallel(
     keeps_scattered = recompute.mode == "selective" and recompute.selective_policy == "op"
     # With early stop, recomputation skips the last scatter of a block, which backward does not need.
     scatters_again = 0 if keeps_scattered else 1 if recompute.early_stop else 2
-    shared = shape.with_experts(stage.blocks) if shape.has_shared_experts else 0  # their results are scattered, too
-    shared_again = shape.with_experts(recomputed_blocks(recompute, stage.blocks)) if shared else 0
     # the head has more rows, and so has the embedding, or the last stage has an embedding of its own
     further = shape.n_further_tokens * stage.is_last
-    always = 4 * len(stage.blocks) + shared + (stage.index == 0) + stage.is_last + further * (stage.index > 0)
+    always = 4 * len(stage.blocks) + (stage.index == 0) + stage.is_last + further * (stage.index > 0)
     more = further * (1 + (stage.index == 0)) * shape.dim
     gathers = always + 2 * again
-    scatters = always + scatters_again * again + (0 if keeps_scattered else shared_again)
+    scatters = always + scatters_again * again
     if further and scatters_again == 1 and stage.blocks[-1] in recomputed_blocks(recompute, stage.blocks):
         scatters += 1  # which the norm after this block needs
     of_position = shape.positions * shape.param_bytes

@@ -166,7 +166,6 @@ def step_shape(
         n_active=model.n_active_experts,
         n_dense_layers=model.n_dense_layers,
         n_further_tokens=model.n_further_tokens,
-        has_shared_experts=model.n_shared_experts > 0,
         attention_input=latent or model.dim,
         wide_norms=styles.count("wide_norm"),
         loss_chunk=loss_chunk(config, model.vocab_size, device_type),

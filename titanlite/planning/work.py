@@ -211,7 +211,7 @@ def block_work(
                 parts.append(linear_work(positions, dim, 1, is_wide=True))
                 each = ops.copies(positions * hidden, 1)
                 parts.append(elementwise_work(each, each + ops.sums(positions * hidden, 1) + ops.sums(gathered, 1)))
-            parts.append(elementwise_work(ops.sums(residual, 1), ops.sums(gathered, 1)))
+            parts.append(elementwise_work(ops.sums(gathered, 1), ops.sums(gathered, 1)))
     else:
         parts += _feed_forward(positions, dim, (config.dense_ffn_dim if kind.is_dense else config.ffn_dim) // tp, ops)
     if kind.is_further:
