@@ -36,6 +36,8 @@ _REMEDIES = {
 _COEFFICIENTS = ("balance_loss", "z_loss", "bias_rate")
 # Hyper-parameters that checkpoints of earlier versions lack, with what they stand for there.
 _MISSING = {"base_dim": 0, "base_layers": 0, "n_further_tokens": 0}
+# The stage that [training] describes.
+_FIRST = "from step 1"
 _ACCEPTED = "accepted change since the checkpoint"
 _REMOVED = (
     "a source cannot be removed, also not with checkpoint.accept_changes: keep it; with a small weight, and weights of "
@@ -54,6 +56,8 @@ def check_facts(
     """
     lines, refused = [], []
     saved, now = _begun(saved, step), _begun(now, step)
+    if _FIRST not in saved["stages"]:  # the run had no stages, or a titanlite before this fact
+        now["stages"].pop(_FIRST, None)
     for name in sorted({*saved, *now}):
         accept = f"or accept the change: --checkpoint.accept_changes '[\"{name}\"]'"
         remedy = _REMEDIES.get(name, f"resume with the {name} of the checkpoint, {accept}")
@@ -98,7 +102,7 @@ def _begun(facts: Mapping[str, Any], step: int) -> dict[str, Any]:
     """The facts with only those stages of the training that have begun at this step. The batch of the first stage may
     change as long as it is the only one."""
     begun = {name: stage for name, stage in facts.get("stages", {}).items() if stage["from_step"] <= step}
-    begun = {} if begun.keys() == {"from step 1"} else begun
+    begun = {} if begun.keys() == {_FIRST} else begun
     return {**{name: fact for name, fact in facts.items() if name != "stages"}, "stages": begun}
 
 

@@ -167,6 +167,8 @@ def test_stages_may_change_before_they_begin() -> None:
     assert check_facts(saved, facts(at_4=32, at_9=128), (), "here", 8) == []
     assert check_facts(saved, FACTS, (), "here", 3) == []
     assert check_facts(saved, facts(batch=4, at_4=32, at_9=64), (), "here", 3) == []
+    before = FACTS | {"stages": {name: saved["stages"][name] for name in ("from step 4", "from step 9")}}
+    assert check_facts(before, saved, (), "here", 9) == []
     for step, now, line in (
         (9, facts(at_4=32, at_9=128), r"stages\.from step 9\.seq_len: 64 in the checkpoint, 128 now"),
         (4, facts(at_4=16, at_9=64), r"stages\.from step 4\.seq_len: 32 in the checkpoint, 16 now"),
