@@ -186,7 +186,8 @@ def check(config: DeepseekV3Config, seq_len: int, tp: int, pp: int) -> list[Prob
     even = config.qk_rope_head_dim % 2 == 0
     rules.require("qk_rope_head_dim", even, "even, since rotary embeddings rotate pairs", "64 is usual")
     own = config.n_kv_heads == config.n_heads
-    rules.require("n_kv_heads", own, f"model.n_heads = {config.n_heads}: each head has its own keys", "write it")
+    rule, remedy = f"model.n_heads = {config.n_heads}: each head has its own keys", f"set it to {config.n_heads}"
+    rules.require("n_kv_heads", own, rule, remedy)
     rule = f"at most qk_nope_head_dim + qk_rope_head_dim = {config.head_dim}"
     rules.require("v_head_dim", config.v_head_dim <= config.head_dim, rule, "128 is usual")
     rule = f"below model.n_layers = {config.n_layers}"

@@ -77,6 +77,8 @@ _NOT_OF_THE_MODEL = (
     # other names of fields, or details of them
     *("max_window_layers", "_sliding_window_pattern", "sliding_window_size", "experts_per_token"),
     *("initial_context_length", "mamba_ssm_dtype"),
+    # of the balance loss and of layouts of other code
+    *("ep_size", "seq_aux"),
 )
 _TOO_LARGE = 2**40
 """Integers from here on are invalid in any model; computing with them might not terminate."""
@@ -103,7 +105,7 @@ def unknown_fields(written: Collection[str], fields: Mapping[str, Any]) -> list[
     """Names of fields of config.json that no family reads, and that may change what the model computes. written: those
     that the family writes, and reads."""
     known = {*written, *_READ_ELSEWHERE, *_NOT_OF_THE_MODEL}
-    return sorted(name for name, value in fields.items() if value is not None and name not in known)
+    return sorted(name for name, value in fields.items() if value not in (None, []) and name not in known)
 
 
 def refuse_other(fields: Mapping[str, Any], supported: Mapping[str, Any]) -> None:

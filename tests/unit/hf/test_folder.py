@@ -314,7 +314,7 @@ def test_rotary_frequencies_of_old_folders_are_ignored(tmp_path: Path) -> None:
     write_model(tmp_path / "it")
     add_tensors(tmp_path / "it", {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(4) for n in (0, 1)})
     assert open_folder("it", tmp_path / "it").describe(torch.float64).endswith(", 2 rotary tables ignored")
-    edit("config.json", lambda fields: fields.update(new_gate=True))(tmp_path / "it")
+    edit("config.json", lambda fields: fields.update(new_gate=True, no_layers=[]))(tmp_path / "it")
     assert open_folder("it", tmp_path / "it").describe(torch.float64).endswith("fields of config.json: new_gate")
     add_tensors(tmp_path / "it", {"model.layers.x.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     with pytest.raises(UserError, match=r"layers\.x\..* is not a tensor of this model"):
