@@ -182,8 +182,9 @@ def largest_scores(
     for of_queries, of_keys, part in blocks:
         seen = keys[:, :, of_keys].to(dtype)
         scores = _by_key_head(queries[:, :, of_queries].to(dtype), seen) @ seen.mT
-        scores = scores.unflatten(2, (heads // keys.shape[1], -1)) + part.to(dtype).unsqueeze(2)
+        scores = scores.unflatten(2, (heads // keys.shape[1], -1)).add_(part.to(dtype).unsqueeze(2))
         found = torch.maximum(found, scores.amax((0, 3, 4)).flatten())
+        del scores  # before those of the next block
     largest: Tensor = found * width**-0.5
     return largest
 
