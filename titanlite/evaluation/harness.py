@@ -118,7 +118,8 @@ class Encoder:
 
     def _row(self, context: Sequence[Any], end: Sequence[int], where: str) -> Row:
         if not context or context[0] is None:
-            raise UserError(f"{where}: the context has no tokens, and the tokenizer neither BOS nor EOS: write a text")
+            remedy = "write a context, or set tokenizer.eos"
+            raise UserError(f"{where}: the context has no tokens, and the tokenizer neither BOS nor EOS: {remedy}")
         if not 0 < len(end) <= self.seq_len:
             rule = f"1 to training.seq_len = {self.seq_len:,} tokens can be scored after a context"
             raise UserError(f"{where}: {rule}, not {len(end):,}: change the task, or raise this key")

@@ -349,6 +349,15 @@ def test_unusable_tasks_are_named(plain: Tokenizer, tmp_path: Path, case: str) -
         Harness(section, plain, seq_len=SEQ_LEN, allows_code=False, why_no_text="not in a run")
 
 
+def test_an_empty_context_needs_bos_or_eos(plain: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(plain.content)
+    section = ValidationConfig(
+        enable=True, tasks=(str(write_task(tmp_path / "task.yaml", [{"context": "a"}], ROLLING)),)
+    )
+    with pytest.raises(UserError, match=r"task, document 0: the context has no tokens, .* set tokenizer\.eos"):
+        Harness(section, Tokenizer(tmp_path / "tokenizer.json"), seq_len=SEQ_LEN, allows_code=False, why_no_text="")
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
