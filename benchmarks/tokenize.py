@@ -43,6 +43,8 @@ steps = [
 LocalPipelineExecutor(steps, tasks=1, logging_dir="logs", skip_completed=False).run()
 """
 CONFIG = '[tokenizer]\npath = "tokenizer"\n[[data.sources]]\nkind = "jsonl"\npath = "corpus.jsonl"\n'
+RAY = "ray, 2 tasks"
+"""Its processes are not children of the program, so that their CPU time is not known."""
 PART_BYTES, SMALLER = 2**22, 16
 CORES, TOKENS = 1_000, 10**13
 
@@ -89,6 +91,13 @@ def write_corpora(folder: Path, num_bytes: int) -> list[Path]:
     return folders
 
 
+def per_core(rates: Sequence[Rates], bare: Sequence[float]) -> Row:
+    """The columns by CPU time. bare: rates per core of encode_batch."""
+    found = [rate.per_core for rate in rates]
+    hours = [TOKENS / (rate * CORES) / 3600 for rate in found]
+    return {"core / encode_batch": ratios(found, bare), "hours for 10 T tokens": hours}
+
+
 def main(rounds: int = 3, mebibytes: int = 64, datatrove: str = "", json: Path | None = None) -> None:
     """mebibytes: of the corpus. datatrove: the interpreter of an environment that has it. json: folder of
     tokenize.json."""
@@ -104,7 +113,7 @@ def main(rounds: int = 3, mebibytes: int = 64, datatrove: str = "", json: Path |
                 cases["datatrove"] = [datatrove, "-c", DATATROVE]
             cases |= {f"{n} workers": tokenize(f"local-{n}-{round_}", "--workers", str(n)) for n in (1, 2)}
             if find_spec("ray") is not None:
-                cases["ray, 2 tasks"] = tokenize(f"ray-{round_}", "--workers", "2", "--engine", "ray")
+                cases[RAY] = tokenize(f"ray-{round_}", "--workers", "2", "--engine", "ray")
             for name in cases if round_ % 2 == 0 else reversed(cases):
                 rates.setdefault(name, []).append(rates_of(cases[name], folders))
     bare = [rate.per_core for rate in rates["encode_batch"]]
@@ -113,9 +122,8 @@ def main(rounds: int = 3, mebibytes: int = 64, datatrove: str = "", json: Path |
         {
             "case": name,
             "M tokens/s": [rate.per_second / 1e6 for rate in found],
-            "core / encode_batch": ratios([rate.per_core for rate in found], bare),
             "1 worker": ratios([rate.per_second for rate in found], one),
-            "hours for 10 T tokens": [TOKENS / (rate.per_core * CORES) / 3600 for rate in found],
+            **({} if name == RAY else per_core(found, bare)),
         }
         for name, found in rates.items()
     ]

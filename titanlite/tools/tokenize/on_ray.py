@@ -38,7 +38,8 @@ def run_on_ray(job: Job, parts: Sequence[int], num_workers: int | None) -> Itera
             runtime_env={"env_vars": worker_environment()},
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(f"cannot use the Ray cluster {address}: {error}; fix RAY_ADDRESS, or unset it") from error
+        remedy = "fix RAY_ADDRESS, or unset it; RAY_AUTH_MODE must be that of the cluster"
+        raise UserError(f"cannot use the Ray cluster {address}: {error}; {remedy}") from error
     try:
         task = ray.remote(num_cpus=1, max_retries=RETRIES)(write_part)
         start = partial(task.remote, json.dumps(arguments_of(job)))
