@@ -1,6 +1,7 @@
 """Reference for all layouts: one process, plain torch, no code of the trainer."""
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ MODEL = (
 )
 
 
+@cache
 def small_config(world_size: int, *overrides: str) -> JobConfig:
     """Tiny llama3 in float64 with plain SGD and no clipping; overrides are `section.key=value`."""
     settings = [

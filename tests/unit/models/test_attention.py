@@ -176,7 +176,7 @@ def test_every_mask_form_matches_the_definition(
 
 
 @pytest.mark.usefixtures("composed")
-@pytest.mark.parametrize("block_scores", [2**24, 2**13])
+@pytest.mark.parametrize("block_scores", [2**24, 2**16])
 @pytest.mark.parametrize(
     ("form", "queries", "window"),
     [
