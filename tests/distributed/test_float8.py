@@ -13,6 +13,7 @@ from tests.distributed.layouts import (
     BOUNDS,
     BY_OP,
     COMPILE,
+    DEEPSEEK_V3,
     EP,
     EXPERTS,
     FOUR_KV_HEADS,
@@ -50,7 +51,7 @@ LAYOUTS = (
     Layout((1, 1, 1, 4), (*ROWWISE, *WIDE, *FOUR_KV_HEADS)),
     Layout((1, 1, 1, 2), (*BLOCKWISE, *WIDE, *FOUR_KV_HEADS), cp=2),
     Layout((2, 1, 1, 2), (*MXFP8, *schedule("1F1B"), *PAIRS)),
-    Layout((1, 1, 2, 2), (*ROWWISE, *EXPERTS, *EP)),
+    Layout((1, 1, 2, 2), (*ROWWISE, *WIDE, *DEEPSEEK_V3, *EP)),
 )
 
 

@@ -118,6 +118,9 @@ def check_float8(
     rule, remedy = "ceil or floor with mxfp8, whose scales are powers of two", 'leave it out, or recipe = "blockwise"'
     rules.require("scale", section.recipe != "mxfp8" or section.scale != "float32", rule, remedy)
     names = [name for name, _ in float8_layers(model, structure)]
+    rule = "none with a family whose blocks have neither nn.Linear nor Experts"
+    if not rules.require("recipe", names, rule, "leave it out"):
+        return rules.problems
     for pattern in section.exclude:
         is_used = any(fnmatchcase(name, pattern) for name in names)
         rule = f"the linear layers and experts of the blocks, such as {names[0]}; {pattern} is none of them"
