@@ -112,6 +112,7 @@ def pieces_of_rows(tokenizer: Tokenizer) -> list[list[int]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "end"), [("jsonl", b"\n"), ("text", b"\r\n")])
 def test_parts_have_each_document_once(kind: str, end: bytes, config: Path, tmp_path: Path) -> None:
     """Also if a document is longer than a part, or a part begins at the first byte of one."""
@@ -216,6 +217,7 @@ def test_tasks_of_an_array_in_any_order_and_twice(
     assert capsys.readouterr().out == f"{out} is complete\n"
 
 
+@pytest.mark.slow
 def test_a_store_has_the_files_of_a_folder(
     config: Path, tmp_path: Path, write_jsonl: Callable[..., Path], store: Bucket
 ) -> None:

@@ -1,7 +1,8 @@
 """Command: tokenize the sources of a configuration into token files."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,7 +12,7 @@ import tyro
 from titanlite.config.value_types import literal
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.config import DataConfig
-from titanlite.data.sources.tokens import Shard
+from titanlite.data.sources.tokens import MANIFEST, Shard
 from titanlite.runtime.errors import Problem
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
@@ -90,9 +91,9 @@ def main(argv: Sequence[str]) -> None:
         total = len(job.plan["parts"])
         if len(missing) < total:
             print(f"resuming: {total - len(missing)} of {counted(total, 'part')} are written")
-        entries = _run(job, missing, options)
-        for _ in with_progress(entries, section, done=total - len(missing), total=total):
-            pass
+        with closing(_run(job, missing, options)) as entries:  # ends the workers after an error
+            for _ in with_progress(entries, section, done=total - len(missing), total=total):
+                pass
         _report(out, finish(job))
 
 
@@ -108,7 +109,7 @@ def _check(options: Options) -> Iterator[Problem]:
         yield Problem("--tasks", options.tasks, "only with --part", "add --part, or leave --tasks out")
 
 
-def _run(job: Job, parts: Sequence[int], options: Options) -> Iterator[Shard]:
+def _run(job: Job, parts: Sequence[int], options: Options) -> Generator[Shard, None, None]:
     """Write parts by an engine of this command."""
     if options.engine == "ray":
         return run_on_ray(job, parts, options.workers)
@@ -122,7 +123,9 @@ def _write_parts_of_task(job: Job, first: int, tasks: int | None) -> None:
     entries = (tokenize_part(job, part) for part in parts)
     for _ in with_progress(entries, job.section, done=0, total=len(parts)):
         pass
-    if missing := job.missing():
+    if MANIFEST in job.out.names():
+        print(f"{job.out} is complete")
+    elif missing := job.missing():
         print(f"{counted(len(parts), 'part')} written, {len(missing):,} of {total:,} are missing")
     else:
         _report(job.out, finish(job))

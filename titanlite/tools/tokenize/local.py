@@ -4,7 +4,7 @@ A worker is a separate process (see data/processes.py) that imports no torch.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from typing import Any
@@ -33,7 +33,7 @@ def opened_job(*, out: str, section: dict[str, Any]) -> Job:
     return Job(folder, TypeAdapter(DataConfig).validate_python(section), folder.open_tokenizer(), plan)
 
 
-def run_locally(job: Job, parts: Sequence[int], num_workers: int) -> Iterator[Shard]:
+def run_locally(job: Job, parts: Sequence[int], num_workers: int) -> Generator[Shard, None, None]:
     """Write parts; yield their entries in the order in which they are finished. 0 workers: in this process.
 
     Raises UserError if a worker is killed. The workers end with the iterator.

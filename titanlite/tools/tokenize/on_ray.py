@@ -2,13 +2,14 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from functools import cache, partial
 from typing import Any
 
 from titanlite.data.processes import worker_environment
 from titanlite.data.sources.tokens import Shard
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.plugins import load_plugins, loaded_plugins
 from titanlite.tools.tokenize.local import arguments_of, opened_job
 from titanlite.tools.tokenize.part import tokenize_part
 from titanlite.tools.tokenize.plan import Job
@@ -17,7 +18,7 @@ RETRIES = 5
 """How often a part is started again after its worker or its node was lost."""
 
 
-def run_on_ray(job: Job, parts: Sequence[int], num_workers: int | None) -> Iterator[Shard]:
+def run_on_ray(job: Job, parts: Sequence[int], num_workers: int | None) -> Generator[Shard, None, None]:
     """Write parts, each on one CPU; yield their entries in the order in which they are finished.
 
     num_workers: most tasks at the same time; None: as many as the cluster has CPUs. Raises UserError.
@@ -35,14 +36,14 @@ def run_on_ray(job: Job, parts: Sequence[int], num_workers: int | None) -> Itera
             num_cpus=num_workers if address == "local" else None,
             include_dashboard=False if address == "local" else None,
             log_to_driver=True,
-            runtime_env={"env_vars": worker_environment()},
+            runtime_env={"env_vars": _settings() | worker_environment()},
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
         remedy = "fix RAY_ADDRESS, or unset it; RAY_AUTH_MODE must be that of the cluster"
         raise UserError(f"cannot use the Ray cluster {address}: {error}; {remedy}") from error
     try:
         task = ray.remote(num_cpus=1, max_retries=RETRIES)(write_part)
-        start = partial(task.remote, json.dumps(arguments_of(job)))
+        start = partial(task.remote, json.dumps([loaded_plugins(), arguments_of(job)]))
         room = num_workers or int(ray.cluster_resources().get("CPU", 1))
         waiting, running = list(reversed(parts)), list[Any]()
         while waiting or running:
@@ -67,4 +68,12 @@ def write_part(arguments: str, part: int) -> Shard:
 
 @cache
 def _job(arguments: str) -> Job:
-    return opened_job(**json.loads(arguments))
+    plugins, own = json.loads(arguments)
+    load_plugins(plugins)  # their kinds of sources
+    return opened_job(**own)
+
+
+def _settings() -> dict[str, str]:
+    """Variables with settings of the configuration, such as [storage]."""
+    names = [name for name in os.environ if name.startswith("TITANLITE_") and name != "TITANLITE_CACHE"]
+    return {name: os.environ[name] for name in names}
