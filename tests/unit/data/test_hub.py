@@ -217,7 +217,7 @@ KEPT = SHARED + " and keep one row in {1}, so the data is read {1} "
         *((8, KEPT.format(8, 4)), (9, KEPT.format(9, 9)), (24, SHARED.format(24, 12))),
     ],
 )
-@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("seed", [None, pytest.param(7, marks=pytest.mark.slow)])
 def test_streams_cover_each_row_once(num_streams: int, description: str, seed: int | None, dataset: Path) -> None:
     """Within an epoch, the shares of the streams differ; over the epochs, they even out."""
     assert description in divided(source_of(dataset), num_streams, seed).description
