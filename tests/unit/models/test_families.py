@@ -31,6 +31,15 @@ from titanlite.runtime.errors import ConfigError
 CPU = torch.device("cpu")
 FLAVORS = [(name, flavor) for name, family in FAMILIES.items() for flavor in family.flavors]
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+DIVERSE = ("llama3", "gemma3", "deepseek_v3", "qwen3_5_moe")
+"""Windows, norms after a block, latent attention, experts and linear attention are in one of them."""
+diverse_in_quick = pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, id=name, marks=() if name in DIVERSE else pytest.mark.slow)
+        for name, family in FAMILIES.items()
+    ],
+)
 tied_or_not = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 
 
@@ -168,7 +177,7 @@ def test_the_output_is_in_the_last_unit(family: Family, tied: bool) -> None:
 
 
 @tied_or_not
-@every_family
+@diverse_in_quick
 def test_a_model_from_the_meta_device_is_the_same(family: Family, tied: bool) -> None:
     """In the order of training: meta device, memory, ties, buffers, weights."""
     config = small(family, tie_embeddings=tied)
@@ -185,7 +194,7 @@ def test_a_model_from_the_meta_device_is_the_same(family: Family, tied: bool) ->
     assert model.state_dict().keys() == dict(model.named_parameters(remove_duplicate=False)).keys() | others
 
 
-@every_family
+@diverse_in_quick
 def test_packed_documents_equal_separate_documents(family: Family) -> None:
     config = small(family)
     if config.n_experts > 1:  # the balance loss depends on what a row is
@@ -204,7 +213,7 @@ def test_packed_documents_equal_separate_documents(family: Family) -> None:
         assert ((left - right).norm() / right.norm()).item() < 1e-12
 
 
-@every_family
+@diverse_in_quick
 def test_cached_generation_equals_a_full_forward_pass(family: Family) -> None:
     """Cached keys and values equal those of the full text, without caching code in any family."""
     model = perturbed_model(family, small(family, tie_embeddings=False)).eval()
@@ -215,7 +224,7 @@ def test_cached_generation_equals_a_full_forward_pass(family: Family) -> None:
     assert len(set(text[0].tolist())) > 5
 
 
-@every_family
+@diverse_in_quick
 def test_a_bfloat16_model_computes_in_bfloat16_outside_float32_islands(family: Family) -> None:
     config = small(family)
     if config.n_experts > 1:  # no near ties
@@ -304,7 +313,7 @@ def test_refused_combinations_are_refused(example: str, key: str, reason: str) -
     assert any(each.key == key.strip("`") and reason in each.rule for each in error.value.problems), error.value
 
 
-@every_family
+@diverse_in_quick
 def test_rotary_embeddings_that_change_are_those_of_a_new_model(family: Family) -> None:
     """As at the first step of a training stage."""
     config = small(family)
