@@ -204,7 +204,10 @@ def test_tasks_of_an_array_in_any_order_and_twice(
     out = tmp_path / "out"
     with pytest.raises(UserError, match=r"has no tokens\.incomplete\.json"):
         tokenize.main([str(config), "--out", str(out), "--part", "0"])
-    run_tasks(config, out, tmp_path / "my.sbatch", (2, 0, 2))
+    run_tasks(config, out, tmp_path / "my.sbatch", (2, 0))
+    first = (out / "tokens-00000.npy").stat().st_ino
+    tokenize.main([str(config), "--out", str(out), "--part", "0"])
+    assert (out / "tokens-00000.npy").stat().st_ino == first, "a finished part is not done again"
     assert not (out / "tokens.json").exists()
     (out / "tokens-00002.json").unlink()  # as if its task had been killed before the end
     run_tasks_again = [str(config), "--out", str(out), "--tasks", "3", "--part"]
