@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
@@ -123,6 +124,14 @@ def test_attention_kernels() -> None:
     assert SDPBackend(choice) == SDPBackend.FLASH_ATTENTION
     names = {operation.name() for operation in internals.fused_attention_operations()}
     assert {f"aten::_scaled_dot_product_{name}" for name in ("flash_attention", "flash_attention_for_cpu")} < names
+
+
+def test_scaled_products() -> None:
+    rows, factor = torch.eye(16).to(torch.float8_e4m3fn), torch.ones(())
+    kind = functional.ScalingType.TensorWise
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        functional.scaled_mm(rows, rows.t(), factor, kind, factor, kind)
+    assert internals.scaled_product_operation().name() in {event.key for event in profiler.key_averages()}
 
 
 def test_only_needed_gradients_are_computed() -> None:
