@@ -31,6 +31,7 @@ from titanlite.runtime.cache import cache_folder
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.tools.tokenize import __main__ as tokenize
 from titanlite.tools.tokenize import folder, local, part, plan
+from titanlite.tools.tokenize.manifest import finish
 from titanlite.tools.tokenize.part import tokenize_part
 from titanlite.tools.tokenize.plan import Job
 from titanlite.tools.usable_rows import UsableRows
@@ -208,6 +209,8 @@ def test_tasks_of_an_array_in_any_order_and_twice(
     first = (out / "tokens-00000.npy").stat().st_ino
     tokenize.main([str(config), "--out", str(out), "--part", "0"])
     assert (out / "tokens-00000.npy").stat().st_ino == first, "a finished part is not done again"
+    with pytest.raises(UserError, match=r"--part 99: the plan has \d+ parts, numbered from 0"):
+        tokenize.main([str(config), "--out", str(out), "--part", "99"])
     assert not (out / "tokens.json").exists()
     (out / "tokens-00002.json").unlink()  # as if its task had been killed before the end
     run_tasks_again = [str(config), "--out", str(out), "--tasks", "3", "--part"]
@@ -221,8 +224,25 @@ def test_tasks_of_an_array_in_any_order_and_twice(
 
 
 @pytest.mark.slow
+def test_a_task_that_runs_twice_when_the_other_one_completes_the_folder(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write_late(job: Job, number: int) -> Any:
+        if job.missing() == [number]:
+            tokenize_part(job, number)
+            finish(job)
+            tokenize_part(job, number)
+            raise UserError("its files are removed")
+        return tokenize_part(job, number)
+
+    monkeypatch.setattr(tokenize, "tokenize_part", write_late)
+    run_tasks(config, tmp_path / "out", tmp_path / "my.sbatch", (0, 1, 2))
+    assert capsys.readouterr().out.endswith("out is complete\n")
+    assert contents(tmp_path / "out") == contents(run(config, tmp_path / "local"))
+
+
 def test_a_store_has_the_files_of_a_folder(
-    config: Path, tmp_path: Path, write_jsonl: Callable[..., Path], store: Bucket
+    config: Path, tmp_path: Path, write_jsonl: Callable[..., Path], store: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From local rows, and from those in the store."""
     name = ("--data.sources.0.name", "rows")
@@ -234,6 +254,18 @@ def test_a_store_has_the_files_of_a_folder(
     assert stored == {f"{out}/{file}": content for out in ("out", "other") for file, content in expected.items()}
     with pytest.raises(UserError, match="is complete and is not overwritten"):
         run(config, f"{store.address}/out", *name)
+    run(config, f"{store.address}/third", "--engine", "slurm", "--script", str(tmp_path / "other.sbatch"), workers=1)
+    monkeypatch.setattr(plan, "read_plan", lambda _: None)  # as if the other command had written it just afterwards
+    with pytest.raises(UserError, match="another command has started to write into"):
+        run(config, f"{store.address}/third", "--data.add_eos", "false")
+
+
+def test_a_worker_needs_the_versions_of_the_plan(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a cluster, its node may have others."""
+    monkeypatch.setattr(local, "MADE_WITH", {"titanlite": "0.1", "tokenizers": "0.2"})
+    run(config, tmp_path / "out", "--engine", "slurm", "--script", str(tmp_path / "my.sbatch"), workers=1)
+    with pytest.raises(UserError, match=r"but this worker has titanlite 0\.1, tokenizers 0\.2: use one version"):
+        local.opened_job(out=str(tmp_path / "out"), section={})
 
 
 def test_a_worker_that_is_killed_ends_the_command(
@@ -584,9 +616,11 @@ def test_two_commands_do_not_write_into_one_folder(config: Path, tmp_path: Path)
     out = tmp_path / "out"
     out.mkdir()
     (out / "tokens-00000.npy.incomplete").touch()  # left by a killed command
+    (out / "tokenizer-1234.incomplete" / "x").mkdir(parents=True)
     with folder.LocalFolder(out).owned(), pytest.raises(UserError, match="another process writes into"):
         run(config, out)
-    assert "tokens-00000.npy.incomplete" not in contents(run(config, out))
+    run(config, out)
+    assert not list(out.glob("*.incomplete"))
 
 
 @pytest.mark.parametrize(
@@ -596,7 +630,9 @@ def test_two_commands_do_not_write_into_one_folder(config: Path, tmp_path: Path)
         ("--part-bytes 0", "--part-bytes = 0"),
         ("--tasks 3", "--tasks = 3\n +rule: +only with --part"),
         ("--submit", "--submit = True\n +rule: +only with --engine slurm"),
+        ("--part 3 --tasks 3", "--part = 3\n +rule: +less than --tasks = 3"),
         ("--part 3 --engine ray", "--part = 3\n +rule: +without --engine"),
+        ("--engine ray --workers 0", "--workers = 0\n +rule: +at least 1 with --engine ray"),
         ("--engine mpi", "--engine = 'mpi'"),
         ("--out s3://", "--out"),
     ],

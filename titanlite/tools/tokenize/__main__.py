@@ -13,7 +13,7 @@ from titanlite.config.value_types import literal
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.config import DataConfig
 from titanlite.data.sources.tokens import MANIFEST, Shard
-from titanlite.runtime.errors import Problem
+from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
 from titanlite.storage.address import address_problem, is_address
@@ -24,7 +24,7 @@ from titanlite.tools.tokenize.local import run_locally
 from titanlite.tools.tokenize.manifest import finish
 from titanlite.tools.tokenize.on_ray import run_on_ray
 from titanlite.tools.tokenize.part import tokenize_part
-from titanlite.tools.tokenize.plan import Job, large_parts, open_job, start_job
+from titanlite.tools.tokenize.plan import ENTRY, Job, large_parts, open_job, start_job
 from titanlite.tools.tokenize.progress import with_progress
 from titanlite.tools.tokenize.slurm import MAX_TASKS, submit, write_script
 
@@ -107,6 +107,11 @@ def _check(options: Options) -> Iterator[Problem]:
         yield Problem("--part", options.part, "without --engine", "leave --engine out: a part is written here")
     if options.tasks is not None and options.part is None:
         yield Problem("--tasks", options.tasks, "only with --part", "add --part, or leave --tasks out")
+    if options.part is not None and options.tasks is not None and options.part >= options.tasks:
+        remedy = f"number the tasks from 0 to {options.tasks - 1}"
+        yield Problem("--part", options.part, f"less than --tasks = {options.tasks}", remedy)
+    if options.workers == 0 and options.engine != "local":
+        yield Problem("--workers", 0, f"at least 1 with --engine {options.engine}", "leave --workers out")
 
 
 def _run(job: Job, parts: Sequence[int], options: Options) -> Generator[Shard, None, None]:
@@ -119,16 +124,23 @@ def _run(job: Job, parts: Sequence[int], options: Options) -> Generator[Shard, N
 def _write_parts_of_task(job: Job, first: int, tasks: int | None) -> None:
     """Write the parts of one task, and the manifest if no part is missing then."""
     total = len(job.plan["parts"])
+    if tasks is None and first >= total:
+        raise UserError(f"--part {first}: the plan has {counted(total, 'part')}, numbered from 0")
     parts = range(first, total, tasks or total)
     entries = (tokenize_part(job, part) for part in parts)
-    for _ in with_progress(entries, job.section, done=0, total=len(parts)):
-        pass
-    if MANIFEST in job.out.names():
-        print(f"{job.out} is complete")
-    elif missing := job.missing():
-        print(f"{counted(len(parts), 'part')} written, {len(missing):,} of {total:,} are missing")
-    else:
+    try:
+        for _ in with_progress(entries, job.section, done=0, total=len(parts)):
+            pass
+    except UserError:  # perhaps since another task has completed the folder, and removed the files of this one
+        if MANIFEST not in job.out.names():
+            raise
+    if not (missing := job.missing()):
         _report(job.out, finish(job))
+    elif MANIFEST in job.out.names():
+        job.out.delete(job.name(part, ENTRY) for part in parts)
+        print(f"{job.out} is complete")
+    else:
+        print(f"{counted(len(parts), 'part')} written, {len(missing):,} of {total:,} are missing")
 
 
 def _write_script(job: Job, options: Options, overrides: Sequence[str]) -> None:

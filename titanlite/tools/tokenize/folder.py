@@ -46,6 +46,10 @@ class LocalFolder:
     def write(self, name: str, content: bytes) -> None:
         replace_file(self.path / name, content, self.temporary(name))
 
+    def create(self, name: str, content: bytes) -> None:
+        """Write a file that does not exist: the folder is locked."""
+        self.write(name, content)
+
     def temporary(self, name: str) -> Path:
         """A new path for a file that is being written: several processes may write the same file."""
         return self.path / f"{name}-{uuid.uuid4().hex[:8]}{PARTIAL}"
@@ -56,8 +60,13 @@ class LocalFolder:
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete files, and those that killed processes have left incomplete."""
-        for file in (*(self.path / name for name in names), *self.path.glob(f"*{PARTIAL}")):
-            file.unlink(missing_ok=True)
+        for name in names:
+            (self.path / name).unlink(missing_ok=True)
+        for left in self.path.glob(f"*{PARTIAL}"):
+            if left.is_dir():
+                shutil.rmtree(left)
+            else:
+                left.unlink(missing_ok=True)
 
     def add_tokenizer(self, tokenizer: Tokenizer) -> None:
         if TOKENIZER_FOLDER not in self.names():
@@ -114,6 +123,13 @@ class StoredFolder:
 
     def write(self, name: str, content: bytes) -> None:
         self._store.write(name, content)
+
+    def create(self, name: str, content: bytes) -> None:
+        """Write an object that does not exist. Raises UserError if another process writes another one."""
+        try:
+            self._store.create(name, content)
+        except FileExistsError:
+            raise UserError(f"another command has started to write into {self}: choose another --out") from None
 
     def temporary(self, name: str) -> Path:
         return cache_folder() / name

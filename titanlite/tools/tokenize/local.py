@@ -14,9 +14,10 @@ from pydantic import TypeAdapter
 from titanlite.data.config import DataConfig
 from titanlite.data.processes import Arrays, WorkerProcess, run_worker
 from titanlite.data.sources.tokens import Shard
+from titanlite.runtime.errors import UserError
 from titanlite.tools.tokenize.folder import LocalFolder, output_folder
 from titanlite.tools.tokenize.part import tokenize_part
-from titanlite.tools.tokenize.plan import Job, read_plan
+from titanlite.tools.tokenize.plan import MADE_WITH, Job, read_plan
 
 
 def arguments_of(job: Job) -> dict[str, Any]:
@@ -29,7 +30,11 @@ def opened_job(*, out: str, section: dict[str, Any]) -> Job:
     """The job of a worker. Raises UserError."""
     folder = output_folder(out)
     plan = read_plan(folder)
-    assert plan is not None, "the plan is written before a worker starts"
+    if plan is None:
+        raise UserError(f"{folder} has no plan any more: another command has completed or removed it")
+    if plan["made_with"] != MADE_WITH:
+        versions = [", ".join(f"{name} {each[name]}" for name in each) for each in (plan["made_with"], MADE_WITH)]
+        raise UserError(f"the plan is of {versions[0]}, but this worker has {versions[1]}: use one version")
     return Job(folder, TypeAdapter(DataConfig).validate_python(section), folder.open_tokenizer(), plan)
 
 

@@ -31,6 +31,7 @@ MIN_PART_BYTES, MAX_PARTS = 2**26, 10_000
 
 SHOWN_LARGE = 5
 
+MADE_WITH = {"titanlite": __version__, "tokenizers": tokenizers.__version__}
 
 FACTS_OF_FILES = ("weight", "epochs", "files", "bytes", "content", "commit")
 """Facts of a source that need its files, or do not decide the tokens."""
@@ -111,7 +112,7 @@ def start_job(section: DataConfig, out: OutputFolder, tokenizer: Tokenizer, part
         "parts": [part for n, source in enumerate(sources) for part in parts_of(source, n, part_bytes)],
     }
     if (found := read_plan(out)) is None:
-        out.write(UNFINISHED, (json.dumps(plan) + "\n").encode())
+        out.create(UNFINISHED, (json.dumps(plan) + "\n").encode())
     else:
         _require_same(out, found, plan)
     out.add_tokenizer(tokenizer)
@@ -160,7 +161,7 @@ def _settings(section: DataConfig, tokenizer: Tokenizer, part_bytes: int) -> Set
     return {
         "format": FORMAT_VERSION,
         "dtype": id_type(tokenizer.vocab_size).name,
-        "made_with": {"titanlite": __version__, "tokenizers": tokenizers.__version__},
+        "made_with": MADE_WITH,
         "tokenizer": {
             "description": tokenizer.description,
             "fingerprint": tokenizer.fingerprint,
