@@ -22,6 +22,9 @@ from titanlite.tools.audit.result import read_results
 from titanlite.tools.sweep.combinations import Run
 
 
+pytestmark = pytest.mark.slow
+
+
 class Here:
     """A training in this process in place of one of its own."""
 
@@ -92,7 +95,6 @@ def test_all_intervals_of_an_untouched_run_are_reproduced(run: Path, capsys: pyt
     assert capsys.readouterr().out.splitlines()[1:4] == found
 
 
-@pytest.mark.slow
 def test_intervals_are_drawn_by_the_seed_that_is_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     audit.main([str(run)])
     shown = capsys.readouterr().out
@@ -102,7 +104,6 @@ def test_intervals_are_drawn_by_the_seed_that_is_printed(run: Path, capsys: pyte
     assert replace(first, created="") == replace(second, created="")
 
 
-@pytest.mark.slow
 def test_changed_weights_are_found_on_both_sides_of_the_checkpoint(run: Path) -> None:
     name = "model/layers.1.attention.wo.weight"
     falsify(run / "checkpoint" / "step-4", name)
@@ -128,7 +129,6 @@ def falsify(checkpoint: Path, name: str) -> None:
     write_manifest(checkpoint, replace(manifest, files={**manifest.files, file.name: record}))
 
 
-@pytest.mark.slow
 def test_a_setting_that_was_changed_for_one_step_is_named(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", **{"checkpoint.stop_after": 2})
     config = titanlite.load_config(run / "config.toml")
@@ -141,7 +141,6 @@ def test_a_setting_that_was_changed_for_one_step_is_named(tmp_path: Path) -> Non
     assert "\n  step 4: the loss of sequence" in found
 
 
-@pytest.mark.slow
 def test_a_changed_token_is_named(tmp_path: Path) -> None:
     run = trained(tmp_path / "run")
     tokens = np.load(run.parent / "tokens.npy")
@@ -152,7 +151,6 @@ def test_a_changed_token_is_named(tmp_path: Path) -> None:
     assert all("cannot be computed" in each for each in others)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_another_run_or_another_step_is_named(run: Path, tmp_path: Path) -> None:
     other = trained(tmp_path / "other")
     steps = run / "checkpoint"
