@@ -248,9 +248,9 @@ def test_a_store_has_the_files_of_a_folder(
     name = ("--data.sources.0.name", "rows")
     expected = contents(run(config, tmp_path / "out", *name))
     run_tasks(config, f"{store.address}/out", tmp_path / "my.sbatch", (1, 0, 2), *name)
-    store.request("PUT", "rows.jsonl", write_jsonl(ROWS).read_bytes())
-    run(config, f"{store.address}/other", *name, "--data.sources.0.path", f"{store.address}/rows.jsonl")
-    stored = {key: store.request("GET", key) for key in store.keys() if key != "rows.jsonl"}  # noqa: SIM118
+    store.request("PUT", "rows/a%5B1%5D.jsonl", write_jsonl(ROWS).read_bytes())  # a[1].jsonl
+    run(config, f"{store.address}/other", *name, "--data.sources.0.path", f"{store.address}/rows")
+    stored = {key: store.request("GET", key) for key in store.keys() if not key.startswith("rows/")}  # noqa: SIM118
     assert stored == {f"{out}/{file}": content for out in ("out", "other") for file, content in expected.items()}
     with pytest.raises(UserError, match="is complete and is not overwritten"):
         run(config, f"{store.address}/out", *name)

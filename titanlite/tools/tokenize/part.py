@@ -3,10 +3,11 @@
 A part depends only on the plan. It may be written again, also by two processes at once: the bytes are the same.
 """
 
+import glob
 import io
 import json
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,8 @@ def _write(job: Job, part: int) -> Shard:
     try:
         with TokenWriter(tokens, id_type(job.tokenizer.vocab_size)) as writer:
             _write_documents(encoder, rows, writer)
-        with documents.open("xb") as file:
-            np.save(file, np.frombuffer(writer.starts, np.int64).astype("<i8"))
+        with TokenWriter(documents, np.dtype("<i8")) as starts:
+            starts.write(np.frombuffer(writer.starts, np.int64))
         entry: Shard = {
             "file": name,
             "bytes": tokens.stat().st_size,
@@ -88,10 +89,10 @@ def _source_of(job: Job, part: int) -> TextSource:
 
 def _unchanged(planned: PlannedFile) -> SourceFile:
     path = planned["path"]
-    file = Listing(path).files[0] if is_address(path) else Path(path)
-    if sampled_digest(file).hex() != planned["digest"]:
+    found: Sequence[SourceFile] = Listing(glob.escape(path)).files if is_address(path) else [Path(path)]
+    if not found or sampled_digest(found[0]).hex() != planned["digest"]:
         raise UserError(f"{path} has changed since the plan was written: restore it, or start with a new --out")
-    return file
+    return found[0]
 
 
 def _write_documents(encoder: TextEncoder, rows: UsableRows, writer: "TokenWriter") -> None:
@@ -123,7 +124,7 @@ def _chunks(corpus: TextCorpus) -> Iterator[range]:
 
 
 class TokenWriter:
-    """Writes a .npy file of tokens. tokens: their number so far. starts: positions at which documents start."""
+    """Writes a .npy file of integers. tokens: their number; starts: positions at which documents start."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self._file = path.open("xb")
