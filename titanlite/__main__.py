@@ -27,6 +27,7 @@ COMMANDS = {
     "tokenize": ("titanlite.tools.tokenize", "tokenize a configuration's data into token files"),
     "replay": ("titanlite.tools.replay", "recompute a step and compare it with what the run recorded"),
     "audit": ("titanlite.tools.audit", "recompute steps between checkpoints of a run and compare what comes out"),
+    "compare": ("titanlite.tools.compare", "say whether two runs differ by more than rounding explains"),
     "ledger": ("titanlite.tools.ledger", "print what each step of a run was trained on"),
     "digest": ("titanlite.tools.digest", "print and compare digests of the weights of runs and model folders"),
     "report": ("titanlite.tools.report", "write a report of runs: one HTML file with charts"),

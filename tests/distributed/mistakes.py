@@ -1,7 +1,7 @@
 """Table of known mistakes in distributed training: what each changes, and how the comparisons detect it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -34,6 +34,7 @@ from tests.distributed.layouts import (
 )
 from titanlite import trainer as trainer_module
 from titanlite.assembly import model as build_module
+from titanlite.assembly import run as run_module
 from titanlite.assembly.job import Job
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.data.loader import Loader
@@ -114,7 +115,9 @@ def changed(change: Change) -> Around:
             change(trainer)
             return trainer
 
-        with replaced(gradients, "build_trainer", build), replaced(parity_module, "build_trainer", build):
+        with ExitStack() as stack:
+            for module in (gradients, parity_module, run_module):
+                stack.enter_context(replaced(module, "build_trainer", build))
             yield
 
     return around

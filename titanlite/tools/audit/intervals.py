@@ -111,14 +111,14 @@ def recomputation(interval: Interval, out: Path, overrides: Sequence[str], *, pr
 
     overrides: see check_overrides. Writes the configuration into `out`. Raises ConfigError.
     """
-    config = config_from_values(tables_of(_without_outputs(interval, out / interval.name)), overrides)
+    config = config_from_values(tables_of(_recomputed(interval, out / interval.name)), overrides)
     resolved = check_and_resolve(config, world_size=processes, device_type=device_type)
     file = config_file(out, interval.steps)
     file.write_text(dump_config(config), encoding="utf-8")
     return Run(interval.name, {"steps": interval.name}, [f"--job.config_file={file}"], resolved)
 
 
-def _without_outputs(interval: Interval, folder: Path) -> JobConfig:
+def _recomputed(interval: Interval, folder: Path) -> JobConfig:
     """The configuration of the interval's end, with only those outputs that an audit compares."""
     config, last = interval.end.config, interval.steps[-1]
     layout, training = config.parallelism, config.training
@@ -136,12 +136,15 @@ def _without_outputs(interval: Interval, folder: Path) -> JobConfig:
     if interval.start is not None:
         checkpoint = replace(checkpoint, initial_load_path=str(interval.start.path), initial_load_model_only=False)
     return replace(
-        config,
+        without_outputs(config),
         checkpoint=checkpoint,
         training=replace(training, local_batch_size=rows) if training.bit_equal else training,
         parallelism=replace(layout, dp_replicate=1, dp_shard=-1, pp=1, pp_split=(), tp=kept[0], cp=kept[1], ep=kept[2]),
         job=replace(config.job, dump_folder=str(folder)),
-        metrics=replace(config.metrics, loggers=("console", "jsonl"), columns=()),
-        profiling=ProfilingConfig(),
-        samples=SamplesConfig(),
     )
+
+
+def without_outputs(config: JobConfig) -> JobConfig:
+    """The configuration with only those outputs that a comparison reads: rows of metrics.jsonl, and the console."""
+    metrics = replace(config.metrics, loggers=("console", "jsonl"), columns=())
+    return replace(config, metrics=metrics, profiling=ProfilingConfig(), samples=SamplesConfig())

@@ -12,6 +12,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.tools import calibrate, digest, evaluate, inspect, ledger, profile, schema, train_tokenizer
 from titanlite.tools.audit.__main__ import Options as AuditOptions
 from titanlite.tools.command import run_command
+from titanlite.tools.compare.__main__ import Options as CompareOptions
 from titanlite.tools.convert.__main__ import Options as ConvertOptions
 from titanlite.tools.generate.__main__ import Options as GenerateOptions
 from titanlite.tools.ladder.__main__ import Options as LadderOptions
@@ -40,6 +41,7 @@ OPTIONS: Mapping[str, Any] = {
     "tokenize": TokenizeOptions,
     "replay": ReplayOptions,
     "audit": AuditOptions,
+    "compare": CompareOptions,
     "ledger": ledger.Options,
     "digest": digest.Options,
     "report": ReportOptions,

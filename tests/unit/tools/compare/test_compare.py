@@ -1,0 +1,98 @@
+"""titanlite compare: runs that rounding alone drives apart are within, and a run with a mistake is outside."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import titanlite
+from tests.distributed.program import CONFIG
+from tests.unit.tools.audit.test_audit import Here
+from titanlite.models import layers
+from titanlite.runtime.errors import UserError
+from titanlite.tools.compare import __main__ as command
+from titanlite.tools.compare.envelope import FACTOR, FLOOR_EPS, Compared, compare, first_outside, relative
+
+
+def test_the_envelope_grows_to_what_a_repeat_has_reached() -> None:
+    repeats = [{"loss": {1: 0.0, 2: 1.0, 3: 3.0, 4: 1.0}}, {"loss": {1: 1.0, 2: 2.0, 3: 2.0, 4: 2.0}}]
+    found = compare({"loss": {4: 13.0, 1: 0.5, 2: 12.0, 3: 4.0}}, repeats, 2.0**-20)
+    assert found == [
+        Compared(1, "loss", 0.5, 2 * FACTOR),
+        Compared(2, "loss", 12.0, 3 * FACTOR),
+        Compared(3, "loss", 4.0, 3 * FACTOR),
+        Compared(4, "loss", 13.0, 3 * FACTOR),
+    ]
+    assert first_outside(found) == found[3]
+    (floor,) = compare({"loss": {1: 0.1}}, [{"loss": {1: 0.0}}], 2.0**-10)
+    assert floor.allowed == FLOOR_EPS * 2.0**-10
+
+
+def test_of_one_step_the_number_that_exceeds_most_is_named() -> None:
+    found = [Compared(2, "a", 3.0, 1.0), Compared(2, "b", 8.0, 2.0), Compared(1, "c", 1.0, 1.0)]
+    assert first_outside(found) == found[1]
+
+
+def test_relative_differences() -> None:
+    nan, inf = float("nan"), float("inf")
+    assert [relative(1.0, -1.0), relative(0.0, 0.0), relative(3.0, 4.0)] == [2.0, 0.0, 0.25]
+    assert [relative(nan, nan), relative(inf, nan), relative(1.0, nan), relative(inf, 1.0)] == [0.0, 0.0, inf, inf]
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "start_run", Here)
+
+
+def trained(folder: Path, **settings: Any) -> str:
+    (folder.parent / "config.toml").write_text(CONFIG)
+    values: dict[str, Any] = {
+        "job.dump_folder": folder,
+        "checkpoint.enable": True,
+        "checkpoint.interval": 2,
+        "training.steps": 3,
+        "training.dtype": "float32",
+        **settings,
+    }
+    return str(titanlite.run(folder.parent / "config.toml", values).folder)
+
+
+@pytest.mark.slow
+def test_other_rows_are_within_and_a_mistake_is_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = trained(tmp_path / "a"), trained(tmp_path / "b", **{"training.local_batch_size": 3})
+    out = tmp_path / "out"
+    command.main([a, b, "--out", str(out), "--repeats", "3"])
+    assert "\nWithin: up to step 3, A and B differ by no more than rounding explains.\n" in capsys.readouterr().out
+    result = json.loads((out / command.COMPARE_FILE).read_text())
+    assert len({json.dumps(each) for each in result["repeats"]}) == 3
+    assert {(each["step"], each["name"]) for each in result["compared"]} >= {(3, "loss"), (2, "norm.weight")}
+
+    with monkeypatch.context() as planted:
+        right = layers.rms_norm
+        planted.setattr(layers, "rms_norm", lambda x, weight, eps: right(x, weight, 2 * eps))
+        wrong = trained(tmp_path / "wrong")
+    monkeypatch.delattr(command, "start_run")  # the repeats are finished
+    with pytest.raises(SystemExit) as end:
+        command.main([a, wrong, "--out", str(out), "--repeats", "3"])
+    assert end.value.code == 1
+    shown = capsys.readouterr().out
+    assert "Trains 0 of 3 repeats" in shown
+    assert "\nOutside from step 1 on: " in shown
+    assert " B also differs from all repeats by more, the other one does not.\n" in shown
+
+
+def test_other_settings_are_refused_before_training(tmp_path: Path) -> None:
+    for name, changes in {"a": "bit_equal = true\n", "b": ""}.items():
+        (tmp_path / name).mkdir()
+        text = CONFIG.replace("[training]\n", f"[training]\n{changes}")
+        text = (
+            text if name == "a" else text.replace("[optimizer]\nlr = 1e-2", "[debug]\nseed = 7\n[optimizer]\nlr = 2e-2")
+        )
+        (tmp_path / name / "config.toml").write_text(text)
+    with pytest.raises(UserError) as error:
+        command.main([*(str(tmp_path / name) for name in "ab"), "--out", str(tmp_path / "out")])
+    assert str(error.value).splitlines()[1:] == ["  debug.seed: 0 in A, 7 in B", "  optimizer.lr: 0.01 in A, 0.02 in B"]
+    assert not (tmp_path / "out").exists()
