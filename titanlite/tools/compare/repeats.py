@@ -23,8 +23,7 @@ CHUNK_TOKENS = {"cpu": 256, "cuda": 4096}
 
 
 def setting_differences(a: JobConfig, b: JobConfig) -> list[str]:
-    """A line for each key that decides what is learned and differs. Paths may differ, and training.bit_equal, which
-    changes the rounding only."""
+    """A line for each key that decides what is learned and differs. Paths may differ."""
     before, after = _settings(a), _settings(b)
     lines = [line for key in sorted({*before, *after}) for line in differences(before.get(key), after.get(key), key)]
     compared = [line for line in lines if not setting_of(line.partition(":")[0]).is_path]
@@ -33,11 +32,7 @@ def setting_differences(a: JobConfig, b: JobConfig) -> list[str]:
 
 def _settings(config: JobConfig) -> dict[str, Any]:
     found = {f"{section}.{key}": value for section, table in tables_of(config).items() for key, value in table.items()}
-    return {
-        key: value
-        for key, value in found.items()
-        if key != "training.bit_equal" and setting_of(key).affects in ("numbers", "facts")
-    }
+    return {key: value for key, value in found.items() if setting_of(key).affects in ("numbers", "facts")}
 
 
 def repeats_of(config: JobConfig, out: Path, count: int, last: int, processes: int, device_type: str) -> Sequence[Run]:
