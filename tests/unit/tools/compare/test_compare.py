@@ -94,5 +94,9 @@ def test_other_settings_are_refused_before_training(tmp_path: Path) -> None:
         (tmp_path / name / "config.toml").write_text(text)
     with pytest.raises(UserError) as error:
         command.main([*(str(tmp_path / name) for name in "ab"), "--out", str(tmp_path / "out")])
-    assert str(error.value).splitlines()[1:] == ["  debug.seed: 0 in A, 7 in B", "  optimizer.lr: 0.01 in A, 0.02 in B"]
+    assert str(error.value).splitlines()[1:] == [
+        "  debug.seed: 0 in A, 7 in B",
+        "  optimizer.lr: 0.01 in A, 0.02 in B",
+        "  training.bit_equal: True in A, False in B",
+    ]
     assert not (tmp_path / "out").exists()
