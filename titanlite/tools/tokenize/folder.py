@@ -11,7 +11,7 @@ from pathlib import Path
 
 from titanlite.data.sources.tokens import MANIFEST, UNFINISHED
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
-from titanlite.runtime.cache import cache_folder
+from titanlite.runtime.cache import cache_folder, locked
 from titanlite.runtime.durability import PARTIAL, appears_complete, publish, replace_file
 from titanlite.runtime.errors import UserError
 from titanlite.storage.address import Address, place
@@ -198,12 +198,13 @@ def scratch_cache() -> Iterator[None]:
     with ExitStack() as stack:
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            for left in parent.iterdir():
-                _remove_if_left(left)
-            scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True))
-            descriptor = os.open(scratch, os.O_RDONLY)
-            stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with locked(parent.with_suffix(".lock"), "make a scratch folder"):  # none is removed before it is locked
+                for left in parent.iterdir():
+                    _remove_if_left(left)
+                scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True))
+                descriptor = os.open(scratch, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
             remedy = "set the environment variable TITANLITE_CACHE to a folder that is writable and supports file locks"
             raise UserError(f"cannot make a folder in {parent}: {error}; {remedy}") from error
