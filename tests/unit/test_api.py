@@ -97,6 +97,9 @@ def modules_stay_frozen(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 def settings_of_the_process() -> dict[str, Any]:
     log = logging.getLogger("titanlite")
+    for thread in threading.enumerate():
+        if thread.name == "titanlite-waiting":  # it has been told to end
+            thread.join(10)
     threads = {thread.name for thread in threading.enumerate() if thread not in EARLIER_THREADS} - {"tqdm_monitor"}
     return {
         "environment": dict(os.environ),

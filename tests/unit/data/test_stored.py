@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -404,12 +405,17 @@ def test_the_cache_keeps_its_bound_and_removed_parts_are_fetched_again(
     expected = batches(section_of(corpus, source), any_tokenizer, 12)
     monkeypatch.setattr(parts, "MAPPED_BYTES", 0)
     monkeypatch.setattr(parquet, "CACHE_BYTES", 0)
-    monkeypatch.setattr(stored, "BLOCKS_AHEAD", 0)  # other threads would write while the size is counted
-    monkeypatch.setattr(stored, "in_parallel", lambda function, files: [*map(function, files)])
     monkeypatch.setenv("TITANLITE_CACHE_BYTES", str(limit))
     sizes = []
-    add = Parts._written
-    monkeypatch.setattr(Parts, "_written", lambda *arguments: (add(*arguments), sizes.append(size_of_parts(cache)))[0])
+    add, one_at_a_time = Parts._written, threading.Lock()
+
+    def written(*arguments: Any) -> Any:
+        with one_at_a_time:  # another thread would remove parts while the size is counted
+            part = add(*arguments)
+            sizes.append(size_of_parts(cache))
+        return part
+
+    monkeypatch.setattr(Parts, "_written", written)
     assert batches(section_of(memory, source), any_tokenizer, 12) == expected
     made = len(sizes)
     assert max(sizes) <= limit

@@ -200,7 +200,7 @@ def test_a_store_that_does_not_answer_is_noticed_and_explained(monkeypatch: pyte
 @pytest.mark.slow
 def test_ranks_finish_together_or_name_the_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 has failed, and printed its error: the others do not wait for it."""
-    monkeypatch.setattr(positions, "SETTLE_S", 0.2)
+    monkeypatch.setattr(positions, "SETTLE_S", 0.6)
     monkeypatch.setattr(positions, "INTERVAL_S", 0.15)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [Positions(connected(store), rank, 3, range(3), None, 1.0, lambda: None) for rank in range(3)]

@@ -162,6 +162,7 @@ def _logits_of_folder(folder: Path, compute: torch.dtype, tokens: Tensor) -> tup
 
     library_logging: Any = transformers.utils.logging
     library_logging.disable_progress_bar()
+    verbosity = library_logging.get_verbosity()
     library_logging.set_verbosity_error()  # else it lists the tensors of layers that predict further tokens
     try:
         # its default for experts does not compute in float64
@@ -174,6 +175,8 @@ def _logits_of_folder(folder: Path, compute: torch.dtype, tokens: Tensor) -> tup
             f"transformers {transformers.__version__} cannot load the exported folder, which was deleted "
             f"(use --no-verify if that version is too old for the family): {error}"
         ) from None
+    finally:
+        library_logging.set_verbosity(verbosity)
     return f"transformers {transformers.__version__}", theirs.eval().to(compute)(tokens).logits
 
 
