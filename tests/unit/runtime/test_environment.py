@@ -148,7 +148,7 @@ for _ in range(4):
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc only")
 @pytest.mark.parametrize(("environment", "is_kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "0"}, False)])
 def test_freed_memory_serves_the_next_step(environment: dict[str, str], is_kept: bool) -> None:
-    """256 MiB of tensors in each step: 65,536 pages."""
+    """256 MiB of tensors in each step: 65,536 pages, of which the kernel may have taken back some, 512 at a time."""
     ran = subprocess.run(
         [sys.executable, "-c", FAULTS_OF_STEPS],
         capture_output=True,
@@ -156,4 +156,4 @@ def test_freed_memory_serves_the_next_step(environment: dict[str, str], is_kept:
         check=True,
         env=os.environ | environment,
     )
-    assert (int(ran.stdout.split()[-1]) < 1000) == is_kept  # the user's variable wins
+    assert (int(ran.stdout.split()[-1]) < 6_554) == is_kept  # the user's variable wins
