@@ -45,7 +45,11 @@ def _of_steps(run: Path, again: Path, steps: range) -> First | None:
         was, now = before[number], after[number]
         if was.num_valid != now.num_valid:
             return number, f"{was.num_valid} valid tokens, recomputed {now.num_valid}: other data"
-        rows = [row for row, pair in enumerate(zip(was.row_losses, now.row_losses, strict=True)) if len({*pair}) > 1]
+        rows = [
+            row
+            for row, pair in enumerate(zip(was.row_losses, now.row_losses, strict=True))
+            if len({*map(repr, pair)}) > 1
+        ]
         if rows:
             return number, (
                 f"the loss of sequence {was.first_sequence + rows[0]} was {was.row_losses[rows[0]]!r}, "

@@ -1,5 +1,6 @@
 """titanlite audit: an untouched run is reproduced, and each falsified one is found out, with what was changed."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -149,6 +150,16 @@ def test_a_changed_token_is_named(tmp_path: Path) -> None:
     first, *others = audited(run)
     assert first.startswith("steps 1 to 2: NOT reproduced\n  data.sources.0.")
     assert all("cannot be computed" in each for each in others)
+
+
+def test_a_changed_row_of_the_metrics_is_named(run: Path) -> None:
+    file = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[2]["grad_norm"] = 0.5
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (found,) = audited(run)
+    assert found.startswith("steps 3 to 4: NOT reproduced\n  step 3: grad_norm was 0.5, recomputed ")
+    assert len(found.splitlines()) == 2
 
 
 def test_a_checkpoint_of_another_run_or_another_step_is_named(run: Path, tmp_path: Path) -> None:
