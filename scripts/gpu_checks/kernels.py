@@ -31,7 +31,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 WINDOW = 130
 STARTS = (0, 130, 131, 256)
 """First positions of the documents of a row, on both sides of the edge of a block of 128."""
-FLOAT8_RECIPES: tuple[RecipeName, ...] = ("mxfp8", "rowwise")
 EXPERT_ROWS = (0, 1, 130, 7, 0, 86, 0)
 """Rows of each expert: the first, the last and one between have none."""
 
@@ -131,7 +130,8 @@ def kernels(setup: Setup) -> dict[str, Kernel]:
             return float8_linear(x, weight, settings=Float8(RECIPES[recipe], "ceil", on_device=on_device))
 
         emulated = partial(float8_linear, settings=Float8(RECIPES[recipe], "ceil"))
-        return Kernel(run, emulated, ((rows, dim), (wide, dim)), 2)
+        sizes = ((128, 128), (128, 128)) if setup.tiny else ((rows, dim), (wide, dim))  # multiples of all blocks
+        return Kernel(run, emulated, sizes, 2)
 
     variants = {"window": (WINDOW, 0.0, False), "sinks, window": (WINDOW, 0.0, True), "sinks": (0, 0.0, True)}
     variants |= {"capped": (0, 2.0, False), "capped, window": (WINDOW, 2.0, False)}
@@ -142,7 +142,7 @@ def kernels(setup: Setup) -> dict[str, Kernel]:
             for documents in (False, True)
         },
         "product": Kernel(lambda x, w: x @ w.T, lambda x, w: x @ w.T, ((rows, dim), (wide, dim)), 2),
-        **{f"float8, {recipe}": float8(recipe) for recipe in FLOAT8_RECIPES},
+        **{f"float8, {recipe}": float8(recipe) for recipe in RECIPES},
         "attention, causal": Kernel(
             lambda q, k, v: attend(q, k, v, None), partial(_attention, torch.zeros(2, seq_len)), heads, 4
         ),

@@ -73,11 +73,12 @@ def test_scales(largest: float, ceil: float, floor: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_an_element_that_is_not_finite_reaches_the_result(value: float, dtype: torch.dtype) -> None:
-    x, weight = torch.ones(1, 2, 64, dtype=dtype), torch.ones(32, 64, dtype=dtype)
+    """Also with the products of a device: a CPU has those of rows."""
+    x, weight = torch.ones(1, 2, 128, dtype=dtype), torch.ones(128, 128, dtype=dtype)
     x[0, 1, 40] = value
     for recipe in RECIPES.values():
-        if recipe.block != 128:
-            product = float8_linear(x, weight, settings=Float8(recipe, "ceil"))
+        for on_device in (False, True) if recipe.block == 0 and dtype != torch.float64 else (False,):
+            product = float8_linear(x, weight, settings=Float8(recipe, "ceil", on_device=on_device))
             assert product[0, 0].isfinite().all()
             assert product[0, 1].isnan().all()
 

@@ -104,6 +104,8 @@ def write_export(run: SavedRun, options: ExportOptions, shard_bytes: int) -> Non
         )
     average = "average of the weights, " if run.weights == "ema" else ""
     log.info("Exporting %s: %s%s", run.path, average, conversion(run.dtype, dtype))
+    if run.manifest.config.get("float8", {}).get("recipe", "none") != "none":
+        log.info("Not in float8: one rounding would not give the operands of both directions")
     if run.tokenizer() is None and run.manifest.facts["tokenizer"] is not None:
         log.warning("The run's tokenizer is missing: the folder will have no tokenizer")
     with new_output(options.out) as folder:

@@ -313,6 +313,20 @@ def test_other_dtypes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert "converted from float16 to float32" in capsys.readouterr().out
 
 
+def test_a_run_in_float8_is_exported_in_its_own_dtype(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging(0)
+    saved = open_run(run)
+    trained = replace(saved.manifest, config=saved.manifest.config | {"float8": {"recipe": "mxfp8"}})
+    options = command.ExportOptions(str(run), tmp_path / "out", no_verify=True)
+    command.write_export(replace(saved, manifest=trained), options, 1 << 30)
+    assert {tensor.dtype for tensor in tensors_of(tmp_path / "out").values()} == {torch.float32}
+    assert "Not in float8: one rounding would not give" in capsys.readouterr().out
+    export(run, tmp_path / "other", "--no-verify")
+    assert "Not in float8" not in capsys.readouterr().out
+
+
 def test_values_out_of_a_dtypes_range_are_refused(tmp_path: Path) -> None:
     original = source(tmp_path / "original", None)
     tensors = load_file(original / "model.safetensors")
