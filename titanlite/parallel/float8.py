@@ -139,11 +139,11 @@ def check_float8(
                 following = -(-size // (block * parts)) * block * parts
                 misfits.append(f"{name} has {size} {what}{of_ranks} (the next size is {following})")
     if misfits:
-        more = f", and {len(misfits) - 1} more sizes do not fit" if misfits[1:] else ""
+        others = len(misfits) - 1
+        more = f", and {others} more {'size does' if others == 1 else 'sizes do'} not fit" if others else ""
         rule = f"a rank has full blocks of {block} elements: {misfits[0]}{more}"
-        rules.require(
-            "recipe", False, rule, "change these sizes or parallelism.tp, or name the layers in float8.exclude"
-        )
+        remedy = "change these sizes (those of heads are model.n_heads or n_kv_heads x the width of a head)"
+        rules.require("recipe", False, rule, f"{remedy} or parallelism.tp, or name the layers in float8.exclude")
     if of_tokens and seq_len % (block * row_parts):
         least = block * row_parts
         nearest = dict.fromkeys((max(seq_len // least, 1) * least, (seq_len // least + 1) * least))

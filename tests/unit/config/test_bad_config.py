@@ -370,7 +370,8 @@ BAD = [
     Bad("float8.recipe", "a rank has full blocks of 32 elements: layers.0.feed_forward.w1 has 100 outputs (the next "
         "size is 128), and 17 more sizes do not fit", "float8.exclude", "--float8.recipe mxfp8 --model.ffn_dim 100"),
     Bad("float8.recipe", "layers.0.attention.wq has 256 outputs for tp = 4 ranks (the next size is 512)",
-        "parallelism.tp", "--float8.recipe blockwise --parallelism.tp 4", world_size=4),
+        "those of heads are model.n_heads or n_kv_heads x", "--float8.recipe blockwise --parallelism.tp 4",
+        world_size=4),
     Bad("float8.scale", "powers of two", "blockwise", "--float8.recipe mxfp8 --float8.scale float32"),
     Bad("float8.exclude", "such as layers.0.attention.wq; output is none", "leave it out",
         '--float8.recipe rowwise --float8.exclude ["output"]'),

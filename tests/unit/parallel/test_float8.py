@@ -34,6 +34,9 @@ def test_sizes_that_do_not_fit_are_counted() -> None:
     assert "layers.0.attention.wq_a has 12 outputs (the next size is 32), and " in sizes.rule
     assert seq_len.rule.startswith("divisible by 64")  # layers that compute only a rank's own positions
     assert seq_len.remedy == "set training.seq_len = 64"
+    section = Float8Config(recipe="mxfp8", exclude=("*.w[!q]*", "*_a", "layers.1.*"))
+    (sizes,) = check_float8(section, model, STRUCTURE, ParallelismConfig(tp=2), 64)
+    assert sizes.rule.endswith(", and 1 more size does not fit")
 
 
 @pytest.mark.parametrize(
