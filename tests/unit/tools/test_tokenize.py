@@ -1,14 +1,17 @@
 """Token files: the same bytes with any number of workers and interruptions; incomplete folders are refused."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,10 +30,13 @@ from titanlite.data.sources.formats import documents_file
 from titanlite.data.sources.pieces import EMPTY, ENDS_DOCUMENT, STARTS_DOCUMENT, BadRowError, TokenPiece
 from titanlite.data.sources.tokens import Tokens, WindowCorpus
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime import cache as runtime_cache
 from titanlite.runtime.cache import cache_folder
 from titanlite.runtime.errors import Problem, UserError
+from titanlite.storage.address import Address
+from titanlite.storage.store import PART_BYTES, Store
 from titanlite.tools.tokenize import __main__ as tokenize
-from titanlite.tools.tokenize import folder, local, part, plan
+from titanlite.tools.tokenize import folder, local, on_ray, part, plan
 from titanlite.tools.tokenize.manifest import finish
 from titanlite.tools.tokenize.part import tokenize_part
 from titanlite.tools.tokenize.plan import Job
@@ -179,9 +185,11 @@ def test_an_interrupted_run_resumes_after_the_last_complete_part(
     monkeypatch.undo()
     (problem,) = check_content(SourceConfig(kind="tokens", path=str(out)), 300)
     assert "tokens.incomplete.json shows an interrupted run" in problem.remedy
-    with pytest.raises(UserError, match=r"another configuration \(see settings in tokens.incomplete.json\)"):
+    with pytest.raises(UserError, match=r"another configuration \(see settings.add_eos in tokens.incomplete.json\)"):
         run(config, out, "--data.add_eos", "false")
-    with pytest.raises(UserError, match=r"another configuration \(see settings in tokens.incomplete.json\)"):
+    with pytest.raises(UserError, match=r"another configuration \(see settings.part_bytes in tokens.incomplete"):
+        run(config, out, part_bytes=501)
+    with pytest.raises(UserError, match=r"another configuration \(see settings.add_eos in tokens.incomplete.json\)"):
         tokenize.main([str(config), "--out", str(out), "--part", "5", "--data.add_eos", "false"])
     content = rows.read_bytes()
     rows.write_bytes(content.replace(b"model", b"MODEL"))
@@ -191,7 +199,8 @@ def test_an_interrupted_run_resumes_after_the_last_complete_part(
         tokenize.main([str(config), "--out", str(out), "--part", "5"])
     rows.write_bytes(content)
     first = (out / "tokens-00000.npy").stat()
-    assert contents(run(config, out)) == contents(uninterrupted)
+    tokenize.main([str(config), "--out", str(out), "--workers", "0"])  # --part-bytes is that of the plan
+    assert contents(out) == contents(uninterrupted)
     assert (out / "tokens-00000.npy").stat().st_ino == first.st_ino, "a finished part is not done again"
     assert "resuming: 2 of " in capsys.readouterr().out
     with pytest.raises(UserError, match="is complete and is not overwritten"):
@@ -249,7 +258,10 @@ def test_a_store_has_the_files_of_a_folder(
     expected = contents(run(config, tmp_path / "out", *name))
     run_tasks(config, f"{store.address}/out", tmp_path / "my.sbatch", (1, 0, 2), *name)
     store.request("PUT", "rows/a%5B1%5D.jsonl", write_jsonl(ROWS).read_bytes())  # a[1].jsonl
+    killed = Store(Address.parse(f"{store.address}/other")).writer("tokens-00000.npy")
+    killed.__enter__().write(bytes(PART_BYTES))
     run(config, f"{store.address}/other", *name, "--data.sources.0.path", f"{store.address}/rows")
+    assert b"<UploadId>" not in store.request("GET", "?uploads")
     stored = {key: store.request("GET", key) for key in store.keys() if not key.startswith("rows/")}  # noqa: SIM118
     assert stored == {f"{out}/{file}": content for out in ("out", "other") for file, content in expected.items()}
     with pytest.raises(UserError, match="is complete and is not overwritten"):
@@ -367,6 +379,29 @@ def test_the_cache_of_a_killed_worker_is_removed(cache: Path, monkeypatch: pytes
         with folder.scratch_cache():
             assert {*(cache / "scratch").iterdir()} == {running, cache_folder()}
     assert not list((cache / "scratch").iterdir())
+
+
+def test_a_worker_that_starts_waits_until_the_folder_of_another_is_locked(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it takes it for that of a killed one."""
+
+    class WaitingError(Exception):
+        pass
+
+    def wait(_: object) -> None:
+        raise WaitingError
+
+    def lock(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(folder, "fcntl", fcntl)
+        with pytest.raises(WaitingError), folder.scratch_cache():
+            pass
+        fcntl.flock(descriptor, operation)
+
+    monkeypatch.setattr(runtime_cache, "waiting", wait)
+    monkeypatch.setattr(folder, "fcntl", SimpleNamespace(**vars(fcntl) | {"flock": lock}))
+    with folder.scratch_cache():
+        assert {*(cache / "scratch").iterdir()} == {cache_folder()}
 
 
 def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
@@ -621,6 +656,24 @@ def test_two_commands_do_not_write_into_one_folder(config: Path, tmp_path: Path)
         run(config, out)
     run(config, out)
     assert not list(out.glob("*.incomplete"))
+
+
+def test_ray_that_cannot_be_used_is_found_before_the_plan_is_written(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_ray, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"--engine ray needs Ray: pip install 'titanlite\[ray\]'"):
+        run(config, tmp_path / "out", "--engine", "ray", workers=1)
+    monkeypatch.setattr(on_ray, "find_spec", lambda _: object())
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        for prefix in ("", "ray://"):
+            monkeypatch.setenv("RAY_ADDRESS", f"{prefix}127.0.0.1:{unused.getsockname()[1]}")
+            with pytest.raises(
+                UserError, match=rf"RAY_ADDRESS={prefix}127\.0\.0\.1:\d+: nothing answers there .*: fix"
+            ):
+                run(config, tmp_path / "out", "--engine", "ray", workers=1)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from titanlite.tools.documents import config_of_data, piece_bytes
 from titanlite.tools.tokenize.folder import OutputFolder, errors_of_writing, output_folder
 from titanlite.tools.tokenize.local import run_locally
 from titanlite.tools.tokenize.manifest import finish
-from titanlite.tools.tokenize.on_ray import run_on_ray
+from titanlite.tools.tokenize.on_ray import check_ray, run_on_ray
 from titanlite.tools.tokenize.part import tokenize_part
 from titanlite.tools.tokenize.plan import ENTRY, Job, large_parts, open_job, start_job
 from titanlite.tools.tokenize.progress import with_progress
@@ -77,11 +77,13 @@ def main(argv: Sequence[str]) -> None:
         with errors_of_writing(out):
             _write_parts_of_task(job, options.part, options.tasks)
         return
+    if options.engine == "ray":
+        check_ray()
     with out.owned():
         if options.engine == "slurm":
             require_new(options.script, "--script")
         print(f"tokenizer: {tokenizer.description}")
-        job = start_job(section, out, tokenizer, options.part_bytes or 0)
+        job = start_job(section, out, tokenizer, options.part_bytes)
         for line in large_parts(job.plan):
             print(line)
         if options.engine == "slurm":

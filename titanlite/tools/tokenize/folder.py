@@ -140,7 +140,10 @@ class StoredFolder:
                 upload.write(content)
 
     def delete(self, names: Iterable[str]) -> None:
+        """Delete objects, and what killed processes have uploaded of incomplete ones, which costs space."""
         self._store.delete(names)
+        with suppress(UserError):  # these credentials may not list uploads
+            self._store.abort_uploads()
 
     def add_tokenizer(self, tokenizer: Tokenizer) -> None:
         with tempfile.TemporaryDirectory() as kept:

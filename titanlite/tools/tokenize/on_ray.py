@@ -2,8 +2,10 @@
 
 import json
 import os
+import socket
 from collections.abc import Generator, Sequence
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 from titanlite.data.processes import worker_environment
@@ -17,6 +19,23 @@ from titanlite.tools.tokenize.plan import Job
 RETRIES = 5
 """How often a part is started again after its worker or its node was lost."""
 
+CONNECT_S = 10
+"""Ray itself tries for minutes."""
+
+
+def check_ray() -> None:
+    """Raise UserError if Ray is not installed, or nothing answers at RAY_ADDRESS."""
+    if find_spec("ray") is None:
+        raise UserError("--engine ray needs Ray: pip install 'titanlite[ray]'")
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        except (OSError, OverflowError) as error:
+            remedy = "fix it, start the cluster, or unset the variable to start Ray on this machine"
+            raise UserError(f"RAY_ADDRESS={address}: nothing answers there ({error}): {remedy}") from None
+
 
 def run_on_ray(job: Job, parts: Sequence[int], num_workers: int | None) -> Generator[Shard, None, None]:
     """Write parts, each on one CPU; yield their entries in the order in which they are finished.
@@ -24,10 +43,8 @@ def run_on_ray(job: Job, parts: Sequence[int], num_workers: int | None) -> Gener
     num_workers: most tasks at the same time; None: as many as the cluster has CPUs. Raises UserError.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    try:
-        import ray
-    except ImportError:
-        raise UserError("--engine ray needs Ray: pip install 'titanlite[ray]'") from None
+    import ray
+
     # Without an address, Ray joins any cluster that has left a file on this machine, even a dead one.
     address = os.environ.get("RAY_ADDRESS") or "local"
     try:

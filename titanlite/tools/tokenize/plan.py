@@ -97,13 +97,17 @@ ENTRY = ".json"
 """Suffix of the entry of a part in the manifest, which is written last: the part is complete."""
 
 
-def start_job(section: DataConfig, out: OutputFolder, tokenizer: Tokenizer, part_bytes: int) -> Job:
-    """Write the plan and the tokenizer, or resume those of the same command. part_bytes: 0: by the size of the sources.
+def start_job(section: DataConfig, out: OutputFolder, tokenizer: Tokenizer, part_bytes: int | None) -> Job:
+    """Write the plan and the tokenizer, or resume those of the same command. part_bytes: None: that of the plan to
+    resume, else by the size of the sources.
 
     Raises UserError if they are of another command.
     """
+    found = read_plan(out)
     sources = text_sources(section.sources)
     files = [_planned_files(source) for source in sources]
+    if part_bytes is None and found is not None:
+        part_bytes = found["settings"]["part_bytes"]
     part_bytes = part_bytes or max(MIN_PART_BYTES, sum(file["bytes"] for each in files for file in each) // MAX_PARTS)
     plan: Plan = {
         **_settings(section, tokenizer, part_bytes),
@@ -111,7 +115,7 @@ def start_job(section: DataConfig, out: OutputFolder, tokenizer: Tokenizer, part
         "files": files,
         "parts": [part for n, source in enumerate(sources) for part in parts_of(source, n, part_bytes)],
     }
-    if (found := read_plan(out)) is None:
+    if found is None:
         out.create(UNFINISHED, (json.dumps(plan) + "\n").encode())
     else:
         _require_same(out, found, plan)
@@ -148,13 +152,20 @@ def read_plan(out: OutputFolder) -> Plan | None:
 
 def _require_same(out: OutputFolder, plan: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raise UserError if facts of a command differ from those of the plan in the folder."""
-    given = json.loads(json.dumps(given))
-    planned = json.loads(json.dumps(plan))
-    if different := [key for key in given if planned.get(key) != given[key]]:
+    if different := [*_different(json.loads(json.dumps(plan)), json.loads(json.dumps(given)))]:
         raise UserError(
             f"{out} was started with another configuration (see {', '.join(different)} in {UNFINISHED}): resume with "
             "the same one, remove the folder, or choose another --out"
         )
+
+
+def _different(plan: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
+    """The keys, such as settings.add_eos, whose values differ."""
+    for key, value in given.items():
+        if isinstance(value, dict):
+            yield from (f"{key}.{each}" for each in _different(plan[key], value))
+        elif plan.get(key) != value:
+            yield key
 
 
 def _settings(section: DataConfig, tokenizer: Tokenizer, part_bytes: int) -> Settings:
