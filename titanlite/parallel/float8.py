@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from titanlite.models.experts import Experts
 from titanlite.models.family import Structure
-from titanlite.models.float8 import RECIPES, Float8, RecipeName, Scale, float8_linear, linear
+from titanlite.models.float8 import RECIPES, UNIT, Float8, RecipeName, Scale, float8_linear, linear
 from titanlite.parallel.collectives import all_maximum
 from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.parallel.tensor import tensor_style
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Affects, Needs, setting
+from titanlite.runtime.text import counted
 
 _IS_USED = Needs("a float8.recipe", lambda section: section.recipe != "none")
 
@@ -100,8 +101,12 @@ def apply_float8(
         module.float8 = cut.get(tensor_style(structure, name) or "", uncut)  # type: ignore[assignment]
         if "forward" not in vars(module):  # else that of tensor parallelism, which calls `linear`, too
             module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
-    how = "products of the device" if on_device else "emulated"
-    return [f"float8 ({section.recipe}, {how}) to {len(layers)} layers"]
+    degree = 1 if tp is None else tp.size()
+    fits = (_fits_device(module, tensor_style(structure, name), degree) for name, module in layers.items())
+    by_device = sum(fits) if on_device else 0
+    how = [f"{counted(by_device, 'layer')} by the matrix unit"] * (by_device > 0)
+    how += [f"{counted(len(layers) - by_device, 'layer')} emulated"] * (by_device < len(layers))
+    return [f"float8 ({section.recipe}, {', '.join(how)})"]
 
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -125,11 +130,13 @@ def check_float8(
         is_used = any(fnmatchcase(name, pattern) for name in names)
         rule = f"the linear layers and experts of the blocks, such as {names[0]}; {pattern} is none of them"
         rules.require("exclude", is_used, rule, "correct it, or leave it out")
+    layers = dict(float8_layers(model, structure, section.exclude))
+    rules.require("exclude", layers, "leaves at least one layer", 'shorten it, or set recipe = "none"')
     block, of_tokens = RECIPES[section.recipe].block, RECIPES[section.recipe].of_tokens
     if not block:
         return rules.problems
     misfits, row_parts = [], cp * (2 if cp > 1 and layout.context_parallel == "gather" else 1)
-    for name, module in float8_layers(model, structure, section.exclude):
+    for name, module in layers.items():
         style = tensor_style(structure, name)
         if style == "positions":
             row_parts = math.lcm(row_parts, cp * tp)
@@ -151,6 +158,11 @@ def check_float8(
         remedy = f"set training.seq_len = {' or '.join(map(str, nearest))}"
         rules.problems.append(Problem("training.seq_len", seq_len, rule, remedy))
     return rules.problems
+
+
+def _fits_device(module: nn.Linear | Experts, style: str | None, tp: int) -> bool:
+    sizes = _sizes(module, style, tp)
+    return isinstance(module, nn.Linear) and not any(size % (UNIT * parts) for _, size, parts in sizes)
 
 
 def _sizes(module: nn.Linear | Experts, style: str | None, tp: int) -> list[tuple[str, int, int]]:

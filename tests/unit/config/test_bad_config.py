@@ -375,6 +375,8 @@ BAD = [
     Bad("float8.scale", "powers of two", "blockwise", "--float8.recipe mxfp8 --float8.scale float32"),
     Bad("float8.exclude", "such as layers.0.attention.wq; output is none", "leave it out",
         '--float8.recipe rowwise --float8.exclude ["output"]'),
+    Bad("float8.exclude", "leaves at least one layer", 'recipe = "none"',
+        '--float8.recipe rowwise --float8.exclude ["layers.*"]'),
     Bad("training.seq_len", "divisible by 256: with float8.recipe = 'blockwise'", "training.seq_len = 256 or 512",
         "--float8.recipe blockwise --training.seq_len 384 --parallelism.cp 2", world_size=2),
     Bad("compile.backend", "one of", "inductor", "--compile.enable true --compile.backend inductr"),

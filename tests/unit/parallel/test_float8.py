@@ -25,7 +25,9 @@ def test_linear_layers_and_experts_of_blocks() -> None:
     }
     assert applied == attention | {f"layers.1.feed_forward.shared.{name}" for name in ("w2", "w3")}
     assert model.get_submodule("layers.1.feed_forward.experts").feed_forward.keywords.keys() == {"products"}  # type: ignore[union-attr]
-    assert line == "float8 (rowwise, emulated) to 13 layers"
+    assert line == "float8 (rowwise, 13 layers emulated)"
+    (line,) = apply_float8(model, STRUCTURE, section, None, on_device=True)
+    assert line == "float8 (rowwise, 2 layers by the matrix unit, 11 layers emulated)"
 
 
 def test_sizes_that_do_not_fit_are_counted() -> None:
