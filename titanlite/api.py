@@ -26,9 +26,8 @@ from titanlite.ranks.agreement import start_rank
 from titanlite.ranks.distributed import ELASTIC, CommConfig, World, world_from_environment
 from titanlite.ranks.failure import EmbeddedReport
 from titanlite.ranks.network import connect
-from titanlite.runtime.environment import raise_open_file_limit
+from titanlite.runtime.environment import expand_home, raise_open_file_limit
 from titanlite.runtime.errors import ConfigError, UsageError, UserError
-from titanlite.runtime.files import expand_home
 from titanlite.runtime.logging import keep_for_log_file, log
 from titanlite.runtime.process_state import restored_process
 from titanlite.storage.address import Address

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from titanlite.batch import IGNORE_INDEX, NUM_TOTALS, Batch, StepStats, count_sequences, rows_and_tokens
 from titanlite.forward import ModelOnMesh, further_labels, to_device
-from titanlite.metrics.timing import ComputeTime
 from titanlite.models.experts import end_step
 from titanlite.models.family import copies_in, parameters_of
 from titanlite.models.watch import Statistic, Watched
@@ -20,8 +19,8 @@ from titanlite.parallel.clip import SpikeGate, clip_grad_norm_
 from titanlite.parallel.data import set_gradient_sync
 from titanlite.parallel.exact import SHARE_GRID, ExactGradients, on_grid
 from titanlite.parallel.mesh import GradientSync
-from titanlite.parallel.shared import SharedParameters
-from titanlite.profiling.regions import region
+from titanlite.parallel.pipeline import SharedParameters
+from titanlite.profiling.regions import ComputeTime, region
 
 
 class WeightClip(Protocol):

@@ -54,7 +54,7 @@ from titanlite.parallel import tensor as tensor_module
 from titanlite.parallel.clip import GradNorm
 from titanlite.parallel.data import set_gradient_sync, wrapped_modules
 from titanlite.parallel.mesh import ContextParallel, Mesh
-from titanlite.parallel.shared import SharedParameters
+from titanlite.parallel.pipeline import SharedParameters
 from titanlite.tools.parity import measure as parity_module
 from titanlite.trainer import Trainer
 

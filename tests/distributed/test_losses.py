@@ -43,7 +43,7 @@ from titanlite.models import head as head_module
 from titanlite.models.head import CrossEntropy, Scoring
 from titanlite.models.losses import Loss
 from titanlite.parallel.mesh import PipelineSchedule
-from titanlite.parallel.shared import SharedParameters
+from titanlite.parallel.pipeline import SharedParameters
 from titanlite.trainer import Trainer
 
 SMOOTHED = (f"loss.name={LOSS.name}",)

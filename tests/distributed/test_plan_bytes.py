@@ -17,7 +17,7 @@ from titanlite.assembly.model import build_parts
 from titanlite.models.family import copies_in, parameters_of
 from titanlite.parallel.data import wrapped_modules
 from titanlite.parallel.mesh import AXES
-from titanlite.parallel.shared import holders_in
+from titanlite.parallel.pipeline import holders_in
 from titanlite.planning.memory_check import plan_memory
 from titanlite.planning.stages import plan_stages
 

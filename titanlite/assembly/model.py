@@ -33,8 +33,7 @@ from titanlite.parallel.exact import ExactGradients, loss_grid
 from titanlite.parallel.mesh import Mesh, ShardGroups
 from titanlite.parallel.own_code import require_layout
 from titanlite.parallel.parallelize import parallelize
-from titanlite.parallel.pipeline import ModelPart, Pipeline, local_stages, stage_owners
-from titanlite.parallel.shared import SharedParameters, share_between
+from titanlite.parallel.pipeline import ModelPart, Pipeline, SharedParameters, local_stages, share_between, stage_owners
 from titanlite.parallel.split import describe_stages, keep_units_, split_stages, stage_structure, unit_weights
 from titanlite.precision import DTYPES
 from titanlite.runtime.errors import ConfigError, Rules, UserError

@@ -15,8 +15,8 @@ import tomli
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, WithJsonSchema
 
 from titanlite.optim.lengths import LENGTH_PATTERN, LENGTH_RULE, Length, steps_of
+from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import Problem, UserError
-from titanlite.runtime.files import expand_home
 from titanlite.runtime.json_files import check_depth
 from titanlite.runtime.settings import Range, Setting
 from titanlite.runtime.text import ascii_form

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from titanlite.models.family import saved_tensors
 from titanlite.optim.optimizer import NO_AVERAGE, GatedOptimizer, WeightAverage
 from titanlite.parallel.mesh import EXPERT_AXES, PARAMETER_AXES, Mesh
-from titanlite.parallel.shared import exchanged, holders_in
+from titanlite.parallel.pipeline import exchanged, holders_in
 from titanlite.ranks.agreement import RanksError, run_on_all_ranks
 from titanlite.runtime.dtensors import is_dtensor, local_part
 

@@ -1,4 +1,4 @@
-"""Where the time goes: of a run, by cause (goodput); of a step, on this rank (compute time).
+"""Where the time of a run goes, by cause.
 
 Goodput is the share of a run's wall time that was spent in steps. The time of rank 0 since the run's first start is
 divided among causes without gaps, by the clock of the host, which waits for the device at log lines only. It continues
@@ -8,7 +8,6 @@ the restart, also what was computed in between and is computed again.
 
 import time
 from collections.abc import Callable, Mapping
-from time import perf_counter, thread_time
 from typing import Any
 
 STEPS, START, RESTART, DATA, SAVING, VALIDATION, OTHER = CAUSES = (
@@ -77,28 +76,3 @@ class Goodput:
         now = self._clock()
         self._seconds[self._cause] += now - self._since
         self._since = now
-
-
-class ComputeTime:
-    """Seconds of a step in which this rank does not wait for others. For one thread.
-
-    From `start` to the first collective of the step, wall time: preparing the step, data included. From there to `stop`
-    CPU time of the calling thread, since a thread that waits for other ranks uses none. Not seen: work of a GPU, and
-    what blocks without CPU time after the first collective, such as a sleep.
-    """
-
-    def __init__(self) -> None:
-        self._began = perf_counter()
-        self._alone_s = 0.0
-        self._cpu_began = thread_time()
-
-    def start(self) -> None:
-        self._began = perf_counter()
-
-    def before_collectives(self) -> None:
-        """To be called right before the first collective of the step."""
-        self._alone_s = perf_counter() - self._began
-        self._cpu_began = thread_time()
-
-    def stop(self) -> float:
-        return self._alone_s + thread_time() - self._cpu_began

@@ -502,7 +502,6 @@ def flops_of_blocks(config: Any, seq_len: int) -> list[int]:
 
 
 _SIZE = Range("a positive number in this range", least=1, most=2**31 - 1)
-_NUMBER = replace(_SIZE, least=0)
 _FACTOR = Range("leave it out for the default", above=0, below=math.inf)
 _COEFFICIENT = Range("0.0 for none; 0.001 is usual", least=0, below=math.inf)
 RANGES = {

@@ -1,8 +1,9 @@
-"""Named regions of a step, as they appear in a trace."""
+"""Parts of the time of a step: named regions, as they appear in a trace, and the time without waits for other ranks."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
+from time import perf_counter, thread_time
 from typing import Literal, ParamSpec, TypeVar, get_args
 
 from torch.profiler import record_function
@@ -41,3 +42,28 @@ def in_region(name: Region, function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
 
     return named
+
+
+class ComputeTime:
+    """Seconds of a step in which this rank does not wait for others. For one thread.
+
+    From `start` to the first collective of the step, wall time: preparing the step, data included. From there to `stop`
+    CPU time of the calling thread, since a thread that waits for other ranks uses none. Not seen: work of a GPU, and
+    what blocks without CPU time after the first collective, such as a sleep.
+    """
+
+    def __init__(self) -> None:
+        self._began = perf_counter()
+        self._alone_s = 0.0
+        self._cpu_began = thread_time()
+
+    def start(self) -> None:
+        self._began = perf_counter()
+
+    def before_collectives(self) -> None:
+        """To be called right before the first collective of the step."""
+        self._alone_s = perf_counter() - self._began
+        self._cpu_began = thread_time()
+
+    def stop(self) -> float:
+        return self._alone_s + thread_time() - self._cpu_began

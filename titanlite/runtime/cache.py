@@ -15,8 +15,9 @@ from typing import Any, Generic, TypeVar
 import xxhash
 
 from titanlite.runtime.durability import PARTIAL, appears_complete
+from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import NotRegularError, expand_home, open_regular, open_to_append
+from titanlite.runtime.files import NotRegularError, open_regular, open_to_append
 from titanlite.runtime.logging import log
 from titanlite.runtime.waiting import waiting
 

@@ -1,4 +1,4 @@
-"""Environment of a process: the limit of open files, facts of the system, log lines about variables without secrets."""
+"""Environment of a process: the limit of open files, facts of the system, home folders, variables without secrets."""
 
 import os
 import re
@@ -6,6 +6,8 @@ import resource
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+
+from titanlite.runtime.errors import UserError
 
 OPEN_FILES = 65_536
 
@@ -52,6 +54,18 @@ def read_system(path: str) -> str:
         return os.readlink(path) if os.path.islink(path) else Path(path).read_text().strip()
     except OSError:
         return ""
+
+
+def expand_home(path: str | os.PathLike[str]) -> str:
+    """The path with ~ or ~USER at its start, also behind "hf:", as that home folder. Raises UserError, also for a part
+    of the path that is an environment variable."""
+    prefix, rest = re.fullmatch("(hf:)?(.*)", os.fspath(path), re.DOTALL).groups("")  # type: ignore[union-attr]
+    expanded = os.path.expanduser(rest)
+    if expanded.startswith("~"):
+        raise UserError(f"{path}: this home folder is unknown: write the path without ~")
+    if found := re.search(r"(?:^|/)(\$\w+|\$\{\w+\})(?:/|$)", rest):
+        raise UserError(f"{path}: {found[1]} in a path is not replaced: write its value")
+    return prefix + expanded
 
 
 def environment_lines(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

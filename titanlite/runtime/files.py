@@ -3,29 +3,14 @@
 import errno
 import io
 import os
-import re
 import stat
 from contextlib import suppress
-
-from titanlite.runtime.errors import UserError
 
 _KINDS = {stat.S_IFIFO: "pipe", stat.S_IFCHR: "device", stat.S_IFBLK: "device", stat.S_IFSOCK: "socket"}
 
 
 class NotRegularError(OSError):
     """A pipe, device or socket in place of a file."""
-
-
-def expand_home(path: str | os.PathLike[str]) -> str:
-    """The path with ~ or ~USER at its start, also behind "hf:", as that home folder. Raises UserError, also for a part
-    of the path that is an environment variable."""
-    prefix, rest = re.fullmatch("(hf:)?(.*)", os.fspath(path), re.DOTALL).groups("")  # type: ignore[union-attr]
-    expanded = os.path.expanduser(rest)
-    if expanded.startswith("~"):
-        raise UserError(f"{path}: this home folder is unknown: write the path without ~")
-    if found := re.search(r"(?:^|/)(\$\w+|\$\{\w+\})(?:/|$)", rest):
-        raise UserError(f"{path}: {found[1]} in a path is not replaced: write its value")
-    return prefix + expanded
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:

@@ -17,8 +17,8 @@ from titanlite.checkpoint.state import AVERAGE, MODEL, OPTIMIZER
 from titanlite.checkpoint.storage import read_shapes
 from titanlite.hf.folder import CONFIG_FILE, open_folder
 from titanlite.parallel.digest import combine, sum_of_bits
+from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import expand_home
 from titanlite.runtime.settings import setting
 from titanlite.storage.address import Place, place
 from titanlite.tools.command import AllowImport, read_options, run_command

@@ -36,8 +36,8 @@ from titanlite.hf.generation_defaults import GenerationDefaults, read_generation
 from titanlite.models.family import Family, LanguageModel, saved_tensors
 from titanlite.models.registry import FAMILIES
 from titanlite.precision import DTYPES
+from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import ConfigError, Problem, UserError
-from titanlite.runtime.files import expand_home
 from titanlite.runtime.logging import log
 from titanlite.storage.address import Address, Place, is_address, place
 from titanlite.storage.store import Store

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from tests.pool import run_ranks
 from titanlite.metrics.meter import Place, Slowest, SlowRanks
-from titanlite.metrics.timing import CAUSES, COLUMNS, PHASES, ComputeTime, Goodput
+from titanlite.metrics.timing import CAUSES, COLUMNS, PHASES, Goodput
+from titanlite.profiling.regions import ComputeTime
 from titanlite.runtime.logging import log
 
 

@@ -22,8 +22,8 @@ from titanlite.metrics.about import mesh_text
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import last_row
 from titanlite.parallel.mesh import AXES
+from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import UsageError, UserError, raise_problems
-from titanlite.runtime.files import expand_home
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted, duration
 from titanlite.storage.address import Place, is_address, place

@@ -18,8 +18,8 @@ from titanlite.config.toml import tables_of
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import last_row
 from titanlite.precision import DTYPES
+from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import UsageError, UserError, raise_problems
-from titanlite.runtime.files import expand_home
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import aligned, counted, duration
 from titanlite.storage.address import place

@@ -15,8 +15,8 @@ from titanlite.faults.record import RECORD_FOLDER, read_records
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import last_row
 from titanlite.ranks.distributed import world_from_environment
+from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import UsageError, UserError
-from titanlite.runtime.files import expand_home
 from titanlite.runtime.logging import setup_logging
 from titanlite.runtime.settings import setting
 from titanlite.storage.address import place

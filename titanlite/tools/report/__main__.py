@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import tyro
 
 from titanlite.runtime.durability import replace_file
+from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import expand_home
 from titanlite.runtime.settings import setting
 from titanlite.storage.address import place
 from titanlite.tools.command import read_options, run_command

@@ -19,8 +19,8 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.stages import batch_stages
 from titanlite.data.steps import BatchStage, stage_index
 from titanlite.optim.schedule import build_schedule
+from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, raise_problems
-from titanlite.runtime.files import expand_home
 from titanlite.runtime.settings import setting
 from titanlite.storage.address import Place, is_address, place
 from titanlite.tools.command import RunFolder, read_options_and_overrides, require_new, run_command
