@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from titanlite.models.attention import AttentionMask
 from titanlite.models.experts import mixtures_of
-from titanlite.models.family import DecoderConfig, Init, LanguageModel, Structure, TensorStyle
+from titanlite.models.family import DecoderConfig, Family, HuggingFace, Init, LanguageModel, Structure, TensorStyle
 from titanlite.models.head import OutputLayer
 from titanlite.models.layers import FeedForward, HeadAttention, RMSNorm, RopeScaling, RotaryEmbedding, RotaryTables
 from titanlite.models.transfer import MATRICES, parts_of, transfer_of
 from titanlite.models.watch import watch
 from titanlite.runtime.errors import Problem, Rules
-from titanlite.runtime.settings import Range
+from titanlite.runtime.settings import Needs, Range
 
 
 @dataclass(frozen=True)
@@ -441,6 +441,30 @@ def decoder_structure(config: DecoderConfig, tensor_styles: Mapping[str, TensorS
     if further:
         tensor_styles = {**tensor_styles, **FURTHER_STYLES}
     return Structure(units, blocks, tensor_styles, shared, transfer, last=1 + config.n_further_tokens)
+
+
+def decoder_family(
+    name: str,
+    flavors: Mapping[str, DecoderConfig],
+    check: Callable[[Any, int, int, int], list[Problem]],
+    build: Callable[[Any], Decoder],
+    tensor_styles: Mapping[str, TensorStyle],
+    hugging_face: HuggingFace,
+    needs: Mapping[str, Needs] | None = None,
+) -> Family:
+    """The Family of a decoder with this module's structure, initial distributions and FLOPs. Arguments: see Family."""
+    return Family(
+        name=name,
+        config_type=type(flavors["debug"]),
+        flavors=flavors,
+        check=check,
+        build=build,
+        structure=partial(decoder_structure, tensor_styles=tensor_styles),
+        init=init,
+        flops_per_token=flops_per_token,
+        hugging_face=hugging_face,
+        needs=needs or {},
+    )
 
 
 def matmul_parameters(config: DecoderConfig) -> list[int]:

@@ -19,11 +19,8 @@ from titanlite.models.decoder import (
     check_decoder,
     check_head_width,
     check_windows,
-    decoder_structure,
-    flops_per_token,
-    init,
+    decoder_family,
 )
-from titanlite.models.family import Family
 from titanlite.models.hugging_face import (
     ALL_NORM_NAMES,
     NO_SPECIAL_TOKENS,
@@ -141,14 +138,6 @@ FORMAT = DecoderFormat(
     ),
 )
 
-GEMMA2 = Family(
-    name="gemma2",
-    config_type=Gemma2Config,
-    flavors=FLAVORS,
-    check=check,
-    build=Gemma2,
-    structure=partial(decoder_structure, tensor_styles=ALL_NORM_STYLES),
-    init=init,
-    flops_per_token=flops_per_token,
-    hugging_face=FORMAT.hugging_face("gemma2", "Gemma2ForCausalLM"),
+GEMMA2 = decoder_family(
+    "gemma2", FLAVORS, check, Gemma2, ALL_NORM_STYLES, FORMAT.hugging_face("gemma2", "Gemma2ForCausalLM")
 )

@@ -4,21 +4,11 @@ layers, and with another base of the rotary embeddings in those."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch import nn
 
-from titanlite.models.decoder import (
-    ALL_NORM_STYLES,
-    HEAD_NORMS,
-    Decoder,
-    decoder_structure,
-    flops_per_token,
-    init,
-    norm_of,
-)
-from titanlite.models.family import Family
+from titanlite.models.decoder import ALL_NORM_STYLES, HEAD_NORMS, Decoder, decoder_family, norm_of
 from titanlite.models.gemma2 import FIELDS, SUPPORTED, GemmaConfig, check, gemma_block, prepared, written
 from titanlite.models.hugging_face import (
     ALL_NORM_NAMES,
@@ -124,14 +114,11 @@ FORMAT = DecoderFormat(
     written=lambda config: written(config, {CAP: config.logit_cap}),
 )
 
-GEMMA3 = Family(
-    name="gemma3",
-    config_type=Gemma3Config,
-    flavors=FLAVORS,
-    check=check,
-    build=Gemma3,
-    structure=partial(decoder_structure, tensor_styles=ALL_NORM_STYLES | HEAD_NORMS),
-    init=init,
-    flops_per_token=flops_per_token,
-    hugging_face=FORMAT.hugging_face("gemma3_text", "Gemma3ForCausalLM"),
+GEMMA3 = decoder_family(
+    "gemma3",
+    FLAVORS,
+    check,
+    Gemma3,
+    ALL_NORM_STYLES | HEAD_NORMS,
+    FORMAT.hugging_face("gemma3_text", "Gemma3ForCausalLM"),
 )

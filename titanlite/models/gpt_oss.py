@@ -3,7 +3,6 @@ every second layer, biases in all layers, and a mixture of experts with a clampe
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 from titanlite.models.decoder import (
@@ -16,12 +15,10 @@ from titanlite.models.decoder import (
     check_decoder,
     check_head_width,
     check_windows,
-    decoder_structure,
-    flops_per_token,
-    init,
+    decoder_family,
 )
 from titanlite.models.experts import MixtureOfExperts
-from titanlite.models.family import Family, StoredPart
+from titanlite.models.family import StoredPart
 from titanlite.models.hugging_face import YARN, DecoderFormat, window_fields, written_windows
 from titanlite.models.layers import Attention, YarnScaling
 from titanlite.models.qwen3 import NEEDS, check_yarn, yarn
@@ -138,15 +135,12 @@ FORMAT = DecoderFormat(
     written=_written,
 )
 
-GPT_OSS = Family(
-    name="gpt_oss",
-    config_type=GptOssConfig,
-    flavors=FLAVORS,
-    check=check,
-    build=GptOss,
-    structure=partial(decoder_structure, tensor_styles=EXPERT_STYLES | {"layers.*.attention.sinks": "heads"}),
-    init=init,
-    flops_per_token=flops_per_token,
-    hugging_face=replace(FORMAT.hugging_face("gpt_oss", "GptOssForCausalLM"), quantization="mxfp4"),
+GPT_OSS = decoder_family(
+    "gpt_oss",
+    FLAVORS,
+    check,
+    GptOss,
+    EXPERT_STYLES | {"layers.*.attention.sinks": "heads"},
+    replace(FORMAT.hugging_face("gpt_oss", "GptOssForCausalLM"), quantization="mxfp4"),
     needs=NEEDS,
 )

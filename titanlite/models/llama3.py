@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from torch import nn
 
@@ -13,11 +12,8 @@ from titanlite.models.decoder import (
     HyperParameters,
     check_decoder,
     check_width,
-    decoder_structure,
-    flops_per_token,
-    init,
+    decoder_family,
 )
-from titanlite.models.family import Family
 from titanlite.models.hugging_face import DecoderFormat, Scaling
 from titanlite.models.layers import Attention, Llama3Scaling
 from titanlite.runtime.errors import Problem, Rules
@@ -87,9 +83,6 @@ def attention(config: Llama3Config) -> Attention:
     return Attention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim)
 
 
-structure = partial(decoder_structure, tensor_styles=TENSOR_STYLES)
-
-
 def check(config: Llama3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
     rules = Rules("model", config, [*check_decoder(config, seq_len, tp, pp), *check_width(config)])
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
@@ -117,15 +110,6 @@ _SCALES = Needs("model.rope_scaling_factor above 1", lambda config: config.rope_
 NEEDS = dict.fromkeys(("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_seq_len"), _SCALES)
 """See Needs."""
 
-LLAMA3 = Family(
-    name="llama3",
-    config_type=Llama3Config,
-    flavors=FLAVORS,
-    check=check,
-    build=Llama3,
-    structure=structure,
-    init=init,
-    flops_per_token=flops_per_token,
-    hugging_face=FORMAT.hugging_face("llama", "LlamaForCausalLM"),
-    needs=NEEDS,
+LLAMA3 = decoder_family(
+    "llama3", FLAVORS, check, Llama3, TENSOR_STYLES, FORMAT.hugging_face("llama", "LlamaForCausalLM"), needs=NEEDS
 )

@@ -3,7 +3,6 @@ positions only if it has a window."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from torch import nn
 
@@ -14,11 +13,8 @@ from titanlite.models.decoder import (
     HyperParameters,
     check_decoder,
     check_head_width,
-    decoder_structure,
-    flops_per_token,
-    init,
+    decoder_family,
 )
-from titanlite.models.family import Family
 from titanlite.models.hugging_face import DecoderFormat, number_or_none
 from titanlite.models.layers import Attention
 from titanlite.runtime.errors import Problem
@@ -80,14 +76,6 @@ FORMAT = DecoderFormat(
     written=lambda config: {"sliding_window": config.sliding_window or None},
 )
 
-MISTRAL = Family(
-    name="mistral",
-    config_type=MistralConfig,
-    flavors=FLAVORS,
-    check=check,
-    build=Mistral,
-    structure=partial(decoder_structure, tensor_styles=TENSOR_STYLES),
-    init=init,
-    flops_per_token=flops_per_token,
-    hugging_face=FORMAT.hugging_face("mistral", "MistralForCausalLM"),
+MISTRAL = decoder_family(
+    "mistral", FLAVORS, check, Mistral, TENSOR_STYLES, FORMAT.hugging_face("mistral", "MistralForCausalLM")
 )

@@ -3,7 +3,6 @@ RMSNorm over all heads of queries, and over all of keys, before the rotation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 from torch import nn
@@ -16,11 +15,8 @@ from titanlite.models.decoder import (
     HyperParameters,
     check_decoder,
     check_width,
-    decoder_structure,
-    flops_per_token,
-    init,
+    decoder_family,
 )
-from titanlite.models.family import Family
 from titanlite.models.hugging_face import HEAD_NORM_NAMES, NO_SPECIAL_TOKENS, POST_NORM_NAMES, DecoderFormat
 from titanlite.models.layers import Attention, WideNorm
 from titanlite.runtime.errors import Problem
@@ -70,14 +66,6 @@ FORMAT = DecoderFormat(
     Olmo2Config, check, norm_names=POST_NORM_NAMES, block_names=HEAD_NORM_NAMES, written=lambda _: NO_SPECIAL_TOKENS
 )
 
-OLMO2 = Family(
-    name="olmo2",
-    config_type=Olmo2Config,
-    flavors=FLAVORS,
-    check=check,
-    build=Olmo2,
-    structure=partial(decoder_structure, tensor_styles=POST_NORM_STYLES | WIDE_NORMS),
-    init=init,
-    flops_per_token=flops_per_token,
-    hugging_face=FORMAT.hugging_face("olmo2", "Olmo2ForCausalLM"),
+OLMO2 = decoder_family(
+    "olmo2", FLAVORS, check, Olmo2, POST_NORM_STYLES | WIDE_NORMS, FORMAT.hugging_face("olmo2", "Olmo2ForCausalLM")
 )

@@ -3,7 +3,6 @@ the rotary embeddings of the others."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,11 +15,8 @@ from titanlite.models.decoder import (
     Decoder,
     WindowHyperParameters,
     check_windows,
-    decoder_structure,
-    flops_per_token,
-    init,
+    decoder_family,
 )
-from titanlite.models.family import Family
 from titanlite.models.hugging_face import (
     HEAD_NORM_NAMES,
     NO_SPECIAL_TOKENS,
@@ -115,15 +111,12 @@ FORMAT = DecoderFormat(
     written=_written,
 )
 
-OLMO3 = Family(
-    name="olmo3",
-    config_type=Olmo3Config,
-    flavors=FLAVORS,
-    check=check,
-    build=Olmo3,
-    structure=partial(decoder_structure, tensor_styles=POST_NORM_STYLES | WIDE_NORMS),
-    init=init,
-    flops_per_token=flops_per_token,
-    hugging_face=FORMAT.hugging_face("olmo3", "Olmo3ForCausalLM"),
+OLMO3 = decoder_family(
+    "olmo3",
+    FLAVORS,
+    check,
+    Olmo3,
+    POST_NORM_STYLES | WIDE_NORMS,
+    FORMAT.hugging_face("olmo3", "Olmo3ForCausalLM"),
     needs=NEEDS,
 )

@@ -2,7 +2,6 @@
 experts in every block, and with RMSNorm over all heads of queries, and over all of keys, before the rotation."""
 
 from dataclasses import dataclass
-from functools import partial
 
 from titanlite.models.decoder import (
     EXPERT_STYLES,
@@ -13,12 +12,9 @@ from titanlite.models.decoder import (
     HyperParameters,
     check_decoder,
     check_width,
-    decoder_structure,
-    flops_per_token,
-    init,
+    decoder_family,
 )
 from titanlite.models.experts import MixtureOfExperts
-from titanlite.models.family import Family
 from titanlite.models.hugging_face import HEAD_NORM_NAMES, NO_SPECIAL_TOKENS, DecoderFormat
 from titanlite.models.layers import Attention, WideNorm
 from titanlite.runtime.errors import Problem
@@ -67,14 +63,6 @@ FORMAT = DecoderFormat(
     written=lambda _: NO_SPECIAL_TOKENS,
 )
 
-OLMOE = Family(
-    name="olmoe",
-    config_type=OlmoeConfig,
-    flavors=FLAVORS,
-    check=check,
-    build=Olmoe,
-    structure=partial(decoder_structure, tensor_styles=EXPERT_STYLES | WIDE_NORMS),
-    init=init,
-    flops_per_token=flops_per_token,
-    hugging_face=FORMAT.hugging_face("olmoe", "OlmoeForCausalLM"),
+OLMOE = decoder_family(
+    "olmoe", FLAVORS, check, Olmoe, EXPERT_STYLES | WIDE_NORMS, FORMAT.hugging_face("olmoe", "OlmoeForCausalLM")
 )

@@ -3,7 +3,6 @@ values."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from torch import nn
 
@@ -14,11 +13,8 @@ from titanlite.models.decoder import (
     HyperParameters,
     check_decoder,
     check_width,
-    decoder_structure,
-    flops_per_token,
-    init,
+    decoder_family,
 )
-from titanlite.models.family import Family
 from titanlite.models.hugging_face import DecoderFormat
 from titanlite.models.layers import Attention
 from titanlite.runtime.errors import Problem
@@ -77,14 +73,4 @@ FORMAT = DecoderFormat(
     supported={"attention_bias": None, "use_sliding_window": False},
 )
 
-QWEN2 = Family(
-    name="qwen2",
-    config_type=Qwen2Config,
-    flavors=FLAVORS,
-    check=check,
-    build=Qwen2,
-    structure=partial(decoder_structure, tensor_styles=TENSOR_STYLES),
-    init=init,
-    flops_per_token=flops_per_token,
-    hugging_face=FORMAT.hugging_face("qwen2", "Qwen2ForCausalLM"),
-)
+QWEN2 = decoder_family("qwen2", FLAVORS, check, Qwen2, TENSOR_STYLES, FORMAT.hugging_face("qwen2", "Qwen2ForCausalLM"))

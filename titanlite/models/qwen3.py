@@ -3,7 +3,6 @@ RMSNorm on each head of queries and keys before the rotation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,11 +15,8 @@ from titanlite.models.decoder import (
     HyperParameters,
     check_decoder,
     check_head_width,
-    decoder_structure,
-    flops_per_token,
-    init,
+    decoder_family,
 )
-from titanlite.models.family import Family
 from titanlite.models.hugging_face import HEAD_NORM_NAMES, YARN, DecoderFormat
 from titanlite.models.layers import Attention, RMSNorm, YarnScaling
 from titanlite.runtime.errors import Problem, Rules
@@ -110,15 +106,12 @@ _SCALES = Needs("model.rope_scaling_factor above 1", lambda config: config.rope_
 NEEDS = dict.fromkeys(("rope_beta_fast", "rope_beta_slow", "rope_original_seq_len"), _SCALES)
 """See Needs."""
 
-QWEN3 = Family(
-    name="qwen3",
-    config_type=Qwen3Config,
-    flavors=FLAVORS,
-    check=check,
-    build=Qwen3,
-    structure=partial(decoder_structure, tensor_styles=TENSOR_STYLES | HEAD_NORMS),
-    init=init,
-    flops_per_token=flops_per_token,
-    hugging_face=FORMAT.hugging_face("qwen3", "Qwen3ForCausalLM"),
+QWEN3 = decoder_family(
+    "qwen3",
+    FLAVORS,
+    check,
+    Qwen3,
+    TENSOR_STYLES | HEAD_NORMS,
+    FORMAT.hugging_face("qwen3", "Qwen3ForCausalLM"),
     needs=NEEDS,
 )

@@ -1,20 +1,10 @@
 """Qwen3-MoE (Qwen Team, "Qwen3 Technical Report", 2025): Qwen3 with a mixture of experts in every block."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 from titanlite.models import qwen3
-from titanlite.models.decoder import (
-    EXPERT_STYLES,
-    HEAD_NORMS,
-    Block,
-    ExpertHyperParameters,
-    decoder_structure,
-    flops_per_token,
-    init,
-)
+from titanlite.models.decoder import EXPERT_STYLES, HEAD_NORMS, Block, ExpertHyperParameters, decoder_family
 from titanlite.models.experts import MixtureOfExperts
-from titanlite.models.family import Family
 from titanlite.models.qwen3 import NEEDS, Qwen3, Qwen3Config, attention
 
 
@@ -60,15 +50,12 @@ FORMAT = replace(
     written=lambda config: {"intermediate_size": config.ffn_dim * config.n_active_experts},
 )
 
-QWEN3_MOE = Family(
-    name="qwen3_moe",
-    config_type=Qwen3MoeConfig,
-    flavors=FLAVORS,
-    check=qwen3.check,
-    build=Qwen3Moe,
-    structure=partial(decoder_structure, tensor_styles=EXPERT_STYLES | HEAD_NORMS),
-    init=init,
-    flops_per_token=flops_per_token,
-    hugging_face=FORMAT.hugging_face("qwen3_moe", "Qwen3MoeForCausalLM"),
+QWEN3_MOE = decoder_family(
+    "qwen3_moe",
+    FLAVORS,
+    qwen3.check,
+    Qwen3Moe,
+    EXPERT_STYLES | HEAD_NORMS,
+    FORMAT.hugging_face("qwen3_moe", "Qwen3MoeForCausalLM"),
     needs=NEEDS,
 )

@@ -3,7 +3,6 @@ and Back Again", 2025)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,11 +14,8 @@ from titanlite.models.decoder import (
     HyperParameters,
     check_decoder,
     check_width,
-    decoder_structure,
-    flops_per_token,
-    init,
+    decoder_family,
 )
-from titanlite.models.family import Family
 from titanlite.models.hugging_face import NO_SPECIAL_TOKENS, DecoderFormat, fixed_interval, read_field
 from titanlite.models.layers import Attention
 from titanlite.runtime.errors import Problem
@@ -86,14 +82,6 @@ FORMAT = DecoderFormat(
     written=_written,
 )
 
-SMOLLM3 = Family(
-    name="smollm3",
-    config_type=Smollm3Config,
-    flavors=FLAVORS,
-    check=check,
-    build=Smollm3,
-    structure=partial(decoder_structure, tensor_styles=TENSOR_STYLES),
-    init=init,
-    flops_per_token=flops_per_token,
-    hugging_face=FORMAT.hugging_face("smollm3", "SmolLM3ForCausalLM"),
+SMOLLM3 = decoder_family(
+    "smollm3", FLAVORS, check, Smollm3, TENSOR_STYLES, FORMAT.hugging_face("smollm3", "SmolLM3ForCausalLM")
 )

@@ -32,7 +32,7 @@ from titanlite.models.attention import (
     mask_form,
     may_see,
 )
-from titanlite.models.llama3 import Llama3Config, structure
+from titanlite.models.llama3 import LLAMA3, Llama3Config
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.recompute import ActivationCheckpointConfig, apply_recompute
 
@@ -417,7 +417,7 @@ def test_block_masks_in_recomputed_and_compiled_blocks(
     document_ids = ids_of([40, 41], [127])
     expected = gradients(small_model(), document_ids)
     monkeypatch.setattr(attention, "additive_mask", lambda document_ids, *_: block_mask(document_ids))
-    model, units = small_model(), structure(CONFIG)
+    model, units = small_model(), LLAMA3.structure(CONFIG)
     compilation = CompileConfig(enable=compile_blocks, backend="aot_eager")
     by_op = policy.mode == "selective"
     steps = [partial(apply_compile, section=compilation), partial(apply_recompute, section=policy)]

@@ -14,7 +14,7 @@ from titanlite.assembly.job import job_of
 from titanlite.assembly.model import build_parts
 from titanlite.models.family import resolve_model
 from titanlite.models.head import OutputLayer
-from titanlite.models.llama3 import Llama3, Llama3Config, structure
+from titanlite.models.llama3 import LLAMA3, Llama3, Llama3Config
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.data import AT_ONCE_BYTES, replicates_at_once
 from titanlite.parallel.mesh import PipelineSchedule
@@ -44,7 +44,7 @@ def test_the_loss_is_compiled_if_configured() -> None:
     config = Llama3Config(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=80, vocab_size=50, max_seq_len=32)
     model, counter = Llama3(config), CompileCounter()
     section = CompileConfig(enable=True, backend=cast("Any", counter))
-    lines = apply_compile(model, structure(config), section)
+    lines = apply_compile(model, LLAMA3.structure(config), section)
     assert [line.partition(" to ")[2] for line in lines] == ["the loss", "each block"]
     (head,) = (module for module in model.modules() if isinstance(module, OutputLayer))
     head(torch.randn(1, 4, 32), torch.zeros(1, 4, dtype=torch.int64), torch.tensor([4]))

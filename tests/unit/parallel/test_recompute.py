@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from titanlite.config.load import load_config
-from titanlite.models.llama3 import Llama3, Llama3Config, structure
+from titanlite.models.llama3 import LLAMA3, Llama3, Llama3Config
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.mesh import PipelineSchedule
 from titanlite.parallel.pipeline import SCHEDULES
@@ -102,8 +102,8 @@ def saved_and_gradients(section: ActivationCheckpointConfig) -> tuple[int, dict[
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.05, generator=generator)
-    apply_compile(model, structure(CONFIG), CompileConfig(enable=True, backend="aot_eager"))
-    apply_recompute(model, structure(CONFIG), section)
+    apply_compile(model, LLAMA3.structure(CONFIG), CompileConfig(enable=True, backend="aot_eager"))
+    apply_recompute(model, LLAMA3.structure(CONFIG), section)
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}
 
