@@ -235,7 +235,8 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
             run.checks.replicas.after_step(step, last)
             enter(step, "saving")
             stops = checkpoints is not None and checkpoints.after_step(step, last)
-            if run.validation is not None and (last or not stops) and run.validation.is_due(step, last):
+            is_urgent = checkpoints is not None and stops and checkpoints.stopped_by != STOP_AFTER
+            if run.validation is not None and (last or not is_urgent) and run.validation.is_due(step, last):
                 enter(step, "validating")
                 # The first one compiles the forward pass without gradients.
                 trainer.mesh.set_timeout(config.comm.train_timeout_s if has_validated else config.comm.init_timeout_s)
@@ -249,8 +250,8 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
                 if requested and not stops:
                     assert checkpoints is not None, "signals stop a run without checkpoints at once"
                     checkpoints.stop_after(step, requested)
-                    stops = True
-            if run.samples is not None and (last or not stops) and run.samples.is_due(step, last):
+                    stops = is_urgent = True
+            if run.samples is not None and (last or not is_urgent) and run.samples.is_due(step, last):
                 enter(step, "sampling")
                 run.samples.after_step(step)
             run.profiling.after_step(step, failure)

@@ -10,6 +10,7 @@ from unittest.mock import MagicMock, Mock, call
 import pytest
 
 from titanlite import train as train_module
+from titanlite.checkpoint.manager import STOP_AFTER
 from titanlite.config.check import check_training
 from titanlite.config.schema import JobConfig, TrainingConfig
 from titanlite.data.config import DataConfig
@@ -63,6 +64,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     run.meter.flush.side_effect = lambda *_: Mock(step=run.trainer.step, bad_rows=run.trainer.step)
     run.goodput = Mock(name="goodput")  # with a name, it is not in run.mock_calls
     run.checkpoints.after_step.return_value = False
+    run.checkpoints.stopped_by = "SIGTERM"
     run.validation.is_due.return_value = run.samples.is_due.return_value = True
     run.validation.after_step.return_value = 0
     run.attach_mock(MagicMock(), "garbage")
@@ -147,6 +149,13 @@ def test_a_signal_stops_the_loop_after_the_save_without_validation(run: MagicMoc
     run.checkpoints.after_step.side_effect = [False, True]
     assert train(config(), run, Mock()) is None
     assert events(run)[-4:] == ["checkpoints.after_step", PROFILE, *END]
+
+
+def test_a_stop_that_was_planned_does_not_skip_the_validation(run: MagicMock) -> None:
+    run.checkpoints.after_step.side_effect = [False, True]
+    run.checkpoints.stopped_by = STOP_AFTER
+    assert train(config(), run, Mock()) is None
+    assert events(run)[-9:] == [*VALIDATE, *SAMPLE, PROFILE, *END]
 
 
 def test_a_signal_in_the_last_step_does_not_skip_its_validation(run: MagicMock) -> None:

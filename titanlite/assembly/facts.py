@@ -23,6 +23,7 @@ from titanlite.data.fingerprint import source_facts
 from titanlite.data.sources.base import Source, sampled_digest
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.hf.folder import PREFIX
+from titanlite.models.randomness import DRAW_VERSION
 from titanlite.models.registry import full_parameters
 from titanlite.optim.groups import kinds_of_state
 from titanlite.parallel.microbatches import rows_together
@@ -87,6 +88,19 @@ def code_facts(environment: Mapping[str, str]) -> dict[str, str]:
     root = Path(titanlite.__file__).parent
     files = {f"titanlite/{file.relative_to(root)}": file for file in root.rglob("*.py")} | _user_modules(root)
     return facts | {name: f"sha256 {code_digest([file.read_bytes()])}" for name, file in files.items()}
+
+
+def computer_facts(device: torch.device) -> dict[str, Any]:
+    """The software and the device, which checkpoints store. draws: version of the random numbers. code: digest of
+    titanlite's files."""
+    files = sorted(Path(titanlite.__file__).parent.rglob("*.py"))
+    return {
+        "titanlite": titanlite.__version__,
+        "torch": str(torch.__version__),
+        "draws": DRAW_VERSION,
+        "code": code_digest(file.read_bytes() for file in files),
+        "device": device_kind(device),
+    }
 
 
 def computation_facts(config: JobConfig, device: torch.device) -> dict[str, str]:

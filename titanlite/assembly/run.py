@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import titanlite
 from titanlite.assembly.data import build_data, build_evaluator, build_tasks, build_tokenizer, build_validation_data
 from titanlite.assembly.description import (
     describe_job,
@@ -21,7 +20,14 @@ from titanlite.assembly.description import (
     describe_training,
     record_start,
 )
-from titanlite.assembly.facts import code_facts, computation_facts, content_facts, device_kind, model_facts
+from titanlite.assembly.facts import (
+    code_facts,
+    computation_facts,
+    computer_facts,
+    content_facts,
+    device_kind,
+    model_facts,
+)
 from titanlite.assembly.job import Job
 from titanlite.assembly.model import allocate_parts, build_parts, build_trainer
 from titanlite.checkpoint.config import another_run
@@ -64,7 +70,6 @@ from titanlite.metrics.meter import Meter, Place, SlowRanks, Work
 from titanlite.metrics.timing import Goodput
 from titanlite.models.attention import pin_kernels
 from titanlite.models.init import INIT_VERSION
-from titanlite.models.randomness import DRAW_VERSION
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.microbatches import rows_together
 from titanlite.parallel.pipeline import local_stages
@@ -509,10 +514,9 @@ def checkpoint_facts(
     if config.training.bit_equal:
         rows = rows_together(config.parallelism, config.training.local_batch_size)
         facts["bit_equal"] = {"rows": rows, "threads": torch.get_num_threads()}
-    versions = {"titanlite": titanlite.__version__, "torch": torch.__version__, "draws": DRAW_VERSION}
-    facts, values, versions = (json.loads(json.dumps(part)) for part in (facts, asdict(config), versions))
+    facts, values = (json.loads(json.dumps(part)) for part in (facts, asdict(config)))
     computation = computation_facts(config, device) if config.training.bit_equal else {}
-    return RunFacts(facts, values, versions, keys_that_affect("numbers", "reports"), computation)
+    return RunFacts(facts, values, computer_facts(device), keys_that_affect("numbers", "reports"), computation)
 
 
 def without_options_of_start(config: JobConfig) -> JobConfig:

@@ -52,8 +52,8 @@ class CheckpointConfig:
     load_step: int = setting(-1, "-1 selects the latest valid checkpoint", least=-1, needs=_SAVES, once=True)
     """Step to start from; -1: the latest valid checkpoint. Checkpoints of later steps are renamed, not deleted."""
     stop_after: int = setting(-1, "leave it out to train to the end", least=1, unset=-1, needs=_SAVES, once=True)
-    """Step that is saved and ends this start, as after a signal: schedules are those of training.steps, and the run
-    resumes without this key."""
+    """Step that is saved, validated if it is due, and ends this start: schedules are those of training.steps, and the
+    run resumes without this key."""
     initial_load_path: str = setting("", affects="facts", per_node=True, is_path=True)
     """Initial state of a run that has no checkpoints yet: a folder step-N, a folder of such folders, either also in a
     store, "hf:FOLDER" (a model in the Hugging Face format) or "hf:ORGANIZATION/NAME[@REVISION]" (a model on the hub).

@@ -135,9 +135,9 @@ class Manifest:
 
     step: optimizer steps done. content: "full", or "model" for parameters only. lineage: branches of the run, latest
     last. counts: running totals of the meter, by name. facts: values compared at a resume (see compatibility.py).
-    config: the resolved configuration. versions: of the software. created: UTC time. files: all files of the folder
-    except MANIFEST.json. With training.bit_equal, digest: of the weights; computations: of the run so far. attempt:
-    in a store, name of the folder of the files; see files_of.
+    config: the resolved configuration. versions: of the software, and the kind of device. created: UTC time. files: all
+    files of the folder except MANIFEST.json. With training.bit_equal, digest: of the weights; computations: of the run
+    so far. attempt: in a store, name of the folder of the files; see files_of.
     """
 
     step: int

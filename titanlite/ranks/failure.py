@@ -274,7 +274,7 @@ class FailureReport:
     def _print(self, message: str, detail: Detail) -> None:
         """Print the message of the job. detail: "brief" if the store is lost; else the other ranks are told."""
         _print_error(f"titanlite: {message}")
-        _write_error_file(f"titanlite: {message}")
+        write_error_file(f"titanlite: {message}")
         if (store := self.store) is not None and detail != "brief":
             with suppress(RuntimeError):
                 call_within(ANSWER_S, lambda: store.set(FIRST_FAILURE, PRINTED))
@@ -406,8 +406,8 @@ def _describe_limit(error: BaseException) -> str:
     return ""
 
 
-def _write_error_file(message: str) -> None:
-    """Write torchrun's error file of this rank, which its summary shows."""
+def write_error_file(message: str) -> None:
+    """Write torchrun's error file of this process, which torchrun's summary shows, if it has one."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     content = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
     if path:

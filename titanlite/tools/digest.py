@@ -69,12 +69,13 @@ def main(argv: Sequence[str]) -> None:
         found.append(sums_of(path, allow_import=options.allow_import))
         print(found[-1], flush=True)
     differing = [line for other in found[1:] for line in differences(found[0], other)]
+    absent = [line for other in found[1:] for line in missing(found[0], other)]
     computations = {each.id: each for sums in found for each in sums.computations}
     if len(computations) > 1:
         for each in computations.values():
             print(f"{each.id}: {each}")
     if len(found) > 1:
-        print("\n".join(differing) or "equal: all tensors that they have in common, bit for bit")
+        print("\n".join([*(differing or ["equal: all tensors that they have in common, bit for bit"]), *absent]))
     sys.exit(bool(differing))
 
 
@@ -148,6 +149,14 @@ def differences(first: Sums, other: Sums) -> Iterable[str]:
             more = [f"and {len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
             shown = ", ".join([*names[:MOST_NAMES], *more])
             yield f"{part}: {len(names)} of {len({*sums, *others})} tensors of {other.where} differ: {shown}"
+
+
+def missing(first: Sums, other: Sums) -> Iterable[str]:
+    """A line for each part that only one of them has, such as an export, which has weights only."""
+    for part in PARTS:
+        having = [each for each in (first, other) if each.parts.get(part)]
+        if len(having) == 1:
+            yield f"{part}: only in {having[0].where}, not compared"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,14 @@
 python -m titanlite.torchrun [options of torchrun] -m titanlite.train [CONFIG] [--section.key VALUE ...]
 """
 
-from titanlite.ranks.failure import REFUSED, FailureReport, end_process, prepare_process, raise_on_interrupt
+from titanlite.ranks.failure import (
+    REFUSED,
+    FailureReport,
+    end_process,
+    prepare_process,
+    raise_on_interrupt,
+    write_error_file,
+)
 from titanlite.torchrun.launcher import forget_rank
 
 if __name__ == "__main__":  # before the imports that take seconds
@@ -272,6 +279,8 @@ def launch(arguments: Namespace, facts: Mapping[str, str]) -> None:
         log = "its log" if arguments.nnodes == "1" else "the log of a rank of any node"
         end = killed if code < 0 else f"failed: its error is above, or in {log}"
         print(f"titanlite: rank {rank} {end}", file=sys.stderr)
+        found: Any = failure.message  # of the error file of the rank, if it has written one
+        write_error_file(found["message"] if isinstance(found, dict) else f"titanlite: rank {rank} {end}")
         end_process(1 if code < 0 or code == REFUSED else code)
     except (SignalException, KeyboardInterrupt) as error:
         end_process(128 + (error.sigval if isinstance(error, SignalException) else signal.SIGINT))

@@ -28,8 +28,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.run import parse_args
 
 from titanlite.ranks.distributed import ELASTIC
-from titanlite.ranks.failure import REFUSED
+from titanlite.ranks.failure import REFUSED, write_error_file
 from titanlite.runtime.errors import ConfigError, UsageError, UserError
+from titanlite.tools.sweep.training import error_in
 from titanlite.torchrun import __main__ as torchrun
 from titanlite.torchrun.nodes import Meeting
 
@@ -59,6 +60,17 @@ def test_exit_codes(
 ) -> None:
     launch(error, monkeypatch, code)
     assert capsys.readouterr().err == message
+
+
+def test_the_error_of_a_rank_is_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the error file of the launcher, if it has one."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "rank.json"))
+    write_error_file("titanlite: its words")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "launcher.json"))
+    for file, code, message in (("rank.json", 1, "its words"), ("none", -9, "rank 7 was killed by SIGKILL")):
+        error = ChildFailedError("titanlite.train", {7: ProcessFailure(0, 1, code, str(tmp_path / file))})
+        launch(error, monkeypatch, 1)
+        assert error_in(tmp_path / "launcher.json") == message
 
 
 def test_a_launcher_waits_only_briefly_for_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

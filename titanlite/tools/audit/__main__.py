@@ -3,8 +3,9 @@
 import math
 import random
 import secrets
+import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -17,33 +18,34 @@ from titanlite.checkpoint.compatibility import changed_settings
 from titanlite.checkpoint.folder import step_folder
 from titanlite.config.fields import keys_that_affect
 from titanlite.data.ledger import LEDGER_FOLDER
-from titanlite.faults.record import RECORD_FOLDER, read_records
-from titanlite.metrics.about import mesh_text
+from titanlite.faults.record import RECORD_FOLDER
+from titanlite.metrics.about import read_starts
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import last_row
-from titanlite.parallel.mesh import AXES
 from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import UsageError, UserError, raise_problems
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted, duration
 from titanlite.storage.address import Place, is_address, place
 from titanlite.tools.audit.compare import differences
+from titanlite.tools.audit.computer import changes, computer_of, this_computer
 from titanlite.tools.audit.intervals import (
     CHECKPOINTS,
     Interval,
     check_overrides,
+    command_in,
     config_file,
     intervals_of,
     open_interval,
     recomputation,
 )
-from titanlite.tools.audit.result import AUDIT_FILE, AUDIT_FOLDER, Result, Verdict, add_results
+from titanlite.tools.audit.result import AUDIT_FILE, AUDIT_FOLDER, Result, Verdict, add_results, title
 from titanlite.tools.command import AllowImport, Count, RunFolder, read_options_and_overrides, require_new, run_command
 from titanlite.tools.dump_folder import local_dump_folder
-from titanlite.tools.saved_run import SavedRun, checkpoints_in, open_run
+from titanlite.tools.saved_run import checkpoints_in, open_run
 from titanlite.tools.sweep.combinations import Run, checked_runs
 from titanlite.tools.sweep.command import RunsOptions, write_script
-from titanlite.tools.sweep.training import start_run, wait_for
+from titanlite.tools.sweep.training import error_in, start_run, wait_for
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ def main(argv: Sequence[str]) -> None:
     where = place(expand_home(options.run))
     out = Path(expand_home(options.out)) if options.out else Path(str(where), AUDIT_FOLDER)
     seed = secrets.randbelow(2**32) if options.seed == -1 else options.seed
+    command = _command(options, seed, overrides)
     with local_dump_folder(where, RECORD_FOLDER, LEDGER_FOLDER) as folder:
         checkpoints = checkpoints_in(folder, where)
         every = intervals_of(checkpoints)
@@ -91,18 +94,22 @@ def main(argv: Sequence[str]) -> None:
             drawn = random.Random(seed).sample(every, min(options.intervals or len(every), len(every)))
             chosen = sorted(drawn, key=lambda steps: steps[0])
             print(f"{where}: {len(chosen)} of {counted(len(every), 'interval')}, drawn with --seed {seed}", flush=True)
-        found = {steps: _open(checkpoints, steps, seed, allow_import=options.allow_import) for steps in chosen}
+        found = {steps: _open(checkpoints, steps, command, allow_import=options.allow_import) for steps in chosen}
         intervals = [each for each in found.values() if isinstance(each, Interval)]
         runs: Sequence[Run] = []
         if not options.results:
-            runs = _prepare(intervals, out, overrides, options)
+            runs = _prepare(intervals, out, overrides, command, options)
             if options.write_slurm is not None:
                 write_script(options.write_slurm, runs, options.processes)
                 return
+            here = this_computer(options.device_type)
+            for each in intervals:
+                for line in changes(computer_of(each.end, folder, each.steps), here):
+                    print(f"{title(each.steps[0], each.steps[-1])}: {line}", flush=True)
             _estimate(intervals, folder, options.processes)
-        codes = {run.name: wait_for(start_run(run, options.processes)) for run in runs}
+        codes = {run.name: wait_for(start_run(run, options.processes, error_file(out, run.name))) for run in runs}
         results = [
-            _compare(each, folder, out, codes.get(each.name, 0), seed) if isinstance(each, Interval) else each
+            _compare(each, folder, out, codes.get(each.name, 0)) if isinstance(each, Interval) else each
             for each in found.values()
         ]
     out.mkdir(parents=True, exist_ok=True)
@@ -112,15 +119,24 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(1)
 
 
-def _open(checkpoints: Place, steps: range, seed: int, *, allow_import: bool) -> Interval | Result:
+def _command(options: Options, seed: int, overrides: Sequence[str]) -> str:
+    """The command that computes the same intervals."""
+    words = ["--seed", seed, "--intervals", options.intervals, "--nproc", options.processes, *overrides]
+    words += ["--allow-import"] * options.allow_import
+    return shlex.join(["titanlite", "audit", options.run, *map(str, words)])
+
+
+def _open(checkpoints: Place, steps: range, command: str, *, allow_import: bool) -> Interval | Result:
     """The interval; the result if its checkpoints do not allow to compute it."""
     try:
         return open_interval(checkpoints, steps, allow_import=allow_import)
     except UserError as error:
-        return _result(steps, "failed", [str(error)], {}, {}, seed)
+        return Result(steps[0], steps[-1], "failed", (), (str(error),), {}, {}, command, _now())
 
 
-def _prepare(intervals: Sequence[Interval], out: Path, overrides: Sequence[str], options: Options) -> list[Run]:
+def _prepare(
+    intervals: Sequence[Interval], out: Path, overrides: Sequence[str], command: str, options: Options
+) -> list[Run]:
     """The trainings of the intervals. Raises UserError if one was computed before, ConfigError."""
     if old := [each.name for each in intervals if Path(out, each.name).exists()]:
         raise UserError(
@@ -129,8 +145,8 @@ def _prepare(intervals: Sequence[Interval], out: Path, overrides: Sequence[str],
         )
     out.mkdir(parents=True, exist_ok=True)
     processes, device_type = options.processes, options.device_type
-    make = partial(recomputation, out=out, overrides=overrides, processes=processes, device_type=device_type)
-    return checked_runs({each.name: partial(make, each) for each in intervals})
+    make = partial(recomputation, processes=processes, device_type=device_type)
+    return checked_runs({each.name: partial(make, each, out, overrides, command) for each in intervals})
 
 
 def _estimate(intervals: Sequence[Interval], folder: Path, processes: int) -> None:
@@ -138,30 +154,35 @@ def _estimate(intervals: Sequence[Interval], folder: Path, processes: int) -> No
     steps, row = sum(len(each.steps) for each in intervals), last_row(folder / METRICS_FILE)
     size = sum(record.bytes for each in intervals for record in each.end.manifest.files.values())
     time = ""
-    if intervals and isinstance(seconds := row.get("step_time_s"), float):  # the file may have been edited
-        ranks = math.prod(max(degree, 1) for degree in _mesh(intervals[-1].end).values())
+    starts = read_starts(folder)
+    if starts and isinstance(seconds := row.get("step_time_s"), float):  # the file may have been edited
+        ranks = math.prod(starts[-1].mesh.values())
         time = f", about {duration(seconds * steps * ranks / processes)} on devices like those of the run"
     what = f"{counted(steps, 'step')} on {counted(processes, 'process')}{time}"
     print(f"Computes {what}; writes {size / 2**20:,.0f} MiB", flush=True)
 
 
-def _compare(interval: Interval, run: Path, out: Path, code: int, seed: int) -> Result:
+def _compare(interval: Interval, run: Path, out: Path, code: int) -> Result:
     """The result of an interval that was computed. run: its dump folder. code: exit code of the training."""
-    again, saved = out / interval.name, interval.end
+    again, saved, steps = out / interval.name, interval.end, interval.steps
+    before, command = computer_of(saved, run, steps), command_in(config_file(out, steps))
     try:
-        if code:
-            raise UserError(f"the training of these steps failed with exit code {code}: see its message above")
-        recomputed = open_run(step_folder(again / CHECKPOINTS, interval.steps[-1]), allow_import=True)
+        message = error_in(error_file(out, interval.name))
+        if code or message:
+            raise UserError(message or f"the training of these steps failed with exit code {code}: its error is above")
+        recomputed = open_run(step_folder(again / CHECKPOINTS, steps[-1]), allow_import=True)
     except UserError as error:
-        return _result(interval.steps, "failed", [str(error)], _computer(saved, run), {}, seed)
-    lines = list(differences(run, again, interval.steps, saved, recomputed))
-    before, after = _computer(saved, run), _computer(recomputed, again)
+        return Result(steps[0], steps[-1], "failed", (), (str(error),), before, {}, command, _now())
+    lines = list(differences(run, again, steps, saved, recomputed))
     if lines:
-        lines += _explanations(interval, before, after)
-    return _result(interval.steps, "differs" if lines else "reproduced", lines, before, after, seed)
+        lines += _explanations(interval)
+    after = computer_of(recomputed, again, steps)
+    verdict: Verdict = "differs" if lines else "reproduced"
+    notes = tuple(changes(before, after))
+    return Result(steps[0], steps[-1], verdict, notes, tuple(lines), before, after, command, _now())
 
 
-def _explanations(interval: Interval, before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
+def _explanations(interval: Interval) -> Iterator[str]:
     """What beside a false record may explain that an interval is not reproduced."""
     if interval.start is not None:
         earlier, later = interval.start.manifest.config, interval.end.manifest.config
@@ -169,33 +190,15 @@ def _explanations(interval: Interval, before: Mapping[str, str], after: Mapping[
             yield f"the run was resumed between these steps with another setting: {line}"
     if not interval.end.config.training.bit_equal:
         yield "the run was without training.bit_equal: rounding differs between meshes and devices"
-    for name in sorted(before.keys() | after.keys()):
-        if name != MESH and before.get(name) != after.get(name):
-            yield f"computed with another {name}: {before.get(name, 'none')}, now {after.get(name, 'none')}"
 
 
-def _result(
-    steps: range, verdict: Verdict, lines: Sequence[str], before: Mapping[str, str], after: Mapping[str, str], seed: int
-) -> Result:
-    created = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
-    return Result(steps[0], steps[-1], verdict, tuple(lines), dict(before), dict(after), seed, created)
+def error_file(out: Path, name: str) -> Path:
+    """The message of the training of an interval of this name, if it failed."""
+    return out / f"{name}.error.json"
 
 
-MESH = "mesh"
-
-
-def _computer(run: SavedRun, folder: Path) -> dict[str, str]:
-    """What computed the steps before a checkpoint. folder: the run's dump folder."""
-    records = [record for record in read_records(folder) if run.manifest.step in record.steps]
-    device = {"device": records[0].about["device"]} if records else {}
-    versions = {name: str(value) for name, value in run.manifest.versions.items()}
-    facts = run.manifest.computations[-1].facts if run.manifest.computations else {}
-    return {**versions, **device, **facts, MESH: mesh_text(_mesh(run))}
-
-
-def _mesh(run: SavedRun) -> dict[str, int]:
-    """Degree of each axis."""
-    return {axis: getattr(run.config.parallelism, axis) for axis in AXES}
+def _now() -> str:
+    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 if __name__ == "__main__":

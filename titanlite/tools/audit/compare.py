@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.compatibility import differences as facts_differences
+from titanlite.data.fingerprint import describe_difference
 from titanlite.data.ledger import read_ledger
 from titanlite.faults.record import RecordedStep, read_records
 from titanlite.metrics.config import METRICS_FILE
@@ -28,12 +29,15 @@ def differences(run: Path, again: Path, steps: range, saved: SavedRun, recompute
 
     run, again: dump folders; what one of them lacks is not compared. saved, recomputed: the last step's checkpoints.
     """
-    for line in facts_differences(saved.manifest.facts, recomputed.manifest.facts, ""):
+    earlier, later = (dict(each.manifest.facts) for each in (saved, recomputed))
+    yield from (f"data: {line}" for line in describe_difference(earlier.pop("data", {}), later.pop("data", {})))
+    for line in facts_differences(earlier, later, ""):
         yield line.removeprefix(".").replace("in the checkpoint", "in the run")
     found = (find(run, again, steps) for find in (_of_ledgers, _of_rows, _of_steps))
     for step, line in sorted(filter(None, found), key=lambda each: each[0]):
         yield f"step {step}: {line}"
-    yield from digest.differences(*(digest.sums_of(str(each.path), allow_import=True) for each in (saved, recomputed)))
+    before, after = (digest.sums_of(str(each.path), allow_import=True) for each in (saved, recomputed))
+    yield from (*digest.missing(before, after), *digest.differences(before, after))
 
 
 def _of_steps(run: Path, again: Path, steps: range) -> First | None:

@@ -46,6 +46,11 @@ def config_file(out: Path, steps: range) -> Path:
     return out / f"steps-{steps[0]}-{steps[-1]}.toml"
 
 
+def command_in(file: Path) -> str:
+    """The command of the audit that has written this configuration."""
+    return file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+
+
 def intervals_of(checkpoints: Place) -> list[range]:
     """The steps of each interval, from the folder of a run's checkpoints. Raises UserError if there is none.
 
@@ -106,15 +111,18 @@ def _changes_numbers(key: str) -> bool:
     return setting.affects in ("numbers", "facts") and not setting.is_path
 
 
-def recomputation(interval: Interval, out: Path, overrides: Sequence[str], *, processes: int, device_type: str) -> Run:
+def recomputation(
+    interval: Interval, out: Path, overrides: Sequence[str], command: str, *, processes: int, device_type: str
+) -> Run:
     """The training of an interval, in a folder of `out`: the run's configuration, on a mesh of these processes.
 
-    overrides: see check_overrides. Writes the configuration into `out`. Raises ConfigError.
+    overrides: see check_overrides. Writes the configuration into `out`, with the command of the audit in its first
+    line. Raises ConfigError.
     """
     config = config_from_values(tables_of(_recomputed(interval, out / interval.name)), overrides)
     resolved = check_and_resolve(config, world_size=processes, device_type=device_type)
     file = config_file(out, interval.steps)
-    file.write_text(dump_config(config), encoding="utf-8")
+    file.write_text(f"# {command}\n{dump_config(config)}", encoding="utf-8")
     return Run(interval.name, {"steps": interval.name}, [f"--job.config_file={file}"], resolved)
 
 

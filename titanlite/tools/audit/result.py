@@ -24,25 +24,31 @@ SHOWN: dict[Verdict, str] = {
 
 @dataclass(frozen=True)
 class Result:
-    """The audit of one interval. differences: lines; of "failed", why. recorded, recomputed: what computed the steps.
-    seed: that drew the interval."""
+    """The audit of one interval. notes: what differs in what computed the steps. differences: lines; of "failed", why.
+    recorded, recomputed: what computed the steps. command: computes them again."""
 
     first: int
     last: int
     verdict: Verdict
+    notes: tuple[str, ...]
     differences: tuple[str, ...]
     recorded: dict[str, str]
     recomputed: dict[str, str]
-    seed: int
+    command: str
     created: str
 
     @property
     def text(self) -> str:
-        """The verdict, and a line for each difference."""
-        return "\n  ".join([SHOWN[self.verdict], *self.differences])
+        """The verdict, the notes, and a line for each difference."""
+        return "\n".join([SHOWN[self.verdict], *self.notes, *self.differences]).replace("\n", "\n  ")
 
     def __str__(self) -> str:
-        return f"steps {self.first:,} to {self.last:,}: {self.text}"
+        return f"{title(self.first, self.last)}: {self.text}"
+
+
+def title(first: int, last: int) -> str:
+    """The name of an interval in messages."""
+    return f"steps {first:,} to {last:,}"
 
 
 def add_results(folder: Path, run: str, results: Sequence[Result]) -> None:

@@ -1,5 +1,6 @@
 """Train the runs of a sweep one after the other."""
 
+import json
 import math
 import os
 import shlex
@@ -35,11 +36,24 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-def start_run(run: Run, processes: int) -> Process:
-    """Start the training in a session of its own: Ctrl-C reaches it through this process only."""
+def start_run(run: Run, processes: int, error_file: Path | None = None) -> Process:
+    """Start the training in a session of its own: Ctrl-C reaches it through this process only. error_file: for the
+    message of a failure, which error_in reads."""
     environment = {**os.environ, "NGPU": str(processes)}
+    if error_file is not None:
+        error_file.unlink(missing_ok=True)
+        environment["TORCHELASTIC_ERROR_FILE"] = str(error_file)
     command = [sys.executable, "-m", "titanlite.torchrun.launcher", "--", *run.arguments]
     return subprocess.Popen(command, env=environment, start_new_session=True)
+
+
+def error_in(file: Path) -> str:
+    """The message of a failed run in its error file; "" if there is none."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return ""
+    return str(content["message"]["message"]).removeprefix("titanlite: ")
 
 
 def state_of(run: Run) -> State:

@@ -1,8 +1,10 @@
 """titanlite audit: an untouched run is reproduced, and each falsified one is found out, with what was changed."""
 
 import json
+import shlex
 import shutil
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ from tests.distributed.reference import TOKENS
 from titanlite.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from titanlite.checkpoint.start import load
 from titanlite.checkpoint.storage import read_shapes
+from titanlite.metrics.about import Started
 from titanlite.runtime.cache import hash_of
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.tools.audit import __main__ as audit
+from titanlite.tools.audit.computer import starts_of
 from titanlite.tools.audit.result import read_results
 from titanlite.tools.sweep.combinations import Run
 
@@ -28,13 +32,14 @@ pytestmark = pytest.mark.slow
 class Here:
     """A training in this process in place of one of its own."""
 
-    def __init__(self, run: Run, processes: int) -> None:
+    def __init__(self, run: Run, processes: int, error_file: Path | None = None) -> None:
         assert processes == 1
         self.code = 0
         try:
             titanlite.run(run.config)
         except UserError as error:
-            print(error)
+            if error_file is not None:
+                error_file.write_text(json.dumps({"message": {"message": f"titanlite: {error}"}}))
             self.code = 1
 
     def wait(self) -> int:
@@ -61,6 +66,9 @@ def trained(folder: Path, **settings: Any) -> Path:
         "training.local_batch_size": 1,
         "data.ledger": True,
         "data.sources": [{"kind": "tokens", "path": data}],
+        "validation.enable": True,
+        "validation.interval": 2,
+        "validation.sources": [{"kind": "tokens", "path": data}],
     }
     return titanlite.run(folder / "config.toml", {**values, **settings}).folder
 
@@ -85,7 +93,8 @@ def audited(run: Path, *options: str) -> list[str]:
 
 
 def test_all_intervals_of_an_untouched_run_are_reproduced(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    audit.main([str(run), "--intervals", "0"])
+    moved = shutil.copy(TOKENS, run.parent / "moved.npy")
+    audit.main([str(run), "--intervals", "0", "--data.sources.0.path", str(moved)])
     found = [str(each) for each in read_results(run / "audit")]
     assert found == [f"steps {first} to {first + 1}: reproduced, bit for bit" for first in (1, 3)]
     again = r"has steps-1-2, steps-3-4 of an earlier audit: compare again with --results"
@@ -99,9 +108,10 @@ def test_all_intervals_of_an_untouched_run_are_reproduced(run: Path, capsys: pyt
 def test_intervals_are_drawn_by_the_seed_that_is_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     audit.main([str(run)])
     shown = capsys.readouterr().out
-    seed = shown.partition("drawn with --seed ")[2].split()[0]
-    audit.main([str(run), "--seed", seed, "--out", str(run / "again")])
-    first, second = (read_results(run / name)[0] for name in ("audit", "again"))
+    (first,) = read_results(run / "audit")
+    assert f" drawn with --seed {first.command.split()[4]}\n" in shown
+    audit.main([*shlex.split(first.command)[2:], "--out", str(run / "again")])
+    (second,) = read_results(run / "again")
     assert replace(first, created="") == replace(second, created="")
 
 
@@ -148,18 +158,22 @@ def test_a_changed_token_is_named(tmp_path: Path) -> None:
     tokens[5] += 1
     np.save(run.parent / "tokens.npy", tokens)
     first, *others = audited(run)
-    assert first.startswith("steps 1 to 2: NOT reproduced\n  data.sources.0.")
-    assert all("cannot be computed" in each for each in others)
+    assert first.startswith("steps 1 to 2: NOT reproduced\n  data: source 0 (tokens ")
+    assert all("since it cannot be computed\n  cannot resume from " in each for each in others)
+    assert all("\n    data: source 0 (tokens " in each for each in others)
 
 
 def test_a_changed_row_of_the_metrics_is_named(run: Path) -> None:
     file = run / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    rows[2]["grad_norm"] = 0.5
+    (validation,) = (row for row in rows if row["step"] == 2 and "loss" not in row)
+    (third,) = (row for row in rows if row["step"] == 3)
+    third["grad_norm"] = validation["validation/loss"] = 0.5
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    (found,) = audited(run)
-    assert found.startswith("steps 3 to 4: NOT reproduced\n  step 3: grad_norm was 0.5, recomputed ")
-    assert len(found.splitlines()) == 2
+    found = audited(run)
+    assert found[0].startswith("steps 1 to 2: NOT reproduced\n  step 2: validation/loss was 0.5, recomputed ")
+    assert found[1].startswith("steps 3 to 4: NOT reproduced\n  step 3: grad_norm was 0.5, recomputed ")
+    assert [len(each.splitlines()) for each in found] == [2, 2]
 
 
 def test_a_checkpoint_of_another_run_or_another_step_is_named(run: Path, tmp_path: Path) -> None:
@@ -170,6 +184,24 @@ def test_a_checkpoint_of_another_run_or_another_step_is_named(run: Path, tmp_pat
     assert second.startswith("steps 3 to 4: NOT reproduced, since it cannot be computed\n  ")
     assert "step-4 does not continue " in second
     assert "step-6 is the checkpoint of step 2: it was renamed or swapped" in last
+
+
+def test_the_meshes_of_an_interval_are_those_of_the_starts_that_computed_it() -> None:
+    starts = [Started(step, datetime.now(UTC), {"dp_shard": shard}) for shard, step in ((1, 0), (2, 4), (3, 2), (4, 6))]
+    found = [[start.mesh["dp_shard"] for start in starts_of(starts, steps)] for steps in
+             (range(1, 3), range(2, 5), range(3, 7), range(5, 9), range(7, 9))]  # fmt: skip
+    assert found == [[1], [1, 3], [3], [3, 4], [4]]
+
+
+def test_other_code_is_named_before_the_training(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = run / "checkpoint" / "step-4"
+    manifest = read_manifest(checkpoint)
+    (checkpoint / MANIFEST_FILE).unlink()
+    write_manifest(checkpoint, replace(manifest, versions={**manifest.versions, "code": "other"}))
+    audit.main([str(run), "--intervals", "0"])
+    line = f"computed with another code: other, here {manifest.versions['code']}"
+    assert capsys.readouterr().out.splitlines()[1] == f"steps 3 to 4: {line}"
+    assert [each.notes for each in read_results(run / "audit")] == [(), (line,)]
 
 
 def test_only_keys_that_change_no_number_are_accepted(run: Path) -> None:

@@ -632,3 +632,9 @@ def test_digests_of_a_run_its_export_and_another_run(
             changed: f"weights: 1 of {len(tensors)} tensors of {changed} differ: norm.weight",
             narrow: f"{dtypes}: the same numbers have other bits",
         }.get(other, "equal: all tensors that they have in common, bit for bit")
+
+
+def test_parts_that_only_one_has_are_named() -> None:
+    run = digest.Sums("run", {"weights": {"w": 1}, "optimizer": {"w/exp_avg": 2}, "average": {}}, {torch.float32})
+    exported = digest.Sums("exported", {"weights": {"w": 1}}, {torch.float32})
+    assert [*digest.missing(exported, run)] == ["optimizer: only in run, not compared"]
