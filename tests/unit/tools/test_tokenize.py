@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import socket
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -668,12 +669,33 @@ def test_ray_that_cannot_be_used_is_found_before_the_plan_is_written(
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         for prefix in ("", "ray://"):
-            monkeypatch.setenv("RAY_ADDRESS", f"{prefix}127.0.0.1:{unused.getsockname()[1]}")
-            with pytest.raises(
-                UserError, match=rf"RAY_ADDRESS={prefix}127\.0\.0\.1:\d+: nothing answers there .*: fix"
-            ):
+            address = f"{prefix}127.0.0.1:{unused.getsockname()[1]}"
+            monkeypatch.setenv("RAY_ADDRESS", address)
+            with pytest.raises(UserError, match=rf"RAY_ADDRESS={address}: nothing answers there .*: fix it"):
                 run(config, tmp_path / "out", "--engine", "ray", workers=1)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("", "cannot start Ray on this machine: timed out; run the same command again"),
+        ("auto", "cannot use the Ray cluster auto: timed out; fix RAY_ADDRESS, or unset it"),
+    ],
+)
+def test_ray_that_does_not_start(
+    address: str, message: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**_: object) -> None:
+        raise Exception("timed out")  # as Ray does
+
+    monkeypatch.setattr(on_ray, "find_spec", lambda _: object())
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_NUM_REDIS_GET_RETRIES", "1")
+    with pytest.raises(UserError, match=message):
+        run(config, tmp_path / "out", "--engine", "ray", workers=1)
 
 
 @pytest.mark.parametrize(

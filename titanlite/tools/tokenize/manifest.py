@@ -21,6 +21,7 @@ def finish(job: Job) -> dict[str, Any]:
         entries: list[Shard] = [parse_json(entry, Shard) for entry in job.out.read_all(names)]
     except FileNotFoundError:  # another process was faster
         found: dict[str, Any] = parse_json(job.out.read(MANIFEST))
+        job.out.delete(names)
         return found
     shards = [entry for entry in entries if entry["tokens"]]
     if not shards:

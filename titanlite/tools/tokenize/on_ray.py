@@ -20,7 +20,6 @@ RETRIES = 5
 """How often a part is started again after its worker or its node was lost."""
 
 CONNECT_S = 10
-"""Ray itself tries for minutes."""
 
 
 def check_ray() -> None:
@@ -42,11 +41,13 @@ def run_on_ray(job: Job, parts: Sequence[int], num_workers: int | None) -> Gener
 
     num_workers: most tasks at the same time; None: as many as the cluster has CPUs. Raises UserError.
     """
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    import ray
-
     # Without an address, Ray joins any cluster that has left a file on this machine, even a dead one.
     address = os.environ.get("RAY_ADDRESS") or "local"
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if address != "local":  # a dead cluster is found after 45 s; by default, after 20 times as long
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
+    import ray
+
     try:
         ray.init(
             address=address,
@@ -55,7 +56,10 @@ def run_on_ray(job: Job, parts: Sequence[int], num_workers: int | None) -> Gener
             log_to_driver=True,
             runtime_env={"env_vars": _settings() | worker_environment()},
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # the class of Ray's own, if its processes do not start in time
+        if address == "local":
+            remedy = "run the same command again, or use --engine local"
+            raise UserError(f"cannot start Ray on this machine: {error}; {remedy}") from error
         remedy = "fix RAY_ADDRESS, or unset it; RAY_AUTH_MODE must be that of the cluster"
         raise UserError(f"cannot use the Ray cluster {address}: {error}; {remedy}") from error
     try:
