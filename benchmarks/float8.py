@@ -5,11 +5,10 @@ Float8 runs compute everything else in float32. "CPU" is of a step with its shar
 """
 
 import sys
-import tempfile
 from pathlib import Path
 
 from benchmarks.measuring import Row, report
-from benchmarks.recipes import trained
+from benchmarks.recipes import quick_starts
 
 CASES: dict[str, tuple[str, ...]] = {
     "float32": (),
@@ -26,24 +25,18 @@ def main(steps: int = 300, interval: int = 50, json: Path | None = None) -> None
     """json: folder of float8.json."""
     rows: list[Row] = []
     reference, seconds_of_float32 = 0.0, 0.0
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (name, options) in enumerate(CASES.items()):
-            place = Path(folder, str(number))
-            started, _ = trained(place / "one", 1, interval, options)
-            seconds, found = trained(place / "all", steps, interval, options)
-            of_step = (seconds - started) / (steps - 1)
-            losses = [row["validation/loss"] for row in found if "validation/loss" in row]
-            training = [row["loss"] for row in found if "loss" in row][-10:]
-            reference, seconds_of_float32 = reference or losses[-1], seconds_of_float32 or of_step
-            rows.append(
-                {
-                    "products": name,
-                    "training loss, last 10 steps": sum(training) / len(training),
-                    "validation loss": losses[-1],
-                    "- float32's": losses[-1] - reference,
-                    "CPU (s)": of_step,
-                    "CPU / float32's": of_step / seconds_of_float32,
-                }
-            )
-            print(rows[-1], losses, file=sys.stderr, flush=True)
+    for run in quick_starts(CASES, steps, interval):
+        loss = run.validation[-1][1]
+        reference, seconds_of_float32 = reference or loss, seconds_of_float32 or run.step_s
+        rows.append(
+            {
+                "products": run.name,
+                "training loss, last 10 steps": run.training,
+                "validation loss": loss,
+                "- float32's": loss - reference,
+                "CPU (s)": run.step_s,
+                "CPU / float32's": run.step_s / seconds_of_float32,
+            }
+        )
+        print(rows[-1], run.validation, file=sys.stderr, flush=True)
     report("float8", {f"The quick start, {steps} steps": rows}, json)

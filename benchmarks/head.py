@@ -5,7 +5,6 @@ which the faster one counts. The peak is that of the resident memory over the me
 weights, inputs and their gradients. Ratios are to all logits in the same round.
 """
 
-import time
 from pathlib import Path
 from typing import Literal
 
@@ -13,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.measuring import MIB, Row, peak_bytes, ratios, report, reset_peak
+from benchmarks.measuring import compared, costs, report
 from titanlite.models.head import LossComputation, OutputLayer
-from titanlite.ranks.launch import run_ranks
 
 CASES = ("all logits", "gradients in forward", "logits again in backward")
 
@@ -30,8 +28,7 @@ def shares(case: str, head: OutputLayer, x: Tensor, labels: Tensor, num_valid: T
     return losses.view(labels.shape).sum(1) / num_valid
 
 
-def measure(case: str, vocab_size: int, dim: int, tokens: int, dtype: str, rounds: int) -> tuple[float, list[float]]:
-    """(peak over the start in MiB, CPU seconds of each pass)"""
+def measure(case: str, vocab_size: int, dim: int, tokens: int, dtype: str) -> tuple[float, float]:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     head = OutputLayer(dim, vocab_size).to(getattr(torch, dtype))
@@ -40,12 +37,7 @@ def measure(case: str, vocab_size: int, dim: int, tokens: int, dtype: str, round
     labels[:, ::7] = -1
     num_valid = (labels >= 0).sum().expand(1)
     head.weight.grad, x.grad = torch.zeros_like(head.weight), torch.zeros_like(x)
-    start, seconds = reset_peak(), []
-    for _ in range(rounds):
-        begin = time.thread_time()
-        shares(case, head, x, labels, num_valid).sum().backward()
-        seconds.append(time.thread_time() - begin)
-    return (peak_bytes() - start) / MIB, seconds
+    return costs(lambda: shares(case, head, x, labels, num_valid))
 
 
 def main(
@@ -57,21 +49,5 @@ def main(
     json: Path | None = None,
 ) -> None:
     """json: folder of head.json."""
-    seconds: dict[str, list[float]] = {case: [] for case in CASES}
-    peaks: dict[str, list[float]] = {case: [] for case in CASES}
-    for _ in range(rounds):
-        for case in CASES:
-            peak, passes = run_ranks(measure, 1, case, vocab_size, dim, tokens, dtype, 2, timeout_s=3600)[0]
-            peaks[case].append(peak)
-            seconds[case].append(min(passes))
-    rows: list[Row] = [
-        {
-            "form": case,
-            "peak (MiB)": peaks[case],
-            "peak / all logits": ratios(peaks[case], peaks["all logits"]),
-            "CPU (s)": seconds[case],
-            "CPU / all logits": ratios(seconds[case], seconds["all logits"]),
-        }
-        for case in CASES
-    ]
+    rows = compared(measure, CASES, rounds, CASES[0], vocab_size, dim, tokens, dtype)
     report("head", {"Output layer and loss": rows}, json)

@@ -78,5 +78,5 @@ def main(
     json: Path | None = None,
 ) -> None:
     """json: folder of latent.json."""
-    rows = rows_by_length(measure, CASES, lengths, dtype, rounds)
+    rows = rows_by_length(measure, CASES, lengths, rounds, "transformers", dtype)
     report("latent", {f"A layer of latent attention, {dtype}": rows}, json)

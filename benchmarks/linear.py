@@ -61,5 +61,5 @@ def main(
     json: Path | None = None,
 ) -> None:
     """json: folder of linear.json."""
-    rows = rows_by_length(measure, CASES, lengths, dtype, rounds)
+    rows = rows_by_length(measure, CASES, lengths, rounds, "transformers", dtype)
     report("linear", {f"A layer of gated linear attention, {dtype}": rows}, json)

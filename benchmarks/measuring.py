@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -62,41 +62,58 @@ def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
     return [value / other for value, other in zip(values, others, strict=True)]
 
 
-def layer_costs(
-    forward: Callable[[torch.Tensor], torch.Tensor], seq_len: int, dim: int, dtype: torch.dtype
-) -> tuple[float, float]:
-    """(peak over the start in MiB, CPU seconds of the faster of two passes), forward and backward, of a layer with one
-    thread and one row."""
-    torch.set_num_threads(1)
-    x = torch.randn(1, seq_len, dim, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+def costs(run: Callable[[], torch.Tensor]) -> tuple[float, float]:
+    """(peak over the start in MiB, CPU seconds of the faster of two passes), of run() and its backward pass."""
     start, seconds = reset_peak(), []
     for _ in range(2):
         begin = time.thread_time()
-        forward(x).sum().backward()
+        run().sum().backward()
         seconds.append(time.thread_time() - begin)
     return (peak_bytes() - start) / MIB, min(seconds)
 
 
-def rows_by_length(
-    measure: Callable[..., tuple[float, float]], cases: Sequence[str], lengths: Sequence[int], dtype: str, rounds: int
+def layer_costs(
+    forward: Callable[[torch.Tensor], torch.Tensor], seq_len: int, dim: int, dtype: torch.dtype
+) -> tuple[float, float]:
+    """The costs of a layer with one thread and one row."""
+    torch.set_num_threads(1)
+    x = torch.randn(1, seq_len, dim, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    return costs(lambda: forward(x))
+
+
+def compared(
+    measure: Callable[..., tuple[float, float]], cases: Sequence[str], rounds: int, reference: str, *arguments: Any
 ) -> list[Row]:
-    """The table of `measure` of each case in a process of its own, beside the first case, transformers."""
-    rows: list[Row] = []
-    for seq_len in lengths:
-        found = [[run_ranks(measure, 1, case, seq_len, dtype)[0] for case in cases] for _ in range(rounds)]
-        peaks, seconds = ([[one[n][kind] for one in found] for n in range(len(cases))] for kind in (0, 1))
-        rows += [
-            {
-                "tokens": str(seq_len),
-                "form": case,
-                "peak (MiB)": peaks[n],
-                "peak / transformers": ratios(peaks[n], peaks[0]),
-                "CPU (s)": seconds[n],
-                "CPU / transformers": ratios(seconds[n], seconds[0]),
-            }
-            for n, case in enumerate(cases)
-        ]
-    return rows
+    """The costs of each case in a process of its own, beside those of the first one. measure: called with a case and
+    the arguments. reference: name of the first case in the columns."""
+    found = [[run_ranks(measure, 1, case, *arguments, timeout_s=3600)[0] for case in cases] for _ in range(rounds)]
+    peaks, seconds = ([[one[n][kind] for one in found] for n in range(len(cases))] for kind in (0, 1))
+    return [
+        {
+            "form": case,
+            "peak (MiB)": peaks[n],
+            f"peak / {reference}": ratios(peaks[n], peaks[0]),
+            "CPU (s)": seconds[n],
+            f"CPU / {reference}": ratios(seconds[n], seconds[0]),
+        }
+        for n, case in enumerate(cases)
+    ]
+
+
+def rows_by_length(
+    measure: Callable[..., tuple[float, float]],
+    cases: Sequence[str],
+    lengths: Sequence[int],
+    rounds: int,
+    reference: str,
+    argument: Any,
+) -> list[Row]:
+    """As `compared`, for each length of a sequence, which precedes `argument`."""
+    return [
+        {"tokens": str(length), **row}
+        for length in lengths
+        for row in compared(measure, cases, rounds, reference, length, argument)
+    ]
 
 
 def in_turns(

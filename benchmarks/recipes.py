@@ -12,9 +12,10 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.measuring import Row, report
 
@@ -45,6 +46,27 @@ def trained(folder: Path, steps: int, interval: int, options: Sequence[str]) -> 
     return seconds, [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
 
 
+class Trained(NamedTuple):
+    """A run. step_s: CPU seconds of a step. validation: (step, loss). training: mean loss of the last 10 steps."""
+
+    name: str
+    step_s: float
+    validation: list[tuple[int, float]]
+    training: float
+
+
+def quick_starts(cases: Mapping[str, Sequence[str]], steps: int, interval: int) -> Iterator[Trained]:
+    """Train the quick start with the options of each case."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, options) in enumerate(cases.items()):
+            place = Path(folder, str(number))
+            started, _ = trained(place / "one", 1, interval, options)
+            seconds, found = trained(place / "all", steps, interval, options)
+            losses = [(int(row["step"]), row["validation/loss"]) for row in found if "validation/loss" in row]
+            training = [row["loss"] for row in found if "loss" in row][-10:]
+            yield Trained(name, (seconds - started) / (steps - 1), losses, sum(training) / len(training))
+
+
 def at(losses: Sequence[tuple[int, float]], step: float) -> float:
     """The validation loss at a step, linear between two validations, and at most that of the last one."""
     for (before, loss), (after, other) in pairwise(losses):
@@ -57,23 +79,16 @@ def main(steps: int = 120, interval: int = 20, json: Path | None = None) -> None
     """json: folder of recipes.json."""
     rows: list[Row] = []
     budget = 0.0
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (name, options) in enumerate(RECIPES.items()):
-            place = Path(folder, str(number))
-            started, _ = trained(place / "one", 1, interval, options)
-            seconds, found = trained(place / "all", steps, interval, options)
-            of_step = (seconds - started) / (steps - 1)
-            losses = [(int(row["step"]), row["validation/loss"]) for row in found if "validation/loss" in row]
-            training = [row["loss"] for row in found if "loss" in row][-10:]
-            budget = budget or of_step
-            rows.append(
-                {
-                    "optimizer": name,
-                    "training loss, last 10 steps": sum(training) / len(training),
-                    "validation loss": losses[-1][1],
-                    "CPU (s)": of_step,
-                    "at equal seconds": at(losses, steps * budget / of_step),
-                }
-            )
-            print(rows[-1], losses, file=sys.stderr, flush=True)
+    for run in quick_starts(RECIPES, steps, interval):
+        budget = budget or run.step_s
+        rows.append(
+            {
+                "optimizer": run.name,
+                "training loss, last 10 steps": run.training,
+                "validation loss": run.validation[-1][1],
+                "CPU (s)": run.step_s,
+                "at equal seconds": at(run.validation, steps * budget / run.step_s),
+            }
+        )
+        print(rows[-1], run.validation, file=sys.stderr, flush=True)
     report("recipes", {f"The quick start, {steps} steps": rows}, json)

@@ -9,7 +9,6 @@ faster one counts. The peak is that of the resident memory over the memory befor
 keys, values and their gradients. Ratios are to full causal attention in the same round.
 """
 
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.measuring import MIB, Row, peak_bytes, ratios, report, reset_peak
+from benchmarks.measuring import costs, report, rows_by_length
 from titanlite.models.attention import additive_mask, attend, may_see
-from titanlite.ranks.launch import run_ranks
 
 OWN = ("", ", window", ", plain", ", transformers")
 CASES = (
@@ -79,38 +77,18 @@ def by_transformers(kind: str, heads: tuple[Tensor, Tensor, Tensor], window: int
     return found
 
 
-def measure(case: str, seq_len: int, window: int, rounds: int) -> tuple[float, float]:
-    """(peak over the start in MiB, CPU seconds of the fastest pass)"""
+def measure(case: str, seq_len: int, window: int) -> tuple[float, float]:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, n, seq_len, 64, generator=generator).requires_grad_() for n in (8, 4, 4))
     sinks = torch.randn(8, generator=generator).requires_grad_()
     query.grad, key.grad, value.grad = (torch.zeros_like(x) for x in (query, key, value))
-    start, seconds = reset_peak(), []
-    for _ in range(rounds):
-        begin = time.thread_time()
-        attended(case, (query, key, value), window, sinks).sum().backward()
-        seconds.append(time.thread_time() - begin)
-    return (peak_bytes() - start) / MIB, min(seconds)
+    return costs(lambda: attended(case, (query, key, value), window, sinks))
 
 
 def main(
     lengths: tuple[int, ...] = (1024, 2048, 4096, 8192), window: int = 512, rounds: int = 3, json: Path | None = None
 ) -> None:
     """json: folder of windows.json."""
-    rows: list[Row] = []
-    for seq_len in lengths:
-        found = [[run_ranks(measure, 1, case, seq_len, window, 2)[0] for case in CASES] for _ in range(rounds)]
-        peaks, seconds = ([[one[n][kind] for one in found] for n in range(len(CASES))] for kind in (0, 1))
-        rows += [
-            {
-                "tokens": str(seq_len),
-                "form": case,
-                "peak (MiB)": peaks[n],
-                "peak / full": ratios(peaks[n], peaks[0]),
-                "CPU (s)": seconds[n],
-                "CPU / full": ratios(seconds[n], seconds[0]),
-            }
-            for n, case in enumerate(CASES)
-        ]
+    rows = rows_by_length(measure, CASES, lengths, rounds, CASES[0], window)
     report("windows", {f"Attention with a window of {window}": rows}, json)

@@ -445,16 +445,3 @@ def stored_tensors(tensors: Mapping[str, Tensor], names: Mapping[str, StoredName
     for theirs, by_start in groups.items():
         found[theirs] = torch.cat([by_start[start] for start in sorted(by_start)], dim=1).flatten(0, 1)
     return found
-
-
-def parameter_of(stored: Mapping[str, Tensor], name: StoredName) -> Tensor:
-    """A parameter from stored tensors: the inverse of `stored_tensors`."""
-    if isinstance(name, StoredPart):
-        whole = stored[name.name]
-        return (whole.mT if whole.dim() == 3 else whole)[:, name.start :: name.step]
-    if isinstance(name, StoredGroups):
-        grouped: Tensor = stored[name.name].unflatten(0, (name.groups, -1))
-        return grouped[:, name.start : name.stop].flatten(0, 1)
-    if isinstance(name, StoredCopies):
-        return stored[name.name]
-    return stored[name] if isinstance(name, str) else torch.stack([stored[each] for each in name])

@@ -1,6 +1,7 @@
 """Make model folders in the format of transformers, with the safetensors library."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from titanlite.models.family import Family, saved_tensors, stored_dtype
+from titanlite.models.family import (
+    Family,
+    StoredCopies,
+    StoredGroups,
+    StoredName,
+    StoredPart,
+    saved_tensors,
+    stored_dtype,
+)
 from titanlite.models.hugging_face import stored_tensors
 from titanlite.models.registry import FAMILIES
 from titanlite.models.shrink import shrink_model
@@ -58,3 +67,15 @@ def write_model(
         save_file({name: t for name, t in tensors.items() if weight_map[name] == file}, folder / file, {"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return tensors
+
+
+def parameter_of(stored: Mapping[str, Tensor], name: StoredName) -> Tensor:
+    """A parameter from stored tensors: the inverse of `stored_tensors`."""
+    if isinstance(name, StoredPart):
+        whole = stored[name.name]
+        return (whole.mT if whole.dim() == 3 else whole)[:, name.start :: name.step]
+    if isinstance(name, StoredGroups):
+        return stored[name.name].unflatten(0, (name.groups, -1))[:, name.start : name.stop].flatten(0, 1)
+    if isinstance(name, StoredCopies):
+        return stored[name.name]
+    return stored[name] if isinstance(name, str) else torch.stack([stored[each] for each in name])

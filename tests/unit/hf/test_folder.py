@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.unit.hf.making import write_model
+from tests.unit.hf.making import parameter_of, write_model
 from titanlite.generation.model import empty_model
 from titanlite.hf.folder import EMBEDDING, OUTPUT, open_folder
 from titanlite.hf.generation_defaults import GenerationDefaults, read_generation_defaults, with_eos
 from titanlite.hf.safetensors import read_box_
 from titanlite.hf.source import check_model
 from titanlite.models.family import saved_tensors
-from titanlite.models.hugging_face import parameter_of, stored_names, stored_tensors
+from titanlite.models.hugging_face import stored_names, stored_tensors
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.json_files import JsonError

@@ -1,11 +1,9 @@
 """Rotary embeddings and documents of the decoder; tests/unit/models/test_transformers.py has its logits."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -84,14 +82,7 @@ def test_rotation_in_bfloat16_rounds_once() -> None:
     assert (rotated != exact).double().mean().item() < 1e-3
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("group")
 def test_mixed_precision_does_not_cast_the_rotary_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """fully_shard casts a block's floating-point arguments to the compute dtype; the tables must not be among them."""
     model = Llama3(CONFIG)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.plain_loss import cross_entropy_by_row
+from tests.unit.hf.making import parameter_of
 from tests.unit.models.shaken import perturbed_model
 from titanlite.batch import IGNORE_INDEX
 from titanlite.models.deepseek_v3 import DeepseekV3Config
@@ -25,7 +26,7 @@ from titanlite.models.family import Family, LanguageModel, saved_tensors
 from titanlite.models.gemma2 import Gemma2Config
 from titanlite.models.gemma3 import Gemma3Config
 from titanlite.models.gpt_oss import GptOssConfig
-from titanlite.models.hugging_face import parameter_of, stored_names, stored_tensors, unknown_fields
+from titanlite.models.hugging_face import stored_names, stored_tensors, unknown_fields
 from titanlite.models.layers import RMSNorm
 from titanlite.models.llama3 import Llama3Config
 from titanlite.models.mistral import MistralConfig
@@ -43,72 +44,35 @@ from titanlite.models.smollm3 import Smollm3Config
 EXACT, UNPATCHED = 1e-11, 1e-5
 VOCAB_SIZE, SEQ_LEN = 131, 40
 
-LLAMA3 = Llama3Config(32, 2, 4, 2, 48, VOCAB_SIZE, norm_eps=1e-3, rope_theta=1000.0, max_seq_len=64)
+SMALL = {"norm_eps": 1e-3, "rope_theta": 1000.0, "max_seq_len": 64}
+LLAMA3 = Llama3Config(32, 2, 4, 2, 48, VOCAB_SIZE, **SMALL)
 # The wavelengths 6, 35 and more than 199 are unchanged, interpolated and scaled.
 SCALED = replace(
     LLAMA3, rope_scaling_factor=8.0, rope_low_freq_factor=0.5, rope_high_freq_factor=3.0, rope_original_seq_len=32
 )
-QWEN3 = Qwen3Config(32, 2, 4, 2, 48, VOCAB_SIZE, head_dim=16, norm_eps=1e-3, rope_theta=1000.0, max_seq_len=64)
-# max_seq_len is the scaled length: transformers warns about other ones.
-YARN = replace(
-    QWEN3, rope_scaling_factor=8.0, rope_beta_fast=4.0, rope_beta_slow=0.5, rope_original_seq_len=32, max_seq_len=256
-)
-EXPERTS = Qwen3MoeConfig(
-    *(32, 2, 4, 2, 24, VOCAB_SIZE),
-    head_dim=16,
-    norm_eps=1e-3,
-    rope_theta=1000.0,
-    max_seq_len=64,
-    n_experts=6,
-    n_active_experts=3,
-    balance_loss=0.0,  # transformers does not add its own
-)
-OLMOE = OlmoeConfig(
-    *(32, 2, 4, 2, 24, VOCAB_SIZE),
-    norm_eps=1e-3,
-    rope_theta=1000.0,
-    max_seq_len=64,
-    n_experts=6,
-    n_active_experts=3,
-    balance_loss=0.0,
-)
-SMALL = {"norm_eps": 1e-3, "rope_theta": 1000.0, "max_seq_len": 64}
+STRETCHED = {"rope_scaling_factor": 8.0, "rope_beta_fast": 4.0, "rope_beta_slow": 0.5, "rope_original_seq_len": 32}
+STRETCHED["max_seq_len"] = 256  # the scaled length: transformers warns about other ones
+OF_EXPERTS = {"n_experts": 6, "n_active_experts": 3, "balance_loss": 0.0}  # transformers does not add its own
+QWEN3 = Qwen3Config(32, 2, 4, 2, 48, VOCAB_SIZE, head_dim=16, **SMALL)
+YARN = replace(QWEN3, **STRETCHED)
+EXPERTS = Qwen3MoeConfig(32, 2, 4, 2, 24, VOCAB_SIZE, head_dim=16, **SMALL, **OF_EXPERTS)
+OLMOE = OlmoeConfig(32, 2, 4, 2, 24, VOCAB_SIZE, **SMALL, **OF_EXPERTS)
 QWEN2 = Qwen2Config(32, 2, 4, 2, 48, VOCAB_SIZE, **SMALL)
 OLMO2 = Olmo2Config(32, 2, 4, 2, 48, VOCAB_SIZE, **SMALL)
 OLMO3 = Olmo3Config(32, 3, 4, 2, 48, VOCAB_SIZE, **SMALL, sliding_window=7, full_interval=2)
-OLMO3_YARN = replace(
-    OLMO3, rope_scaling_factor=8.0, rope_beta_fast=4.0, rope_beta_slow=0.5, rope_original_seq_len=32, max_seq_len=256
-)
+OLMO3_YARN = replace(OLMO3, **STRETCHED)
 SMOLLM3 = Smollm3Config(32, 3, 4, 2, 48, VOCAB_SIZE, **SMALL, no_rope_interval=2)
 GPT_OSS = GptOssConfig(
     *(32, 3, 4, 2, 24, VOCAB_SIZE),
-    head_dim=16,
-    norm_eps=1e-3,
-    rope_theta=1000.0,
-    max_seq_len=256,
-    n_experts=6,
-    n_active_experts=3,
-    balance_loss=0.0,
-    sliding_window=7,
-    rope_scaling_factor=1.0,
+    **SMALL | OF_EXPERTS | {"head_dim": 16, "max_seq_len": 256, "sliding_window": 7, "rope_scaling_factor": 1.0},
 )
-GPT_OSS_YARN = replace(
-    GPT_OSS, rope_scaling_factor=8.0, rope_beta_fast=4.0, rope_beta_slow=0.5, rope_original_seq_len=32
-)
+GPT_OSS_YARN = replace(GPT_OSS, **STRETCHED)
 MISTRAL = MistralConfig(32, 2, 4, 2, 48, VOCAB_SIZE, **SMALL, head_dim=16)
+GEMMA = SMALL | {"head_dim": 16, "tie_embeddings": False, "sliding_window": 7, "query_pre_attn_scalar": 20}
 # small caps, since the scores and logits of these models are small
-GEMMA2 = Gemma2Config(
-    *(32, 3, 4, 2, 48, VOCAB_SIZE),
-    **SMALL | {"head_dim": 16, "tie_embeddings": False, "sliding_window": 7, "query_pre_attn_scalar": 20},
-    score_cap=0.2,
-    logit_cap=0.5,
-)
+GEMMA2 = Gemma2Config(32, 3, 4, 2, 48, VOCAB_SIZE, **GEMMA, score_cap=0.2, logit_cap=0.5)
 GEMMA3 = Gemma3Config(
-    *(32, 4, 4, 2, 48, VOCAB_SIZE),
-    **SMALL | {"head_dim": 16, "tie_embeddings": False, "sliding_window": 7, "query_pre_attn_scalar": 20},
-    full_interval=3,
-    rope_local_theta=100.0,
-    rope_scaling_factor=8.0,
+    *(32, 4, 4, 2, 48, VOCAB_SIZE), **GEMMA, full_interval=3, rope_local_theta=100.0, rope_scaling_factor=8.0
 )
 DEEPSEEK_V3 = DeepseekV3Config(
     *(32, 3, 4, 4, 24, VOCAB_SIZE),
@@ -127,15 +91,7 @@ DEEPSEEK_V3 = DeepseekV3Config(
     n_groups=4,
     n_active_groups=2,
 )
-DEEPSEEK_V3_YARN = replace(
-    *(DEEPSEEK_V3,),
-    rope_scaling_factor=8.0,
-    rope_beta_fast=4.0,
-    rope_beta_slow=0.5,
-    rope_original_seq_len=32,
-    rope_mscale=0.7,
-    max_seq_len=256,
-)
+DEEPSEEK_V3_YARN = replace(DEEPSEEK_V3, **STRETCHED, rope_mscale=0.7)
 HYBRID = {
     **SMALL | {"head_dim": 16, "full_interval": 2, "partial_rotary_factor": 0.375},
     "linear_key_heads": 2,
@@ -144,92 +100,84 @@ HYBRID = {
     "linear_value_dim": 10,
 }
 QWEN3_5 = Qwen35Config(32, 3, 4, 2, 48, VOCAB_SIZE, **HYBRID)
-HYBRID_EXPERTS = HYBRID | {"n_experts": 6, "n_active_experts": 3, "balance_loss": 0.0}
+HYBRID_EXPERTS = HYBRID | OF_EXPERTS
 QWEN3_5_MOE = Qwen35MoeConfig(32, 2, 4, 2, 24, VOCAB_SIZE, **HYBRID_EXPERTS)
 QWEN3_NEXT = Qwen3NextConfig(32, 2, 4, 2, 24, VOCAB_SIZE, **HYBRID_EXPERTS)
 CASES = {
-    "llama3": ("llama3", LLAMA3),
-    "llama3, tied": ("llama3", replace(LLAMA3, tie_embeddings=True)),
-    "llama3, no shared heads": ("llama3", replace(LLAMA3, n_kv_heads=4)),
-    "llama3, one shared head": ("llama3", replace(LLAMA3, n_kv_heads=1)),
-    "llama3, scaled": ("llama3", SCALED),
-    "llama3, scaled and tied": ("llama3", replace(SCALED, tie_embeddings=True)),
-    "qwen3": ("qwen3", QWEN3),
-    "qwen3, tied": ("qwen3", replace(QWEN3, tie_embeddings=True)),
-    "qwen3, narrow heads": ("qwen3", replace(QWEN3, head_dim=6)),
-    "qwen3, no shared heads": ("qwen3", replace(QWEN3, n_kv_heads=4)),
-    "qwen3, scaled": ("qwen3", YARN),
-    "qwen3, scaled in one step": ("qwen3", replace(YARN, rope_beta_fast=0.6, rope_beta_slow=0.55)),
-    "qwen3, published scaling": (
-        "qwen3",
-        replace(QWEN3, head_dim=64, rope_theta=1e6, rope_scaling_factor=4.0, max_seq_len=131_072),
+    "llama3": LLAMA3,
+    "llama3, tied": replace(LLAMA3, tie_embeddings=True),
+    "llama3, no shared heads": replace(LLAMA3, n_kv_heads=4),
+    "llama3, one shared head": replace(LLAMA3, n_kv_heads=1),
+    "llama3, scaled": SCALED,
+    "llama3, scaled and tied": replace(SCALED, tie_embeddings=True),
+    "qwen3": QWEN3,
+    "qwen3, tied": replace(QWEN3, tie_embeddings=True),
+    "qwen3, narrow heads": replace(QWEN3, head_dim=6),
+    "qwen3, no shared heads": replace(QWEN3, n_kv_heads=4),
+    "qwen3, scaled": YARN,
+    "qwen3, scaled in one step": replace(YARN, rope_beta_fast=0.6, rope_beta_slow=0.55),
+    "qwen3, published scaling": replace(
+        QWEN3, head_dim=64, rope_theta=1e6, rope_scaling_factor=4.0, max_seq_len=131_072
     ),
-    "qwen3_moe": ("qwen3_moe", EXPERTS),
-    "qwen3_moe, tied": ("qwen3_moe", replace(EXPERTS, tie_embeddings=True)),
-    "qwen3_moe, two active": ("qwen3_moe", replace(EXPERTS, n_active_experts=2)),
-    "qwen3_moe, all active": ("qwen3_moe", replace(EXPERTS, n_active_experts=6)),
-    "mistral": ("mistral", MISTRAL),
-    "mistral, window": ("mistral", replace(MISTRAL, sliding_window=7)),
-    "mistral, window of a row": ("mistral", replace(MISTRAL, sliding_window=SEQ_LEN)),
-    "qwen2": ("qwen2", QWEN2),
-    "qwen2, tied": ("qwen2", replace(QWEN2, tie_embeddings=True)),
-    "olmo2": ("olmo2", OLMO2),
-    "olmo2, no shared heads": ("olmo2", replace(OLMO2, n_kv_heads=4)),
-    "olmo3": ("olmo3", OLMO3),
-    "olmo3, scaled": ("olmo3", OLMO3_YARN),
-    "olmo3, full attention": ("olmo3", replace(OLMO3_YARN, full_interval=1, sliding_window=0)),
-    "olmo3, windows": ("olmo3", replace(OLMO3_YARN, full_interval=4)),
-    "gpt_oss": ("gpt_oss", GPT_OSS),
-    "gpt_oss, scaled": ("gpt_oss", GPT_OSS_YARN),
-    "gpt_oss, windows, all active": ("gpt_oss", replace(GPT_OSS, full_interval=4, n_active_experts=6, n_kv_heads=4)),
-    "smollm3": ("smollm3", SMOLLM3),
-    "smollm3, all rotated": ("smollm3", replace(SMOLLM3, no_rope_interval=4)),
-    "gemma2": ("gemma2", GEMMA2),
-    "gemma2, tied": ("gemma2", replace(GEMMA2, tie_embeddings=True)),
-    "gemma2, uncapped": ("gemma2", replace(GEMMA2, score_cap=0.0, logit_cap=0.0)),
-    "gemma3": ("gemma3", GEMMA3),
-    "gemma3, full attention": ("gemma3", replace(GEMMA3, full_interval=1, sliding_window=0)),
-    "gemma3, tied and unscaled": ("gemma3", replace(GEMMA3, tie_embeddings=True, rope_scaling_factor=1.0)),
-    "gemma3, windows and a cap": ("gemma3", replace(GEMMA3, full_interval=6, logit_cap=0.5)),
-    "deepseek_v3": ("deepseek_v3", DEEPSEEK_V3),
-    "deepseek_v3, scaled": ("deepseek_v3", DEEPSEEK_V3_YARN),
-    "deepseek_v3, plain queries, no groups": (
-        "deepseek_v3",
-        replace(DEEPSEEK_V3, q_lora_rank=0, n_groups=1, n_active_groups=1, n_dense_layers=0, tie_embeddings=True),
+    "qwen3_moe": EXPERTS,
+    "qwen3_moe, tied": replace(EXPERTS, tie_embeddings=True),
+    "qwen3_moe, two active": replace(EXPERTS, n_active_experts=2),
+    "qwen3_moe, all active": replace(EXPERTS, n_active_experts=6),
+    "mistral": MISTRAL,
+    "mistral, window": replace(MISTRAL, sliding_window=7),
+    "mistral, window of a row": replace(MISTRAL, sliding_window=SEQ_LEN),
+    "qwen2": QWEN2,
+    "qwen2, tied": replace(QWEN2, tie_embeddings=True),
+    "olmo2": OLMO2,
+    "olmo2, no shared heads": replace(OLMO2, n_kv_heads=4),
+    "olmo3": OLMO3,
+    "olmo3, scaled": OLMO3_YARN,
+    "olmo3, full attention": replace(OLMO3_YARN, full_interval=1, sliding_window=0),
+    "olmo3, windows": replace(OLMO3_YARN, full_interval=4),
+    "gpt_oss": GPT_OSS,
+    "gpt_oss, scaled": GPT_OSS_YARN,
+    "gpt_oss, windows, all active": replace(GPT_OSS, full_interval=4, n_active_experts=6, n_kv_heads=4),
+    "smollm3": SMOLLM3,
+    "smollm3, all rotated": replace(SMOLLM3, no_rope_interval=4),
+    "gemma2": GEMMA2,
+    "gemma2, tied": replace(GEMMA2, tie_embeddings=True),
+    "gemma2, uncapped": replace(GEMMA2, score_cap=0.0, logit_cap=0.0),
+    "gemma3": GEMMA3,
+    "gemma3, full attention": replace(GEMMA3, full_interval=1, sliding_window=0),
+    "gemma3, tied and unscaled": replace(GEMMA3, tie_embeddings=True, rope_scaling_factor=1.0),
+    "gemma3, windows and a cap": replace(GEMMA3, full_interval=6, logit_cap=0.5),
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v3, scaled": DEEPSEEK_V3_YARN,
+    "deepseek_v3, plain queries, no groups": replace(
+        DEEPSEEK_V3, q_lora_rank=0, n_groups=1, n_active_groups=1, n_dense_layers=0, tie_embeddings=True
     ),
-    "qwen3_5": ("qwen3_5", QWEN3_5),
-    "qwen3_5, tied, one full layer": ("qwen3_5", replace(QWEN3_5, tie_embeddings=True, full_interval=3, linear_taps=3)),
-    "qwen3_5, no shared heads": ("qwen3_5", replace(QWEN3_5, linear_key_heads=4, n_kv_heads=4)),
-    "qwen3_5_moe": ("qwen3_5_moe", QWEN3_5_MOE),
-    "qwen3_next": ("qwen3_next", QWEN3_NEXT),
-    "qwen3_next, two shared experts": ("qwen3_next", replace(QWEN3_NEXT, n_shared_experts=2, linear_value_heads=6)),
-    "olmoe": ("olmoe", OLMOE),
-    "olmoe, tied": ("olmoe", replace(OLMOE, tie_embeddings=True)),
-    "olmoe, no shared heads": ("olmoe", replace(OLMOE, n_kv_heads=4)),
+    "qwen3_5": QWEN3_5,
+    "qwen3_5, tied, one full layer": replace(QWEN3_5, tie_embeddings=True, full_interval=3, linear_taps=3),
+    "qwen3_5, no shared heads": replace(QWEN3_5, linear_key_heads=4, n_kv_heads=4),
+    "qwen3_5_moe": QWEN3_5_MOE,
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_next, two shared experts": replace(QWEN3_NEXT, n_shared_experts=2, linear_value_heads=6),
+    "olmoe": OLMOE,
+    "olmoe, tied": replace(OLMOE, tie_embeddings=True),
+    "olmoe, no shared heads": replace(OLMOE, n_kv_heads=4),
 }
 SLOW = ("qwen3_5, tied, one full layer", "qwen3_5, no shared heads", "qwen3_5_moe", "qwen3_next, two shared experts")
+
+
+def family_of(name: str) -> str:
+    """The family of a case."""
+    return name.partition(",")[0]
+
+
 every_case = pytest.mark.parametrize(
     ("name", "config"),
-    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, case in CASES.items()],
+    [
+        pytest.param(family_of(name), config, id=name, marks=[pytest.mark.slow] * (name in SLOW))
+        for name, config in CASES.items()
+    ],
 )
-MODULES = (
-    *("models.llama.modeling_llama", "models.qwen3.modeling_qwen3", "models.qwen3_moe.modeling_qwen3_moe"),
-    *(
-        "models.qwen2.modeling_qwen2",
-        "models.mistral.modeling_mistral",
-        "models.olmo2.modeling_olmo2",
-        "models.olmo3.modeling_olmo3",
-        "models.smollm3.modeling_smollm3",
-        "models.gemma2.modeling_gemma2",
-        "models.gemma3.modeling_gemma3",
-        "models.gpt_oss.modeling_gpt_oss",
-        "models.deepseek_v3.modeling_deepseek_v3",
-        "models.qwen3_5.modeling_qwen3_5",
-        "models.qwen3_5_moe.modeling_qwen3_5_moe",
-        "models.qwen3_next.modeling_qwen3_next",
-    ),
-    *("models.olmoe.modeling_olmoe", "modeling_rope_utils"),
-)
+CODE = {FAMILIES[family_of(name)].hugging_face.model_type.removesuffix("_text") for name in CASES}
+MODULES = (*(f"models.{name}.modeling_{name}" for name in sorted(CODE)), "modeling_rope_utils")
 
 
 SHORT_CHUNKS = {"CHUNK": 8, "SEGMENT": 2}
@@ -610,8 +558,8 @@ MISTAKES = {
     "weights of experts normalized": ("olmoe", normalized_weights),
     "another rotary base": ("qwen3", other_theta),
     "another epsilon": ("qwen3", other_eps),
-    "attention is not scaled": ("yarn", unscaled_attention),
-    "another range of pairs": ("yarn", other_range),
+    "attention is not scaled": ("qwen3, scaled", unscaled_attention),
+    "another range of pairs": ("qwen3, scaled", other_range),
     "a window of one position more": ("mistral, window", wider_windows),
     "a window of one position more, capped": ("gemma2", wider_windows),
     "rotary embeddings in all layers": ("smollm3", all_rotated),
@@ -633,8 +581,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_detected(mistake: str) -> None:
     name, change = MISTAKES[mistake]
-    family, config = {"llama3": ("llama3", SCALED), "yarn": ("qwen3", YARN)}.get(name) or CASES[name]
-    found = differences(FAMILIES[family], config, change)
+    found = differences(FAMILIES[family_of(name)], SCALED if name == "llama3" else CASES[name], change)
     assert found["logits"] > 10 * EXACT
     assert max(found.values()) > 100 * EXACT
 
@@ -678,7 +625,7 @@ def warnings() -> Iterator[list[str]]:
 
 ALL_CONFIGS = [
     *((name, config) for name, family in FAMILIES.items() for config in family.flavors.values()),
-    *CASES.values(),
+    *((family_of(name), config) for name, config in CASES.items()),
 ]
 
 

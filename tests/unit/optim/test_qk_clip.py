@@ -9,6 +9,8 @@ from titanlite.models.layers import Attention
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.qk_clip import QKClip, check_qk_clip
 
+pytestmark = pytest.mark.usefixtures("group")
+
 HEAD_DIM = 4
 FACTORS = {2: [1.0, 0.25, 1.0, 0.5], 4: [1.0, 0.5, 1.0, 0.5**0.5]}
 """Number of heads of keys -> factors of the heads of queries, with a threshold of 2."""
@@ -22,13 +24,6 @@ def build(n_kv_heads: int, largest: list[float]) -> tuple[Attention, QKClip]:
     group = dist.group.WORLD
     assert group is not None
     return attention, QKClip([attention], 2.0, group, (0, 1))
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> object:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def of_heads(parameter: Tensor) -> list[float]:

@@ -17,6 +17,7 @@ import pytest
 
 from tests.store_proxy import Fault, Proxy
 from tests.stores import Bucket
+from tests.unit.ranks.test_job_lock import says
 from titanlite.ranks import claim as claim_module
 from titanlite.ranks.claim import claim, require_claim
 from titanlite.ranks.job_lock import JOB_LOCK_FILE, Owner, this_process
@@ -95,11 +96,6 @@ def job(folder: Store) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
-
-
-def says(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().rstrip("\n")
 
 
 OTHER_HOST = {"host": "other", "boot": "other"}

@@ -9,13 +9,12 @@ import tyro
 
 from titanlite.assembly.summary import titanlite
 from titanlite.config.files import CONFIG_FILE
-from titanlite.runtime.errors import raise_problems
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
-from titanlite.tools.command import read_options_and_overrides, require_new, run_command, write_json
+from titanlite.tools.command import run_command, write_json
 from titanlite.tools.ladder.prediction import LADDER_FILE, lines_of, predict, require_enough
 from titanlite.tools.ladder.rungs import Ladder, read_ladder
-from titanlite.tools.sweep.command import RunsOptions, carry_out, raise_failed
+from titanlite.tools.sweep.command import RunsOptions, carry_out, raise_failed, read_runs_options
 from titanlite.tools.sweep.training import final_loss, report_line, table
 
 
@@ -35,11 +34,7 @@ class Options(RunsOptions):
 
 def main(argv: Sequence[str]) -> None:
     """Check the runs, train them, and print the prediction. Raises UserError."""
-    options, overrides, problems = read_options_and_overrides(Options, argv, "ladder")
-    raise_problems(problems)
-    if options.write_slurm is not None:
-        require_new(options.write_slurm, "--write-slurm")
-    overrides += ["--strict"] if options.strict else []
+    options, overrides = read_runs_options(Options, argv, "ladder")
     ladder = read_ladder(options.file, overrides, world_size=options.processes, device_type=options.device_type)
     require_enough(ladder.rungs)
     runs = [rung.run for rung in ladder.rungs]

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titanlite.runtime.errors import raise_problems
-from titanlite.tools.command import ConfigFile, read_options_and_overrides, require_new, run_command
+from titanlite.tools.command import ConfigFile, run_command
 from titanlite.tools.sweep.combinations import combinations
-from titanlite.tools.sweep.command import RunsOptions, carry_out, raise_failed
+from titanlite.tools.sweep.command import RunsOptions, carry_out, raise_failed, read_runs_options
 from titanlite.tools.sweep.training import results
 
 
@@ -28,11 +27,7 @@ class Options(RunsOptions):
 
 def main(argv: Sequence[str]) -> None:
     """Check the runs, then train them, write the script or print the table. Raises UserError."""
-    options, overrides, problems = read_options_and_overrides(Options, argv, "sweep")
-    raise_problems(problems)
-    if options.write_slurm is not None:
-        require_new(options.write_slurm, "--write-slurm")
-    overrides += ["--strict"] if options.strict else []
+    options, overrides = read_runs_options(Options, argv, "sweep")
     runs = combinations(options.config, overrides, world_size=options.processes, device_type=options.device_type)
     codes = carry_out(options, runs)
     if codes is not None:

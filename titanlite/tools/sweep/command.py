@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import torch
 
-from titanlite.runtime.errors import UserError, integer_variable
+from titanlite.runtime.errors import UserError, integer_variable, raise_problems
 from titanlite.runtime.gpus import usable_gpus
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
-from titanlite.tools.command import EITHER, File, OptionalCount, new_output
+from titanlite.tools.command import EITHER, File, OptionalCount, new_output, read_options_and_overrides, require_new
 from titanlite.tools.sweep.combinations import Run, require_same_settings
 from titanlite.tools.sweep.slurm import array_script
 from titanlite.tools.sweep.training import start_run, state_of, train_all
@@ -43,6 +43,18 @@ class RunsOptions:
     def device_type(self) -> str:
         """Of the machine that trains; a Slurm script is for another one."""
         return "cuda" if torch.cuda.is_available() or self.write_slurm is not None else "cpu"
+
+
+Options = TypeVar("Options", bound=RunsOptions)
+
+
+def read_runs_options(kind: type[Options], argv: Sequence[str], command: str) -> tuple[Options, list[str]]:
+    """The options of such a command, and the overrides of all runs. Raises UserError."""
+    options, overrides, problems = read_options_and_overrides(kind, argv, command)
+    raise_problems(problems)
+    if options.write_slurm is not None:
+        require_new(options.write_slurm, "--write-slurm")
+    return options, [*overrides, *(["--strict"] if options.strict else [])]
 
 
 def carry_out(options: RunsOptions, runs: Sequence[Run]) -> dict[str, int] | None:

@@ -23,9 +23,9 @@ from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, raise_problems
 from titanlite.runtime.settings import setting
 from titanlite.storage.address import Place, is_address, place
-from titanlite.tools.command import RunFolder, read_options_and_overrides, require_new, run_command
+from titanlite.tools.command import RunFolder, run_command
 from titanlite.tools.sweep.combinations import DUMP_FOLDER, Run, arguments_of, checked_runs, parse_texts
-from titanlite.tools.sweep.command import RunsOptions, carry_out, raise_failed
+from titanlite.tools.sweep.command import RunsOptions, carry_out, raise_failed, read_runs_options
 from titanlite.tools.sweep.training import final_loss, folders, report_line, table
 
 VALIDATIONS = 8
@@ -56,11 +56,7 @@ class Options(RunsOptions):
 
 def main(argv: Sequence[str]) -> None:
     """Check the branches, train them, and print the largest batch without loss. Raises UserError."""
-    options, overrides, problems = read_options_and_overrides(Options, argv, "critical-batch")
-    raise_problems(problems)
-    if options.write_slurm is not None:
-        require_new(options.write_slurm, "--write-slurm")
-    overrides += ["--strict"] if options.strict else []
+    options, overrides = read_runs_options(Options, argv, "critical-batch")
     runs = branches(options, overrides)
     codes = carry_out(options, runs)
     if codes is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.unit.tools.sweep.test_training import FakeProcess
 from titanlite.config.load import load_config
 from titanlite.config.toml import dump_config
 from titanlite.runtime.errors import ConfigError, UserError
@@ -179,11 +180,6 @@ def test_too_few_runs_are_refused_before_the_first_one(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-class FakeProcess:
-    def wait(self) -> int:
-        return 0
-
-
 def log_loss(run: Run, tokens: int, loss: object) -> None:
     run.folder.mkdir(parents=True)
     (run.folder / "config.toml").write_text(dump_config(run.config))
@@ -204,7 +200,7 @@ def test_the_prediction_is_printed_stored_and_drawn(
     def started(run: Run, **_: int) -> FakeProcess:
         rung = rungs[run.name]
         log_loss(run, rung.tokens, law.loss(rung.parameters, rung.tokens))
-        return FakeProcess()
+        return FakeProcess(0)
 
     monkeypatch.setattr(fits, "STARTS", 1)
     monkeypatch.setattr(prediction, "bootstrap", lambda given, law: bootstrap(given, law, count=2))

@@ -9,6 +9,7 @@ import pytest
 import titanlite
 from tests.distributed.program import CONFIG
 from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN, TOKENS
+from tests.unit.tools.sweep.test_training import FakeProcess
 from titanlite.metrics.jsonl import read_rows, read_series
 from titanlite.runtime.errors import UserError
 from titanlite.tools.sweep import command, critical_batch
@@ -18,11 +19,6 @@ from titanlite.tools.sweep.training import state_of
 
 HALF = {"warmup_steps": 2, "decay": "linear", "decay_steps": 1, "min_lr_factor": 0.5}
 """A learning rate that is half of optimizer.lr from step 3 on."""
-
-
-class FakeProcess:
-    def wait(self) -> int:
-        return 0
 
 
 def train(folder: Path, **overrides: Any) -> Path:
@@ -44,7 +40,7 @@ def test_branches_continue_the_run(
 ) -> None:
     def start(run: Run, **_: int) -> FakeProcess:
         titanlite.run(run.config)
-        return FakeProcess()
+        return FakeProcess(0)
 
     folder = train(tmp_path)
     monkeypatch.setattr(command, "start_run", start)
