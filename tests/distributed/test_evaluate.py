@@ -21,7 +21,7 @@ from titanlite.data.bpe import train_bpe
 from titanlite.ranks.distributed import World
 from titanlite.ranks.job_lock import job_lock
 from titanlite.runtime.errors import ConfigError, UserError
-from titanlite.tools.evaluate import evaluated_config, read_arguments, reading
+from titanlite.tools.evaluate import conditions, evaluated_config, read_arguments, reading
 from titanlite.tools.saved_run import open_run
 
 pytestmark = pytest.mark.slow
@@ -198,6 +198,13 @@ def test_settings_of_the_run_must_fit_the_number_of_processes(trained: Path) -> 
             assert problem.remedy == (
                 f"it is the run's value: use another number of processes, or give --{problem.key} for this evaluation"
             )
+
+
+def test_float8_may_differ_from_that_of_the_run(trained: Path) -> None:
+    saved = open_run(trained / "out")
+    found = [conditions(configured(trained / "out", *each), saved) for each in ((), ("--float8.recipe", "rowwise"))]
+    assert found[1] == found[0] | {"float8": "rowwise (ceil)"}
+    assert "float8" not in found[0]
 
 
 def test_requested_data_replace_the_validation_sources_of_the_run(trained: Path, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The [float8] section: which layers multiply in float8, on which sizes, and on any mesh alike."""
 
+import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -144,13 +146,19 @@ def check_float8(
             if size % (block * parts):
                 of_ranks = f" for tp = {parts} ranks" if parts > 1 else ""
                 following = -(-size // (block * parts)) * block * parts
-                misfits.append(f"{name} has {size} {what}{of_ranks} (the next size is {following})")
+                misfits.append((name, f"{size} {what}{of_ranks} (the next size is {following})"))
     if misfits:
+        name, first = misfits[0]
         others = len(misfits) - 1
         more = f", and {others} more {'size does' if others == 1 else 'sizes do'} not fit" if others else ""
-        rule = f"a rank has full blocks of {block} elements: {misfits[0]}{more}"
-        remedy = "change these sizes (those of heads are model.n_heads or n_kv_heads x the width of a head)"
-        rules.require("recipe", False, rule, f"{remedy} or parallelism.tp, or name the layers in float8.exclude")
+        rule = f"a rank has full blocks of {block} elements: {name} has {first}{more}"
+        remedy = "change these sizes (those of heads are model.n_heads or n_kv_heads x the width of a head) or "
+        remedy += "parallelism.tp"
+        patterns = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name, _ in misfits)  # of all blocks
+        exclude = (*section.exclude, *patterns)
+        if any(float8_layers(model, structure, exclude)):
+            remedy += f", or set float8.exclude = {json.dumps(exclude)}"
+        rules.require("recipe", False, rule, remedy)
     if of_tokens and seq_len % (block * row_parts):
         least = block * row_parts
         nearest = dict.fromkeys((max(seq_len // least, 1) * least, (seq_len // least + 1) * least))

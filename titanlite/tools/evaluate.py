@@ -68,7 +68,7 @@ from titanlite.tools.command import (
 )
 from titanlite.tools.saved_run import SavedRun, Weights, open_run, reading
 
-SECTIONS = ("validation", "data", "training", "parallelism", "compile", "loss", "comm")
+SECTIONS = ("validation", "data", "training", "parallelism", "compile", "float8", "loss", "comm")
 """Sections whose keys may be overridden; the model, its tokenizer and its training stay as saved."""
 STREAMS = "data.num_streams"
 DATA = "--data"
@@ -352,7 +352,7 @@ def greedy_texts(
 
 def conditions(config: JobConfig, saved: SavedRun) -> dict[str, Any]:
     """Settings that losses depend on beside the data: two losses are comparable only if these are equal."""
-    data, training = config.data, config.training
+    data, training, float8 = config.data, config.training, config.float8
     return {
         "checkpoint": str(saved.path),
         "step": saved.manifest.step,
@@ -361,6 +361,7 @@ def conditions(config: JobConfig, saved: SavedRun) -> dict[str, Any]:
         "seq_len": training.seq_len,
         "dtype": training.dtype,
         "compute_dtype": training.mixed_precision_param,
+        **({} if float8.recipe == "none" else {"float8": f"{float8.recipe} ({float8.scale})"}),
         **{
             name: getattr(data, name)
             for name in ("packing", "document_mask", "add_bos", "add_eos", "num_streams", "stream_version")

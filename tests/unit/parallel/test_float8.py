@@ -34,6 +34,7 @@ def test_sizes_that_do_not_fit_are_counted() -> None:
     section, model = Float8Config(recipe="mxfp8"), full_model(CONFIG.model)
     sizes, seq_len = check_float8(section, model, STRUCTURE, ParallelismConfig(tp=2), 48)
     assert "layers.0.attention.wq_a has 12 outputs (the next size is 32), and " in sizes.rule
+    assert sizes.remedy.endswith(" or parallelism.tp")  # no exclude would leave a layer
     assert seq_len.rule.startswith("divisible by 64")  # layers that compute only a rank's own positions
     assert seq_len.remedy == "set training.seq_len = 64"
     section = Float8Config(recipe="mxfp8", exclude=("*.w[!q]*", "*_a", "layers.1.*"))
