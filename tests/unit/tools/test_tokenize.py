@@ -273,6 +273,23 @@ def test_a_store_has_the_files_of_a_folder(
         run(config, f"{store.address}/third", "--data.add_eos", "false")
 
 
+def test_two_equal_commands_at_once_in_a_store(
+    config: Path, tmp_path: Path, store: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One completes the folder between two parts of the other."""
+
+    def write_after_another(job: Job, number: int) -> Any:
+        if number == 1:
+            monkeypatch.setattr(local, "tokenize_part", tokenize_part)
+            run(config, f"{store.address}/out")
+        return tokenize_part(job, number)
+
+    monkeypatch.setattr(local, "tokenize_part", write_after_another)
+    run(config, f"{store.address}/out")
+    stored = {key: store.request("GET", key) for key in store.keys()}  # noqa: SIM118
+    assert stored == {f"out/{name}": content for name, content in contents(run(config, tmp_path / "out")).items()}
+
+
 def test_a_worker_needs_the_versions_of_the_plan(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a cluster, its node may have others."""
     monkeypatch.setattr(local, "MADE_WITH", {"titanlite": "0.1", "tokenizers": "0.2"})
