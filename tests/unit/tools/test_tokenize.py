@@ -1,6 +1,7 @@
 """Token files: the same bytes with any number of workers and interruptions; incomplete folders are refused."""
 
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -271,6 +272,15 @@ def test_a_store_has_the_files_of_a_folder(
     monkeypatch.setattr(plan, "read_plan", lambda _: None)  # as if the other command had written it just afterwards
     with pytest.raises(UserError, match="another command has started to write into"):
         run(config, f"{store.address}/third", "--data.add_eos", "false")
+
+
+def test_a_full_disk_under_the_copy_of_a_stored_file(cache: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    message = (
+        f"cannot write s3://bucket/tokens, or its copy in the cache folder {cache}: No space left .*TITANLITE_CACHE"
+    )
+    with pytest.raises(UserError, match=message), folder.errors_of_writing(folder.output_folder("s3://bucket/tokens")):
+        raise full
 
 
 def test_two_equal_commands_at_once_in_a_store(

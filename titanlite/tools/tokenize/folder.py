@@ -183,7 +183,12 @@ def errors_of_writing(out: OutputFolder) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise cannot_write(Path(str(out)), error) from error
+        if isinstance(out, LocalFolder):
+            raise cannot_write(out.path, error) from error
+        raise UserError(
+            f"cannot write {out}, or its copy in the cache folder {cache_folder()}: {error.strerror or error}; set the "
+            "environment variable TITANLITE_CACHE to a folder with more space, or choose another --out"
+        ) from error
 
 
 def _require_unfinished(out: OutputFolder, names: set[str]) -> None:
