@@ -28,7 +28,7 @@ from tests.distributed.layouts import (
 )
 from tests.pool import run_ranks
 from titanlite.models import float8
-from titanlite.models.float8 import RECIPES, Float8, Maximum, Recipe, RecipeName, product, scales
+from titanlite.models.float8 import RECIPES, Float8, ProductName, Recipe, RecipeName, product, scales
 
 MXFP8, BLOCKWISE, ROWWISE = ((f"float8.recipe={name}",) for name in RECIPES)
 WIDE = ("float8.scale=float32",)
@@ -89,12 +89,14 @@ def test_numbers_match_one_process(table: tuple[Layout, ...], world_size: int) -
 def planted(mistake: str) -> float:
     """The error of a layout whose ranks each have a part of the contraction. mistake: of `product`."""
 
-    def mistaken(x: Tensor, weight: Tensor, settings: Float8, maximum: Maximum | None) -> Tensor:
+    def mistaken(x: Tensor, weight: Tensor, settings: Float8, which: ProductName) -> Tensor:
+        maximum, of_rank = settings.maximum_of(which), replace(settings, maximum=None, gradient_maximum=None)
+        result = product(x, weight, of_rank, which)
         if maximum is None or mistake == "scale per rank":
-            return product(x, weight, settings, None)
+            return result
         # The operand is divided by the scale of the rank, and multiplied by that of all ranks.
         own, common = (scales(each, "float32") for each in (largest(x), maximum(largest(x))))
-        return product(x, weight, settings, None) * (common / own)
+        return result * (common / own)
 
     def largest(x: Tensor) -> Tensor:
         return x.abs().amax(-1, keepdim=True)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,16 +22,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.distributed.layouts import EXPERTS
 from tests.distributed.mistakes import averaging_reduction, changed
 from tests.distributed.program import CONFIG, REPOSITORY, clean_environment, start_command
 from tests.distributed.reference import small_config
+from tests.distributed.test_float8 import small_blocks
 from titanlite.batch import Batch
-from titanlite.models import init
+from titanlite.models import float8, init
 from titanlite.models.experts import MixtureOfExperts
+from titanlite.models.float8 import Float8, ProductName, product
 from titanlite.models.layers import RMSNorm
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel import clip, data
 from titanlite.parallel.exact import ExactGradients
+from titanlite.parallel.mesh import AXES
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.tools.parity import __main__ as command
 from titanlite.tools.parity import bits, compare, measure, reference
@@ -391,6 +395,65 @@ def test_another_choice_of_an_expert_is_a_difference_and_below_float64_replayed(
     assert f"the first: 1x1x2x1-ep2, float64: {PLANTED['choice'][1]}" in printed[-1]
     # In bfloat16, the experts of the reference compute, and their other choices are within the bound.
     assert sum(line.startswith("1x1x2x1-ep2  float32") and line.endswith("agrees") for line in printed) == 1
+
+
+def reference_in_float8(config: Any, steps: int, folder: str) -> Any:
+    with small_blocks():
+        return measure_reference(config, steps, folder)
+
+
+def layouts_in_float8(config: Any, layouts: Sequence[Layout], steps: int, folder: str) -> Any:
+    """With tp, each rank has its own scales."""
+
+    def of_rank(x: Tensor, weight: Tensor, settings: Float8, which: ProductName) -> Tensor:
+        return product(x, weight, replace(settings, maximum=None, gradient_maximum=None), which)
+
+    measured = []
+    for layout in layouts:
+        planted = of_rank if layout.degrees[AXES.index("tp")] > 1 else product
+        with small_blocks(), patch.object(float8, "product", planted):
+            measured += measure_layouts(config, [layout], steps, folder)
+    return measured
+
+
+IN_FLOAT8 = [
+    ("rowwise", "float32", EXPERTS, ("1x1x2x1-ep2", "1x1x1x2")),
+    ("mxfp8", "ceil", (), ("2x1x1x1:ZBVZeroBubble", "1x1x1x1-cp2", "1x1x3x1")),
+    ("blockwise", "float32", EXPERTS, ("2x1x1x1:1F1B", "1x1x3x1", "1x1x2x1")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "scale", "others", "layouts"),
+    [IN_FLOAT8[0], *(pytest.param(*case, marks=pytest.mark.soak) for case in IN_FLOAT8[1:])],
+)
+def test_below_float64_products_have_the_float8_operands_of_the_reference(
+    recipe: str,
+    scale: str,
+    others: Sequence[str],
+    layouts: Sequence[str],
+    config_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Errors are those of float32, and a scale of a rank is found by the operands."""
+    monkeypatch.setattr(compare, "measure_reference", reference_in_float8)
+    monkeypatch.setattr(compare, "measure_layouts", layouts_in_float8)
+    settings = ["--steps", "1", "--training.dtype", "float32", "--float8.recipe", recipe, "--float8.scale", scale]
+    settings += [*(f"--{each}" for each in others), "--layouts", *layouts, "--json", "out.json"]
+    with small_blocks(), suppress(SystemExit):
+        command.main([str(config_file), *settings])
+    found = [each for each in json.loads(Path("out.json").read_text())["layouts"] if each["dtypes"][0] == "float32"]
+    assert len(found) == 1 + len(layouts)
+    for each in found:
+        assert max(error for step in each["errors"] for error in step["gradients"].values()) < 5e-6
+        assert each["flipped_operands"] is not None
+        if each["layout"] == "1x1x1x2":
+            assert each["first_difference"].startswith("step 1, float8, layers.0.attention.wo: x of output: ")
+        else:
+            assert each["first_difference"] is None
+    assert "those of the reference computed" in capsys.readouterr().out
 
 
 @pytest.mark.soak

@@ -21,6 +21,7 @@ UNIT = 16
 RecipeName = Literal["mxfp8", "blockwise", "rowwise"]
 Scale = Literal["ceil", "floor", "float32"]
 Maximum = Callable[[Tensor], Tensor]
+ProductName = Literal["output", "input gradient", "weight gradient"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,18 @@ class Float8:
     gradient_maximum: Maximum | None = None
     on_device: bool = False
 
+    def maximum_of(self, product: ProductName) -> Maximum | None:
+        return self.maximum if product == "output" else self.gradient_maximum
+
+    def operands(self, product: ProductName, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Both operands as float8 represents them, see `rounded`. output: x, weight. input gradient: gradient,
+        weight^T. weight gradient: gradient, x. x, gradient: (…, positions, inputs or outputs)."""
+        recipe, maximum = self.recipe, self.maximum_of(product)
+        if product == "weight gradient":
+            return rounded(left, recipe.block, 1, self.scale), rounded(right, recipe.block, 1, self.scale)
+        own = rounded(left, 1, recipe.block, self.scale, maximum)
+        return own, rounded(right, recipe.weight_rows, recipe.block, self.scale, maximum)
+
 
 def linear(layer: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """functional.linear of the layer, in float8 if it has an attribute `float8`. weight, bias: its parts on this
@@ -85,12 +98,12 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, settings: Float8) -> Tensor:
         ctx.settings = settings
         ctx.save_for_backward(weight)
-        return product(x, weight, settings, settings.maximum)
+        return product(x, weight, settings, "output")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (weight,) = ctx.saved_tensors
-        return product(gradient, weight.T, ctx.settings, ctx.settings.gradient_maximum), None, None
+        return product(gradient, weight.T, ctx.settings, "input gradient"), None, None
 
 
 class _WeightHandle(torch.autograd.Function):
@@ -107,7 +120,7 @@ class _WeightHandle(torch.autograd.Function):
         settings, (x,) = ctx.settings, ctx.saved_tensors
         dtype = x.dtype
         if settings.recipe.of_tokens:
-            gradient, x = (rounded(each, settings.recipe.block, 1, settings.scale) for each in (gradient, x))
+            gradient, x = settings.operands("weight gradient", gradient, x)
         return (gradient.flatten(0, -2).T @ x.flatten(0, -2)).to(dtype), None, None
 
 
@@ -123,20 +136,18 @@ class _Join(torch.autograd.Function):
         return gradient, gradient
 
 
-def product(x: Tensor, weight: Tensor, settings: Float8, maximum: Maximum | None) -> Tensor:
+def product(x: Tensor, weight: Tensor, settings: Float8, which: ProductName) -> Tensor:
     """x weight^T of operands in float8, contracted along the last dimension of both."""
-    recipe = settings.recipe
     if settings.on_device and x.numel() and not any(size % UNIT for size in weight.shape):
         (own, own_scales), (others, scales_of_others) = (
-            _scaled_rows(each, settings.scale, maximum) for each in (x.flatten(0, -2), weight)
+            _scaled_rows(each, settings.scale, settings.maximum_of(which)) for each in (x.flatten(0, -2), weight)
         )
         out: Tensor = functional.scaled_mm(
             *(own, others.T, own_scales, ScalingType.RowWise, scales_of_others.T.contiguous(), ScalingType.RowWise),
             output_dtype=x.dtype,
         )
         return out.view(*x.shape[:-1], len(weight))
-    own = rounded(x, 1, recipe.block, settings.scale, maximum)
-    others = rounded(weight, recipe.weight_rows, recipe.block, settings.scale, maximum)
+    own, others = settings.operands(which, x, weight)
     return (own @ others.T).to(x.dtype)
 
 

@@ -44,6 +44,7 @@ from titanlite.tools.parity.report import (
     head_lines,
     json_results,
     last_line,
+    operand_lines,
     refusal_lines,
     routing_lines,
 )
@@ -122,7 +123,7 @@ def main(argv: Sequence[str]) -> None:
             results += group
             print("\n".join(table.row(result) for result in group), flush=True)
     print()
-    for line in routing_lines(results):
+    for line in (*routing_lines(results), *operand_lines(results)):
         print(line)
     print(last_line(results))
     if options.json is not None:

@@ -67,7 +67,6 @@ def compare_layouts(
 ) -> Iterator[list[Result]]:
     """Yield the results of each world size; the one-process run comes first, and raises UserError if it fails. Another
     layout that fails gets a verdict with the error."""
-    is_float8 = config.float8.recipe != "none"
     all_dtypes = [own_dtypes(settings) for settings in passes(config)]
     bounds: list[Bounds] = []
     for _, of_this_size in _by_size(layouts):
@@ -79,13 +78,9 @@ def compare_layouts(
             for number, (dtypes, reference) in enumerate(zip(all_dtypes, references, strict=True)):
                 measured = merge_ranks([Measurement.of_json(rank[number]) for rank in answers])
                 if layout == ONE_PROCESS:
-                    alone = (
-                        Bounds(FLOAT64_BOUND)
-                        if number == 0
-                        else own_bounds(dtypes, None, config.loss.name, is_float8=is_float8)
-                    )
+                    alone = Bounds(FLOAT64_BOUND) if number == 0 else own_bounds(dtypes, None, config.loss.name)
                     verdict = judge(measured, reference, alone)
-                    bounds.append(alone if number == 0 else own_bounds(dtypes, verdict.errors, is_float8=is_float8))
+                    bounds.append(alone if number == 0 else own_bounds(dtypes, verdict.errors))
                 else:
                     verdict = judge(measured, reference, bounds[number])
                 results.append(Result(layout, dtypes, verdict))

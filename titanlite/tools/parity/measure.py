@@ -29,14 +29,17 @@ from titanlite.models.family import parameters_of
 from titanlite.models.init import local_region
 from titanlite.optim.schedule import build_factors, build_schedule
 from titanlite.parallel.clip import clip_grad_norm_
+from titanlite.parallel.compile import CompileConfig
 from titanlite.parallel.data import running_dtypes
 from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.recompute import ActivationCheckpointConfig
 from titanlite.ranks.distributed import World
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import REDISTRIBUTION
 from titanlite.runtime.torch_internals import reset_compiler
 from titanlite.tools.parity.layouts import Layout, config_of
-from titanlite.tools.parity.routing import routing_of
+from titanlite.tools.parity.operands import Operands
+from titanlite.tools.parity.routing import Routing, carry_places
 from titanlite.tools.parity.shrink import gradient_config
 from titanlite.trainer import Trainer
 
@@ -50,7 +53,8 @@ class Step:
     loss: this rank's share of the mean loss; in the reference, the mean loss. rows: number in the run of each sequence
     of this rank -> hash of its tokens, labels and positions. gradients: name -> norm of the difference between the full
     gradient and the reference's, None if the reference lacks the name; in the reference, norm of the gradient. flipped:
-    positions that chose other experts than in the reference, of `routed` ones, see Routing.
+    positions that chose other experts than in the reference, of `routed` ones, see Routing. operands: see
+    Operands.counts.
     """
 
     loss: float
@@ -61,6 +65,7 @@ class Step:
     gradients: dict[str, float | None]
     flipped: int = 0
     routed: int = 0
+    operands: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,20 @@ def own_dtypes(config: JobConfig) -> tuple[str, str, str]:
 
 
 def passes(config: JobConfig) -> list[JobConfig]:
-    """The configuration of the steps in float64, and in its own dtypes if they differ."""
+    """The configuration of the steps in float64, and in its own dtypes if they differ.
+
+    In the second one, float8 is neither compiled nor recomputed, since its operands are replaced: see Operands.
+    """
     config = gradient_config(config)
     training = replace(
         config.training, dtype="float64", mixed_precision_param="float64", mixed_precision_reduce="float64"
     )
-    return [replace(config, training=training), *([config] if config.training != training else [])]
+    precise = replace(config, training=training)
+    if config.training == training:
+        return [precise]
+    if config.float8.recipe != "none":
+        config = replace(config, compile=CompileConfig(), activation_checkpoint=ActivationCheckpointConfig())
+    return [precise, config]
 
 
 def measure_layouts(config: JobConfig, layouts: Sequence[Layout], steps: int, folder: str) -> list[list[Any]]:
@@ -137,16 +150,21 @@ def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path, own:
         trainer = build_trainer(job_of(config, mesh.world.size), build_model(config, mesh, CPU), mesh, CPU)
         weights = {name: hash_of(full_tensor(parameter.detach())) for name, parameter in named_parameters(trainer)}
         measured = []
-        routing = routing_of(trainer, largest_step(config))
+        routing, operands = Routing(trainer.mixtures, largest_step(config)), None
+        # Below float64, one near tie that falls otherwise would change gradients by far more than rounding.
+        replays = any(name != "float64" for name in own_dtypes(config))
+        if replays and config.float8.recipe != "none":
+            operands = Operands(trainer.model_parts, largest_step(config))
+        if trainer.mixtures or operands is not None:
+            carry_places(trainer, loader)
         for step in range(steps):
             if trainer.mixtures:
-                # Below float64, one near tie that falls otherwise would change gradients by far more than rounding.
-                replays = any(name != "float64" for name in own_dtypes(config))
                 routing.compare_with(read_tensors(reference_file(folder, "routing", step)), replays=replays)
+            if operands is not None:
+                operands.compare_with(read_tensors(reference_file(folder, "operands", step)))
             if step:
                 load_weights_(trainer, reference_file(folder, "weights", step))
             batches, rows = mask_and_hash(loader, config)
-            routing.first_sequence = loader.first_sequence
             stats = trainer.train_step(batches)
             gradients = {name: parameter.grad for name, parameter in named_parameters(trainer)}
             measured.append(
@@ -159,6 +177,7 @@ def measure_layout(config: JobConfig, mesh: Mesh, steps: int, folder: Path, own:
                     differences_from(gradients, reference_file(folder, "gradients", step)),
                     routing.flipped,
                     routing.compared,
+                    {} if operands is None else operands.counts,
                 )
             )
         updates = {} if own is None else measure_updates(trainer, own, steps, folder)
@@ -249,11 +268,14 @@ def read_tensors(file: Path) -> dict[Any, Tensor]:
     return found
 
 
-def reference_file(folder: Path, what: Literal["gradients", "weights", "routing", "updated"], step: int = 0) -> Path:
+Written = Literal["gradients", "weights", "routing", "operands", "updated"]
+
+
+def reference_file(folder: Path, what: Written, step: int = 0) -> Path:
     """A file of the reference's tensors by name, in float64.
 
-    gradients: of a step, counted from 0. weights: before it. routing: its choices of experts, by block. updated: the
-    weights after the updates of the configuration's own optimizer.
+    gradients: of a step, counted from 0. weights: before it. routing: its choices of experts, by block. operands: of
+    float8, see Operands; in float32. updated: the weights after the updates of the configuration's own optimizer.
     """
     return folder / f"{what}-{step}.pt"
 

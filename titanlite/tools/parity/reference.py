@@ -46,6 +46,7 @@ from titanlite.tools.parity.measure import (
     record_status,
     reference_file,
 )
+from titanlite.tools.parity.operands import Operands
 from titanlite.tools.parity.routing import Routing, places_of
 
 
@@ -67,7 +68,9 @@ def _measure_reference(config: JobConfig, steps: int, path: Path) -> dict[str, A
         {name: hash_of(parameter.detach().to(DTYPES[settings.training.dtype])) for name, parameter in named.items()}
         for settings in passes(config)
     ]
-    routing = Routing(mixtures, largest_step(config))
+    routing, operands = Routing(mixtures, largest_step(config)), None
+    if config.float8.recipe != "none" and len(weights) > 1:
+        operands = Operands([model], largest_step(config))
     loader = build_data(job_of(config, 1), Mesh(config.parallelism, World(0, 0, 1, "cpu")), build_tokenizer(config))
     modules = ModuleTracker()
     watch = PrecisionWatch(model, modules)
@@ -86,7 +89,8 @@ def _measure_reference(config: JobConfig, steps: int, path: Path) -> dict[str, A
             with modules, watch:
                 mean_loss = 0.0
                 for batch in batches:
-                    places = {"is_token": places_of(batch, loader.first_sequence)} if mixtures else {}
+                    has_places = operands is not None or mixtures
+                    places = {"is_token": places_of(batch, loader.first_sequence)} if has_places else {}
                     mean_loss += forward_backward(model, batch, objective, config.debug.seed, step + 1, **places)
             gradients = {
                 name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -94,6 +98,9 @@ def _measure_reference(config: JobConfig, steps: int, path: Path) -> dict[str, A
             }
             torch.save(gradients, reference_file(path, "gradients", step))
             torch.save(routing.chosen, reference_file(path, "routing", step))
+            if operands is not None:
+                noted = {key: value.to(torch.float32) for key, value in operands.noted.items()}
+                torch.save(noted, reference_file(path, "operands", step))
             norms: dict[str, float | None] = {name: torch.linalg.vector_norm(g).item() for name, g in gradients.items()}
             norm = nn.utils.get_total_norm(gradients.values())
             measured.append(Step(mean_loss, norm.item(), objective.num_valid, False, rows, norms))

@@ -11,14 +11,7 @@ from titanlite.runtime.text import counted
 from titanlite.tools.parity.compare import Result, combined_hash
 from titanlite.tools.parity.layouts import ONE_PROCESS, Layout, Refusal
 from titanlite.tools.parity.measure import Measurement, own_dtypes
-from titanlite.tools.parity.verdict import (
-    FLOAT8_BOUND,
-    FLOAT64_BOUND,
-    FLOOR_EPS,
-    MULTIPLE,
-    dead_parameters,
-    one_process_eps,
-)
+from titanlite.tools.parity.verdict import FLOAT64_BOUND, FLOOR_EPS, MULTIPLE, dead_parameters, one_process_eps
 
 COLUMNS = (
     "layout",
@@ -77,11 +70,8 @@ def bound_lines(config: JobConfig) -> Iterator[str]:
     """The bounds on relative errors. config: resolved."""
     dtypes, loss = own_dtypes(config), config.loss.name
     yield f"bounds on relative errors: float64 {FLOAT64_BOUND:.0e}"
-    if config.float8.recipe != "none":
-        own = f"{FLOAT8_BOUND:g}, {FLOOR_EPS:g} eps of float8"
-    else:
-        own = f"{MULTIPLE:g} x the one-process run's own error + {FLOOR_EPS:g} eps; for the one-process run: "
-        own += f"{one_process_eps(loss):g} eps"
+    own = f"{MULTIPLE:g} x the one-process run's own error + {FLOOR_EPS:g} eps; for the one-process run: "
+    own += f"{one_process_eps(loss):g} eps"
     if set(dtypes) != {"float64"}:
         yield f"    {short_dtypes(dtypes)}, against float64: {own}"
 
@@ -135,6 +125,18 @@ def routing_lines(results: Sequence[Result]) -> Iterator[str]:
             replayed = "" if set(dtypes) == {"float64"} else "; the experts of the reference computed"
             share = f"at most {max(known):.2%} of a step's positions differ from the reference"
             yield f"choices of experts, {short_dtypes(dtypes)}: {share}{replayed}"
+
+
+def operand_lines(results: Sequence[Result]) -> Iterator[str]:
+    """The share of the operands of float8 that are other numbers than in the reference; nothing without float8."""
+    shares = [(str(result.layout), result.verdict.flipped_operands) for result in results]
+    known = [(share, layout) for layout, share in shares if share is not None]
+    if known:
+        share, layout = max(known)
+        yield (
+            f"operands of float8: at most {share:.1e} of one is other numbers than in the reference ({layout}), "
+            f"{known[0][0]:.1e} on one process; those of the reference computed"
+        )
 
 
 def last_line(results: Sequence[Result]) -> str:

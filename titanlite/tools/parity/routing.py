@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from titanlite.batch import FILLER, Batch
+from titanlite.data.loader import Loader
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.trainer import Trainer
 
@@ -15,14 +16,14 @@ class Routing:
     """Notes the choices of experts in a step, or compares them with those of a reference.
 
     chosen: int64 (positions of the largest step, n_active), by block. reference: such choices, or None. replays:
-    whether the experts of the reference compute, in place of the own choices. first_sequence: of the step. flipped:
-    positions that chose other experts than in the reference, of `compared` ones, in all blocks of this rank. A position
-    counts each time that it is routed: on several ranks, and again by recomputation.
+    whether the experts of the reference compute, in place of the own choices. flipped: positions that chose other
+    experts than in the reference, of `compared` ones, in all blocks of this rank. A position counts each time that it
+    is routed: on several ranks, and again by recomputation.
     """
 
     def __init__(self, mixtures: Sequence[MixtureOfExperts], num_positions: int) -> None:
         self.chosen: dict[int, Tensor] = {}
-        self.flipped = self.compared = self.first_sequence = 0
+        self.flipped = self.compared = 0
         self._num_positions = num_positions
         self._reference: Mapping[int, Tensor] | None = None
         self._replays = False
@@ -63,13 +64,12 @@ def places_of(batch: Batch, first_sequence: int) -> Tensor:
     return places if batch.lengths is None else torch.where(positions < batch.lengths.unsqueeze(1), places, -places)
 
 
-def routing_of(trainer: Trainer, num_positions: int) -> Routing:
-    """Compare the routing of a trainer on CPU; its batches then carry places. num_positions: of the largest step."""
-    forward_arguments, routing = trainer.forward_arguments, Routing(trainer.mixtures, num_positions)
+def carry_places(trainer: Trainer, loader: Loader) -> None:
+    """Let the batches of a trainer on CPU carry their places in the global batch that the loader has returned."""
+    forward_arguments = trainer.forward_arguments
 
     def with_places(batch: Batch, num_valid: Tensor) -> dict[str, Tensor]:
-        places = trainer.cp_shard(places_of(batch, routing.first_sequence))
-        return {**forward_arguments(batch, num_valid), **({"is_token": places} if trainer.mixtures else {})}
+        places = trainer.cp_shard(places_of(batch, loader.first_sequence))
+        return {**forward_arguments(batch, num_valid), "is_token": places}
 
     trainer.forward_arguments = with_places  # type: ignore[method-assign]
-    return routing

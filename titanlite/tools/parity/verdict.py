@@ -8,7 +8,7 @@ precision.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,9 +22,6 @@ FLOOR_EPS = 4.0
 ONE_PROCESS_EPS = 100.0
 REGISTERED_LOSS_EPS = 1000.0
 """The same with a registered loss, whose own rounding counts, too (docs/numerics.md)."""
-FLOAT8_BOUND = FLOOR_EPS * torch.finfo(torch.float8_e4m3fn).eps
-"""In a configuration's own dtypes with float8, also of the one-process run: an operand that rounds to the next number
-of E4M3 changes those of the following layers."""
 SMALL_SHARE = 1e-4
 RANKS_DISAGREE = "the ranks disagree"
 
@@ -32,13 +29,15 @@ RANKS_DISAGREE = "the ranks disagree"
 @dataclass(frozen=True)
 class StepErrors:
     """Relative errors of one step; infinite if a value is not finite. grad_norm_ratio: of the rank farthest from 1.
-    flipped: share of the positions that chose other experts."""
+    flipped: share of the positions that chose other experts. operands: of each operand of
+    float8, the share of its elements that are other numbers."""
 
     loss: float
     grad_norm: float
     grad_norm_ratio: float
     gradients: Mapping[str, float]
     flipped: float = 0.0
+    operands: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,11 @@ class Bounds:
         of_one = self.multiple * self.one_process[step].flipped if self.one_process else 0.0
         return self.floor + of_one + 2 / max(routed, 1)
 
+    def operand(self, step: int, name: str, compared: int) -> float:
+        """For the share of the `compared` elements of an operand that are other numbers: at least 16 of them."""
+        of_one = self.multiple * self.one_process[step].operands[name] if self.one_process else 0.0
+        return self.floor + of_one + 16 / compared
+
 
 def one_process_eps(loss: str) -> float:
     """The bound of the one-process run, by loss.name, in eps of the coarsest dtype."""
@@ -72,17 +76,10 @@ def one_process_eps(loss: str) -> float:
 
 
 def own_bounds(
-    dtypes: Sequence[str],
-    one_process: Sequence[StepErrors] | None,
-    loss: str = CROSS_ENTROPY.name,
-    *,
-    is_float8: bool = False,
+    dtypes: Sequence[str], one_process: Sequence[StepErrors] | None, loss: str = CROSS_ENTROPY.name
 ) -> Bounds:
     """The bounds in a configuration's own dtypes. one_process: the errors of the one-process run; None: the bounds of
-    that run itself, which depend only on its coarsest dtype and on loss.name. is_float8: whether layers multiply in
-    float8."""
-    if is_float8:
-        return Bounds(FLOAT8_BOUND)
+    that run itself, which depend only on its coarsest dtype and on loss.name."""
     eps = max(torch.finfo(DTYPES[name]).eps for name in dtypes)
     if one_process is None:
         return Bounds(one_process_eps(loss) * eps)
@@ -94,7 +91,8 @@ class Verdict:
     """The verdict on one layout. first_difference: None if everything agrees. The numbers are the worst over the steps;
     parameter: the one with the largest error relative to its bound. update_error: the worst over the parameters; None
     if updates were not measured. flipped: the share of the positions that chose other experts than in the reference;
-    None without experts."""
+    None without experts. flipped_operands: the largest share of the elements of an operand of float8 that are other
+    numbers; None if operands were not compared."""
 
     first_difference: str | None
     loss_difference: float
@@ -104,12 +102,13 @@ class Verdict:
     bound: float
     update_error: float | None
     flipped: float | None
+    flipped_operands: float | None
     errors: tuple[StepErrors, ...]
 
 
 def failed(error: str) -> Verdict:
     """The verdict on a layout that did not run to its end."""
-    return Verdict(f"it failed: {error}", math.inf, math.inf, "none", math.inf, 0.0, None, None, ())
+    return Verdict(f"it failed: {error}", math.inf, math.inf, "none", math.inf, 0.0, None, None, None, ())
 
 
 def merge_ranks(ranks: Sequence[Measurement]) -> Measurement:
@@ -144,7 +143,17 @@ def _merge_steps(steps: Sequence[Step]) -> Step:
         gradients=_merge_norms([step.gradients for step in steps]),
         flipped=sum(step.flipped for step in steps),
         routed=sum(step.routed for step in steps),
+        operands=_sum_counts([step.operands for step in steps]),
     )
+
+
+def _sum_counts(ranks: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
+    merged: dict[str, tuple[int, int]] = {}
+    for counts in ranks:
+        for name, (flipped, compared) in counts.items():
+            before = merged.get(name, (0, 0))
+            merged[name] = before[0] + flipped, before[1] + compared
+    return merged
 
 
 def _merge_norms(ranks: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
@@ -169,7 +178,8 @@ def errors_of(measured: Measurement, reference: Measurement) -> tuple[StepErrors
         ratio = step.grad_norm / expected.grad_norm
         loss = abs(step.loss - expected.loss) / abs(expected.loss)
         flipped = step.flipped / max(step.routed, 1)
-        errors.append(StepErrors(_finite(loss), _finite(abs(ratio - 1.0)), ratio, gradients, flipped))
+        operands = {name: count / max(compared, 1) for name, (count, compared) in step.operands.items()}
+        errors.append(StepErrors(_finite(loss), _finite(abs(ratio - 1.0)), ratio, gradients, flipped, operands))
     return tuple(errors)
 
 
@@ -206,6 +216,7 @@ def judge(measured: Measurement, reference: Measurement, bounds: Bounds) -> Verd
         bound,
         max(_relative(measured.updates, reference.updates).values(), default=None),
         max(step.flipped for step in errors) if any(step.routed for step in measured.steps) else None,
+        max((share for step in errors for share in step.operands.values()), default=None),
         errors,
     )
 
@@ -229,6 +240,11 @@ def differences(
                 f"{at}, choice of experts: {step.flipped} of {step.routed} positions chose others, share "
                 f"{error.flipped:.1e}, bound {bounds.flipped(index, step.routed):.1e}"
             )
+        for name, (flipped, compared) in step.operands.items():
+            share, bound = error.operands[name], bounds.operand(index, name, compared)
+            if not share <= bound:
+                numbers = f"{flipped} of {compared} are other numbers of E4M3"
+                yield f"{at}, float8, {name}: {numbers}, share {share:.1e}, bound {bound:.1e}"
         if not error.loss <= bounds.loss(index):
             yield f"{at}, loss: {_numbers(step.loss, expected.loss, error.loss, bounds.loss(index))}"
         yield from _different_gradients(at, index, step, expected, error, bounds)

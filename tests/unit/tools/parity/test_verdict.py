@@ -117,7 +117,6 @@ def test_bounds_of_own_dtypes_follow_from_the_one_process_run() -> None:
     assert alone.loss(0) == alone.gradient(0, "a") == 100 * eps
     assert own_bounds(("bfloat16",), None, "mine").loss(0) == 1000 * eps
     one_process = errors_of(changed(loss=2.2, grad_norm=5.5, gradients={"a": 0.3, "b": 0.0, "c": 0.0}), REFERENCE)
-    assert own_bounds(("float32",), None, is_float8=True) == Bounds(0.5)
     bounds = own_bounds(("float32", "bfloat16", "float32"), one_process)
     assert bounds.gradient(0, "a") == pytest.approx(4 * 0.1 + 4 * eps)
     assert bounds.gradient(0, "b") == pytest.approx(4 * eps)
@@ -183,3 +182,17 @@ def test_bounds_of_choices_of_experts() -> None:
     assert EXACT.flipped(0, 600) == 0.0
     merged = merge_ranks([chose_others, chose_others])
     assert (merged.steps[0].flipped, merged.steps[0].routed) == (12, 1200)
+
+
+def test_operands_of_float8_are_counted_one_by_one() -> None:
+    one_process = errors_of(changed(operands={"x": (8, 800), "w": (0, 1600)}), REFERENCE)
+    bounds = own_bounds(("float32",), one_process)
+    assert bounds.operand(0, "x", 800) == pytest.approx(4 * 0.01 + 16 / 800, rel=1e-4)
+    counts = {"x": (48, 800), "w": (17, 1600)}
+    verdict = judge(changed(operands=counts), REFERENCE, bounds)
+    assert verdict.first_difference == (
+        "step 1, float8, w: 17 of 1600 are other numbers of E4M3, share 1.1e-02, bound 1.0e-02"
+    )
+    assert verdict.flipped_operands == 48 / 800
+    merged = merge_ranks([changed(operands=counts), changed(operands={"x": (1, 100)})])
+    assert merged.steps[0].operands == {"x": (49, 900), "w": (17, 1600)}
