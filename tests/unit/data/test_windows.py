@@ -150,7 +150,7 @@ def test_suffixes_are_case_insensitive(tmp_path: Path) -> None:
     assert rows(build(source(tmp_path)), 2) == [window(tokens, n) for n in range(4)]
     (tmp_path / "TOKENS.NPY").rename(tmp_path / "TOKENS.BIN")
     (problem,) = check_content(source(tmp_path), 10**6)
-    assert "TOKENS.BIN is a .npy file" in problem.remedy
+    assert "TOKENS.BIN is a .npy file: rename it to end with .npy" in problem.remedy
 
 
 def test_the_beginning_of_the_files_is_checked_before_the_run(tmp_path: Path) -> None:

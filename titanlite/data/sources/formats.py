@@ -276,20 +276,23 @@ def _olmo_ends(file: SourceFile) -> ArrayFile:
     rows = file.with_suffix(".csv.gz")
 
     def build(into: Path) -> None:
-        most, number = size_of(file), 0
+        most, number, last = size_of(file), 0, 0
         try:
             with open_file(rows) as packed, gzip.open(packed) as lines, (into / "ends").open("wb") as out:
                 while (line := lines.readline(_ROW_BYTES)) and number < most:
-                    out.write(int(line.split(b",", 2)[1]).to_bytes(8, "little"))
-                    number += 1
-        except (IndexError, ValueError, OverflowError):
+                    begin, end = map(int, line.split(b",", 2)[:2])
+                    if begin != last:
+                        raise ValueError("a line is lost")
+                    out.write(end.to_bytes(8, "little"))
+                    number, last = number + 1, end
+        except (ValueError, OverflowError):
             line = b"other"
         except UNPACKING_ERRORS as error:
             if not is_damage(error):
                 raise
             raise UserError(f"{rows} is damaged: {error or 'it ends early'}: copy or write it again") from None
         if line:
-            rule = f"must have a line START,END,… for each document of {file}"
+            rule = f"must have a line START,END,… for each document of {file}, which starts where the last one ends"
             raise UserError(f"{rows} {rule}, but line {number + 1:,} is none: write it again")
 
     folder = built_once(cached_folder("ends", facts_of([file, rows])), str(rows), build)

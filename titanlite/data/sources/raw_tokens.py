@@ -46,7 +46,7 @@ def raw_fault(file: SourceFile, sample: npt.NDArray[np.unsignedinteger], vocab_s
 def content_fault(file: SourceFile, raw: bytes) -> str:
     """What shows that a file does not consist of token ids, with the remedy; "" if nothing does. raw: its beginning."""
     if what := next((what for magic, what in _MAGICS.items() if raw.startswith(magic)), ""):
-        return f"{file} is {what}: unpack it, or write token files with titanlite tokenize"
+        return f"{file} is {what}, or write token files with titanlite tokenize"
     if len(raw) >= _MIN_SAMPLE and _is_text(raw):
         return f"{file} is text: write token files with titanlite tokenize, or read it with another kind"
     return ""
@@ -117,10 +117,10 @@ def _entropy(values: npt.NDArray[np.integer]) -> float:
 _HEADERS = (4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 128, 256, 512, 1024, 2048, 4096)
 """Usual sizes of headers, in bytes."""
 _MAGICS = {
-    b"\x93NUMPY": "a .npy file",
-    b"\x1f\x8b\x08": "compressed with gzip",
-    b"\x28\xb5\x2f\xfd": "compressed with zstd",
-    b"PK\x03\x04": "a zip archive",
-    b"\x89HDF": "an HDF5 file",
+    b"\x93NUMPY": "a .npy file: rename it to end with .npy",
+    b"\x1f\x8b\x08": "compressed with gzip: unpack it",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd: unpack it",
+    b"PK\x03\x04": "a zip archive: unpack it",
+    b"\x89HDF": "an HDF5 file: convert it",
 }
 _MIN_SAMPLE, _FEW = 64, 16
