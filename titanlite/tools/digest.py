@@ -12,7 +12,6 @@ import tyro
 from torch import Tensor
 
 from titanlite.checkpoint.manifest import Computation, computed_by
-from titanlite.checkpoint.start import load
 from titanlite.checkpoint.state import AVERAGE, MODEL, OPTIMIZER
 from titanlite.checkpoint.storage import read_shapes
 from titanlite.hf.folder import CONFIG_FILE, open_folder
@@ -20,14 +19,13 @@ from titanlite.parallel.digest import combine, sum_of_bits
 from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.settings import setting
-from titanlite.storage.address import Place, place
+from titanlite.storage.address import place
 from titanlite.tools.command import AllowImport, read_options, run_command
-from titanlite.tools.saved_run import open_run
+from titanlite.tools.saved_run import open_run, stored_tensors
 
 PARTS = {"weights": MODEL, "buffers": MODEL, "average": AVERAGE, "optimizer": OPTIMIZER}
 """Part of a checkpoint -> prefix of its tensors. buffers: such as the biases of experts."""
 MOST_NAMES = 10
-BATCH_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -104,26 +102,8 @@ def sums_of(text: str, *, allow_import: bool) -> Sums:
         own = [name for name in stored if name.startswith(prefix)]
         if prefix == MODEL:
             own = [name for name in own if (name.removeprefix(prefix) in parameters) == (part == "weights")]
-        parts[part] = {name.removeprefix(prefix): found for name, found in _stored_sums(run.path, own, stored).items()}
+        parts[part] = {name.removeprefix(prefix): _sum(tensor) for name, tensor in stored_tensors(run.path, own)}
     return Sums(str(run.path), parts, {run.dtype}, run.manifest.computations)
-
-
-def _stored_sums(
-    path: Place, names: Sequence[str], stored: Mapping[str, tuple[tuple[int, ...], str]]
-) -> dict[str, int]:
-    """The sums of tensors of a checkpoint. About BATCH_BYTES are read at a time: in a store, each read costs whole
-    parts of a file."""
-    found: dict[str, int] = {}
-    batch: dict[str, Tensor] = {}
-    for name in names:
-        shape, dtype = stored[name]
-        batch[name] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-        if name != names[-1] and sum(tensor.nbytes for tensor in batch.values()) < BATCH_BYTES:
-            continue
-        load(path, batch, None)
-        found |= {each: _sum(tensor) for each, tensor in batch.items()}
-        batch = {}
-    return found
 
 
 def _sum(tensor: Tensor) -> int:

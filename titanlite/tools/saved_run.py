@@ -46,6 +46,8 @@ from titanlite.tools.dump_folder import local_dump_folder
 Weights = Literal["last", "ema"]
 """last: the weights of the checkpoint's step. ema: the average of the weights, see WeightAverage."""
 
+BATCH_BYTES = 2**30
+
 _ANOTHER = "pass another folder step-N, or the dump folder, whose latest valid checkpoint is used"
 
 
@@ -284,6 +286,19 @@ def _opened(path: Place, *, verifies: bool = True, allow_import: bool) -> SavedR
             f"hyper-parameters: {reason}; use that version"
         ) from None
     return SavedRun(path, manifest, family, hyper_parameters)
+
+
+def stored_tensors(path: Place, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint by their names there. About BATCH_BYTES are read at a time: each read opens files, in
+    a store it costs whole parts of them."""
+    stored, batch = read_shapes(path), dict[str, Tensor]()
+    for name in names:
+        shape, dtype = stored[name]
+        batch[name] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+        if name == names[-1] or sum(tensor.nbytes for tensor in batch.values()) >= BATCH_BYTES:
+            load(path, batch, None)
+            yield from batch.items()
+            batch = {}
 
 
 @contextmanager

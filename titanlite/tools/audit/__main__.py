@@ -5,7 +5,7 @@ import random
 import secrets
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -23,11 +23,11 @@ from titanlite.metrics.about import read_starts
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import last_row
 from titanlite.runtime.environment import expand_home
-from titanlite.runtime.errors import UsageError, UserError, raise_problems
+from titanlite.runtime.errors import Rules, UsageError, UserError, raise_problems
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted, duration
 from titanlite.storage.address import Place, is_address, place
-from titanlite.tools.audit.compare import differences
+from titanlite.tools.audit.compare import Side, differences
 from titanlite.tools.audit.computer import changes, computer_of, this_computer
 from titanlite.tools.audit.intervals import (
     CHECKPOINTS,
@@ -40,7 +40,17 @@ from titanlite.tools.audit.intervals import (
     recomputation,
 )
 from titanlite.tools.audit.result import AUDIT_FILE, AUDIT_FOLDER, Result, Verdict, add_results, title
-from titanlite.tools.command import AllowImport, Count, RunFolder, read_options_and_overrides, require_new, run_command
+from titanlite.tools.audit.rounding import within_rounding
+from titanlite.tools.command import (
+    AllowImport,
+    Count,
+    OptionalCount,
+    RunFolder,
+    read_options_and_overrides,
+    require_new,
+    run_command,
+)
+from titanlite.tools.compare.measure import Trained
 from titanlite.tools.dump_folder import local_dump_folder
 from titanlite.tools.saved_run import checkpoints_in, open_run
 from titanlite.tools.sweep.combinations import Run, checked_runs
@@ -55,9 +65,9 @@ class Options(RunsOptions):
     titanlite audit outputs/quickstart --intervals 3 --nproc 2
 
     Compared are the checkpoint at the end, the rows of metrics.jsonl, the records of single steps, and the ledger. With
-    training.bit_equal, they are equal bit for bit on each mesh with the same degrees of tp, cp and ep. Options
-    --section.key VALUE may change the layout and the paths of data. Exit code: 0 if all intervals are reproduced, else
-    1. See docs/reproducing.md.
+    training.bit_equal, they are equal bit for bit on each mesh with the same degrees of tp, cp and ep; without it,
+    repeats say whether rounding explains the difference. Options --section.key VALUE may change the layout and the
+    paths of data. Exit code: 0 if all intervals are reproduced, else 1. See docs/reproducing.md.
     """
 
     run: RunFolder = setting(is_path=True)
@@ -68,13 +78,23 @@ class Options(RunsOptions):
     """of the draw; default: a new one, which is printed"""
     out: Annotated[str, tyro.conf.arg(metavar="DIR")] = setting("", is_path=True)
     """folder of what is computed, and of audit.json; default: audit in the run's folder"""
+    repeats: OptionalCount = setting(None, "0: without; 3 is the least", least=0, most=16)
+    """trainings of an interval without training.bit_equal, or of another device, if it is not reproduced bit for bit:
+    they measure what rounding explains; default: 4, with --results 0"""
     allow_import: AllowImport = False
+
+    @property
+    def most_repeats(self) -> int:
+        """Of an interval."""
+        return (0 if self.results else 4) if self.repeats is None else self.repeats
 
 
 def main(argv: Sequence[str]) -> None:
     """Train the drawn intervals again, compare them, write audit.json. Raises UserError."""
     options, overrides, problems = read_options_and_overrides(Options, argv, "audit")
-    raise_problems([*problems, *check_overrides(overrides)])
+    rules = Rules("--", options, [*problems, *check_overrides(overrides)])
+    rules.require("repeats", options.repeats not in (1, 2), "0, or from 3 on", "leave it out for 4")
+    raise_problems(rules.problems)
     if is_address(options.run) and not options.out:
         raise UsageError(f"{options.run} is in a store: write --out with a local folder")
     if options.write_slurm is not None:
@@ -102,26 +122,23 @@ def main(argv: Sequence[str]) -> None:
             if options.write_slurm is not None:
                 write_script(options.write_slurm, runs, options.processes)
                 return
-            here = this_computer(options.device_type)
-            for each in intervals:
-                for line in changes(computer_of(each.end, folder, each.steps), here):
-                    print(f"{title(each.steps[0], each.steps[-1])}: {line}", flush=True)
-            _estimate(intervals, folder, options.processes)
+            _announce(intervals, folder, options)
         codes = {run.name: wait_for(start_run(run, options.processes, error_file(out, run.name))) for run in runs}
         results = [
-            _compare(each, folder, out, codes.get(each.name, 0)) if isinstance(each, Interval) else each
+            _compare(each, folder, out, codes.get(each.name, 0), options) if isinstance(each, Interval) else each
             for each in found.values()
         ]
     out.mkdir(parents=True, exist_ok=True)
     add_results(out, str(where), results)
     print("\n".join(["", *map(str, results), f"\nResult: {out / AUDIT_FILE}"]))
-    if any(result.verdict != "reproduced" for result in results):
+    if not all(result.is_reproduced for result in results):
         sys.exit(1)
 
 
 def _command(options: Options, seed: int, overrides: Sequence[str]) -> str:
     """The command that computes the same intervals."""
     words = ["--seed", seed, "--intervals", options.intervals, "--nproc", options.processes, *overrides]
+    words += ["--repeats", options.repeats] * (options.repeats is not None)
     words += ["--allow-import"] * options.allow_import
     return shlex.join(["titanlite", "audit", options.run, *map(str, words)])
 
@@ -149,20 +166,28 @@ def _prepare(
     return checked_runs({each.name: partial(make, each, out, overrides, command) for each in intervals})
 
 
-def _estimate(intervals: Sequence[Interval], folder: Path, processes: int) -> None:
-    """Print what will be computed, and how long it takes if this machine's devices are those of the run."""
+def _announce(intervals: Sequence[Interval], folder: Path, options: Options) -> None:
+    """Print other software and devices than the run's, what will be computed, and how long it takes if this machine's
+    devices are those of the run."""
+    here, rounded, repeats, processes = this_computer(options.device_type), 0, options.most_repeats, options.processes
+    for each in intervals:
+        computer = computer_of(each.end, folder, each.steps)
+        rounded += not _has_equal_bits(each, computer, here)
+        for line in changes(computer, here):
+            print(f"{title(each.steps[0], each.steps[-1])}: {line}")
     steps, row = sum(len(each.steps) for each in intervals), last_row(folder / METRICS_FILE)
     size = sum(record.bytes for each in intervals for record in each.end.manifest.files.values())
-    time = ""
-    starts = read_starts(folder)
+    time, starts = "", read_starts(folder)
     if starts and isinstance(seconds := row.get("step_time_s"), float):  # the file may have been edited
         ranks = math.prod(starts[-1].mesh.values())
         time = f", about {duration(seconds * steps * ranks / processes)} on devices like those of the run"
     what = f"{counted(steps, 'step')} on {counted(processes, 'process')}{time}"
     print(f"Computes {what}; writes {size / 2**20:,.0f} MiB", flush=True)
+    if rounded and repeats:
+        print(f"{counted(rounded, 'interval')} may round: {repeats} times as much if the bits differ", flush=True)
 
 
-def _compare(interval: Interval, run: Path, out: Path, code: int) -> Result:
+def _compare(interval: Interval, run: Path, out: Path, code: int, options: Options) -> Result:
     """The result of an interval that was computed. run: its dump folder. code: exit code of the training."""
     again, saved, steps = out / interval.name, interval.end, interval.steps
     before, command = computer_of(saved, run, steps), command_in(config_file(out, steps))
@@ -173,13 +198,34 @@ def _compare(interval: Interval, run: Path, out: Path, code: int) -> Result:
         recomputed = open_run(step_folder(again / CHECKPOINTS, steps[-1]), allow_import=True)
     except UserError as error:
         return Result(steps[0], steps[-1], "failed", (), (str(error),), before, {}, command, _now())
-    lines = list(differences(run, again, steps, saved, recomputed))
-    if lines:
-        lines += _explanations(interval)
+    sides = Side(run, saved), Side(again, recomputed)
     after = computer_of(recomputed, again, steps)
+    lines = list(differences(*sides, steps))
     verdict: Verdict = "differs" if lines else "reproduced"
+    if lines and options.most_repeats and not _has_equal_bits(interval, before, after):
+        verdict, line = _set_against_rounding(sides, steps, out, options)
+        lines = [*dict.fromkeys([line, *lines])] if verdict == "differs" else [line]
+    if verdict == "differs":
+        lines += _explanations(interval)
     notes = tuple(changes(before, after))
     return Result(steps[0], steps[-1], verdict, notes, tuple(lines), before, after, command, _now())
+
+
+def _has_equal_bits(interval: Interval, before: Mapping[str, str], after: Mapping[str, str]) -> bool:
+    """Whether no difference is due to rounding."""
+    is_same = all(before.get(name) == after.get(name) for name in ("device", "torch"))
+    return interval.end.config.training.bit_equal and is_same
+
+
+def _set_against_rounding(sides: tuple[Side, Side], steps: range, out: Path, options: Options) -> tuple[Verdict, str]:
+    """The verdict on an interval that is not reproduced bit for bit, and its first line."""
+    if found := next(differences(*sides, steps, rounds=True), None):
+        return "differs", found
+    trained = [Trained(side.folder, side.end.path.parent) for side in sides]
+    try:
+        return within_rounding(trained, steps, out, options.most_repeats, options, start_run)
+    except UserError as error:
+        return "differs", f"rounding was not measured: {error}"
 
 
 def _explanations(interval: Interval) -> Iterator[str]:
@@ -189,7 +235,7 @@ def _explanations(interval: Interval) -> Iterator[str]:
         for line in changed_settings(earlier, later, keys_that_affect("numbers")):
             yield f"the run was resumed between these steps with another setting: {line}"
     if not interval.end.config.training.bit_equal:
-        yield "the run was without training.bit_equal: rounding differs between meshes and devices"
+        yield "the run was without training.bit_equal: rounding differs between meshes and devices, see --repeats"
 
 
 def error_file(out: Path, name: str) -> Path:

@@ -1,6 +1,8 @@
 """Compare an interval of a run with its recomputation: logged rows, recorded steps, the ledger, the last checkpoint."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +24,42 @@ First = tuple[int, str]
 """The first step at which something differs, and what."""
 ROUNDING = 1e-6
 """Relative, of a recorded gradient norm: its parts by rank are added up."""
+EXACT = ("lr", "num_valid", "tokens_seen", "bad_rows", "too_long/", "share/")
+"""Beginnings of the columns that rounding does not change."""
 
 
-def differences(run: Path, again: Path, steps: range, saved: SavedRun, recomputed: SavedRun) -> Iterator[str]:
+@dataclass(frozen=True)
+class Side:
+    """One computation of an interval. folder: its dump folder. end: the last step's checkpoint."""
+
+    folder: Path
+    end: SavedRun
+
+    @cached_property
+    def sums(self) -> digest.Sums:
+        return digest.sums_of(str(self.end.path), allow_import=True)
+
+
+def differences(run: Side, again: Side, steps: range, *, rounds: bool = False) -> Iterator[str]:
     """A line for each kind of record that differs, with the first step at which it does; nothing if all are equal.
 
-    run, again: dump folders; what one of them lacks is not compared. saved, recomputed: the last step's checkpoints.
+    Records that only one of them has are not compared. rounds: True: leave out what rounding may explain.
     """
-    earlier, later = (dict(each.manifest.facts) for each in (saved, recomputed))
+    earlier, later = (dict(each.end.manifest.facts) for each in (run, again))
     yield from (f"data: {line}" for line in describe_difference(earlier.pop("data", {}), later.pop("data", {})))
     for line in facts_differences(earlier, later, ""):
         yield line.removeprefix(".").replace("in the checkpoint", "in the run")
-    found = (find(run, again, steps) for find in (_of_ledgers, _of_rows, _of_steps))
+    folders = run.folder, again.folder
+    found = [_of_ledgers(*folders, steps), _of_rows(*folders, steps, rounds), _of_steps(*folders, steps, rounds)]
     for step, line in sorted(filter(None, found), key=lambda each: each[0]):
         yield f"step {step}: {line}"
-    before, after = (digest.sums_of(str(each.path), allow_import=True) for each in (saved, recomputed))
-    yield from (*digest.missing(before, after), *digest.differences(before, after))
+    yield from digest.missing(run.sums, again.sums)
+    if not rounds:
+        yield from digest.differences(run.sums, again.sums)
 
 
-def _of_steps(run: Path, again: Path, steps: range) -> First | None:
-    """The first recorded step that differs, and the parameter whose gradient differs most."""
+def _of_steps(run: Path, again: Path, steps: range, rounds: bool) -> First | None:
+    """The first recorded step that differs, and the parameter whose gradient differs most. rounds: see differences."""
     before, after = _recorded(run), _recorded(again)
     for number in steps:
         if number not in before or number not in after:
@@ -49,6 +67,8 @@ def _of_steps(run: Path, again: Path, steps: range) -> First | None:
         was, now = before[number], after[number]
         if was.num_valid != now.num_valid:
             return number, f"{was.num_valid} valid tokens, recomputed {now.num_valid}: other data"
+        if rounds:
+            continue
         rows = [
             row
             for row, pair in enumerate(zip(was.row_losses, now.row_losses, strict=True))
@@ -70,12 +90,13 @@ def _recorded(folder: Path) -> Mapping[int, RecordedStep]:
     return {step: found for record in reversed(read_records(folder)) for step, found in record.steps.items()}
 
 
-def _of_rows(run: Path, again: Path, steps: range) -> First | None:
-    """The first logged row that differs, and its columns."""
+def _of_rows(run: Path, again: Path, steps: range, rounds: bool) -> First | None:
+    """The first logged row that differs, and its columns. rounds: see differences."""
     before, after = _logged(run, steps), _logged(again, steps)
     for step, is_of_validation in sorted(before.keys() & after.keys()):
         was, now = (rows[step, is_of_validation] for rows in (before, after))
-        keys = [key for key in was if key in now and was[key] != now[key]]
+        compared = [key for key in was if key in now and (key.startswith(EXACT) or not rounds)]
+        keys = [key for key in compared if was[key] != now[key]]
         if keys:
             shown = ", ".join(f"{key} was {was[key]}, recomputed {now[key]}" for key in keys[:3])
             return step, shown + (f", and {len(keys) - 3} more columns" if len(keys) > 3 else "")

@@ -12,11 +12,10 @@ from titanlite.config.fields import setting_of
 from titanlite.config.load import check_and_resolve, config_from_values
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import dump_config, tables_of
-from titanlite.generation.config import SamplesConfig
 from titanlite.parallel.microbatches import rows_together
-from titanlite.profiling.config import ProfilingConfig
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.storage.address import Place
+from titanlite.tools.compare.repeats import without_outputs
 from titanlite.tools.saved_run import SavedRun, open_run
 from titanlite.tools.sweep.combinations import Run
 
@@ -150,9 +149,3 @@ def _recomputed(interval: Interval, folder: Path) -> JobConfig:
         parallelism=replace(layout, dp_replicate=1, dp_shard=-1, pp=1, pp_split=(), tp=kept[0], cp=kept[1], ep=kept[2]),
         job=replace(config.job, dump_folder=str(folder)),
     )
-
-
-def without_outputs(config: JobConfig) -> JobConfig:
-    """The configuration with only those outputs that a comparison reads: rows of metrics.jsonl, and the console."""
-    metrics = replace(config.metrics, loggers=("console", "jsonl"), columns=())
-    return replace(config, metrics=metrics, profiling=ProfilingConfig(), samples=SamplesConfig())

@@ -14,9 +14,10 @@ AUDIT_FOLDER = "audit"
 """In the dump folder, unless --out gives another one."""
 AUDIT_FILE = "audit.json"
 
-Verdict = Literal["reproduced", "differs", "failed"]
+Verdict = Literal["reproduced", "within", "differs", "failed"]
 SHOWN: dict[Verdict, str] = {
     "reproduced": "reproduced, bit for bit",
+    "within": "reproduced within the rounding of this configuration",
     "differs": "NOT reproduced",
     "failed": "NOT reproduced, since it cannot be computed",
 }
@@ -36,6 +37,10 @@ class Result:
     recomputed: dict[str, str]
     command: str
     created: str
+
+    @property
+    def is_reproduced(self) -> bool:
+        return self.verdict in ("reproduced", "within")
 
     @property
     def text(self) -> str:

@@ -26,12 +26,12 @@ from titanlite.storage.address import place
 from titanlite.tools.command import AllowImport, Count, read_options, run_command, write_json
 from titanlite.tools.compare.envelope import FACTOR, FLOOR_EPS, Compared, compare, first_outside
 from titanlite.tools.compare.measure import NUMBERS, Pairs, Trained, common_steps, differences
-from titanlite.tools.compare.repeats import repeats_of, setting_differences
+from titanlite.tools.compare.repeats import repeats_of, setting_differences, train
 from titanlite.tools.dump_folder import local_dump_folder
 from titanlite.tools.saved_run import checkpoints_in
-from titanlite.tools.sweep.combinations import Run, require_same_settings
+from titanlite.tools.sweep.combinations import Run
 from titanlite.tools.sweep.command import MAX_PROCESSES
-from titanlite.tools.sweep.training import start_run, wait_for
+from titanlite.tools.sweep.training import start_run
 
 COMPARE_FILE = "compare.json"
 MAX_ROWS = 12
@@ -124,17 +124,9 @@ def _trained(config: JobConfig, a: Trained, out: Path, last: int, options: Optio
     """The trained repeats. Raises UserError if one fails, or has other settings than those in its folder."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     runs = repeats_of(config, out, options.repeats, last, options.nproc, device_type)
-    left = [run for run in runs if last_row(run.folder / METRICS_FILE).get("step", 0) < last]
-    for run in runs:
-        if (run.folder / CONFIG_COPY).is_file():
-            require_same_settings(run)
     seconds = last_row(a.folder / METRICS_FILE).get("step_time_s")
     time = f"; a step of A took {seconds:.2g} s, {counted(last, 'step')} {duration(seconds * last)}" if seconds else ""
-    print(f"Trains {len(left)} of {counted(len(runs), 'repeat')} to step {last:,}{time}", flush=True)
-    for run in left:
-        print(f"Repeat {', '.join(f'{key} {value}' for key, value in run.values.items())}", flush=True)
-        if code := wait_for(start_run(run, options.nproc)):
-            raise UserError(f"the repeat in {run.folder} failed ({code}): the same command continues")
+    train(runs, last, lambda run: start_run(run, options.nproc), time)
     return runs
 
 

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from titanlite.checkpoint.folder import published_steps, step_folder
+from titanlite.checkpoint.state import MODEL
+from titanlite.checkpoint.storage import read_shapes
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import read_series
 from titanlite.storage.address import Place
 from titanlite.tools.compare.envelope import relative
-from titanlite.tools.saved_run import open_run
+from titanlite.tools.saved_run import open_run, stored_tensors
 
 NUMBERS = ("loss", "grad_norm", "validation/loss")
 Pairs = Mapping[tuple[int, int], dict[str, dict[int, float]]]
@@ -36,8 +38,9 @@ class Trained:
                 for name, each in series.items() if name in NUMBERS}  # fmt: skip
 
 
-def differences(runs: Sequence[Trained], last: int, *, allow_import: bool) -> Pairs:
-    """The differences of all pairs, at each step up to `last` that all runs have. allow_import: see open_run."""
+def differences(runs: Sequence[Trained], last: int, parts: Sequence[str] = (MODEL,), *, allow_import: bool) -> Pairs:
+    """The differences of all pairs, at each step up to `last` that all runs have. parts: prefixes of the tensors of
+    checkpoints that are compared. allow_import: see open_run."""
     pairs: Pairs = {pair: {} for pair in combinations(range(len(runs)), 2)}
     rows = [run.rows() for run in runs]
     for name in NUMBERS:
@@ -46,12 +49,11 @@ def differences(runs: Sequence[Trained], last: int, *, allow_import: bool) -> Pa
                 found.setdefault(name, {})[step] = relative(rows[first][name][step], rows[second][name][step])
     for step in _common([{*published_steps(run.checkpoints)} for run in runs], last):
         saved = [open_run(step_folder(run.checkpoints, step), allow_import=allow_import) for run in runs]
-        for name, shape in saved[0].shapes().items():
-            tensors = [torch.empty(shape, dtype=run.dtype) for run in saved]
-            for run, tensor in zip(saved, tensors, strict=True):
-                run.load({name: tensor})
+        names = [name for name in read_shapes(saved[0].path) if name.startswith((*parts,))]
+        for of_runs in zip(*(stored_tensors(run.path, names) for run in saved), strict=True):
+            name, tensors = of_runs[0][0].removeprefix(MODEL), [tensor.double() for _, tensor in of_runs]
             for (first, second), found in pairs.items():
-                found.setdefault(name, {})[step] = relative_norm(tensors[first].double(), tensors[second].double())
+                found.setdefault(name, {})[step] = relative_norm(tensors[first], tensors[second])
     return pairs
 
 

@@ -1,6 +1,6 @@
 """The repeats of a run: the same mathematics, each with another rounding."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -8,13 +8,17 @@ from typing import Any
 
 from titanlite.checkpoint.compatibility import differences
 from titanlite.checkpoint.config import CheckpointConfig
+from titanlite.checkpoint.folder import published_steps
 from titanlite.config.fields import setting_of
-from titanlite.config.load import check_and_resolve
+from titanlite.config.load import CONFIG_COPY, check_and_resolve
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import dump_config, tables_of
+from titanlite.generation.config import SamplesConfig
+from titanlite.profiling.config import ProfilingConfig
 from titanlite.runtime.errors import ConfigError, UserError
-from titanlite.tools.audit.intervals import without_outputs
-from titanlite.tools.sweep.combinations import Run
+from titanlite.runtime.text import counted
+from titanlite.tools.sweep.combinations import Run, require_same_settings
+from titanlite.tools.sweep.training import Process, wait_for
 
 DIVISORS = (1, 2, 3, 5)
 """Of loss.chunk_tokens: the parts in which a loss and the gradient of the output layer are added up."""
@@ -63,6 +67,22 @@ def repeats_of(config: JobConfig, out: Path, count: int, last: int, processes: i
     return runs
 
 
+def train(runs: Sequence[Run], last: int, start: Callable[[Run], Process], cost: str = "") -> None:
+    """Train the repeats that have not reached the step `last`. cost: for the line that is printed before.
+
+    Raises UserError if one fails, or has other settings than those in its folder.
+    """
+    left = [run for run in runs if last not in published_steps(run.folder / run.config.checkpoint.folder)]
+    for run in runs:
+        if (run.folder / CONFIG_COPY).is_file():
+            require_same_settings(run)
+    print(f"Trains {len(left)} of {counted(len(runs), 'repeat')} to step {last:,}{cost}", flush=True)
+    for run in left:
+        print(f"Repeat {', '.join(f'{key} {value}' for key, value in run.values.items())}", flush=True)
+        if code := wait_for(start(run)):
+            raise UserError(f"the repeat in {run.folder} failed ({code}): the same command continues")
+
+
 def _base(config: JobConfig, last: int) -> JobConfig:
     checkpoint = replace(
         config.checkpoint,
@@ -104,3 +124,9 @@ def _layouts(processes: int) -> Iterator[tuple[dict[str, int], str]]:
         yield one | {"pp": 2, "dp_shard": processes // 2}, "last"
         yield one | {"tp": 2, "dp_shard": processes // 2}, "every"
         yield one | {"dp_replicate": 2, "dp_shard": processes // 2}, "last"
+
+
+def without_outputs(config: JobConfig) -> JobConfig:
+    """The configuration with only those outputs that a comparison reads: rows of metrics.jsonl, and the console."""
+    metrics = replace(config.metrics, loggers=("console", "jsonl"), columns=())
+    return replace(config, metrics=metrics, profiling=ProfilingConfig(), samples=SamplesConfig())

@@ -1,6 +1,7 @@
 """titanlite audit: an untouched run is reproduced, and each falsified one is found out, with what was changed."""
 
 import json
+import re
 import shlex
 import shutil
 from dataclasses import replace
@@ -19,6 +20,7 @@ from titanlite.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_ma
 from titanlite.checkpoint.start import load
 from titanlite.checkpoint.storage import read_shapes
 from titanlite.metrics.about import Started
+from titanlite.metrics.jsonl import read_rows
 from titanlite.runtime.cache import hash_of
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.tools.audit import __main__ as audit
@@ -56,6 +58,7 @@ def trained(folder: Path, **settings: Any) -> Path:
     folder.mkdir()
     (folder / "config.toml").write_text(CONFIG)
     data = shutil.copy(TOKENS, folder / "tokens.npy")
+    np.save(folder / "validation.npy", np.load(TOKENS)[:1000])
     values = {
         "job.dump_folder": folder / "out",
         "checkpoint.enable": True,
@@ -68,7 +71,7 @@ def trained(folder: Path, **settings: Any) -> Path:
         "data.sources": [{"kind": "tokens", "path": data}],
         "validation.enable": True,
         "validation.interval": 2,
-        "validation.sources": [{"kind": "tokens", "path": data}],
+        "validation.sources": [{"kind": "tokens", "path": folder / "validation.npy"}],
     }
     return titanlite.run(folder / "config.toml", {**values, **settings}).folder
 
@@ -124,6 +127,31 @@ def test_changed_weights_are_found_on_both_sides_of_the_checkpoint(run: Path) ->
     assert after.startswith("steps 3 to 4: NOT reproduced\n  step 3: loss was 4.")
 
 
+def test_without_bit_equal_differences_are_set_against_rounding(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", **{"training.bit_equal": False})
+    falsify(run / "checkpoint" / "step-4", "model/layers.1.attention.wo.weight")
+    with pytest.raises(SystemExit):
+        audit.main([str(run), "--intervals", "0", "--training.local_batch_size", "4", "--repeats", "3"])
+    first, second = read_results(run / "audit")
+    assert [first.verdict, second.verdict] == ["within", "differs"]
+    line = r"step {} {} differs by \S+, rounding explains \S+ \(3 repeats\)"
+    assert re.fullmatch("at most, in " + line.format("2,", r"\S+"), "\n".join(first.differences))
+    assert re.match(line.format("4:", "layers.1.attention.wo.weight"), second.differences[0])
+
+
+def test_another_device_may_round_differently_with_bit_equal(run: Path) -> None:
+    """Repeats resume without training.bit_equal."""
+    checkpoint = run / "checkpoint" / "step-4"
+    manifest = read_manifest(checkpoint)
+    facts = [replace(each, facts={**each.facts, "device": "other"}) for each in manifest.computations]
+    (checkpoint / MANIFEST_FILE).unlink()
+    write_manifest(checkpoint, replace(manifest, computations=tuple(facts)))
+    falsify(checkpoint, "optimizer/norm.weight/exp_avg")
+    (found,) = audited(run, "--repeats", "3")
+    assert "\n  computed with another device: other, here " in found
+    assert "\n  step 4: optimizer/norm.weight/exp_avg differs by " in found
+
+
 def falsify(checkpoint: Path, name: str) -> None:
     """Change a number of a float32 tensor of a checkpoint, and the hashes with it."""
     manifest = read_manifest(checkpoint)
@@ -141,7 +169,8 @@ def falsify(checkpoint: Path, name: str) -> None:
 
 
 def test_a_setting_that_was_changed_for_one_step_is_named(tmp_path: Path) -> None:
-    run = trained(tmp_path / "run", **{"checkpoint.stop_after": 2})
+    """Also if its column is falsified."""
+    run = trained(tmp_path / "run", **{"checkpoint.stop_after": 2, "training.bit_equal": False})
     config = titanlite.load_config(run / "config.toml")
     for lr, last in ((0.02, 3), (0.01, -1)):
         section = replace(config.checkpoint, stop_after=last)
@@ -150,10 +179,16 @@ def test_a_setting_that_was_changed_for_one_step_is_named(tmp_path: Path) -> Non
     (found,) = audited(run)
     assert found.startswith("steps 3 to 4: NOT reproduced\n  step 3: lr was 0.011")
     assert "\n  step 4: the loss of sequence" in found
+    rows = read_rows(run / "metrics.jsonl")
+    lines = [json.dumps({key: value for key, value in row.items() if key != "lr"}) for row in rows]
+    (run / "metrics.jsonl").write_text("\n".join(lines))
+    with pytest.raises(SystemExit):
+        audit.main([str(run), "--results", "--repeats", "3"])
+    assert re.match(r"step 4: \S+ differs by \S+, rounding explains ", read_results(run / "audit")[-1].differences[0])
 
 
 def test_a_changed_token_is_named(tmp_path: Path) -> None:
-    run = trained(tmp_path / "run")
+    run = trained(tmp_path / "run", **{"training.bit_equal": False})
     tokens = np.load(run.parent / "tokens.npy")
     tokens[5] += 1
     np.save(run.parent / "tokens.npy", tokens)
