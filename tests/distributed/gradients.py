@@ -1,7 +1,6 @@
 """A training step on the ranks of a process group, compared with the one-process reference."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -138,14 +137,3 @@ def compare(
         difference(grad_norm, reference.grad_norm),
         same_initial_weights,
     )
-
-
-@contextmanager
-def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Replace `owner.name` by `value` within the context."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

@@ -14,7 +14,6 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from tests.distributed import gradients
-from tests.distributed.gradients import replaced
 from tests.distributed.layouts import (
     DEEPSEEK_V3,
     EVERY,
@@ -59,7 +58,8 @@ from titanlite.tools.parity import measure as parity_module
 from titanlite.trainer import Trainer
 
 Change = Callable[[Trainer], None]
-Around = Callable[[], AbstractContextManager[None]]
+Planted = AbstractContextManager[object]
+Around = Callable[[], Planted]
 
 CP = Layout((1, 1, 1, 1), cp=2)
 CP_GATHER = Layout((1, 1, 1, 1), GATHER, cp=2)
@@ -117,7 +117,7 @@ def changed(change: Change) -> Around:
 
         with ExitStack() as stack:
             for module in (gradients, parity_module, run_module):
-                stack.enter_context(replaced(module, "build_trainer", build))
+                stack.enter_context(patch.object(module, "build_trainer", build))
             yield
 
     return around
@@ -180,16 +180,14 @@ def bypassed_wrapper(trainer: Trainer) -> None:
         module._forward_hooks.clear()
 
 
-@contextmanager
-def without_last_sync() -> Iterator[None]:
+def without_last_sync() -> Planted:
     """No microbatch counts as the last one of its step."""
 
     def forgetful(parts: Sequence[nn.Module], policy: str, *, is_last: bool) -> None:
         del is_last
         set_gradient_sync(parts, policy, is_last=False)
 
-    with replaced(trainer_module, "set_gradient_sync", forgetful):
-        yield
+    return patch.object(trainer_module, "set_gradient_sync", forgetful)
 
 
 @contextmanager
@@ -204,15 +202,17 @@ def rows_of_the_first_rank() -> Iterator[None]:
     def data_of_rank_0(job: Job, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
         return build_data(job, Mesh(job.config.parallelism, replace(mesh.world, rank=0)), tokenizer)
 
-    with replaced(gradients, "rank_batches", rows_of_rank_0), replaced(parity_module, "build_data", data_of_rank_0):
+    with (
+        patch.object(gradients, "rank_batches", rows_of_rank_0),
+        patch.object(parity_module, "build_data", data_of_rank_0),
+    ):
         yield
 
 
 # Initial weights ------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def random_by_torch() -> Iterator[None]:
+def random_by_torch() -> Planted:
     """Initial weights come from torch's normal_ on the distributed parameters, with the same seed on all ranks."""
 
     def draw(module: nn.Module, seed: int, init: Callable[[str], Init]) -> None:
@@ -222,12 +222,10 @@ def random_by_torch() -> Iterator[None]:
             with torch.no_grad():
                 _ = parameter.fill_(1.0) if distribution.kind == "ones" else parameter.normal_(0.0, distribution.value)
 
-    with replaced(build_module, "init_parameters_", draw):
-        yield
+    return patch.object(build_module, "init_parameters_", draw)
 
 
-@contextmanager
-def random_by_rank() -> Iterator[None]:
+def random_by_rank() -> Planted:
     """Each rank draws its shards of the matrices from its own generator."""
     init_parameters_ = build_module.init_parameters_
 
@@ -238,11 +236,16 @@ def random_by_rank() -> Iterator[None]:
             if parameter.dim() == 2 and isinstance(parameter, DTensor):
                 parameter.to_local().detach().normal_(0.0, 0.02)
 
-    with replaced(build_module, "init_parameters_", draw):
-        yield
+    return patch.object(build_module, "init_parameters_", draw)
 
 
 # Tensor parallelism ---------------------------------------------------------------------------------------------------
+
+
+def in_style(name: str, forward: Callable[..., Any]) -> Planted:
+    """Context in which ranks of tp compute modules of a style by `forward`."""
+    styles = tensor_module._STYLES
+    return patch.dict(styles, {name: (*styles[name][:2], forward)})
 
 
 def loss_of_every_rank(trainer: Trainer) -> None:
@@ -277,44 +280,35 @@ def norm_in_single_precision(trainer: Trainer) -> None:
     norm.forward = lambda x: forward(x.float().to(x.dtype))  # type: ignore[method-assign]
 
 
-@contextmanager
-def head_norms_not_summed_over_tp() -> Iterator[None]:
+def head_norms_not_summed_over_tp() -> Planted:
     """The gradient of the norm of queries and keys covers only the rank's heads. The loss of the step is correct."""
 
     def forget(norm: nn.RMSNorm, x: Tensor) -> Tensor:
         return rms_norm(x, norm.weight.to_local(grad_placements=[Replicate()]), norm.eps)
 
-    kind, placement, _ = tensor_module._STYLES["head_norm"]
-    with patch.dict(tensor_module._STYLES, {"head_norm": (kind, placement, forget)}):
-        yield
+    return in_style("head_norm", forget)
 
 
-@contextmanager
-def uncapped_loss() -> Iterator[None]:
+def uncapped_loss() -> Planted:
     """The loss is that of logits without the soft cap, which those without labels have."""
     scores = Scoring.scores
 
     def of_uncapped(scoring: Scoring, *arguments: Tensor) -> Any:
         return scores(replace(scoring, soft_cap=0.0), *arguments)
 
-    with replaced(Scoring, "scores", of_uncapped):
-        yield
+    return patch.object(Scoring, "scores", of_uncapped)
 
 
-@contextmanager
-def norms_without_offset() -> Iterator[None]:
+def norms_without_offset() -> Planted:
     """Ranks of tp multiply by the stored weights of norms, which are less by 1."""
 
     def forget(norm: nn.RMSNorm, x: Tensor) -> Tensor:
         return rms_norm(x, tensor_module.local_weight(norm.weight, Partial()), norm.eps or 0.0)
 
-    kind, placement, _ = tensor_module._STYLES["norm"]
-    with patch.dict(tensor_module._STYLES, {"norm": (kind, placement, forget)}):
-        yield
+    return in_style("norm", forget)
 
 
-@contextmanager
-def biases_of_the_first_rank() -> Iterator[None]:
+def biases_of_the_first_rank() -> Planted:
     """Each rank of tp adds the first one's part of the biases of queries, keys and values."""
 
     def of_first(linear: nn.Linear, gradient: Placement) -> Tensor | None:
@@ -324,61 +318,48 @@ def biases_of_the_first_rank() -> Iterator[None]:
         assert isinstance(linear.bias, DTensor)
         return linear.bias.full_tensor().chunk(linear.bias.device_mesh.size())[0]
 
-    with replaced(tensor_module, "_local_bias", of_first):
-        yield
+    return patch.object(tensor_module, "_local_bias", of_first)
 
 
-@contextmanager
-def wide_norms_of_own_heads() -> Iterator[None]:
+def wide_norms_of_own_heads() -> Planted:
     """Queries and keys are divided by the root mean square of the rank's heads instead of all heads."""
 
     def own_heads(norm: nn.RMSNorm, x: Tensor) -> Tensor:
         return rms_norm(x.flatten(2), norm.weight.to_local(), norm.eps).view_as(x)  # type: ignore[operator]
 
-    styles = tensor_module._STYLES
-    with patch.dict(styles, {"wide_norm": (*styles["wide_norm"][:2], own_heads)}):
-        yield
+    return in_style("wide_norm", own_heads)
 
 
-@contextmanager
-def wide_norms_not_summed_backward() -> Iterator[None]:
+def wide_norms_not_summed_backward() -> Planted:
     """The gradient of the mean square covers only the rank's heads. The loss of the step is correct."""
     reduce = tensor_module.all_reduce
 
     def forward_only(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return reduce(x, group) if x.shape[-1] == 1 else x
 
-    with patch.object(tensor_module, "all_reduce", forward_only):
-        yield
+    return patch.object(tensor_module, "all_reduce", forward_only)
 
 
-@contextmanager
-def sinks_of_the_first_rank() -> Iterator[None]:
+def sinks_of_the_first_rank() -> Planted:
     """Each rank of tp has the sinks of the first one's heads."""
 
     def first(scalar: Scalar) -> Tensor:
         assert isinstance(scalar.weight, DTensor)
         return scalar.weight.full_tensor().chunk(scalar.weight.device_mesh.size())[0]
 
-    styles = tensor_module._STYLES
-    with patch.dict(styles, {"heads": (*styles["heads"][:2], first)}):
-        yield
+    return in_style("heads", first)
 
 
-@contextmanager
-def latents_not_summed_over_tp() -> Iterator[None]:
+def latents_not_summed_over_tp() -> Planted:
     """The gradients of the projections to latent vectors are those of a rank's own positions."""
 
     def project(linear: nn.Linear, x: Tensor) -> Tensor:
         return nn.functional.linear(x, tensor_module.local_weight(linear.weight))
 
-    styles = tensor_module._STYLES
-    with patch.dict(styles, {"positions": (*styles["positions"][:2], project)}):
-        yield
+    return in_style("positions", project)
 
 
-@contextmanager
-def shared_experts_of_each_rank() -> Iterator[None]:
+def shared_experts_of_each_rank() -> Planted:
     """Each rank of ep adds the results of the shared experts, as if they were dealt out, too."""
     build = MixtureOfExperts.forward
 
@@ -386,12 +367,10 @@ def shared_experts_of_each_rank() -> Iterator[None]:
         out = build(self, x, is_token)
         return out if self.shared is None else out + self.shared(x)
 
-    with patch.object(MixtureOfExperts, "forward", forward):
-        yield
+    return patch.object(MixtureOfExperts, "forward", forward)
 
 
-@contextmanager
-def output_bias_on_each_rank() -> Iterator[None]:
+def output_bias_on_each_rank() -> Planted:
     """Each rank of tp adds the bias of wo to its part of the sum."""
 
     def project(linear: nn.Linear, x: Tensor) -> Tensor:
@@ -399,13 +378,10 @@ def output_bias_on_each_rank() -> Iterator[None]:
         product = nn.functional.linear(x, tensor_module.local_weight(linear.weight), bias)
         return tensor_module.summed_part(product, tensor_module._group(linear))
 
-    styles = tensor_module._STYLES
-    with patch.dict(styles, {"row": (*styles["row"][:2], project)}):
-        yield
+    return in_style("row", project)
 
 
-@contextmanager
-def bias_of_experts_on_each_rank() -> Iterator[None]:
+def bias_of_experts_on_each_rank() -> Planted:
     """Each rank of tp adds the biases of w2 to its part of the sum."""
 
     def whole(name: str, weight: DTensor, tp: dist.ProcessGroup | None) -> Tensor:
@@ -413,8 +389,7 @@ def bias_of_experts_on_each_rank() -> Iterator[None]:
         placements = [Partial()] if expert_module.FEATURES[name] is None else None
         return weight.to_local(grad_placements=placements)
 
-    with replaced(expert_module, "_own_part", whole):
-        yield
+    return patch.object(expert_module, "_own_part", whole)
 
 
 # Context parallelism --------------------------------------------------------------------------------------------------
@@ -462,20 +437,17 @@ def documents_of_own_positions(trainer: Trainer) -> None:
     trainer.forward_arguments = repeated  # type: ignore[method-assign]
 
 
-@contextmanager
-def sinks_of_other_heads() -> Iterator[None]:
+def sinks_of_other_heads() -> Planted:
     """Each rank has the sinks of the heads of another one."""
     exchange = context_module.attend_over_heads
 
     def shifted(*arguments: Any, sinks: Tensor, **options: Any) -> Tensor:
         return exchange(*arguments, sinks=sinks.roll(len(sinks) // 2), **options)
 
-    with replaced(context_module, "attend_over_heads", shifted):
-        yield
+    return patch.object(context_module, "attend_over_heads", shifted)
 
 
-@contextmanager
-def convolution_of_own_positions() -> Iterator[None]:
+def convolution_of_own_positions() -> Planted:
     """The convolution before linear attention does not see the positions of the rank before."""
     right = linear_module.convolve
 
@@ -485,12 +457,10 @@ def convolution_of_own_positions() -> Iterator[None]:
         starts[:, x.shape[1] // 2] = True
         return right(x, taps, starts)
 
-    with patch.object(linear_module, "convolve", cut):
-        yield
+    return patch.object(linear_module, "convolve", cut)
 
 
-@contextmanager
-def decays_of_the_first_rank() -> Iterator[None]:
+def decays_of_the_first_rank() -> Planted:
     """Each rank of cp has the decays of the first one's heads."""
     right = context_module.mix_over_heads
 
@@ -501,12 +471,10 @@ def decays_of_the_first_rank() -> Iterator[None]:
 
         return right(first, *arguments, **options)
 
-    with replaced(context_module, "mix_over_heads", changed):
-        yield
+    return patch.object(context_module, "mix_over_heads", changed)
 
 
-@contextmanager
-def heads_in_another_order() -> Iterator[None]:
+def heads_in_another_order() -> Planted:
     """Attention returns the heads of the ranks in reverse order."""
     exchange = context_module._exchange
 
@@ -514,12 +482,10 @@ def heads_in_another_order() -> Iterator[None]:
         received = exchange(x, group, split, join)
         return received if join != 1 else torch.cat(received.chunk(group.size(), dim=1)[::-1], dim=1)
 
-    with replaced(context_module, "_exchange", reversed_heads):
-        yield
+    return patch.object(context_module, "_exchange", reversed_heads)
 
 
-@contextmanager
-def masks_of_adjacent_queries() -> Iterator[None]:
+def masks_of_adjacent_queries() -> Planted:
     """The mask is that of queries which follow each other. The rank holds an early and a late part of the row."""
     part = context_module.part_of_rows
 
@@ -527,12 +493,10 @@ def masks_of_adjacent_queries() -> Iterator[None]:
         del form
         return part(rows, rank, cp, "heads")
 
-    with replaced(context_module, "part_of_rows", adjacent):
-        yield
+    return patch.object(context_module, "part_of_rows", adjacent)
 
 
-@contextmanager
-def gradients_of_own_queries() -> Iterator[None]:
+def gradients_of_own_queries() -> Planted:
     """The gradients of keys and values are not summed over the queries of other ranks."""
 
     def own(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -540,15 +504,13 @@ def gradients_of_own_queries() -> Iterator[None]:
         parts = gradient.chunk(2 * cp, dim=2)
         return torch.cat((parts[rank], parts[2 * cp - 1 - rank]), dim=2), None
 
-    with replaced(context_module._GatherPositions, "backward", staticmethod(own)):
-        yield
+    return patch.object(context_module._GatherPositions, "backward", staticmethod(own))
 
 
 # The gradient norm ----------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def norm_of_one_stage() -> Iterator[None]:
+def norm_of_one_stage() -> Planted:
     """The squared norm is not summed over pp."""
     clip = clip_module.clip_grad_norm_
 
@@ -557,19 +519,15 @@ def norm_of_one_stage() -> Iterator[None]:
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         return clip(parts, max_norm, alone)
 
-    with replaced(trainer_module, "clip_grad_norm_", of_this_stage):
-        yield
+    return patch.object(trainer_module, "clip_grad_norm_", of_this_stage)
 
 
-@contextmanager
-def norm_of_own_shards() -> Iterator[None]:
+def norm_of_own_shards() -> Planted:
     """The squared norm is not summed over tp."""
-    with replaced(clip_module, "_shard_groups", lambda parameter: ()):  # noqa: ARG005
-        yield
+    return patch.object(clip_module, "_shard_groups", lambda parameter: ())  # noqa: ARG005
 
 
-@contextmanager
-def replicas_counted_twice() -> Iterator[None]:
+def replicas_counted_twice() -> Planted:
     """The norm sums parameters that are replicated over tp as if they were sharded."""
 
     def all_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
@@ -577,8 +535,7 @@ def replicas_counted_twice() -> Iterator[None]:
         mesh = parameter.device_mesh
         return tuple(mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1)
 
-    with replaced(clip_module, "_shard_groups", all_groups):
-        yield
+    return patch.object(clip_module, "_shard_groups", all_groups)
 
 
 # Pipelines ------------------------------------------------------------------------------------------------------------
@@ -612,29 +569,22 @@ def labels_of_another_row(trainer: Trainer) -> None:
     trainer.pipeline.forward_backward = shifted  # type: ignore[method-assign]
 
 
-@contextmanager
-def stages_without_sync() -> Iterator[None]:
+def stages_without_sync() -> Planted:
     """The stages of a pipeline never reduce their accumulated gradients."""
-    with replaced(PipelineStage, "perform_reduce_grad", lambda self, grad_scale_factor: None):  # noqa: ARG005
-        yield
+    return patch.object(PipelineStage, "perform_reduce_grad", lambda self, grad_scale_factor: None)  # noqa: ARG005
 
 
-@contextmanager
-def copies_counted_twice() -> Iterator[None]:
+def copies_counted_twice() -> Planted:
     """The norm counts a parameter on each stage that shares it."""
-    with replaced(clip_module, "copies_in", lambda parts, rank: set()):  # noqa: ARG005
-        yield
+    return patch.object(clip_module, "copies_in", lambda parts, rank: set())  # noqa: ARG005
 
 
-@contextmanager
-def copies_not_summed() -> Iterator[None]:
+def copies_not_summed() -> Planted:
     """Each stage keeps its own part of the gradient of a parameter that it shares."""
-    with replaced(SharedParameters, "sum_gradients", lambda self: None):  # noqa: ARG005
-        yield
+    return patch.object(SharedParameters, "sum_gradients", lambda self: None)  # noqa: ARG005
 
 
-@contextmanager
-def sum_on_one_stage() -> Iterator[None]:
+def sum_on_one_stage() -> Planted:
     """The first stage gets the sum of the gradients of a shared parameter; the last one keeps its part, and drifts."""
     add = SharedParameters.sum_gradients
 
@@ -645,8 +595,7 @@ def sum_on_one_stage() -> Iterator[None]:
             if dist.get_rank():
                 parameter.grad = part
 
-    with replaced(SharedParameters, "sum_gradients", on_first):
-        yield
+    return patch.object(SharedParameters, "sum_gradients", on_first)
 
 
 # Documents ------------------------------------------------------------------------------------------------------------
@@ -655,7 +604,7 @@ _attention_mask = family.attention_mask
 
 
 def masked_by(mask: Callable[[Tensor | None, torch.dtype, int], AttentionMask | None]) -> Around:
-    return lambda: replaced(family, "attention_mask", mask)
+    return lambda: patch.object(family, "attention_mask", mask)
 
 
 def without_mask(ids: Tensor | None, dtype: torch.dtype, head_dim: int) -> None:
@@ -725,26 +674,21 @@ def balance_of_own_rows(trainer: Trainer) -> None:
     trainer.count_rows_and_tokens = of_this_rank  # type: ignore[method-assign]
 
 
-@contextmanager
-def router_not_summed_over_tp() -> Iterator[None]:
+def router_not_summed_over_tp() -> Planted:
     def route(router: Router, x: Tensor) -> Tensor:
         return router_scores(x, router.weight.to_local())  # type: ignore[operator]
 
-    styles = tensor_module._STYLES
-    with patch.dict(styles, {"router": (*styles["router"][:2], route)}):
-        yield
+    return in_style("router", route)
 
 
-@contextmanager
-def results_in_the_order_of_arrival() -> Iterator[None]:
+def results_in_the_order_of_arrival() -> Planted:
     calls = count()
 
     def permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         return right(x, order, inverse) if next(calls) % 2 == 0 else x
 
     right = expert_module.permuted
-    with patch.object(expert_module, "permuted", permuted):
-        yield
+    return patch.object(expert_module, "permuted", permuted)
 
 
 def experts_not_reduced_over_shards(trainer: Trainer) -> None:

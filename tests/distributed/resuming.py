@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import tokenizers
@@ -21,7 +22,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from tests.distributed.gradients import full_tensor, replaced
+from tests.distributed.gradients import full_tensor
 from tests.distributed.program import rows
 from tests.distributed.reference import TOKENS, small_config
 from tests.pool import run_ranks
@@ -211,7 +212,7 @@ def _start(folder: str, store: str, rank: int, start: Start) -> dict[str, Any]:
 
     original_train = train.train
     try:
-        with start.around(), replaced(train, "build_run", build), replaced(train, "train", train_and_record):
+        with start.around(), patch.object(train, "build_run", build), patch.object(train, "train", train_and_record):
             config = small_config(
                 start.ranks,
                 *(f"job.dump_folder={folder}/{start.run}", f"data.sources.0.path={folder}/{CORPUS}"),

@@ -5,12 +5,12 @@ import os
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.gradients import replaced
 from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN, TOKENS, VOCAB_SIZE, small_config
 from tests.pool import run_ranks
 from titanlite.assembly import run as build_module
@@ -111,7 +111,7 @@ def counts_of_a_run(folder: str) -> tuple[list[float], list[str]]:
         return PEAK
 
     settings = ("training.dtype=float32", "training.mixed_precision_param=bfloat16", "training.local_batch_size=2")
-    with replaced(build_module, "device_peak_flops", peak):
+    with patch.object(build_module, "device_peak_flops", peak):
         run = build(folder, *settings)
     zero = torch.zeros(())
     stats = StepStats(zero, zero, zero, torch.tensor(5), torch.tensor(False), torch.zeros(3, 1), zero, zero, zero)

@@ -123,9 +123,6 @@ def test_full_disk_is_reported_in_one_line_without_leftovers(made: Path, argumen
         assert "\n" not in text
 
 
-NUM_BYTES = 130 * 2**20
-
-
 def write_large(folder: Path) -> None:
     """Write a model of 31 tensors, the largest of 8 MiB."""
     sizes = {"dim": 1024, "n_heads": 16, "n_kv_heads": 16, "ffn_dim": 2048, "n_layers": 3, "vocab_size": 1000}

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from torch import Tensor
 
-from tests.distributed.gradients import replaced
 from tests.distributed.layouts import (
     BOUNDS,
     BY_OP,
@@ -101,7 +101,7 @@ def planted(mistake: str) -> float:
     def largest(x: Tensor) -> Tensor:
         return x.abs().amax(-1, keepdim=True)
 
-    with replaced(float8, "product", mistaken):
+    with patch.object(float8, "product", mistaken):
         return measure(CUT).gradient
 
 

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.distributed.gradients import Errors, replaced, step_errors
+from tests.distributed.gradients import Errors, step_errors
 from tests.distributed.program import Starter, rows
 from tests.distributed.reference import VOCAB_SIZE, plain_model, small_config
 from tests.distributed.resuming import Start, checkpoints_of, numbers, start_runs
@@ -75,7 +76,7 @@ def steps_by_layout(path: str) -> list[tuple[str, dict[str, Any], int]]:
 
     for name, settings in LAYOUTS.items():
         step(name, settings)
-    with replaced(folder_module, "read_box_", wrong_slice):
+    with patch.object(folder_module, "read_box_", wrong_slice):
         for name in ("tp2", "dp_shard2"):
             step(f"wrong slice {name}", LAYOUTS[name])
     return found
@@ -105,7 +106,7 @@ def no_folder() -> Iterator[None]:
     def fail(*_: Any) -> None:
         raise AssertionError("the import is read again")
 
-    with replaced(folder_module, "read_header", fail), replaced(folder_module, "read_box_", fail):
+    with patch.object(folder_module, "read_header", fail), patch.object(folder_module, "read_box_", fail):
         yield
 
 

@@ -1,10 +1,11 @@
 """A registered loss with terms has the numbers of one process on every layout; planted mistakes are detected."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.custom_loss import LOSS, plain_objective, registered
-from tests.distributed.gradients import build_on_mesh, compare, difference, has_weights, local_batches, replaced
+from tests.distributed.gradients import build_on_mesh, compare, difference, has_weights, local_batches
 from tests.distributed.layouts import (
     BOUNDS,
     CHUNKS,
@@ -30,7 +31,7 @@ from tests.distributed.layouts import (
     depth,
     schedule,
 )
-from tests.distributed.mistakes import Around
+from tests.distributed.mistakes import Around, Planted
 from tests.distributed.reference import Reference, global_batch, plain_model
 from tests.distributed.test_mistakes import first_difference, measured, references
 from tests.plain_loss import further_term
@@ -130,8 +131,7 @@ def test_numbers_match_one_process(world_size: int, layouts: Sequence[Layout]) -
 # Mistakes -------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def mean_of_each_microbatch() -> Iterator[None]:
+def mean_of_each_microbatch() -> Planted:
     """A term is the mean over the microbatches of their means."""
     right = Trainer.forward_backward
 
@@ -140,24 +140,20 @@ def mean_of_each_microbatch() -> Iterator[None]:
             head.denominators = head.computation.loss.counts(batch.labels) * 2 * dist.get_world_size()
         return right(trainer, batch, num_valid)
 
-    with replaced(Trainer, "forward_backward", forward_backward):
-        yield
+    return patch.object(Trainer, "forward_backward", forward_backward)
 
 
-@contextmanager
-def counts_of_this_rank() -> Iterator[None]:
+def counts_of_this_rank() -> Planted:
     """The denominators of terms are not summed over the data ranks."""
 
     def count(trainer: Trainer, batches: Sequence[Batch]) -> None:
         for head in trainer.heads_with_terms:
             head.start_step(torch.stack([head.computation.loss.counts(batch.labels) for batch in batches]).sum(0))
 
-    with replaced(Trainer, "count_terms", count):
-        yield
+    return patch.object(Trainer, "count_terms", count)
 
 
-@contextmanager
-def logits_of_this_rank() -> Iterator[None]:
+def logits_of_this_rank() -> Planted:
     """The loss sees the logits of the rank's own part of the vocabulary only."""
     right = Scoring.scores
 
@@ -167,19 +163,16 @@ def logits_of_this_rank() -> Iterator[None]:
         own[:, scoring.start : scoring.start + len(weight)] = found[:, scoring.start : scoring.start + len(weight)]
         return own, backward
 
-    with replaced(Scoring, "scores", scores):
-        yield
+    return patch.object(Scoring, "scores", scores)
 
 
-@contextmanager
-def filler_counts() -> Iterator[None]:
+def filler_counts() -> Planted:
     """Tokens without a label count in the denominators."""
 
     def counts(loss: Loss, labels: Tensor) -> Tensor:
         return torch.stack([term.count(labels.flatten()).double().sum() for term in loss.terms.values()])
 
-    with replaced(Loss, "counts", counts):
-        yield
+    return patch.object(Loss, "counts", counts)
 
 
 @contextmanager
@@ -195,7 +188,7 @@ def z_loss_of_each_tp_rank() -> Iterator[None]:
         sums = [head.term_sums for head in trainer.heads_with_terms if head.term_sums is not None]
         return [parts for each in sums for parts in each.unbind(1)]
 
-    with replaced(CrossEntropy, "_slopes", slopes), replaced(Trainer, "term_shares", term_shares):
+    with patch.object(CrossEntropy, "_slopes", slopes), patch.object(Trainer, "term_shares", term_shares):
         yield
 
 
@@ -207,26 +200,25 @@ def further_labels_of(change: Callable[[Batch, Tensor], Tensor]) -> Iterator[Non
     def labels(batch: Batch) -> Tensor:
         return change(batch, right(batch))
 
-    with replaced(forward_module, "further_labels", labels), replaced(trainer_module, "further_labels", labels):
+    with patch.object(forward_module, "further_labels", labels), patch.object(trainer_module, "further_labels", labels):
         yield
 
 
-def shifted_by_one() -> AbstractContextManager[None]:
+def shifted_by_one() -> Planted:
     """The further token is the next one."""
     return further_labels_of(lambda batch, _: batch.labels)
 
 
-def counted_in_loss() -> AbstractContextManager[None]:
+def counted_in_loss() -> Planted:
     """The term of further tokens is a part of the loss."""
 
     def forward(_ctx: Any, losses: Tensor, term: Tensor) -> Tensor:
         return losses + term
 
-    return replaced(head_module._Objective, "forward", staticmethod(forward))
+    return patch.object(head_module._Objective, "forward", staticmethod(forward))
 
 
-@contextmanager
-def shifted_after_the_split() -> Iterator[None]:
+def shifted_after_the_split() -> Planted:
     """Each rank of cp shifts the labels of its own positions."""
     right = Trainer.forward_arguments
 
@@ -236,12 +228,10 @@ def shifted_after_the_split() -> Iterator[None]:
         own[:, -1] = IGNORE_INDEX
         return found | {"further_labels": own}
 
-    with replaced(Trainer, "forward_arguments", arguments):
-        yield
+    return patch.object(Trainer, "forward_arguments", arguments)
 
 
-@contextmanager
-def shared_gradients_twice() -> Iterator[None]:
+def shared_gradients_twice() -> Planted:
     """The gradient of the embedding that the last stage shares is added up twice."""
     right = SharedParameters.sum_gradients
 
@@ -249,8 +239,7 @@ def shared_gradients_twice() -> Iterator[None]:
         right(shared)
         right(shared)
 
-    with replaced(SharedParameters, "sum_gradients", twice):
-        yield
+    return patch.object(SharedParameters, "sum_gradients", twice)
 
 
 MISTAKES: list[tuple[Layout, Around, set[str]]] = [

@@ -2,13 +2,14 @@
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.distributed.gradients import build_on_mesh, local_batches, replaced
+from tests.distributed.gradients import build_on_mesh, local_batches
 from tests.distributed.layouts import COMPILE, LAST, PAIRS, Layout, schedule
 from tests.distributed.reference import global_batch, plain_model, reference_step
 from tests.pool import run_ranks
@@ -60,7 +61,7 @@ def planted_totals(layouts: list[Layout]) -> list[Any]:
         pipeline._row_shares.insert(0, shares.detach())
         return shares.sum()
 
-    with replaced(Pipeline, "_keep_shares", newest_first):
+    with patch.object(Pipeline, "_keep_shares", newest_first):
         return all_totals(layouts)
 
 

@@ -5,16 +5,17 @@ With -s, prints the errors of docs/layouts.md.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.distributed.gradients import build_on_mesh, difference, full_tensor, local_batches, replaced
+from tests.distributed.gradients import build_on_mesh, difference, full_tensor, local_batches
 from tests.distributed.layouts import (
     BASE,
     COMPILE,
@@ -34,6 +35,7 @@ from tests.distributed.layouts import (
     is_supported,
     schedule,
 )
+from tests.distributed.mistakes import Around, Planted
 from tests.distributed.reference import backward, global_batch, plain_model
 from tests.pool import run_ranks
 from titanlite.batch import Batch
@@ -280,8 +282,7 @@ def test_weights_are_those_of_one_process(world_size: int, table: Sequence[Layou
         assert max(found) < BOUND, layout
 
 
-@contextmanager
-def local_orthogonalization() -> Iterator[None]:
+def local_orthogonalization() -> Planted:
     """Each rank orthogonalizes its own part of a matrix."""
 
     def apply(
@@ -297,12 +298,10 @@ def local_orthogonalization() -> Iterator[None]:
                 if matrix.division.parts[self.rank] is not None:
                     use(matrix, function(part(matrix)))
 
-    with replaced(Owners, "apply", apply):
-        yield
+    return patch.object(Owners, "apply", apply)
 
 
-@contextmanager
-def stale_owner() -> Iterator[None]:
+def stale_owner() -> Planted:
     """The last rank returns the results of its first update in all later ones."""
     kept: dict[int, Tensor] = {}
     original = Owners.apply
@@ -317,12 +316,10 @@ def stale_owner() -> Iterator[None]:
 
         original(self, part, stale, use, dtype)  # type: ignore[arg-type]
 
-    with replaced(Owners, "apply", apply):
-        yield
+    return patch.object(Owners, "apply", apply)
 
 
-@contextmanager
-def momentum_of_each_replica() -> Iterator[None]:
+def momentum_of_each_replica() -> Planted:
     """The gradients of the last rank are others than those of its replica, as if they were not reduced."""
     original = Muon.step
 
@@ -333,23 +330,19 @@ def momentum_of_each_replica() -> Iterator[None]:
                 gradient.mul_(torch.linspace(0, 2, gradient.shape[-1]))
         original(self)
 
-    with replaced(Muon, "step", step):
-        yield
+    return patch.object(Muon, "step", step)
 
 
-@contextmanager
-def no_row_norms() -> Iterator[None]:
+def no_row_norms() -> Planted:
     """The mean squares of rows do not reach the owners, which scale by those of this step."""
 
     def scale(matrix: Tensor, squares: Tensor, beta2: float) -> Tensor:
         return scale_rows_(matrix, torch.zeros_like(squares), beta2)
 
-    with replaced(muon, "scale_rows_", scale):
-        yield
+    return patch.object(muon, "scale_rows_", scale)
 
 
-@contextmanager
-def decay_twice() -> Iterator[None]:
+def decay_twice() -> Planted:
     original = Muon.step
 
     def step(self: Muon) -> None:
@@ -357,37 +350,31 @@ def decay_twice() -> Iterator[None]:
         for parameter, group in self.each():
             local_part(parameter).mul_(1 - group["lr"] * group["weight_decay"])
 
-    with replaced(Muon, "step", step):
-        yield
+    return patch.object(Muon, "step", step)
 
 
-@contextmanager
-def width(change: Callable[[Transfer], float]) -> Iterator[None]:
+def width(change: Callable[[Transfer], float]) -> Planted:
     """Another factor of the learning rate of hidden matrices with a base model, relative to the right one."""
     original = groups.lr_factor
 
     def factor(section: OptimizerConfig, optimizer: str, transfer: Transfer) -> float:
         return original(section, optimizer, transfer) * (change(transfer) if transfer.is_hidden else 1)
 
-    with replaced(groups, "lr_factor", factor):
-        yield
+    return patch.object(groups, "lr_factor", factor)
 
 
-@contextmanager
-def scores_of_each_rank() -> Iterator[None]:
+def scores_of_each_rank() -> Planted:
     """Each data rank clips by the scores of its own rows."""
     original = QKClip.clip_if
 
     def clip_if(self: QKClip, ok: Tensor, *, counts: bool) -> Tensor:
-        with replaced(dist, "all_reduce", lambda *_, **__: None):
+        with patch.object(dist, "all_reduce", lambda *_, **__: None):
             return original(self, ok, counts=counts)
 
-    with replaced(QKClip, "clip_if", clip_if):
-        yield
+    return patch.object(QKClip, "clip_if", clip_if)
 
 
-@contextmanager
-def scores_of_last_microbatch() -> Iterator[None]:
+def scores_of_last_microbatch() -> Planted:
     original = Trainer.forward_backward
 
     def forward_backward(self: Trainer, batch: Batch, num_valid: Tensor) -> Tensor:
@@ -395,11 +382,10 @@ def scores_of_last_microbatch() -> Iterator[None]:
         self.qk_clip.start_step()
         return original(self, batch, num_valid)
 
-    with replaced(Trainer, "forward_backward", forward_backward):
-        yield
+    return patch.object(Trainer, "forward_backward", forward_backward)
 
 
-MISTAKES: dict[str, Callable[[], AbstractContextManager[None]]] = {
+MISTAKES: dict[str, Around] = {
     "": nullcontext,
     "local orthogonalization": local_orthogonalization,
     "stale owner": stale_owner,

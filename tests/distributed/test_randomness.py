@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from tests.distributed.drawing import drawing_families
-from tests.distributed.gradients import build_on_mesh, compare, full_tensor, local_batches, replaced
+from tests.distributed.gradients import build_on_mesh, compare, full_tensor, local_batches
 from tests.distributed.layouts import BOUNDS, COMPILE, FULL, Layout, depth, is_supported, schedule
 from tests.distributed.reference import global_batch, reference_step
 from tests.pool import run_ranks
@@ -138,7 +139,7 @@ def seeded(layouts: Sequence[Layout]) -> list[list[list[int]]]:
     found = []
     for layout in layouts:
         calls: list[list[int]] = []
-        with replaced(forward_module, "seed_microbatch", lambda *facts, calls=calls: calls.append([*facts[:4]])):
+        with patch.object(forward_module, "seed_microbatch", lambda *facts, calls=calls: calls.append([*facts[:4]])):
             trainer, batches, _ = trainer_at(STEP, layout, "llama3", "debug.seed=3")
             trainer.train_step(batches)
         found.append(calls)

@@ -7,11 +7,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
-from tests.distributed.gradients import replaced
 from tests.distributed.reference import TOKENS
 from tests.distributed.resuming import CORPUS, Outcome, Start, checkpoints_of, hashes, numbers, start_runs, write_text
 from titanlite.assembly import run as build_module
@@ -28,7 +28,7 @@ def versions(*names: str) -> Iterator[None]:
     """Simulate other versions of the program."""
     with ExitStack() as stack:
         for name in names:
-            stack.enter_context(replaced(build_module, name, 77))
+            stack.enter_context(patch.object(build_module, name, 77))
         yield
 
 

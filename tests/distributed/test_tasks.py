@@ -6,13 +6,14 @@ from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.gradients import build_on_mesh, replaced
+from tests.distributed.gradients import build_on_mesh
 from tests.distributed.layouts import EP, EXPERTS, PAIRS, Layout, schedule
 from tests.distributed.reference import SEQ_LEN, VOCAB_SIZE, plain_model
 from tests.distributed.test_validation import COMPILE, differences, training_state
@@ -162,7 +163,7 @@ def shifted() -> Any:
         labels[:, 1:] = batch.labels[:, :-1]
         return batch._replace(labels=labels)
 
-    return replaced(evaluation, "_padded", late)
+    return patch.object(evaluation, "_padded", late)
 
 
 def counted_twice() -> Any:
@@ -174,7 +175,7 @@ def counted_twice() -> Any:
         yield from list(row_batches(rows, shape, mesh))
         mesh.data_rank = rank
 
-    return replaced(evaluation, "row_batches", all_rows)
+    return patch.object(evaluation, "row_batches", all_rows)
 
 
 def in_another_order() -> Any:
@@ -184,7 +185,7 @@ def in_another_order() -> Any:
     def turned(rows: list[Row], shape: RowShape, mesh: Mesh) -> Any:
         yield from row_batches([*rows[mesh.world.rank :], *rows[: mesh.world.rank]], shape, mesh)
 
-    return replaced(evaluation, "row_batches", turned)
+    return patch.object(evaluation, "row_batches", turned)
 
 
 def with_other_examples() -> Any:
@@ -196,7 +197,7 @@ def with_other_examples() -> Any:
         others = [np.concatenate([start, row.tokens[1:]]) for start, row in zip(starts, rows, strict=True)]
         yield from row_batches([Row(tokens, row.begin) for tokens, row in zip(others, rows, strict=True)], shape, mesh)
 
-    return replaced(evaluation, "row_batches", changed)
+    return patch.object(evaluation, "row_batches", changed)
 
 
 def planted_and_scored(layout: Layout, mistakes: list[Callable[[], Any]]) -> list[Any]:

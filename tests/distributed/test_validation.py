@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from tests.distributed.gradients import build_on_mesh, local_batches, replaced
+from tests.distributed.gradients import build_on_mesh, local_batches
 from tests.distributed.layouts import (
     BY_OP,
     COMPILE,
@@ -237,7 +238,7 @@ def around_an_update(settings: tuple[str, ...], planted: bool) -> list[float]:
     evaluator = build_evaluator(job, trainer, dist.new_group(backend="gloo"), StopRequest(), None)
     shards = [parameter.data for parameter in trainer.model_parts[0].parameters()]
     found = []
-    with replaced(FSDPModule, "reshard", (lambda _: None) if planted else FSDPModule.reshard):
+    with patch.object(FSDPModule, "reshard", (lambda _: None) if planted else FSDPModule.reshard):
         for _ in range(2):
             found.append(evaluate(evaluator, list(loaders.values())[:1])[0][0])
             for shard in shards:

@@ -197,11 +197,11 @@ def number_or_none(fields: Mapping[str, Any], name: str, kind: type, default: An
     return read_field(fields, name, kind, default) if given else kind(0)
 
 
-def layer_kinds(interval: int, n_layers: int) -> list[str]:
+def layer_kinds(interval: int, n_layers: int, other: str = "sliding_attention") -> list[str]:
     """The kind of attention of each layer, in the words of transformers: full in those whose number, from 1, is a
-    multiple of the interval."""
+    multiple of the interval, `other` in all others."""
     numbers = range(1, n_layers + 1)
-    return ["sliding_attention" if interval < 1 or number % interval else "full_attention" for number in numbers]
+    return [other if interval < 1 or number % interval else "full_attention" for number in numbers]
 
 
 def window_fields(

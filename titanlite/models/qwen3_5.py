@@ -3,6 +3,7 @@ with gated results in the others."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +36,7 @@ from titanlite.models.hugging_face import (
     DecoderFormat,
     expert_names,
     fixed_interval,
+    layer_kinds,
     prefixed,
     read_field,
 )
@@ -247,15 +249,12 @@ def names_of_block(
     return in_block | {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in own.items()}
 
 
-def kinds_of_layers(interval: int, n_layers: int) -> list[str]:
-    """The kind of attention of each layer, in the words of transformers."""
-    numbers = range(1, n_layers + 1)
-    return ["linear_attention" if interval < 1 or number % interval else "full_attention" for number in numbers]
+_KINDS = partial(layer_kinds, other="linear_attention")
 
 
 def _prepared(fields: Mapping[str, Any]) -> dict[str, Any]:
     interval = read_field(fields, "full_attention_interval", int, 4)
-    interval = fixed_interval(fields, "layer_types", kinds_of_layers, interval)
+    interval = fixed_interval(fields, "layer_types", _KINDS, interval)
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     rope = dict(read_field(fields, name, dict, {}))
     # of images and videos; texts have the same position in all sections
@@ -283,7 +282,7 @@ def _prepared_moe(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _written(config: Any) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     rope |= {"partial_rotary_factor": config.partial_rotary_factor}
-    return {"layer_types": kinds_of_layers(config.full_interval, config.n_layers), "rope_parameters": rope}
+    return {"layer_types": _KINDS(config.full_interval, config.n_layers), "rope_parameters": rope}
 
 
 FORMAT = DecoderFormat(

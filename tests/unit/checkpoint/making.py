@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,31 +63,51 @@ class Killed(BaseException):
 
 
 class Killer:
-    """Raises Killed before the n-th operation that changes or opens files."""
+    """Raises Killed before the n-th operation that it counts, and before all later ones."""
 
-    EVENTS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.link"})
+    ends: tuple[type[BaseException], ...] = (Killed,)
+    """Exceptions that end what is killed."""
+    _left: int | None = None
 
-    def __init__(self) -> None:
-        self._left: int | None = None
-        sys.addaudithook(self._on_event)
-
-    def _on_event(self, event: str, _: Any) -> None:
-        if self._left is not None and event in self.EVENTS:
+    def count(self, operation: str) -> None:
+        if self._left is not None:
             self._left -= 1
             if self._left < 0:
-                raise Killed(event)
+                raise Killed(operation)
 
     @contextmanager
-    def at(self, operation: int) -> Iterator[list[bool]]:
-        """Kill at `operation`, from 0; the yielded list contains True afterwards if it was reached."""
-        killed: list[bool] = []
+    def at(self, operation: int, killed: list[bool]) -> Iterator[list[bool]]:
+        """Kill at `operation`, from 0; the yielded list, `killed`, contains True afterwards if it was reached."""
         self._left = operation
         try:
             yield killed
-        except Killed:
+        except self.ends:
             killed.append(True)
         finally:
             self._left = None
 
 
-KILLER = Killer()  # one for all tests: audit hooks cannot be removed
+class FileKiller(Killer):
+    """Counts operations that change or open files."""
+
+    EVENTS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.link"})
+
+    def __init__(self) -> None:
+        sys.addaudithook(lambda event, _: self.count(event) if event in self.EVENTS else None)
+
+
+KILLER = FileKiller()  # one for all tests: audit hooks cannot be removed
+
+
+def kills(folder: Path, least: int) -> Iterator[tuple[Path, AbstractContextManager[list[bool]]]]:
+    """For each operation, a folder and a context that kills at it; ends after the first context that does not kill.
+
+    least: the number of operations that there are at least.
+    """
+    for operation in range(100):
+        killed: list[bool] = []
+        yield folder / str(operation), KILLER.at(operation, killed)
+        if not killed:
+            assert operation >= least
+            return
+    raise AssertionError("more than 100 operations")

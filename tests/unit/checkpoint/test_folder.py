@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.checkpoint.making import KILLER, content_of, make, write_unpublished
+from tests.unit.checkpoint.making import content_of, kills, make, write_unpublished
 from titanlite.checkpoint.folder import (
     checkpoint_names,
     clear_leftovers,
@@ -120,10 +120,9 @@ def test_publish_never_overwrites(tmp_path: Path, kind: str) -> None:
 
 
 def test_publish_is_atomic_under_a_kill_at_any_operation(tmp_path: Path) -> None:
-    for operation in range(100):
-        folder = tmp_path / str(operation)
+    for folder, kill in kills(tmp_path, 3):  # open and sync the folder, rename, open and sync the parent
         files = content_of(write_unpublished(folder, 7))
-        with KILLER.at(operation) as killed:
+        with kill as killed:
             publish(folder, 7)
         if published_steps(folder):
             assert content_of(step_folder(folder, 7)) == files
@@ -132,10 +131,6 @@ def test_publish_is_atomic_under_a_kill_at_any_operation(tmp_path: Path) -> None
             assert killed
             assert clear_leftovers(folder) == [".step-7.writing"]
             assert not list(folder.iterdir())
-        if not killed:
-            assert operation >= 3  # open and sync the folder, rename, open and sync the parent
-            return
-    raise AssertionError("publish takes more than 100 operations")
 
 
 def test_quarantine_finds_a_free_name(tmp_path: Path) -> None:
@@ -179,28 +174,23 @@ def completeness(folder: Path) -> dict[int, bool]:
 @pytest.mark.parametrize("stale", [False, True])
 def test_a_deletion_killed_at_any_operation_is_completed_later(tmp_path: Path, stale: bool) -> None:
     """stale: there are leftovers of another deletion of the same step."""
-    for operation in range(100):
-        folder = tmp_path / str(operation)
+    for folder, kill in kills(tmp_path, 6):
         if stale:
             make(folder, 5).rename(folder / ".step-5.deleting")
         path = make(folder, 5)
         (path / "__0_0.distcp").write_bytes(b"tensors")
         make(folder, 10)
-        with KILLER.at(operation) as killed:
+        with kill as killed:
             delete(folder, 5)
         found = completeness(folder)
         assert found in ({5: True, 10: True}, {10: True})
         if 5 in found:
-            assert stale or operation == 0
+            assert stale or folder.name == "0"
             continue
         left = {entry.name for entry in folder.iterdir()} - {"step-10"}
         assert set(clear_leftovers(folder)) == left
         assert [entry.name for entry in folder.iterdir()] == ["step-10"]
-        if not killed:
-            assert not left
-            assert operation >= 6
-            return
-    raise AssertionError("delete takes more than 100 operations")
+        assert killed or not left
 
 
 def go_back_to_10(folder: Path) -> None:
@@ -213,15 +203,14 @@ def go_back_to_10(folder: Path) -> None:
 
 
 def test_a_start_killed_at_any_operation_can_be_repeated(tmp_path: Path) -> None:
-    for operation in range(100):
-        folder = tmp_path / str(operation)
+    for folder, kill in kills(tmp_path, 10):
         write_unpublished(folder, 30)
         make(folder, 3).rename(folder / ".step-3.deleting")
         for step in (5, 10, 15, 20, 25):
             make(folder, step)
         (step_folder(folder, 15) / METADATA_FILE).write_bytes(b"damage")
         before = {step: content_of(step_folder(folder, step)) for step in published_steps(folder)}
-        with KILLER.at(operation) as killed:
+        with kill:
             go_back_to_10(folder)
         assert completeness(folder).items() >= {5: True, 10: True}.items()
         go_back_to_10(folder)
@@ -229,10 +218,6 @@ def test_a_start_killed_at_any_operation_can_be_repeated(tmp_path: Path) -> None
         after |= {step: f"step-{step}.superseded-a1" for step in (20, 25)}
         assert {entry.name for entry in folder.iterdir()} == {*after.values()}
         assert {step: content_of(folder / name) for step, name in after.items()} == before
-        if not killed:
-            assert operation >= 10
-            return
-    raise AssertionError("a start takes more than 100 operations")
 
 
 def test_going_back_renames_later_checkpoints_after_their_branch(tmp_path: Path) -> None:
@@ -255,13 +240,12 @@ def test_going_back_renames_later_checkpoints_after_their_branch(tmp_path: Path)
 
 def test_a_save_killed_at_any_operation_leaves_the_checkpoints_to_keep(tmp_path: Path) -> None:
     """With a retention that deletes two checkpoints; after the kill, the next save completes it."""
-    for operation in range(100):
-        folder = tmp_path / str(operation)
+    for folder, kill in kills(tmp_path, 15):
         for step in (10, 20, 30, 40):
             make(folder, step)
         (step_folder(folder, 30) / MANIFEST_FILE).unlink()
         kept = {step: content_of(step_folder(folder, step)) for step in (20, 30)}
-        with KILLER.at(operation) as killed:
+        with kill:
             make(folder, 50)
             retain(folder, keep_latest_k=1, keep_every=0, keep=(20,))
         assert {step: content_of(step_folder(folder, step)) for step in kept} == kept
@@ -272,10 +256,6 @@ def test_a_save_killed_at_any_operation_leaves_the_checkpoints_to_keep(tmp_path:
         make(folder, 60)
         retain(folder, keep_latest_k=1, keep_every=0, keep=(20,))
         assert {entry.name for entry in folder.iterdir()} == {"step-20", "step-30", "step-60"}
-        if not killed:
-            assert operation >= 15
-            return
-    raise AssertionError("a save takes more than 100 operations")
 
 
 def test_complete_manifest_checks_step_and_file_sizes(tmp_path: Path) -> None:

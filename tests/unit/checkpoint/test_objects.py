@@ -1,8 +1,7 @@
 """Checkpoints in a store: layout, kills between any two requests, verified reading by parts."""
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.unit.checkpoint.making import Killed, a_manifest
+from tests.unit.checkpoint.making import Killed, Killer, a_manifest
 from titanlite.checkpoint import manifest as manifest_module
 from titanlite.checkpoint import storage, verified_parts
 from titanlite.checkpoint.config import CheckpointConfig
@@ -206,32 +205,20 @@ def test_leftovers_are_cleared_but_nothing_of_others(folder: Address, save: Save
     assert clear_leftovers(folder) == []
 
 
-class StoreKiller:
-    """Raises Killed before the n-th request that changes something, and before all later ones."""
+class StoreKiller(Killer):
+    """Counts requests that change something."""
+
+    ends = (Killed, RanksError)  # the save names the error of each rank
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._left: int | None = None
         call = Store._call
 
         def counted(store: Store, verb: str, name: str, request: Callable[[], Any]) -> Any:
-            if self._left is not None and (verb != "list" and verb != "read"):
-                self._left -= 1
-                if self._left < 0:
-                    raise Killed(verb)
+            if verb not in {"list", "read"}:
+                self.count(verb)
             return call(store, verb, name, request)
 
         monkeypatch.setattr(Store, "_call", counted)
-
-    @contextmanager
-    def at(self, operation: int) -> Iterator[list[bool]]:
-        killed: list[bool] = []
-        self._left = operation
-        try:
-            yield killed
-        except (Killed, RanksError):  # the save names the error of each rank
-            killed.append(True)
-        finally:
-            self._left = None
 
 
 def test_a_kill_at_any_request_loses_nothing(folder: Address, save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +238,7 @@ def test_a_kill_at_any_request_loses_nothing(folder: Address, save: Save, monkey
     while killed:
         for step in range(10 + 15 * at, 25 + 15 * at, 5):
             latest = published_steps(folder)[-1]
-            with killer.at(at) as killed:
+            with killer.at(at, []) as killed:
                 save(step, keep=1)
             check(latest)
             clear_leftovers(folder)
@@ -264,7 +251,7 @@ def test_a_kill_at_any_request_loses_nothing(folder: Address, save: Save, monkey
     for at in range(5):
         save(1000, lineage=(Branch(f"b{at}", 0),))
         save(2000, lineage=(Branch(f"b{at}", 0),))
-        with killer.at(at) as killed:
+        with killer.at(at, []) as killed:
             supersede_after(folder, 999)
         for step in published_steps(folder):
             complete_manifest(folder, step)

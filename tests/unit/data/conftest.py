@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.data.conversations import TEMPLATE
 from titanlite.data.sources import hf
+from titanlite.data.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -18,3 +20,9 @@ def hugging_face_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def cached_hub_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cache `hf.hub_files`, which the many loaders of a test call for the same dataset."""
     monkeypatch.setattr(hf, "hub_files", functools.cache(hf.hub_files))
+
+
+@pytest.fixture
+def chat_tokenizer(tmp_path: Path, tokenizer_folder: Path) -> Tokenizer:
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    return Tokenizer(tokenizer_folder / "tokenizer.json", chat_template=str(tmp_path / "template.jinja"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.seeds import seeds
-from tests.unit.data.conversations import TEMPLATE, write_conversations
+from tests.unit.data.conversations import write_conversations
 from tests.unit.data.fake_corpus import PAD, FakeCorpus, SizedStream, empty_row, make_stream, permutation_of
 from tests.unit.data.ranks import build, build_ranks
 from titanlite.batch import IGNORE_INDEX
@@ -122,12 +122,6 @@ def test_conversations_that_are_all_too_long_ask_for_longer_sequences() -> None:
         UserError, match=r"4 conversations had more than .* tokens\); increase training\.seq_len, or look"
     ):
         take(stream, 1)
-
-
-@pytest.fixture
-def chat_tokenizer(tmp_path: Path, tokenizer_folder: Path) -> Tokenizer:
-    (tmp_path / "template.jinja").write_text(TEMPLATE)
-    return Tokenizer(tokenizer_folder / "tokenizer.json", chat_template=str(tmp_path / "template.jinja"))
 
 
 @pytest.fixture

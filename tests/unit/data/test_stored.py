@@ -21,7 +21,7 @@ import pytest
 from tests.store_proxy import Fault, Proxy
 from tests.stores import Bucket
 from tests.unit.conftest import SENTENCE
-from tests.unit.data.conversations import TEMPLATE, write_conversations
+from tests.unit.data.conversations import write_conversations
 from tests.unit.data.ranks import build
 from titanlite.data.check import check_source
 from titanlite.data.config import DataConfig
@@ -114,12 +114,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "FOOTER_BYTES", 600)
 
 
-@pytest.fixture
-def any_tokenizer(tmp_path: Path, tokenizer_folder: Path) -> Tokenizer:
-    (tmp_path / "template.jinja").write_text(TEMPLATE)
-    return Tokenizer(tokenizer_folder / "tokenizer.json", chat_template=str(tmp_path / "template.jinja"))
-
-
 SOURCES: tuple[dict[str, Any], ...] = (
     {"kind": "jsonl", "path": "lines"},
     {"kind": "jsonl", "path": "lines/*.jsonl"},
@@ -167,9 +161,9 @@ def all_tokens(section: DataConfig, tokenizer: Tokenizer) -> list[Any]:
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: f"{source['kind']} {source['path']}")
 def test_batches_and_fingerprint_are_those_of_a_local_copy(
-    source: dict[str, Any], corpus: Path, memory: str, any_tokenizer: Tokenizer
+    source: dict[str, Any], corpus: Path, memory: str, chat_tokenizer: Tokenizer
 ) -> None:
-    expected, found = (batches(section_of(root, source), any_tokenizer) for root in (corpus, memory))
+    expected, found = (batches(section_of(root, source), chat_tokenizer) for root in (corpus, memory))
     assert found == expected
 
 
@@ -181,7 +175,7 @@ MIXTURE = (
 
 
 def test_a_run_moves_between_a_disk_and_a_server_with_workers(
-    corpus: Path, store: Bucket, any_tokenizer: Tokenizer
+    corpus: Path, store: Bucket, chat_tokenizer: Tokenizer
 ) -> None:
     """The steps of one loader, of which the first half is read from a disk and the rest from a server, and reversed."""
     address = upload(corpus, f"{store.address}/corpus")
@@ -191,7 +185,7 @@ def test_a_run_moves_between_a_disk_and_a_server_with_workers(
         return section_of(root, MIXTURE[0], sources=sources, num_workers=workers)
 
     def steps(of: DataConfig, count: int, state: Any = None) -> tuple[list[Any], Any]:
-        loader = build(of, any_tokenizer)
+        loader = build(of, chat_tokenizer)
         try:
             if state is not None:
                 loader.load_state(state)
@@ -217,7 +211,7 @@ def test_all_processes_of_a_node_fetch_a_part_once(
     corpus: Path,
     tmp_path: Path,
     faulty_store: tuple[Bucket, Proxy],
-    any_tokenizer: Tokenizer,
+    chat_tokenizer: Tokenizer,
 ) -> None:
     """In two epochs, by a loader with two workers and another one. Of Parquet, the column of the text only."""
     bucket, proxy = faulty_store
@@ -229,29 +223,29 @@ def test_all_processes_of_a_node_fetch_a_part_once(
     bucket.request("PUT", name, content)
     source = {"kind": kind, "path": name, "epochs": 2}
     section = section_of(bucket.address, source, num_workers=2)
-    expected = all_tokens(section_of(tmp_path, source), any_tokenizer)
-    build(section, any_tokenizer).close()  # the index
+    expected = all_tokens(section_of(tmp_path, source), chat_tokenizer)
+    build(section, chat_tokenizer).close()  # the index
     log = r"fetched (\d\.\d) MiB of stored files in \d\.\d s; .*/cache/parts has 0.00 of at most [1-9][\d,.]* GiB"
     found = re.fullmatch(log, stored.stored_parts().describe())
     assert found
     assert float(found[1]) == round(proxy.received / 2**20, 1) > 0
     proxy.clear()
-    assert [all_tokens(section, any_tokenizer) for _ in range(2)] == [expected] * 2
+    assert [all_tokens(section, chat_tokenizer) for _ in range(2)] == [expected] * 2
     assert proxy.received <= most * len(content)
 
 
 @pytest.mark.usefixtures("small_blocks")
 def test_a_damaged_part_is_fetched_again(
-    corpus: Path, memory: str, any_tokenizer: Tokenizer, cache: Path, caplog: pytest.LogCaptureFixture
+    corpus: Path, memory: str, chat_tokenizer: Tokenizer, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     section = section_of(memory, SOURCES[0])
-    assert batches(section, any_tokenizer) == batches(section_of(corpus, SOURCES[0]), any_tokenizer)
+    assert batches(section, chat_tokenizer) == batches(section_of(corpus, SOURCES[0]), chat_tokenizer)
     stored._parts.cache_clear()  # as in another process
     for part in part_files(cache):
         damaged = bytearray(part.read_bytes())
         damaged[len(damaged) // 2] ^= 4
         part.write_bytes(damaged)
-    assert batches(section, any_tokenizer) == batches(section_of(corpus, SOURCES[0]), any_tokenizer)
+    assert batches(section, chat_tokenizer) == batches(section_of(corpus, SOURCES[0]), chat_tokenizer)
     assert "is damaged and is fetched again" in caplog.text
 
 
@@ -396,13 +390,13 @@ def test_the_cache_keeps_its_bound_and_removed_parts_are_fetched_again(
     source: dict[str, Any],
     corpus: Path,
     memory: str,
-    any_tokenizer: Tokenizer,
+    chat_tokenizer: Tokenizer,
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With room for three parts, and none that stays mapped."""
     limit = 9000 if source["kind"] == "parquet" else 4000  # the metadata of Parquet is a part of 6,695 bytes
-    expected = batches(section_of(corpus, source), any_tokenizer, 12)
+    expected = batches(section_of(corpus, source), chat_tokenizer, 12)
     monkeypatch.setattr(parts, "MAPPED_BYTES", 0)
     monkeypatch.setattr(parquet, "CACHE_BYTES", 0)
     monkeypatch.setenv("TITANLITE_CACHE_BYTES", str(limit))
@@ -416,7 +410,7 @@ def test_the_cache_keeps_its_bound_and_removed_parts_are_fetched_again(
         return part
 
     monkeypatch.setattr(Parts, "_written", written)
-    assert batches(section_of(memory, source), any_tokenizer, 12) == expected
+    assert batches(section_of(memory, source), chat_tokenizer, 12) == expected
     made = len(sizes)
     assert max(sizes) <= limit
     assert made > len(part_files(cache)) > 0

@@ -258,10 +258,6 @@ def table(first: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in rest.partition("\n\n")[0].split("\n")[2:]]
 
 
-NORMS = {"head_norm": "each head", "wide_norm": "all heads", "whole_rows": "latent vectors"}
-"""Of queries and keys, by a style that families with them have."""
-
-
 def features(family: Family) -> list[str]:
     config = family.flavors["debug"]
     parameters = [name for name, _ in on_meta(family, config).named_parameters()]
