@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titanlite.models.float8 import RECIPES, Float8, Recipe, RecipeName, e4m3, float8_linear, rounded, scales
+from titanlite.models.float8 import RECIPES, Float8, Recipe, RecipeName, Scale, e4m3, float8_linear, rounded, scales
 
 CODES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 FINITE = np.unique(CODES[np.isfinite(CODES)])
@@ -139,7 +139,8 @@ def test_products_and_gradients(name: RecipeName) -> None:
     np.testing.assert_allclose(weight.grad.numpy(), of_weight, rtol=1e-12, atol=1e-9)
 
 
-def test_products_of_a_device_are_the_emulated_ones() -> None:
+@pytest.mark.parametrize("scale", ["floor", "float32"])
+def test_products_of_a_device_are_the_emulated_ones(scale: Scale) -> None:
     """On a CPU torch multiplies rows of float8, too."""
     found = []
     for on_device in (False, True):
@@ -147,7 +148,7 @@ def test_products_of_a_device_are_the_emulated_ones() -> None:
         x, weight, dy = (torch.randn(shape, generator=generator) for shape in ((2, 5, 64), (32, 64), (2, 5, 32)))
         x[0, 0], x[0, 1] = 0, x[0, 1] * 1e30
         x, weight = x.requires_grad_(), weight.requires_grad_()
-        settings = Float8(RECIPES["rowwise"], "float32", on_device=on_device)
+        settings = Float8(RECIPES["rowwise"], scale, on_device=on_device)
         product = float8_linear(x, weight, settings=settings)
         found.append((product, *torch.autograd.grad(product, [x, weight], dy)))
     for emulated, by_device in zip(*found, strict=True):
