@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.chaos import FAULTS, REPLICA, Chaos, Mesh, assert_resumed_each_time, survive
 from tests.distributed.program import Starter
-from tests.distributed.recovered import Undisturbed, assert_matches_undisturbed, start_saving
+from tests.distributed.recovered import Undisturbed, assert_audited, assert_matches_undisturbed, start_saving
 from tests.distributed.resuming import numbers
 from titanlite.checkpoint.folder import step_folder
 from titanlite.checkpoint.manifest import read_manifest
@@ -97,3 +97,4 @@ def test_bit_equal_runs_keep_their_bits_through_kills_and_changes_of_the_mesh(tm
     assert len({row["digest"] for row in found}) == len(found) == steps
     saved = (read_manifest(step_folder(each / "out" / "checkpoint", steps)) for each in (tmp_path, folder))
     assert {manifest.digest for manifest in saved} == {found[-1]["digest"]}
+    assert_audited(tmp_path / "out")

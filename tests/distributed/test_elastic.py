@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.distributed.program import FAULTY, PATIENCE_S, Program, Starter, free_port, rows
-from tests.distributed.recovered import starts, tensors_in, trained_steps
+from tests.distributed.recovered import assert_audited, starts, tensors_in, trained_steps
 from tests.distributed.resuming import numbers
 from titanlite.checkpoint.folder import published_steps, step_folder
 from titanlite.data.ledger import read_ledger
@@ -234,6 +234,8 @@ def test_a_run_whose_nodes_change_has_the_numbers_of_one_process(
     assert_same_run(tmp_path / "out", expected, course.steps)
     if course.begin == 1:
         assert_time_is_accounted(rows(tmp_path / "out"))
+    if course.settings == BIT_EQUAL:
+        assert_audited(tmp_path / "out")
 
 
 def test_a_run_whose_folder_was_taken_over_saves_nothing_more(tmp_path: Path, start: Starter) -> None:

@@ -39,6 +39,7 @@ from titanlite.tools.audit.intervals import (
     open_interval,
     recomputation,
 )
+from titanlite.tools.audit.origin import origin_of
 from titanlite.tools.audit.result import AUDIT_FILE, AUDIT_FOLDER, Result, Verdict, add_results, title
 from titanlite.tools.audit.rounding import within_rounding
 from titanlite.tools.command import (
@@ -78,6 +79,8 @@ class Options(RunsOptions):
     """of the draw; default: a new one, which is printed"""
     out: Annotated[str, tyro.conf.arg(metavar="DIR")] = setting("", is_path=True)
     """folder of what is computed, and of audit.json; default: audit in the run's folder"""
+    export: Annotated[str, tyro.conf.arg(metavar="DIR")] = setting("", is_path=True)
+    """a model folder exported from the run: names the step of its weights, and audits the interval that ends there"""
     repeats: OptionalCount = setting(None, "0: without; 3 is the least", least=0, most=16)
     """trainings of an interval without training.bit_equal, or of another device, if it is not reproduced bit for bit:
     they measure what rounding explains; default: 4, with --results 0"""
@@ -112,6 +115,9 @@ def main(argv: Sequence[str]) -> None:
                 raise UserError(f"{out} has no interval of an audit: leave out --results to compute one")
         else:
             drawn = random.Random(seed).sample(every, min(options.intervals or len(every), len(every)))
+            if options.export:
+                exported = _before_export(Path(expand_home(options.export)), checkpoints, every)
+                drawn = [exported, *(each for each in drawn if each != exported)][: len(drawn)]
             chosen = sorted(drawn, key=lambda steps: steps[0])
             print(f"{where}: {len(chosen)} of {counted(len(every), 'interval')}, drawn with --seed {seed}", flush=True)
         found = {steps: _open(checkpoints, steps, command, allow_import=options.allow_import) for steps in chosen}
@@ -138,9 +144,20 @@ def main(argv: Sequence[str]) -> None:
 def _command(options: Options, seed: int, overrides: Sequence[str]) -> str:
     """The command that computes the same intervals."""
     words = ["--seed", seed, "--intervals", options.intervals, "--nproc", options.processes, *overrides]
+    words += ["--export", options.export] * bool(options.export)
     words += ["--repeats", options.repeats] * (options.repeats is not None)
     words += ["--allow-import"] * options.allow_import
     return shlex.join(["titanlite", "audit", options.run, *map(str, words)])
+
+
+def _before_export(exported: Path, checkpoints: Place, intervals: Sequence[range]) -> range:
+    """The interval at whose end a model folder was exported. Raises UserError."""
+    step = origin_of(exported, checkpoints)
+    print(f"{exported} has the weights of step {step:,}", flush=True)
+    found = [steps for steps in intervals if steps[-1] == step]
+    if not found:
+        raise UserError(f"step {step:,} is the run's first checkpoint, and the run did not begin at step 0")
+    return found[0]
 
 
 def _open(checkpoints: Place, steps: range, command: str, *, allow_import: bool) -> Interval | Result:
@@ -180,7 +197,8 @@ def _announce(intervals: Sequence[Interval], folder: Path, options: Options) -> 
     time, starts = "", read_starts(folder)
     if starts and isinstance(seconds := row.get("step_time_s"), float):  # the file may have been edited
         ranks = math.prod(starts[-1].mesh.values())
-        time = f", about {duration(seconds * steps * ranks / processes)} on devices like those of the run"
+        seconds = seconds * steps * ranks / processes + len(intervals) * row.get("time_s/start", 0.0)
+        time = f", about {duration(seconds)} on devices like those of the run"
     what = f"{counted(steps, 'step')} on {counted(processes, 'process')}{time}"
     print(f"Computes {what}; writes {size / 2**20:,.0f} MiB", flush=True)
     if rounded and repeats:

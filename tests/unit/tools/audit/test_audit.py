@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import titanlite
 from tests.distributed.program import CONFIG
@@ -226,6 +227,25 @@ def test_the_meshes_of_an_interval_are_those_of_the_starts_that_computed_it() ->
     found = [[start.mesh["dp_shard"] for start in starts_of(starts, steps)] for steps in
              (range(1, 3), range(2, 5), range(3, 7), range(5, 9), range(7, 9))]  # fmt: skip
     assert found == [[1], [1, 3], [3], [3, 4], [4]]
+
+
+def test_the_step_of_an_export_is_named_and_audited(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (2, 4):
+        folder = tmp_path / f"export-{step}"
+        titanlite.export_run(run / "checkpoint" / f"step-{step}", folder, dtype="bfloat16", verify=False)
+    audit.main([str(run), "--export", str(tmp_path / "export-2")])
+    assert capsys.readouterr().out.splitlines()[0] == f"{tmp_path / 'export-2'} has the weights of step 2"
+    assert [(each.first, each.last) for each in read_results(run / "audit")] == [(1, 2)]
+    file = tmp_path / "export-4" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] *= -1
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(
+        UserError, match=r"the weights of no checkpoint in .*: step 4, .* differs first in norm\.weight"
+    ):
+        audit.main([str(run), "--export", str(tmp_path / "export-4")])
 
 
 def test_other_code_is_named_before_the_training(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
