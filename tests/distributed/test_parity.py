@@ -347,11 +347,12 @@ def test_bits_are_compared_with_the_first_layout_of_the_same_shapes(
     with pytest.raises(SystemExit) as ended:
         command.main([str(config_file), "--json", "out.json", *exact, "2x1x1x1", "1x1x2x1", "1x1x1x2"])
     assert ended.value.code == 0
-    *_, one, pipeline, sharded, tensor = capsys.readouterr().out.splitlines()
+    *_, one, pipeline, sharded, tensor, alone = capsys.readouterr().out.splitlines()
     assert one.endswith("the first with its tp, cp and ep")
     assert pipeline.split()[1:] == sharded.split()[1:] == [*one.split()[1:3], "equal", "to", "1x1x1x1"]
     assert tensor.endswith("the first with its tp, cp and ep")
     assert tensor.split()[2] != one.split()[2]
+    assert alone == "not compared, since no other layout has the same degrees of tp, cp and ep: 1x1x1x2"
     assert [each["difference"] for each in json.loads(Path("out.json").read_text())["layouts"]] == [""] * 4
 
     monkeypatch.setattr(bits, "measure_bits", bits_without_rounding)

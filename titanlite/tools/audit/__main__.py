@@ -32,7 +32,6 @@ from titanlite.tools.audit.computer import changes, computer_of, this_computer
 from titanlite.tools.audit.intervals import (
     CHECKPOINTS,
     Interval,
-    check_overrides,
     command_in,
     config_file,
     intervals_of,
@@ -52,6 +51,7 @@ from titanlite.tools.command import (
     run_command,
 )
 from titanlite.tools.compare.measure import Trained
+from titanlite.tools.compare.repeats import check_overrides
 from titanlite.tools.dump_folder import local_dump_folder
 from titanlite.tools.saved_run import checkpoints_in, open_run
 from titanlite.tools.sweep.combinations import Run, checked_runs

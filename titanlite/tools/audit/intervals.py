@@ -7,13 +7,11 @@ from pathlib import Path
 
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.folder import published_steps, read_or_none, step_folder, step_of
-from titanlite.config.arguments import split_arguments
-from titanlite.config.fields import setting_of
 from titanlite.config.load import check_and_resolve, config_from_values
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import dump_config, tables_of
 from titanlite.parallel.microbatches import rows_together
-from titanlite.runtime.errors import Problem, UserError
+from titanlite.runtime.errors import UserError
 from titanlite.storage.address import Place
 from titanlite.tools.compare.repeats import without_outputs
 from titanlite.tools.saved_run import SavedRun, open_run
@@ -92,22 +90,6 @@ def _opened(path: Place, *, allow_import: bool) -> SavedRun:
 
 def _ids(run: SavedRun) -> str:
     return ", ".join(branch.id for branch in run.manifest.lineage)
-
-
-def check_overrides(overrides: Sequence[str]) -> list[Problem]:
-    """Problems of overrides `--section.key=value` that change numbers. A path does not: the content is compared."""
-    arguments = split_arguments(overrides)
-    rule, remedy = "a key that changes no number: an audit computes what the run has computed", "leave it out"
-    changes = [key for key in arguments.texts if _changes_numbers(key)]
-    return [*arguments.problems, *(Problem(key, arguments.texts[key], rule, remedy) for key in changes)]
-
-
-def _changes_numbers(key: str) -> bool:
-    try:
-        setting = setting_of(key)
-    except KeyError:
-        return False  # unknown, which the configuration reports
-    return setting.affects in ("numbers", "facts") and not setting.is_path
 
 
 def recomputation(

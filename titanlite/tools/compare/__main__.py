@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -23,10 +23,10 @@ from titanlite.runtime.errors import UsageError, UserError, raise_problems
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import aligned, counted, duration
 from titanlite.storage.address import place
-from titanlite.tools.command import AllowImport, Count, read_options, run_command, write_json
+from titanlite.tools.command import AllowImport, Count, read_options_and_overrides, run_command, write_json
 from titanlite.tools.compare.envelope import FACTOR, FLOOR_EPS, Compared, compare, first_outside
 from titanlite.tools.compare.measure import NUMBERS, Pairs, Trained, common_steps, differences
-from titanlite.tools.compare.repeats import repeats_of, setting_differences, train
+from titanlite.tools.compare.repeats import check_overrides, repeats_of, setting_differences, train
 from titanlite.tools.dump_folder import local_dump_folder
 from titanlite.tools.saved_run import checkpoints_in
 from titanlite.tools.sweep.combinations import Run
@@ -48,8 +48,9 @@ class Options:
 
     The runs may have other layouts, devices and versions. The command trains A's configuration several times from its
     start, each time with another rounding, and compares the difference of A and B with those of the repeats, for loss,
-    gradient norm, and the weights at common checkpoints. The same command again continues the training. Exit code: 0
-    if the difference is within, else 1. See docs/reproducing.md.
+    gradient norm, and the weights at common checkpoints. The same command again continues the training; with another B,
+    it uses the same repeats. --section.key VALUE gives the paths of A's data on this machine. Exit code: 0 if the
+    difference is within, else 1. See docs/reproducing.md.
     """
 
     runs: Annotated[
@@ -69,7 +70,8 @@ class Options:
 
 def main(argv: Sequence[str]) -> None:
     """Train the repeats, print the table and the verdict, write compare.json. Raises UserError."""
-    options: Options = read_options(Options, argv, "compare")
+    options, overrides, problems = read_options_and_overrides(Options, argv, "compare")
+    raise_problems([*problems, *check_overrides(overrides)])
     if len(options.runs) != 2:
         raise UsageError(f"{counted(len(options.runs), 'run')}: write titanlite compare A B --out DIR")
     a, b = options.runs
@@ -79,7 +81,7 @@ def main(argv: Sequence[str]) -> None:
         for text in (a, b):
             where = place(expand_home(text))
             folder = stack.enter_context(local_dump_folder(where))
-            configs.append(_config_of(folder, allow_import=options.allow_import))
+            configs.append(_config_of(folder, overrides, allow_import=options.allow_import))
             sides.append(Trained(folder, checkpoints_in(folder, where)))
         if lines := setting_differences(*configs):
             raise UserError(
@@ -102,20 +104,20 @@ def main(argv: Sequence[str]) -> None:
     write_json(out / COMPARE_FILE, {
         "a": a, "b": b, "repeats": [dict(run.values) for run in runs], "factor": FACTOR,
         "floor": FLOOR_EPS * eps, "verdict": verdict,
-        "compared": [asdict(each) | {"difference": min(each.difference, sys.float_info.max)} for each in compared],
+        "compared": json_rows(compared),
     })  # fmt: skip
     print("\n".join(["", *table(compared), "", verdict, f"Result: {out / COMPARE_FILE}"]))
     if first_outside(compared) is not None:
         sys.exit(1)
 
 
-def _config_of(folder: Path, *, allow_import: bool) -> JobConfig:
-    """The configuration in a dump folder. Raises UserError, ConfigError."""
+def _config_of(folder: Path, overrides: Sequence[str], *, allow_import: bool) -> JobConfig:
+    """The configuration in a dump folder, with overrides. Raises UserError, ConfigError."""
     if not (folder / CONFIG_COPY).is_file():
         raise UserError(f"{folder} has no {CONFIG_COPY}: pass the dump folder of a run")
-    argument = [f"--{CONFIG_FILE}={folder / CONFIG_COPY}"]
-    import_plugins_of(tables_of(parse(argument, imports=False).config), folder, allowed=allow_import)
-    parsed = parse(argument)
+    arguments = [f"--{CONFIG_FILE}={folder / CONFIG_COPY}", *overrides]
+    import_plugins_of(tables_of(parse(arguments, imports=False).config), folder, allowed=allow_import)
+    parsed = parse(arguments)
     raise_problems(parsed.problems)
     return parsed.config
 
@@ -130,12 +132,27 @@ def _trained(config: JobConfig, a: Trained, out: Path, last: int, options: Optio
     return runs
 
 
+def json_rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:
+    """All differences. JSON has no infinite numbers: the largest one stands for them."""
+    largest = sys.float_info.max
+    return [
+        asdict(each) | {"difference": min(each.difference, largest), "allowed": min(each.allowed, largest)}
+        for each in compared
+    ]
+
+
 def verdict_of(compared: Sequence[Compared], pairs: Pairs, repeats: int) -> str:
     """The verdict in a sentence or two. pairs: of A, B and the repeats."""
     first = first_outside(compared)
     if first is None:
-        last = max(each.step for each in compared)
-        return f"Within: up to step {last:,}, A and B differ by no more than rounding explains."
+        last = compared[-1].step
+        if not any(each.difference for each in compared):
+            return f"Equal: up to step {last:,}, A and B have the same bits in all numbers that are compared."
+        loss = [each for each in compared if each.name == "loss"][-1]
+        return (
+            f"Within: up to step {last:,}, A and B differ by no more than rounding explains: the last loss by "
+            f"{loss.difference:.1e} of {loss.allowed:.1e}."
+        )
     sides = {"A": A, "B": B}
     apart = [
         name

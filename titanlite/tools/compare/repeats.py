@@ -9,13 +9,14 @@ from typing import Any
 from titanlite.checkpoint.compatibility import differences
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.folder import published_steps
+from titanlite.config.arguments import split_arguments
 from titanlite.config.fields import setting_of
 from titanlite.config.load import CONFIG_COPY, check_and_resolve
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import dump_config, tables_of
 from titanlite.generation.config import SamplesConfig
 from titanlite.profiling.config import ProfilingConfig
-from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.text import counted
 from titanlite.tools.sweep.combinations import Run, require_same_settings
 from titanlite.tools.sweep.training import Process, wait_for
@@ -61,8 +62,8 @@ def repeats_of(config: JobConfig, out: Path, count: int, last: int, processes: i
         raise errors[0]
     if len(runs) < count:
         raise UserError(
-            f"on {processes} processes, only {len(runs)} repeats of this configuration round in different ways: "
-            f"write --repeats {len(runs)}, or another --nproc"
+            f"on {counted(processes, 'process')}, only {len(runs)} repeats of this configuration round in different "
+            f"ways: write --repeats {len(runs)}, or another --nproc"
         )
     return runs
 
@@ -72,10 +73,10 @@ def train(runs: Sequence[Run], last: int, start: Callable[[Run], Process], cost:
 
     Raises UserError if one fails, or has other settings than those in its folder.
     """
-    left = [run for run in runs if last not in published_steps(run.folder / run.config.checkpoint.folder)]
+    left = [run for run in runs if max(published_steps(run.folder / run.config.checkpoint.folder), default=0) < last]
     for run in runs:
         if (run.folder / CONFIG_COPY).is_file():
-            require_same_settings(run)
+            require_same_settings(run, "out")
     print(f"Trains {len(left)} of {counted(len(runs), 'repeat')} to step {last:,}{cost}", flush=True)
     for run in left:
         print(f"Repeat {', '.join(f'{key} {value}' for key, value in run.values.items())}", flush=True)
@@ -124,6 +125,22 @@ def _layouts(processes: int) -> Iterator[tuple[dict[str, int], str]]:
         yield one | {"pp": 2, "dp_shard": processes // 2}, "last"
         yield one | {"tp": 2, "dp_shard": processes // 2}, "every"
         yield one | {"dp_replicate": 2, "dp_shard": processes // 2}, "last"
+
+
+def check_overrides(overrides: Sequence[str]) -> list[Problem]:
+    """Problems of overrides `--section.key=value` that change numbers. A path does not: the content is compared."""
+    arguments = split_arguments(overrides)
+    rule, remedy = "a key that changes no number: what the run has computed is computed again", "leave it out"
+    changes = [key for key in arguments.texts if _changes_numbers(key)]
+    return [*arguments.problems, *(Problem(key, arguments.texts[key], rule, remedy) for key in changes)]
+
+
+def _changes_numbers(key: str) -> bool:
+    try:
+        setting = setting_of(key)
+    except KeyError:
+        return False  # unknown, which the configuration reports
+    return setting.affects in ("numbers", "facts") and not setting.is_path
 
 
 def without_outputs(config: JobConfig) -> JobConfig:

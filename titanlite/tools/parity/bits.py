@@ -1,6 +1,7 @@
 """Compare layouts by equality: losses, gradient norms and all state after each step, with training.bit_equal."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -136,7 +137,14 @@ def bits_lines(results: Sequence[BitsResult]) -> list[str]:
         if each.difference:
             verdict = f"DIFFERS from {each.first}: {each.difference}" if each.first else f"FAILED: {each.difference}"
         rows.append([each.layout, each.loss, each.state, verdict])
-    return [line.rstrip() for line in aligned(rows, left=len(rows[0]))]
+    return [*(line.rstrip() for line in aligned(rows, left=len(rows[0]))), *_alone(results)]
+
+
+def _alone(results: Sequence[BitsResult]) -> Iterator[str]:
+    """Name the layouts that nothing was compared with."""
+    firsts = Counter(each.first for each in results)
+    if alone := [each.layout for each in results if firsts[each.layout] == 1 and each.first == each.layout]:
+        yield f"not compared, since no other layout has the same degrees of tp, cp and ep: {', '.join(alone)}"
 
 
 def _shapes(layout: Layout) -> Shapes:

@@ -229,10 +229,11 @@ def _require_different(runs: Sequence[Run]) -> None:
     assert len(set(names)) == len(names)
 
 
-def require_same_settings(run: Run) -> None:
+def require_same_settings(run: Run, option: str = DUMP_FOLDER) -> None:
     """Raise ConfigError if the finished run in the folder had other settings: it would be skipped unnoticed.
 
-    Dtypes that are "auto" may differ: the run may have been trained on another machine.
+    option: of the command, by which the folder was chosen. Dtypes that are "auto" may differ: the run may have been
+    trained on another machine.
     """
     before, now = _settings(read_copy(run.folder)), _settings(run.config)
     given = _learned(parse(run.arguments, imports=False).config)
@@ -240,7 +241,7 @@ def require_same_settings(run: Run) -> None:
     texts = [f"{key} = {before[key]} (now {now[key]})" for key in changed]
     if texts:
         rule = f"a folder without a finished run of other settings; it has one with {', '.join(texts)}"
-        remedy = f"choose another --{DUMP_FOLDER}, or remove the folder"
+        remedy = f"choose another --{option}, or remove the folder"
         raise ConfigError([Problem(DUMP_FOLDER, str(run.folder), rule, remedy)])
 
 

@@ -1,6 +1,8 @@
 """titanlite compare: runs that rounding alone drives apart are within, and a run with a mistake is outside."""
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,8 @@ def test_other_rows_are_within_and_a_mistake_is_outside(
     a, b = trained(tmp_path / "a"), trained(tmp_path / "b", **{"training.local_batch_size": 3})
     out = tmp_path / "out"
     command.main([a, b, "--out", str(out), "--repeats", "3"])
-    assert "\nWithin: up to step 3, A and B differ by no more than rounding explains.\n" in capsys.readouterr().out
+    within = r"\nWithin: up to step 3, .* rounding explains: the last loss by \S+ of 1.9e-06\.\n"
+    assert re.search(within, capsys.readouterr().out)
     result = json.loads((out / command.COMPARE_FILE).read_text())
     assert len({json.dumps(each) for each in result["repeats"]}) == 3
     assert {(each["step"], each["name"]) for each in result["compared"]} >= {(3, "loss"), (2, "norm.weight")}
@@ -75,6 +78,9 @@ def test_other_rows_are_within_and_a_mistake_is_outside(
         planted.setattr(layers, "rms_norm", lambda x, weight, eps: right(x, weight, 2 * eps))
         wrong = trained(tmp_path / "wrong")
     monkeypatch.delattr(command, "start_run")  # the repeats are finished
+    command.main([a, a, "--out", str(out), "--repeats", "3", "--steps", "2"])
+    equal = "\nEqual: up to step 2, A and B have the same bits in all numbers that are compared.\n"
+    assert equal in capsys.readouterr().out
     with pytest.raises(SystemExit) as end:
         command.main([a, wrong, "--out", str(out), "--repeats", "3"])
     assert end.value.code == 1
@@ -100,3 +106,10 @@ def test_other_settings_are_refused_before_training(tmp_path: Path) -> None:
         "  training.bit_equal: True in A, False in B",
     ]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_repeat_that_overflows_explains_any_difference() -> None:
+    (found,) = compare({"loss": {1: 0.1}}, [{"loss": {1: math.inf}}], 2.0**-20)
+    assert found.is_within
+    assert command.verdict_of([found], {}, 2).endswith("the last loss by 1.0e-01 of inf.")
+    json.dumps(command.json_rows([found]), allow_nan=False)
