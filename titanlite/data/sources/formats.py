@@ -293,7 +293,7 @@ def _olmo_ends(file: SourceFile) -> ArrayFile:
             raise UserError(f"{rows} is damaged: {error or 'it ends early'}: copy or write it again") from None
         if line:
             rule = f"must have a line START,END,… for each document of {file}, which starts where the last one ends"
-            raise UserError(f"{rows} {rule}, but line {number + 1:,} is none: write it again")
+            raise UserError(f"{rows} {rule}, but line {number + 1:,} is different: write it again")
 
     folder = built_once(cached_folder("ends", facts_of([file, rows])), str(rows), build)
     return ArrayFile(folder / "ends", "uint64", 0, size_of(folder / "ends") // 8)
