@@ -188,7 +188,7 @@ FAULTS: tuple[tuple[str, Callable[[Path], Any], str], ...] = (
     ("OLMo-core", change(".csv.gz", lambda _: b"0,7\n"), "a.csv.gz is damaged: Not a gzipped file"),
     ("OLMo-core", change(".csv.gz", lambda _: gzip.compress(b"start,end\n0,83\n")), "must have a line START,END"),
     ("OLMo-core", change(".csv.gz", lambda _: gzip.compress(b"0,0\n" * 170)), "must have a line START,END"),
-    ("OLMo-core", change(".csv.gz", lambda _: gzip.compress(b"0,7\n8,83\n")), "where the last one ends, but line 2 is different"),
+    ("OLMo-core", change(".csv.gz", lambda _: gzip.compress(b"0,7\n8,83\n")), "last one ends, but line 2 is different"),
     ("OLMo-core", change(".csv.gz", lambda _: gzip.compress(b"0,60\n")), "a.npy has 166 bytes, but .* 60 ids"),
     ("llm.c", change(".bin", lambda data: data[:-2]), "a.bin has 1,188 bytes, but its 83 ids need 1,190"),
     ("llm.c", change(".bin", lambda data: data[:10]), "a.bin has 10 bytes, but its 83 ids need 1,190"),
