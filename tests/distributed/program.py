@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.reference import GLOBAL_BATCH, MODEL, SEQ_LEN, TOKENS
+from titanlite.data.bpe import train_bpe
 from titanlite.ranks.launch import end_with_parent, fork_context
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -33,6 +34,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 PYTHON = ()
 TRAIN = ("-m", "titanlite.train")
 FAULTY = (str(Path(__file__).with_name("faulty_train.py")),)
+TEXT = "the model reads what it is given, and says it again\n"
 
 CONFIG = "\n".join(
     [
@@ -178,6 +180,14 @@ def start_program(
     return start_command(
         workplace, *arguments, ranks=ranks, program=program, launcher=launcher, name=name, environment=environment
     )
+
+
+def write_text(folder: Path) -> tuple[str, ...]:
+    """Write text.txt and a tokenizer of it; return the arguments that train on them."""
+    (folder / "text.txt").write_text(TEXT * 100)
+    train_bpe(iter([TEXT] * 4), 280, folder)
+    source = ("--data.sources.0.kind", "text", "--data.sources.0.path", str(folder / "text.txt"))
+    return (*source, "--tokenizer.path", str(folder), "--model.vocab_size", "300")
 
 
 def start_command(

@@ -12,7 +12,16 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.distributed.program import FAULTY, Program, own_tracebacks, rows, start_command, start_program
+from tests.distributed.program import (
+    FAULTY,
+    TEXT,
+    Program,
+    own_tracebacks,
+    rows,
+    start_command,
+    start_program,
+    write_text,
+)
 from tests.distributed.reference import SEQ_LEN
 from tests.task_files import write_task
 from titanlite.checkpoint.folder import step_folder
@@ -26,7 +35,6 @@ from titanlite.tools.saved_run import open_run
 
 pytestmark = pytest.mark.slow
 
-TEXT = "the model reads what it is given, and says it again\n"
 HELD_OUT = "it says what it reads: né, the model!\n" * 9
 ONE = World(0, 0, 1, "cpu")
 
@@ -36,21 +44,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with `out`, a run of 4 steps with a final validation, and its data files. Validation keeps the sizes of
     the first stage, with the rotary embeddings of the last one, which also reads another source."""
     folder = tmp_path_factory.mktemp("trained")
-    (folder / "text.txt").write_text(TEXT * 100)
     (folder / "held_out.txt").write_text(HELD_OUT)
     lengths = (1, 40, 3, 700, 16, 17, 90)
     (folder / "uneven.jsonl").write_text("".join(json.dumps({"text": (TEXT * 20)[:n]}) + "\n" for n in lengths))
-    train_bpe(iter([TEXT] * 4), 280, folder)
     questions = [{"context": TEXT[:n], "choices": [" it", "né", " it is given"], "answer": n % 3} for n in range(7)]
     write_task(folder / "which.yaml", questions)
     write_task(folder / "next.yaml", [{"context": TEXT[:n], "answer": " it"} for n in (5, 40, 9)])
     start_program(
         folder,
-        *("--data.sources.0.kind", "text", "--data.sources.0.path", str(folder / "text.txt")),
+        *write_text(folder),
         *("--data.sources.0.weight", "1", "--data.sources.0.name", "first"),
         *("--data.sources.1.weight", "0", "--data.sources.1.name", "later"),
         *("--data.sources.1.kind", "text", "--data.sources.1.path", str(folder / "text.txt")),
-        *("--tokenizer.path", str(folder), "--model.vocab_size", "300", "--model.flavor", "debug"),
+        *("--model.flavor", "debug"),
         *("--training.steps", "4", "--checkpoint.enable", "true", "--data.document_mask", "true"),
         *("--training.stages.0.from_step", "3", "--training.stages.0.seq_len", "32", "--data.num_streams", "16"),
         *("--training.stages.0.global_batch_size", "24", "--training.stages.0.rope_theta", "100.0"),

@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.program import PATIENCE_S, REPOSITORY, clean_environment, start_program
+from tests.distributed.program import PATIENCE_S, REPOSITORY, clean_environment, start_program, write_text
 from titanlite.checkpoint.folder import step_folder
-from titanlite.data.bpe import train_bpe
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.generate.__main__ import main
 from titanlite.tools.saved_run import SavedRun, open_run
 
-TEXT = "the model reads what it is given, and says it again\n"
 STEPS = 3
 MAX_SEQ_LEN = 5000
 PROMPT = "the model"
@@ -34,13 +32,11 @@ pytestmark = [
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Dump folder of a run with checkpoints of 3 steps, each in shards of two ranks."""
     folder = tmp_path_factory.mktemp("trained")
-    (folder / "text.txt").write_text(TEXT * 100)
-    train_bpe(iter([TEXT] * 4), 280, folder)
     start_program(
         folder,
-        *("--data.sources.0.kind", "text", "--data.sources.0.path", str(folder / "text.txt")),
-        *("--tokenizer.path", str(folder), "--model.vocab_size", "300", "--model.max_seq_len", str(MAX_SEQ_LEN)),
-        *("--training.steps", str(STEPS), "--checkpoint.enable", "true", "--checkpoint.interval", "1"),
+        *write_text(folder),
+        *("--model.max_seq_len", str(MAX_SEQ_LEN), "--training.steps", str(STEPS)),
+        *("--checkpoint.enable", "true", "--checkpoint.interval", "1"),
         *("--checkpoint.keep_latest_k", "0", "--parallelism.tp", "2"),
         ranks=2,
     ).succeed()

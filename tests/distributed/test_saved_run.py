@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 import torch
 
-from tests.distributed.program import REPOSITORY, clean_environment, start_program
+from tests.distributed.program import REPOSITORY, TEXT, clean_environment, start_program, write_text
 from titanlite.checkpoint.folder import step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from titanlite.data.bpe import train_bpe
@@ -22,7 +22,6 @@ from titanlite.storage.address import Address
 from titanlite.storage.store import Store
 from titanlite.tools.saved_run import open_run
 
-TEXT = "the model reads what it is given, and says it again\n"
 TEMPLATE = "{{ messages[0].content }}"
 STEPS = 3
 
@@ -31,15 +30,13 @@ STEPS = 3
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a run with checkpoints of 3 steps in out/saved/here; its tokenizer is next to out."""
     folder = tmp_path_factory.mktemp("trained")
-    (folder / "text.txt").write_text(TEXT * 100)
-    train_bpe(iter([TEXT] * 4), 280, folder)
     (folder / "chat.jinja").write_text(TEMPLATE)
     program = start_program(
         folder,
-        *("--data.sources.0.kind", "text", "--data.sources.0.path", str(folder / "text.txt")),
-        *("--tokenizer.path", str(folder), "--tokenizer.bos", "<|endoftext|>", "--data.add_bos", "true"),
+        *write_text(folder),
+        *("--tokenizer.bos", "<|endoftext|>", "--data.add_bos", "true"),
         *("--tokenizer.chat_template", str(folder / "chat.jinja")),
-        *("--model.vocab_size", "300", "--model.flavor", "debug", "--model.tie_embeddings", "true"),
+        *("--model.flavor", "debug", "--model.tie_embeddings", "true"),
         *("--model.max_seq_len", "40"),  # less than the default number of new tokens
         *("--training.steps", str(STEPS), "--checkpoint.enable", "true", "--checkpoint.interval", "1"),
         *("--checkpoint.folder", "saved/here", "--checkpoint.keep_latest_k", "0"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.distributed.program import rows, start_command
+from tests.distributed.program import TEXT, rows, start_command
 from tests.distributed.reference import SEQ_LEN
 from titanlite.data.bpe import train_bpe
 from titanlite.tools.generate import __main__ as generate
@@ -16,7 +16,6 @@ from titanlite.tools.tokenize import __main__ as tokenize
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_log")]
 
-TEXT = "the model reads what it is given, and says it again\n"
 LAYOUT = f"""
 flavor = "debug"
 [training]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.distributed.gradients import build_on_mesh, difference, full_tensor, local_batches
 from tests.distributed.layouts import EXPERTS
-from tests.distributed.program import start_command, start_program
+from tests.distributed.program import start_command, start_program, write_text
 from tests.distributed.reference import global_batch, small_config
 from tests.distributed.resuming import Outcome, Start, start_runs
 from tests.pool import run_ranks
@@ -23,7 +23,6 @@ from titanlite.checkpoint.folder import published_steps, step_folder
 from titanlite.checkpoint.manifest import read_manifest, write_manifest
 from titanlite.checkpoint.state import AVERAGE, MODEL
 from titanlite.checkpoint.storage import load_tensors, read_shapes, save_tensors
-from titanlite.data.bpe import train_bpe
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.convert.__main__ import main as convert
 from titanlite.tools.generate.__main__ import main as generate
@@ -166,7 +165,6 @@ def test_biases_of_experts_have_no_average(tmp_path: Path) -> None:
         assert name in biases or not torch.equal(found[name], weights[name])
 
 
-TEXT = "the model reads what it is given, and says it again\n"
 HELD_OUT = "it says what it reads: né, the model!\n" * 9
 STEPS = 5
 
@@ -176,14 +174,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with `out`, a run of two ranks that averages its weights from step 1 on, and `by_hand`, a copy whose
     weights are the averages of these weights."""
     folder = tmp_path_factory.mktemp("trained")
-    (folder / "text.txt").write_text(TEXT * 100)
+    on_text = write_text(folder)
     (folder / "held_out.txt").write_text(HELD_OUT)
-    train_bpe(iter([TEXT] * 4), 280, folder)
     for steps, decay in ((1, 0.0), (STEPS, DECAY)):
         start_program(
             folder,
-            *("--data.sources.0.kind", "text", "--data.sources.0.path", str(folder / "text.txt")),
-            *("--tokenizer.path", str(folder), "--model.vocab_size", "300", "--model.flavor", "debug"),
+            *(*on_text, "--model.flavor", "debug"),
             *("--training.steps", str(steps), "--optimizer.ema_decay", str(decay), "--parallelism.tp", "2"),
             *("--checkpoint.enable", "true", "--checkpoint.interval", "1", "--checkpoint.keep_latest_k", "0"),
             ranks=2,

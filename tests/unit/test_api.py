@@ -22,19 +22,17 @@ import torch
 import torch.distributed as dist
 
 import titanlite
-from tests.distributed.program import CONFIG
+from tests.distributed.program import CONFIG, write_text
 from tests.distributed.reference import TOKENS
 from tests.task_files import write_task
 from titanlite.api import AnyRun, TrainedRun
 from titanlite.config.toml import dump_config
-from titanlite.data.bpe import train_bpe
 from titanlite.ranks import signals
 from titanlite.runtime.errors import ConfigError, UsageError, UserError
 from titanlite.tools.convert.__main__ import main as convert
 from titanlite.tools.generate.__main__ import main as generate
 from titanlite.train import Trainer
 
-SENTENCE = "the model reads what it is given, and says it again\n"
 SAVES = {"checkpoint.enable": True, "checkpoint.interval": 100}
 REDISTRIBUTION = "torch.distributed.tensor._redistribute"
 EARLIER_THREADS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -57,8 +55,7 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
     """A run on text, with a tokenizer and checkpoints."""
     folder = tmp_path_factory.mktemp("spoken")
     (folder / "config.toml").write_text(CONFIG)
-    (folder / "text.txt").write_text(SENTENCE * 50)
-    train_bpe(iter([SENTENCE] * 4), 280, folder)
+    write_text(folder)
     text = {"kind": "text", "path": folder / "text.txt"}
     settings = {"tokenizer.path": folder, "model.vocab_size": 300, "model.max_seq_len": 128, "data.sources": [text]}
     with pytest.MonkeyPatch.context() as patch:

@@ -85,8 +85,7 @@ def padded(row: list[tuple[list[int], list[bool]]], seq_len: int) -> tuple[list[
 
 @seeds(12, 400)
 def test_a_row_holds_uncut_conversations_and_resume_is_exact(seeds: range) -> None:
-    for seed in seeds:
-        rng = random.Random(seed)
+    for rng in map(random.Random, seeds):
         lengths = [rng.choice([None, 0, 1, 2, *range(1, 30)]) for _ in range(rng.randrange(4, 50))]
         corpus, epochs = FakeConversations([*lengths, 6, 6, 6, 6]), rng.randrange(1, 4)
         packing, too_long = rng.choice(["concatenate", "none"]), rng.choice(["truncate", "skip"])

@@ -62,8 +62,7 @@ def by_brute_force(lengths: Sequence[int], seq_len: int) -> list[list[Span]]:
 @seeds(60, 2000)
 def test_parts_are_packed_as_by_brute_force(seeds: range) -> None:
     """Of this size, one in ten differs from the first sequence that has enough room."""
-    for seed in seeds:
-        rng = random.Random(seed)
+    for rng in map(random.Random, seeds):
         seq_len, longest = rng.randrange(1, 60), rng.choice([3, 10, 50])
         lengths = [rng.randrange(longest) for _ in range(rng.randrange(60))]
         assert best_fit(lengths, seq_len) == by_brute_force(lengths, seq_len)
@@ -92,8 +91,7 @@ def take(stream: SizedStream) -> Rows:
 
 @seeds(12, 300)
 def test_each_token_is_read_once_per_epoch_and_only_long_documents_are_cut(seeds: range) -> None:
-    for seed in seeds:
-        rng = random.Random(seed)
+    for rng in map(random.Random, seeds):
         lengths = [rng.choice([None, rng.randrange(9), rng.randrange(40)]) for _ in range(rng.randrange(1, 60))]
         corpus, seq_len, epochs, num_streams = FakeCorpus(lengths), rng.randrange(1, 16), rng.randrange(1, 4), 3
         inputs, targets, cut = Counter[int](), Counter[int](), Counter[int]()
@@ -124,8 +122,7 @@ def test_each_token_is_read_once_per_epoch_and_only_long_documents_are_cut(seeds
 def test_resume_at_any_sequence_of_a_window_is_exact(seeds: range, too_long: str | None) -> None:
     """With bad rows and conversations that are too long, which are counted once."""
     windows = 0
-    for seed in seeds:
-        rng = random.Random(seed)
+    for rng in map(random.Random, seeds):
         lengths = [rng.choice([None, rng.randrange(40)]) for _ in range(rng.randrange(4, 60))]
         corpus = (FakeCorpus if too_long is None else FakeConversations)([*lengths, 7, 7, 7, 7])
         facts = {"stream": 1, "num_streams": 2, "seq_len": rng.randrange(5, 16), "epochs": rng.randrange(1, 3)}
@@ -156,8 +153,7 @@ def test_resume_at_any_sequence_of_a_window_is_exact(seeds: range, too_long: str
 
 @seeds(6, 100)
 def test_conversations_are_packed_and_not_cut(seeds: range) -> None:
-    for seed in seeds:
-        rng = random.Random(seed)
+    for rng in map(random.Random, seeds):
         corpus, seq_len = FakeConversations([rng.randrange(30) for _ in range(40)]), rng.randrange(5, 16)
         stream = make_stream(
             corpus, stream=0, num_streams=1, seq_len=seq_len, epochs=1, packing="best_fit", too_long="truncate"

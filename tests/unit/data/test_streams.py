@@ -41,8 +41,7 @@ def take(stream: SizedStream, sequences: int) -> list[tuple[list[int], list[int]
 
 @seeds(10, 400)
 def test_a_finite_stream_yields_its_tokens_in_a_row(seeds: range) -> None:
-    for seed in seeds:
-        rng = random.Random(seed)
+    for rng in map(random.Random, seeds):
         corpus, seq_len, epochs = random_corpus(rng, bad=True), rng.randrange(1, 9), rng.randrange(1, 4)
         for s in range(3):
             facts = {"stream": s, "num_streams": 3, "seq_len": seq_len, "epochs": epochs}
@@ -54,8 +53,7 @@ def test_a_finite_stream_yields_its_tokens_in_a_row(seeds: range) -> None:
 
 @seeds(5, 100)
 def test_a_repeating_stream_begins_like_a_long_finite_one(seeds: range) -> None:
-    for seed in seeds:
-        rng = random.Random(seed)
+    for rng in map(random.Random, seeds):
         corpus = FakeCorpus([rng.randrange(5) for _ in range(20)] + [1, 1])
         facts = {"stream": 1, "num_streams": 2, "seq_len": 7}
         stream = make_stream(corpus, **facts, epochs=-1)
@@ -66,8 +64,7 @@ def test_a_repeating_stream_begins_like_a_long_finite_one(seeds: range) -> None:
 @seeds(4, 100)
 @pytest.mark.parametrize("epochs", [-1, 1, 2])
 def test_resume_at_any_sequence_is_exact(seeds: range, epochs: int) -> None:
-    for seed in seeds:
-        rng = random.Random(seed)
+    for rng in map(random.Random, seeds):
         corpus = random_corpus(rng, bad=True)
         facts = {"stream": 0, "num_streams": 2, "seq_len": rng.randrange(1, 9), "epochs": epochs}
         expected, states = [], []
@@ -158,8 +155,7 @@ def test_states_of_other_data_are_refused() -> None:
 
 @seeds(5, 100)
 def test_without_packing_each_document_starts_a_sequence(seeds: range) -> None:
-    for seed in seeds:
-        rng = random.Random(seed)
+    for rng in map(random.Random, seeds):
         corpus, seq_len = random_corpus(rng, bad=True), rng.randrange(1, 9)
         stream = make_stream(corpus, stream=0, num_streams=1, seq_len=seq_len, epochs=2, packing="none")
         permutation = permutation_of(corpus)
@@ -180,8 +176,7 @@ def test_without_packing_each_document_starts_a_sequence(seeds: range) -> None:
 @seeds(5, 100)
 def test_positions_restart_and_labels_stay_inside_documents(seeds: range) -> None:
     """Each token of the fake corpus is unique: it determines its document and its position there."""
-    for seed in seeds:
-        rng = random.Random(seed)
+    for rng in map(random.Random, seeds):
         corpus, seq_len = random_corpus(rng), rng.randrange(2, 12)
         place_of = {token: (n, place) for n, ids in enumerate(corpus.tokens) for place, token in enumerate(ids or [])}
         stream = make_stream(corpus, stream=0, num_streams=1, seq_len=seq_len, epochs=1)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import titanlite
-from tests.distributed.program import REPOSITORY
+from tests.distributed.program import REPOSITORY, TEXT
 from tests.unit.hf.making import tiny, write_model
 from titanlite.data.bpe import train_bpe
 from titanlite.data.chat.encoder import ChatEncoder, EncodedChat
@@ -31,7 +31,6 @@ from titanlite.tools.convert import export_run, verify
 from titanlite.tools.convert.__main__ import main, size_in_bytes
 from titanlite.tools.saved_run import open_run
 
-TEXT = "the model reads what it is given, and says it again\n"
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 VOCAB_SIZE = 400
 TOKENS = torch.arange(60).view(2, 30) * 6 % VOCAB_SIZE
