@@ -39,7 +39,7 @@ from titanlite.tools.audit.intervals import (
     recomputation,
 )
 from titanlite.tools.audit.origin import origin_of
-from titanlite.tools.audit.result import AUDIT_FILE, AUDIT_FOLDER, Result, Verdict, add_results, title
+from titanlite.tools.audit.result import AUDIT_FILE, AUDIT_FOLDER, DEVICE, Result, Verdict, add_results, title
 from titanlite.tools.audit.rounding import within_rounding
 from titanlite.tools.command import (
     AllowImport,
@@ -97,6 +97,7 @@ def main(argv: Sequence[str]) -> None:
     options, overrides, problems = read_options_and_overrides(Options, argv, "audit")
     rules = Rules("--", options, [*problems, *check_overrides(overrides)])
     rules.require("repeats", options.repeats not in (1, 2), "0, or from 3 on", "leave it out for 4")
+    rules.require("export", not (options.export and options.results), "only without --results", "leave one of them out")
     raise_problems(rules.problems)
     if is_address(options.run) and not options.out:
         raise UsageError(f"{options.run} is in a store: write --out with a local folder")
@@ -231,7 +232,7 @@ def _compare(interval: Interval, run: Path, out: Path, code: int, options: Optio
 
 def _has_equal_bits(interval: Interval, before: Mapping[str, str], after: Mapping[str, str]) -> bool:
     """Whether no difference is due to rounding."""
-    is_same = all(before.get(name) == after.get(name) for name in ("device", "torch"))
+    is_same = all(before.get(name) == after.get(name) for name in (DEVICE, "torch"))
     return interval.end.config.training.bit_equal and is_same
 
 

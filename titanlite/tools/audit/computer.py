@@ -7,9 +7,8 @@ import torch
 
 from titanlite.assembly.facts import computer_facts
 from titanlite.metrics.about import Started, mesh_text, read_starts
+from titanlite.tools.audit.result import MESH
 from titanlite.tools.saved_run import SavedRun
-
-MESH, DEVICE = "mesh", "device"
 
 
 def computer_of(run: SavedRun, folder: Path, steps: range) -> dict[str, str]:

@@ -14,6 +14,9 @@ AUDIT_FOLDER = "audit"
 """In the dump folder, unless --out gives another one."""
 AUDIT_FILE = "audit.json"
 
+MESH, DEVICE = "mesh", "device"
+"""Names in `recorded` and `recomputed`."""
+
 Verdict = Literal["reproduced", "within", "differs", "failed"]
 SHOWN: dict[Verdict, str] = {
     "reproduced": "reproduced, bit for bit",
@@ -41,6 +44,11 @@ class Result:
     @property
     def is_reproduced(self) -> bool:
         return self.verdict in ("reproduced", "within")
+
+    @property
+    def hardware(self) -> str:
+        """What computed the steps again; "" if nothing did."""
+        return ", ".join(self.recomputed[name] for name in (DEVICE, MESH) if name in self.recomputed)
 
     @property
     def text(self) -> str:

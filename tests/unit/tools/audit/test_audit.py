@@ -27,6 +27,7 @@ from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.tools.audit import __main__ as audit
 from titanlite.tools.audit.computer import starts_of
 from titanlite.tools.audit.result import read_results
+from titanlite.tools.report import __main__ as report
 from titanlite.tools.sweep.combinations import Run
 
 pytestmark = pytest.mark.slow
@@ -101,6 +102,11 @@ def test_all_intervals_of_an_untouched_run_are_reproduced(run: Path, capsys: pyt
     audit.main([str(run), "--intervals", "0", "--data.sources.0.path", str(moved)])
     found = [str(each) for each in read_results(run / "audit")]
     assert found == [f"steps {first} to {first + 1}: reproduced, bit for bit" for first in (1, 3)]
+    device = read_manifest(run / "checkpoint" / "step-2").versions["device"]
+    assert [each.hardware for each in read_results(run / "audit")] == [f"{device}, one process"] * 2
+    report.main([str(run), "--out", str(run.parent / "report.html")])
+    page = (run.parent / "report.html").read_text()
+    assert f"<td>{device}, one process</td><td><pre>reproduced, bit for bit</pre></td>" in page
     again = r"has steps-1-2, steps-3-4 of an earlier audit: compare again with --results"
     with pytest.raises(UserError, match=again):
         audit.main([str(run), "--intervals", "0"])
