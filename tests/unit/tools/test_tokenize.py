@@ -283,6 +283,7 @@ def test_a_full_disk_under_the_copy_of_a_stored_file(cache: Path) -> None:
         raise full
 
 
+@pytest.mark.slow
 def test_two_equal_commands_at_once_in_a_store(
     config: Path, tmp_path: Path, store: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
