@@ -731,6 +731,8 @@ def test_ray_that_does_not_start(
         ("--tasks 3", "--tasks = 3\n +rule: +only with --part"),
         ("--submit", "--submit = True\n +rule: +only with --engine slurm"),
         ("--part 3 --tasks 3", "--part = 3\n +rule: +less than --tasks = 3"),
+        ("--part 3 --workers 2", "--workers = 2\n +rule: +without --part"),
+        ("--part 3 --part-bytes 9", "--part-bytes = 9\n +rule: +without --part"),
         ("--part 3 --engine ray", "--part = 3\n +rule: +without --engine"),
         ("--engine ray --workers 0", "--workers = 0\n +rule: +at least 1 with --engine ray"),
         ("--engine mpi", "--engine = 'mpi'"),

@@ -107,6 +107,10 @@ def _check(options: Options) -> Iterator[Problem]:
         yield Problem("--submit", True, "only with --engine slurm", "add --engine slurm, or leave --submit out")
     if options.part is not None and options.engine != "local":
         yield Problem("--part", options.part, "without --engine", "leave --engine out: a part is written here")
+    if options.part is not None and options.workers is not None:
+        yield Problem("--workers", options.workers, "without --part", "leave it out: a part is written in this process")
+    if options.part is not None and options.part_bytes is not None:
+        yield Problem("--part-bytes", options.part_bytes, "without --part", "leave it out: the plan in --out has it")
     if options.tasks is not None and options.part is None:
         yield Problem("--tasks", options.tasks, "only with --part", "add --part, or leave --tasks out")
     if options.part is not None and options.tasks is not None and options.part >= options.tasks:
