@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from tests.distributed.gradients import CPU, build_on_mesh, full_tensor, local_batches
 from tests.distributed.layouts import ALL_OPTIMIZERS, EXPERTS, GEMMA2, QWEN3, QWEN3_5, QWEN3_5_MOE
 from tests.distributed.reference import global_batch, small_config
+from tests.distributed.test_float8 import small_blocks
 from tests.distributed.test_watch import PLUGIN
 from tests.pool import run_ranks
 from titanlite.batch import Batch
@@ -40,6 +41,7 @@ Case = tuple[Axes, tuple[str, ...]]
 Table = dict[str, tuple[tuple[str, ...], Sequence[Case]]]
 """What is computed -> settings of all cases, and cases."""
 
+BLOCKS = "model.ffn_dim=52"  # a multiple of small_blocks
 EVERY, LAST = "parallelism.gradient_sync=every", "parallelism.gradient_sync=last"
 FULL, BY_OP = "activation_checkpoint.mode=full", "activation_checkpoint.mode=selective"
 PAIRS = ("training.local_batch_size=2", "parallelism.pp_microbatch_size=2")
@@ -100,6 +102,8 @@ FOUR: Table = {
     "all optimizers": (ALL_OPTIMIZERS[:4] + ALL_OPTIMIZERS[6:], [((1, 2, 2, 1, 1), ()), ((2, 1, 2, 1, 1), ())]),
     "experts": (EXPERTS, [((1, 2, 2, 1, 1), ()), ((2, 1, 2, 1, 1), ())]),
     "noted values, term": (WATCHING, [((2, 1, 2, 1, 1), (FULL,))]),
+    "mxfp8": (("float8.recipe=mxfp8", BLOCKS), [((2, 1, 2, 1, 1), (EVERY,))]),
+    "blockwise": (("float8.recipe=blockwise", "float8.scale=float32", BLOCKS), [((2, 2, 1, 1, 1), ())]),
 }
 SOAK: Table = {
     "plain": (
@@ -221,7 +225,7 @@ def state_of(trainer: Trainer) -> Iterable[tuple[str, Tensor]]:
 
 
 def run(cases: Sequence[tuple[Case, Sequence[str]]], steps: int = STEPS) -> list[list[str]]:
-    with patch.dict(LOSSES, {CANCELLING.name: CANCELLING}):
+    with patch.dict(LOSSES, {CANCELLING.name: CANCELLING}), small_blocks():
         return [trained(config_of(case, settings), steps) for case, settings in cases]
 
 
@@ -291,7 +295,7 @@ def test_four_ranks_have_the_bits_of_one() -> None:
 @pytest.mark.soak
 def test_all_layouts_have_the_bits_of_one_process() -> None:
     count = sum(len(cases) for table in (QUICK, TWO, FOUR, SOAK) for _, cases in table.values())
-    assert count == 75, "docs/numerics.md has this number"
+    assert count == 77, "docs/numerics.md has this number"
     compare(TWO)
     compare(SOAK)
     for alone, cases in NEEDS_MORE.values():

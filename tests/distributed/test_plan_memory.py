@@ -87,6 +87,7 @@ STEP_LAYOUTS = {
     "tp 2": (2, ["parallelism.tp=2"]),
     "1 process, experts": (1, EXPERTS),
     "1 process, qwen3_5": (1, QWEN3_5),
+    "1 process, float8": (1, ["float8.recipe=mxfp8"]),
     "dp_shard 2": (2, ["parallelism.dp_shard=2"]),
     "dp_shard 2, sync last": (2, ["parallelism.dp_shard=2", "parallelism.gradient_sync=last"]),
     "dp_replicate 2": (2, ["parallelism.dp_replicate=2", "parallelism.dp_shard=1"]),
@@ -350,6 +351,7 @@ def test_bytes_kept_by_a_microbatch_on_two_ranks(layout: str) -> None:
     [
         ("pp 2, 1F1B", 0.15),
         ("1 process, bit_equal", 0.08),
+        ("1 process, float8", 0.04),
         *(
             pytest.param(name, bound, marks=pytest.mark.soak)
             for name, bound in {

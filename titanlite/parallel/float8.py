@@ -59,10 +59,16 @@ def float8_layers(
                 yield name, module
 
 
+def could_multiply_on_device(section: Float8Config, device_type: str, dtype: torch.dtype) -> bool:
+    """Whether products are those of a device with a matrix unit for them. dtype: of the computation."""
+    fits = section.recipe == "rowwise" and section.product == "auto"
+    return fits and dtype == torch.bfloat16 and device_type == "cuda"
+
+
 def multiplies_on_device(section: Float8Config, device_type: str, dtype: torch.dtype) -> bool:
-    """Whether products are those of the device. dtype: of the computation."""
-    fits = section.recipe == "rowwise" and dtype == torch.bfloat16 and device_type == "cuda"
-    if not fits or section.product == "emulated" or torch.version.cuda is None or not torch.cuda.is_available():
+    """Whether products are those of this machine's device. dtype: of the computation."""
+    fits = could_multiply_on_device(section, device_type, dtype)
+    if not fits or torch.version.cuda is None or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability() >= (9, 0)
 

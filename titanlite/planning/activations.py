@@ -31,7 +31,7 @@ class MicrobatchShape:
     part of the vocabulary only. recomputes_logits: whether the head's backward pass computes them again, as with a
     pipeline. mask: the form of the mask; None: causal. gathers_keys: whether each of the cp ranks attends to gathered
     keys and values, instead of exchanging positions for heads. extra_logits: of a registered loss, see
-    models/losses.py; None for the cross-entropy.
+    models/losses.py; None for the cross-entropy. rounded_bytes: of operands in float8, in the backward pass of a layer.
     """
 
     rows: int
@@ -46,6 +46,7 @@ class MicrobatchShape:
     mask: MaskForm | None = None
     gathers_keys: bool = False
     extra_logits: float | None = None
+    rounded_bytes: int = 0
 
     @property
     def positions(self) -> int:
@@ -208,8 +209,9 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
         block_input=residual,
         # in the backward pass of w2: the gradients of both factors, and of the residual stream; of experts, also those
         # of their results by position and by expert; or in that of linear attention, when the feed-forward layer's
-        # activations are no longer needed
-        block_backward=2 * residual + max(2 * hidden + routed, _linear_backward(config, shape, wide) - of_feed_forward),
+        # activations are no longer needed; or with operands that are rounded to float8
+        block_backward=2 * residual
+        + max(max(2 * hidden, shape.rounded_bytes) + routed, _linear_backward(config, shape, wide) - of_feed_forward),
         # of the outputs of all matrix products and norms
         block_split=heads + 2 * hidden + n_outputs * gathered + 2 * residual,
         embedding=positions * 8,

@@ -13,6 +13,7 @@ from titanlite.models.attention import attention_dtype, mask_form
 from titanlite.models.family import DecoderConfig
 from titanlite.models.head import tokens_per_chunk
 from titanlite.models.losses import extra_logits
+from titanlite.models.registry import full_model
 from titanlite.optim.muon import muon_dtype
 from titanlite.parallel.data import resolve_gradient_sync
 from titanlite.parallel.exact import BYTES_PER_ROW
@@ -22,6 +23,7 @@ from titanlite.parallel.pipeline import local_stages, num_stages, splits_backwar
 from titanlite.parallel.recompute import recomputed_blocks
 from titanlite.planning.activations import ActivationBytes, MicrobatchShape, activation_bytes
 from titanlite.planning.communication import StepShape, Traffic, loads_traffic, stage_traffic
+from titanlite.planning.float8 import float8_products, rounded_bytes
 from titanlite.planning.owner_rounds import OwnerRounds, owner_rounds
 from titanlite.planning.pipeline_order import Actions, bubble_share, schedule_order
 from titanlite.planning.rank_memory import Memory, rank_memory
@@ -205,7 +207,12 @@ def _memory(
 
 
 def _activations(config: JobConfig, shape: StepShape, device_type: str) -> ActivationBytes:
-    return _activation_bytes(blueprint(config.model), microbatch_shape(config, shape, device_type))
+    plan, microbatch = blueprint(config.model), microbatch_shape(config, shape, device_type)
+    products = float8_products(config, device_type)
+    if products is not None:
+        rounded = rounded_bytes(config.float8, full_model(config.model), plan, microbatch, products)
+        microbatch = replace(microbatch, rounded_bytes=rounded)
+    return _activation_bytes(plan, microbatch)
 
 
 @lru_cache(maxsize=1024)  # the same for many layouts of a search

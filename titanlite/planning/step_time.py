@@ -29,10 +29,20 @@ from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputed_
 from titanlite.planning.activations import BlockKind, MicrobatchShape
 from titanlite.planning.communication import LOADS, Operation, StepShape, Traffic, exchanges, reductions
 from titanlite.planning.estimate import Estimate, RankPlan, microbatch_shape
+from titanlite.planning.float8 import float8_products
 from titanlite.planning.hardware.machine import Profile
 from titanlite.planning.pipeline_order import DURATION, Action, Kind, schedule_order, simulate
 from titanlite.planning.stages import Stage
-from titanlite.planning.work import Elementwise, Work, block_work, embedding_work, head_work, noted_scores
+from titanlite.planning.work import (
+    Elementwise,
+    Float8Products,
+    Product,
+    Work,
+    block_work,
+    embedding_work,
+    head_work,
+    noted_scores,
+)
 from titanlite.precision import DTYPES
 
 PARTS = (
@@ -85,9 +95,8 @@ class Timer:
         """Seconds of products, attention, elementwise operations, and of the host. On a GPU, the host issues operations
         while the device computes: its part is what the device waits for it."""
         profile = self.profile
-        wide = torch.promote_types(self.dtype, torch.float32)
         products = sum(
-            each.flops / profile.products(wide if each.is_wide else self.dtype).at(m=each.m, k=each.k, n=each.n)
+            each.flops / profile.products(self.dtype_of(each)).at(m=each.m, k=each.k, n=each.n)
             for each in work.products
         )
         attention = 0.0
@@ -108,8 +117,18 @@ class Timer:
             return {part: seconds / self.threads for part, seconds in found.items()} | {"host": host}
         return found | {"host": max(host - sum(found.values()), 0.0)}
 
+    def dtype_of(self, product: Product) -> torch.dtype:
+        """That whose rate the product has. Without rates of float8, those of the dtype of computation."""
+        if product.is_float8 and has_float8_rates(self.profile):
+            return torch.float8_e4m3fn
+        return torch.promote_types(self.dtype, torch.float32) if product.is_wide else self.dtype
+
     def seconds(self, work: Work) -> float:
         return _sum(self.parts(work))
+
+
+def has_float8_rates(profile: Profile) -> bool:
+    return f"{torch.float8_e4m3fn}".removeprefix("torch.") in profile.matmul
 
 
 def added(*each: Mapping[str, float]) -> Seconds:
@@ -159,11 +178,20 @@ class UnitSeconds:
 
 @lru_cache(maxsize=1024)  # a search predicts the same microbatches many times
 def unit_seconds(
-    timer: Timer, family: str, model: Any, microbatch: MicrobatchShape, ep: int, *, compiled: bool, notes_scores: bool
+    timer: Timer,
+    family: str,
+    model: Any,
+    microbatch: MicrobatchShape,
+    ep: int,
+    *,
+    compiled: bool,
+    notes_scores: bool,
+    float8: Float8Products | None,
 ) -> UnitSeconds:
     """model: hyper-parameters of the family. notes_scores: for QK-clip."""
     wide = torch.promote_types(timer.dtype, torch.float32)
-    ops = Elementwise(timer.dtype.itemsize, wide.itemsize, on_cpu=timer.profile.device == "cpu", compiled=compiled)
+    on_cpu = timer.profile.device == "cpu"
+    ops = Elementwise(timer.dtype.itemsize, wide.itemsize, on_cpu=on_cpu, compiled=compiled, float8=float8)
     structure = FAMILIES[family].structure(model)
 
     def block_seconds(kind: BlockKind) -> BlockSeconds:
@@ -204,6 +232,7 @@ class Predictor:
             *(self.timer, config.model.family, model, microbatch, config.parallelism.ep),
             compiled=compiles_blocks(config.compile, model),
             notes_scores=config.optimizer.qk_clip > 0,
+            float8=float8_products(config, profile.device),
         )
 
     def step(self) -> StepTime:

@@ -6,8 +6,9 @@ their products, attention and collectives exchange. tests/unit/planning/test_wor
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 from titanlite.models.capped_attention import BLOCK_SCORES
 from titanlite.models.delta_rule import CHUNK
@@ -17,17 +18,23 @@ from titanlite.planning.activations import BlockKind, MicrobatchShape, heads_of,
 
 @dataclass(frozen=True)
 class Product:
-    """(m, k) @ (k, n), `count` times; is_wide: in promote_types(compute dtype, float32)."""
+    """(m, k) @ (k, n), `count` times; is_wide: in promote_types(compute dtype, float32); is_float8: by the matrix unit,
+    of operands in float8."""
 
     m: int
     k: int
     n: int
     count: int = 1
     is_wide: bool = False
+    is_float8: bool = False
 
     @property
     def flops(self) -> int:
         return 2 * self.m * self.k * self.n * self.count
+
+
+ROUNDING = 24
+"""How often the emulation reads or writes an element of an operand to round it to float8."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +86,47 @@ class PassWork:
     again: Work = Work()
 
 
+class Float8Products(NamedTuple):
+    """How the linear layers of blocks multiply, see models/float8.py. on_device: by its matrix unit, but experts.
+    of_tokens: also for the gradients of weights, but of experts."""
+
+    on_device: bool
+    of_tokens: bool
+
+
 @dataclass(frozen=True)
 class Elementwise:
     """Bytes and operations of the elementwise parts of a decoder. size: bytes of the compute dtype; wide: of
-    promote_types(compute dtype, float32)."""
+    promote_types(compute dtype, float32). float8: None: linear layers multiply in the compute dtype."""
 
     size: int
     wide: int
     on_cpu: bool
     compiled: bool
+    float8: Float8Products | None = None
+
+    def linear(self, m: int, k: int, n: int, count: int = 1, *, of_experts: bool = False) -> PassWork:
+        """`count` linear layers of a block, from k to n features of m rows."""
+        plain = linear_work(m, k, n, count)
+        if self.float8 is None:
+            return plain
+        rounded = partial(self._in_float8, on_device=self.float8.on_device and not of_experts)
+        of_tokens = self.float8.of_tokens and not of_experts
+        weights = rounded(plain.weight_gradient) if of_tokens else plain.weight_gradient
+        return PassWork(rounded(plain.forward), rounded(plain.input_gradient), weights)
+
+    def _in_float8(self, work: Work, *, on_device: bool) -> Work:
+        """The product and the rounding of its operands."""
+        (product,) = work.products
+        casts = self.size != self.wide
+        elements = product.count * product.k * (product.m + product.n)
+        if on_device:
+            # magnitudes and their maximum; the wide operand, divided, clamped and cast
+            moved = elements * (3 * self.size + (self.size + self.wide) * casts + 5 * self.wide + 1)
+            return Work((replace(product, is_float8=True),), moved=moved, operations=product.count * 16)
+        results = product.count * product.m * product.n * (self.size + self.wide) * casts
+        moved = elements * (ROUNDING * self.wide + (self.size + self.wide) * casts) + results
+        return Work((replace(product, is_wide=True),), moved=moved, operations=product.count * (2 * 28 + 1 + casts))
 
     def norm(self, elements: float) -> tuple[Work, Work]:
         """(forward, backward) of an RMSNorm."""
@@ -173,9 +212,9 @@ def block_work(
         parts += _latent_projections(config, shape, ops)
     else:
         parts += [
-            linear_work(positions, dim, query_dim),
-            linear_work(positions, dim, kv_dim, count=2),
-            linear_work(positions, query_dim, dim),
+            ops.linear(positions, dim, query_dim),
+            ops.linear(positions, dim, kv_dim, count=2),
+            ops.linear(positions, query_dim, dim),
             elementwise_work(*ops.rotation(queries * rotated)),
             elementwise_work(*ops.rotation(keys * rotated)),
             # of the inputs of wq, wk and wv
@@ -186,7 +225,7 @@ def block_work(
     if config.linear_key_heads and not kind.is_linear:
         heads = queries + keys
         parts += [
-            linear_work(positions, dim, query_dim),
+            ops.linear(positions, dim, query_dim),
             elementwise_work(*ops.swiglu(queries)),
             # rotated parts are put together with the rest; of the input of wg
             elementwise_work(ops.copies(heads), ops.copies(heads, 3) + ops.sums(gathered, 1)),
@@ -216,14 +255,14 @@ def block_work(
         parts += _feed_forward(positions, dim, (config.dense_ffn_dim if kind.is_dense else config.ffn_dim) // tp, ops)
     if kind.is_further:
         parts += [elementwise_work(*ops.norm(residual)) for _ in range(3)]
-        parts += [linear_work(positions // tp, 2 * dim, dim), elementwise_work(ops.copies(2 * residual), Work())]
+        parts += [ops.linear(positions // tp, 2 * dim, dim), elementwise_work(ops.copies(2 * residual), Work())]
     return total(parts)
 
 
 def _feed_forward(positions: int, dim: int, hidden: int, ops: Elementwise) -> list[PassWork]:
     return [
-        linear_work(positions, dim, hidden, count=2),
-        linear_work(positions, hidden, dim),
+        ops.linear(positions, dim, hidden, count=2),
+        ops.linear(positions, hidden, dim),
         elementwise_work(*ops.swiglu(positions * hidden)),
         elementwise_work(Work(), ops.sums(positions * dim, 1)),
     ]
@@ -236,10 +275,10 @@ def _latent_projections(config: Any, shape: MicrobatchShape, ops: Elementwise) -
     queries, values = positions * n_heads * config.head_dim, positions * n_heads * config.value_dim
     q_rank, kv_rank = config.q_lora_rank, config.kv_lora_rank
     parts = [
-        linear_work(positions, q_rank or dim, n_heads * config.head_dim),
-        linear_work(own, dim, kv_rank + rotated),
-        linear_work(positions, kv_rank, n_heads * (config.qk_nope_head_dim + config.value_dim)),
-        linear_work(positions, n_heads * config.value_dim, dim),
+        ops.linear(positions, q_rank or dim, n_heads * config.head_dim),
+        ops.linear(own, dim, kv_rank + rotated),
+        ops.linear(positions, kv_rank, n_heads * (config.qk_nope_head_dim + config.value_dim)),
+        ops.linear(positions, n_heads * config.value_dim, dim),
         elementwise_work(*ops.norm(own * kv_rank)),
         elementwise_work(*ops.rotation(positions * (n_heads + 1) * rotated)),
         # queries and keys are put together of their parts, values are padded and cut again
@@ -247,7 +286,7 @@ def _latent_projections(config: Any, shape: MicrobatchShape, ops: Elementwise) -
         elementwise_work(Work(), ops.sums(own * dim, 1)),
     ]
     if q_rank:
-        parts += [linear_work(own, dim, q_rank), elementwise_work(*ops.norm(own * q_rank))]
+        parts += [ops.linear(own, dim, q_rank), elementwise_work(*ops.norm(own * q_rank))]
     return parts
 
 
@@ -262,10 +301,10 @@ def _linear_attention(config: DecoderConfig, shape: MicrobatchShape, ops: Elemen
     rows = max(positions * heads * of_chunk // (4 * CHUNK**2 * key_dim), 1)
     forward, backward = (Attention(rows, CHUNK, key_dim, is_backward) for is_backward in (False, True))
     return [
-        linear_work(positions, dim, keys, count=2),
-        linear_work(positions, dim, values, count=2),
-        linear_work(positions, dim, heads, count=2),
-        linear_work(positions, values, dim),
+        ops.linear(positions, dim, keys, count=2),
+        ops.linear(positions, dim, values, count=2),
+        ops.linear(positions, dim, heads, count=2),
+        ops.linear(positions, values, dim),
         PassWork(Work(attention=(forward,), operations=1), Work(attention=(backward,), operations=1), Work()),
         elementwise_work(
             Work(moved=13 * convolved * wide, operations=15), Work(moved=53 * convolved * wide, operations=70)
@@ -313,8 +352,8 @@ def _experts(config: DecoderConfig, shape: MicrobatchShape, ep: int, ops: Elemen
     rows = choices * dim
     return [
         linear_work(positions, dim, config.n_experts, is_wide=True),
-        linear_work(of_expert, dim, hidden, count=2 * own),
-        linear_work(of_expert, hidden, dim, count=own),
+        ops.linear(of_expert, dim, hidden, count=2 * own, of_experts=True),
+        ops.linear(of_expert, hidden, dim, count=own, of_experts=True),
         elementwise_work(*(_times(part, own) for part in ops.swiglu(of_expert * hidden, clamped=config.clamped))),
         # forward: rows by expert, results in one tensor and by position, weighted and added up
         elementwise_work(

@@ -1,5 +1,6 @@
 """The listed work of blocks and of the loss against operations that real passes dispatch on a CPU; the FLOPs."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 from tests.distributed.reference import small_config
 from titanlite.models.family import LanguageModel, resolve_model
+from titanlite.models.float8 import RECIPES, RecipeName
 from titanlite.models.registry import FAMILIES
+from titanlite.parallel.float8 import Float8Config, apply_float8
 from titanlite.planning.activations import BlockKind, MicrobatchShape
 from titanlite.planning.estimate import estimate
-from titanlite.planning.work import Elementwise, Work, block_work, embedding_work, head_work
+from titanlite.planning.work import Elementwise, Float8Products, Work, block_work, embedding_work, head_work
 
 ROWS, SEQ_LEN, CHUNK = 2, 128, 64
 LENGTH = f"model.max_seq_len={SEQ_LEN}"
@@ -59,10 +62,14 @@ def assert_close(work: Work, trace: Trace, *, moved: float = 0.1) -> None:
 
 @pytest.fixture(params=FAMILIES)
 def built(request: pytest.FixtureRequest) -> tuple[LanguageModel, Any, Any]:
-    """The debug model of each family, its hyper-parameters and plan."""
-    bands = ["model.sliding_window=16"] if request.param in ("mistral", "olmo3", "gemma2", "gemma3", "gpt_oss") else []
-    bands += ["model.n_kv_heads=4"] * (request.param == "deepseek_v3")
-    family_settings = (f"model.family={request.param}", "model.flavor=debug", LENGTH, *bands)
+    return debug_model(request.param)
+
+
+def debug_model(family_name: str, *settings: str) -> tuple[LanguageModel, Any, Any]:
+    """The debug model of a family, its hyper-parameters and plan."""
+    bands = ["model.sliding_window=16"] if family_name in ("mistral", "olmo3", "gemma2", "gemma3", "gpt_oss") else []
+    bands += ["model.n_kv_heads=4"] * (family_name == "deepseek_v3")
+    family_settings = (f"model.family={family_name}", "model.flavor=debug", LENGTH, *bands, *settings)
     config = small_config(1, *family_settings, "training.dtype=float32")
     family, hyper_parameters = resolve_model(config.model)
     torch.manual_seed(0)
@@ -85,14 +92,25 @@ def test_a_block(built: tuple[LanguageModel, Any, Any]) -> None:
         check_block(model.get_submodule(f"layers.{index}"), model.get_submodule("rope")(None), config, plan, kind)
 
 
-def check_block(block: torch.nn.Module, rope: Any, config: Any, plan: Any, kind: BlockKind) -> None:
+@pytest.mark.parametrize(("name", "family"), [("mxfp8", "llama3"), ("rowwise", "qwen3_moe")])
+def test_a_block_with_emulated_float8(name: RecipeName, family: str) -> None:
+    model, config, plan = debug_model(family, "model.n_kv_heads=4", "model.ffn_dim=64")
+    apply_float8(model, plan, Float8Config(recipe=name), None)
+    float8 = Float8Products(on_device=False, of_tokens=RECIPES[name].of_tokens)
+    (kind,) = set(shape_of().kinds(config))
+    check_block(model.get_submodule("layers.0"), model.get_submodule("rope")(None), config, plan, kind, float8)
+
+
+def check_block(
+    block: torch.nn.Module, rope: Any, config: Any, plan: Any, kind: BlockKind, float8: Float8Products | None = None
+) -> None:
     x = torch.randn(ROWS, SEQ_LEN, config.dim, requires_grad=True)
     with Trace() as forward:
         y = block(x, rope, None)
     gradient = torch.randn_like(y)
     with Trace() as backward:
         y.backward(gradient)
-    work = block_work(config, plan, shape_of(), 1, OPS, kind)
+    work = block_work(config, plan, shape_of(), 1, replace(OPS, float8=float8), kind)
     assert_close(work.forward, forward)
     assert_close(work.input_gradient + work.weight_gradient, backward)
 

@@ -145,6 +145,7 @@ def prepare(options: Options, given: JobConfig) -> tuple[JobConfig, list[Layout]
         require_estimate(config, "--shrink", True, remedy)
         if config.float8.recipe in ("mxfp8", "blockwise"):
             rule = f"not with float8.recipe = {config.float8.recipe!r}, whose blocks are larger than a shrunk model"
+            remedy = "leave it out, and lower model.n_layers, training.seq_len and training.global_batch_size"
             raise_problems([Problem("--shrink", True, rule, f'{remedy}, or float8.recipe = "rowwise"')])
         small = shrink_config(config, ranks)
         print(f"shrunk: {describe_shrinking(config, small)}", flush=True)

@@ -10,9 +10,10 @@ from titanlite.config.stages import batch_stages, stage_configs, stage_lines
 from titanlite.data.steps import tokens_until
 from titanlite.models.decoder import describe_size, flops_per_token
 from titanlite.planning.estimate import Estimate, RankPlan, estimate
+from titanlite.planning.float8 import float8_products
 from titanlite.planning.hardware.machine import Profile
 from titanlite.planning.memory_check import remedies
-from titanlite.planning.step_time import UNCERTAINTY, StepTime
+from titanlite.planning.step_time import UNCERTAINTY, StepTime, has_float8_rates
 from titanlite.runtime.memory import GIB, USABLE
 from titanlite.runtime.text import aligned, counted
 
@@ -53,10 +54,11 @@ def report(config: JobConfig, plan: Estimate, device_memory_gib: float) -> str:
         f"each data rank has {counted(plan.microbatches, 'microbatch')} of {counted(plan.rows, 'sequence')}"
         + (f"; {plan.filler_share:.1%} of the rows are filler" if plan.filler_share else ""),
     ]
-    if config.float8.recipe != "none":
-        lines.append(
-            "Float8: memory and times are predicted without it; the emulation has more temporary tensors, in float32"
-        )
+    products = float8_products(config, plan.ranks[0].shape.device_type)
+    if products is not None:
+        on_device = "by the matrix unit of GPUs from compute capability 9.0 on, those of experts emulated"
+        how = on_device if products.on_device else "emulated"
+        lines.append(f"Float8: {config.float8.recipe}, products {how}; activations include rounded operands")
     if section.pp > 1:
         steps = "" if plan.schedule_steps == 1 else f" in {plan.schedule_steps} runs of the schedule"
         lines.append(f"Pipeline: {section.pp_schedule}{steps}, bubble {plan.bubble:.1%} of the time")
@@ -178,6 +180,10 @@ def describe_time(
             likely.append(f"Uncertain: {text}")
         if has_experts:
             likely.append("Uncertain: few runs with experts are published, and they are faster")
+    products = float8_products(config, profile.device)
+    if products is not None and products.on_device and not has_float8_rates(profile):
+        rate_of = config.training.mixed_precision_param
+        likely.append(f"Uncertain: the profile has no rates of float8; products are predicted at those of {rate_of}")
     lines = [
         f"Predicted step: {time.total:.3g} s on {profile.name}",
         f"Throughput: {rate:,.0f} tokens/s per rank, {rate * ranks:,.0f} in all"
