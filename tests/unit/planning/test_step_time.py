@@ -82,6 +82,20 @@ def test_recomputation_takes_the_planned_flops() -> None:
     assert half.parts["recomputation"] == pytest.approx(found.parts["recomputation"] / 2)
 
 
+def test_float8_products_have_the_rate_of_their_unit() -> None:
+    plain, matmul = predicted(1).parts["products"], profile().matmul
+    rate = {name: replace(matmul["float32"], values=(factor * RATE,)) for name, factor in (("slow", 0.1), ("fast", 2))}
+    machine = profile(matmul={**matmul, "float32": rate["slow"]})
+    fast = profile(matmul={**matmul, "float8_e4m3fn": rate["fast"]})
+    rowwise, mxfp8 = "float8.recipe=rowwise", "float8.recipe=mxfp8"
+    assert predicted(1, rowwise, on=machine).parts["products"] == pytest.approx(plain)  # at the rate of bfloat16
+    assert predicted(1, rowwise, on=fast).parts["products"] == pytest.approx(plain * (2 / 2 + 1) / 3)
+    assert predicted(1, mxfp8, on=machine).parts["products"] == pytest.approx(10 * plain)
+    assert predicted(1, rowwise, "float8.product=emulated", on=machine).parts["products"] == pytest.approx(
+        plain * (2 * 10 + 1) / 3
+    )
+
+
 def test_qk_clip_computes_scores_once_more() -> None:
     settings = ("activation_checkpoint.mode=full", "training.local_batch_size=16", "training.seq_len=4096")
     without, found = (predicted(1, *settings, f"optimizer.qk_clip={clip}") for clip in (0, 100))

@@ -160,10 +160,12 @@ def test_what_published_runs_do_not_tell_is_said(capsys: pytest.CaptureFixture[s
     main(
         [
             *("qwen3_0_6b", "--world-size", "8", "--training.seq_len", "1024", "--training.global_batch_size", "8"),
-            *("--hardware", "h100"),
+            *("--hardware", "h100", "--float8.recipe", "rowwise"),
         ]
     )
     output = capsys.readouterr().out
+    assert "Float8: rowwise, products by the matrix unit of GPUs from compute capability 9.0 on" in output
+    assert "Uncertain: the profile has no rates of float8; products are predicted at those of bfloat16" in output
     assert "Uncertain: below 4,096 tokens per rank and step" in output
     least, rate, most = interval(output)
     assert (least / rate, most / rate) == pytest.approx((1 / SLOWER, 1 / (1 - UNCERTAINTY)), rel=1e-3)
