@@ -79,6 +79,7 @@ KEPT_LAYOUTS = {
     "ep 2, experts": (2, [*EXPERTS, "parallelism.ep=2", "parallelism.fsdp_reshard_after_forward=never"]),
     "tp 2, olmoe": (2, [*OLMOE, "parallelism.tp=2"]),
     "tp 2, deepseek_v3": (2, [*DEEPSEEK_V3, "parallelism.tp=2"]),
+    "1 process, float8": (1, ["float8.recipe=mxfp8"]),
     "cp 2": (2, ["parallelism.cp=2", "parallelism.fsdp_reshard_after_forward=never"]),
     "cp 2, gather": (2, ["parallelism.cp=2", *GATHER, "parallelism.fsdp_reshard_after_forward=never"]),
 }
@@ -215,6 +216,7 @@ def planned_kept(world_size: int, settings: list[str]) -> int:
         *(ROWS, SEQ_LEN, config.parallelism.cp, config.parallelism.tp, size, 4, CHUNK_TOKENS["cpu"], sharded, False),
         mask="scores" if gathers_keys else None,
         gathers_keys=gathers_keys,
+        emulates_float8=config.float8.recipe != "none",
     )
     activations = activation_bytes(hyper_parameters, family.structure(hyper_parameters), shape)
     casts = DTYPES[config.training.dtype].itemsize != size
@@ -297,7 +299,10 @@ def peak_errors(layout: str, dtype: str) -> dict[str, list[float]]:
             pytest.param(f"1 process, {name}", "float32", marks=pytest.mark.soak)
             for name in ("mistral", "olmo3", "gpt_oss", "qwen3_5", "further tokens")
         ),
-        *(pytest.param(f"1 process, {name}", "bfloat16", marks=pytest.mark.soak) for name in ("qwen3", "gemma2")),
+        *(
+            pytest.param(f"1 process, {name}", "bfloat16", marks=pytest.mark.soak)
+            for name in ("qwen3", "gemma2", "float8")
+        ),
         *(pytest.param("1 process, experts", dtype, marks=pytest.mark.soak) for dtype in ("float32", "bfloat16")),
     ],
 )

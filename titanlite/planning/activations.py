@@ -32,6 +32,7 @@ class MicrobatchShape:
     pipeline. mask: the form of the mask; None: causal. gathers_keys: whether each of the cp ranks attends to gathered
     keys and values, instead of exchanging positions for heads. extra_logits: of a registered loss, see
     models/losses.py; None for the cross-entropy. rounded_bytes: of operands in float8, in the backward pass of a layer.
+    emulates_float8: whether products of blocks have results in the wide dtype, before a cast.
     """
 
     rows: int
@@ -47,6 +48,7 @@ class MicrobatchShape:
     gathers_keys: bool = False
     extra_logits: float | None = None
     rounded_bytes: int = 0
+    emulates_float8: bool = False
 
     @property
     def positions(self) -> int:
@@ -198,12 +200,15 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
     }
     always_kept = heads + int(attended * wider) + logsumexp
     router = positions * config.n_experts * wide if has_experts else 0
+    # that "op" keeps of products, beyond their results in the compute dtype
+    before_cast = wide / size - 1 if shape.emulates_float8 else 0.0
     return ActivationBytes(
         blocks=tuple(by_kind[kind] for kind in kinds),
         blocks_by_op=tuple(
             residual
             + (linear_by_op if kind.is_linear else always_kept)
             + (2 * dense + dense_outputs if kind.is_dense else 2 * sparse + sparse_outputs + router)
+            + int(before_cast * (heads + 2 * (dense if kind.is_dense else sparse) + n_outputs * gathered))
             for kind in kinds
         ),
         block_input=residual,

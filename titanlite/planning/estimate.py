@@ -211,7 +211,7 @@ def _activations(config: JobConfig, shape: StepShape, device_type: str) -> Activ
     products = float8_products(config, device_type)
     if products is not None:
         rounded = rounded_bytes(config.float8, full_model(config.model), plan, microbatch, products)
-        microbatch = replace(microbatch, rounded_bytes=rounded)
+        microbatch = replace(microbatch, rounded_bytes=rounded, emulates_float8=not products.on_device)
     return _activation_bytes(plan, microbatch)
 
 
