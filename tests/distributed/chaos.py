@@ -244,11 +244,12 @@ STOPPED = {
     "SIGINT to a rank": signaled(signal.SIGINT, torchrun=False),
 }
 DAMAGED = {"a flipped bit": damaged(flip), "a deleted manifest": damaged(delete_manifest)}
+FULL_DISK = "a full disk"
 REPLICA = "a drifted replica"
 FAULTS: dict[str, Fault] = {
     "a killed rank": kill_a_rank,
     "a killed torchrun": kill_torchrun,
-    "a full disk": fill_disk,
+    FULL_DISK: fill_disk,
     "half a save": leave_half_a_save,
     "a stopped rank": stop_a_rank,
     "a second job": start_a_second_job,

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tests.distributed.chaos import FAULTS, REPLICA, Chaos, Mesh, assert_resumed_each_time, survive
+from tests.distributed.chaos import FAULTS, FULL_DISK, REPLICA, Chaos, Mesh, assert_resumed_each_time, survive
 from tests.distributed.program import Starter
 from tests.distributed.recovered import Undisturbed, assert_audited, assert_matches_undisturbed, start_saving
 from tests.distributed.resuming import numbers
@@ -14,19 +14,11 @@ from titanlite.checkpoint.folder import step_folder
 from titanlite.checkpoint.manifest import read_manifest
 
 TWO_RANKS = (Mesh(2, ()),)
-MESHES = (
-    Mesh(2, ("--parallelism.dp_shard", "2")),
-    Mesh(1, ()),
-    Mesh(2, ("--parallelism.tp", "2")),
-    Mesh(2, ("--parallelism.dp_replicate", "2")),
-    Mesh(2, ("--parallelism.pp", "2")),
-    Mesh(2, ("--parallelism.cp", "2")),
-)
 BITS = (
     *("--training.bit_equal", "true", "--training.dtype", "float32", "--training.local_batch_size", "2"),
     *("--parallelism.pp_microbatch_size", "2"),
 )
-ON_ANY_MESH = tuple(
+MESHES = tuple(
     Mesh(ranks, (*BITS, *(f"--parallelism.{setting}" for setting in settings.split())))
     for ranks, settings in (
         (2, "dp_shard=2"),
@@ -38,7 +30,7 @@ ON_ANY_MESH = tuple(
         (3, "dp_replicate=3 dp_shard=1 gradient_sync=last"),
     )
 )
-SHORT = ["a killed rank", "SIGUSR1 to a rank", "a full disk", "a flipped bit"]
+SHORT = ["a killed rank", "SIGUSR1 to a rank", FULL_DISK, "a flipped bit"]
 KILLS = ["a killed rank"] * 20 + ["a killed torchrun"] * 10
 EACH_TWICE = [*FAULTS, *FAULTS]
 LONG = pytest.mark.timeout(7200)
@@ -64,29 +56,15 @@ def test_run_with_faults_matches_the_undisturbed_run_bit_for_bit(
     assert_matches_undisturbed(tmp_path / "out", steps, undisturbed(steps))
 
 
-@pytest.mark.timeout(7200)
-def test_run_with_faults_on_changing_meshes_has_the_same_losses(
-    tmp_path: Path, start: Starter, undisturbed: Undisturbed
-) -> None:
-    random = Random(5)
-    chaos = Chaos(start, tmp_path, 300, random, MESHES)
-    names = [name for name in EACH_TWICE if name != REPLICA]  # one rank and a pipeline have no replicas
-    survive(chaos, random.sample(names, len(names)))
-    assert_resumed_each_time(chaos)
-    found, expected = numbers(tmp_path / "out"), numbers(undisturbed(300))[:300]
-    assert [row["step"] for row in found] == [row["step"] for row in expected] == list(range(1, 301))
-    assert [row["lr"] for row in found] == [row["lr"] for row in expected]
-    for row, expected_row in zip(found, expected, strict=True):
-        assert row["loss"] == pytest.approx(expected_row["loss"], rel=1e-12, abs=0), row["step"]
-
-
-@pytest.mark.timeout(1800)
-def test_bit_equal_runs_keep_their_bits_through_kills_and_changes_of_the_mesh(tmp_path: Path, start: Starter) -> None:
-    steps, folder = 60, tmp_path / "alone"
+@LONG
+def test_bit_equal_run_with_faults_on_changing_meshes_keeps_its_bits(tmp_path: Path, start: Starter) -> None:
+    steps, folder = 300, tmp_path / "alone"
     folder.mkdir()
     alone = start_saving(start, folder, *BITS, "--training.steps", str(steps), ranks=1)
-    chaos = Chaos(start, tmp_path, steps, Random(6), ON_ANY_MESH)
-    survive(chaos, ["a killed torchrun", "a killed rank", "a killed torchrun"] * 3 + ["a killed torchrun"])
+    random = Random(5)
+    chaos = Chaos(start, tmp_path, steps, random, MESHES)
+    names = [name for name in EACH_TWICE if name not in (REPLICA, FULL_DISK)]  # not on each mesh: shards may be small
+    survive(chaos, random.sample(names, len(names)))
     assert_resumed_each_time(chaos)
     assert alone.wait() == 0, alone.output
     found, expected = (
