@@ -454,7 +454,7 @@ def test_below_float64_products_have_the_float8_operands_of_the_reference(
             assert each["first_difference"].startswith("step 1, float8, layers.0.attention.wo: x of output: ")
         else:
             assert each["first_difference"] is None
-    assert "those of the reference computed" in capsys.readouterr().out
+    assert "the operands of the reference computed" in capsys.readouterr().out
 
 
 @pytest.mark.soak

@@ -128,14 +128,14 @@ def routing_lines(results: Sequence[Result]) -> Iterator[str]:
 
 
 def operand_lines(results: Sequence[Result]) -> Iterator[str]:
-    """The share of the operands of float8 that are other numbers than in the reference; nothing without float8."""
+    """The largest share of an operand of float8 that differs from the reference; nothing without float8."""
     shares = [(str(result.layout), result.verdict.flipped_operands) for result in results]
     known = [(share, layout) for layout, share in shares if share is not None]
     if known:
         share, layout = max(known)
         yield (
-            f"operands of float8: at most {share:.1e} of one is other numbers than in the reference ({layout}), "
-            f"{known[0][0]:.1e} on one process; those of the reference computed"
+            f"operands of float8: at most {share:.1e} of the elements of one differ from the reference ({layout}), "
+            f"{known[0][0]:.1e} on one process; the operands of the reference computed"
         )
 
 
