@@ -146,6 +146,25 @@ def test_without_bit_equal_differences_are_set_against_rounding(tmp_path: Path) 
     assert re.match(line.format("4:", "layers.1.attention.wo.weight"), second.differences[0])
 
 
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "AdamW": {},
+    "AdamW, lr 0.03": {"optimizer.lr": 0.03},
+    "Muon": {"optimizer.name": "Muon"},
+    "bfloat16": {"training.mixed_precision_param": "bfloat16"},
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_intervals_without_a_mistake_are_within_rounding(name: str, tmp_path: Path) -> None:
+    """The intervals of 8 steps, with two other sizes of microbatches. For docs/reproducing.md."""
+    settings = {"training.bit_equal": False, "training.steps": 24, "checkpoint.interval": 8, **CONFIGURATIONS[name]}
+    run = trained(tmp_path / "run", **settings)
+    for rows in ("2", "8"):
+        audit.main([str(run), "--intervals", "0", "--out", str(run / rows), "--training.local_batch_size", rows])
+        assert [each.verdict for each in read_results(run / rows)] == ["within"] * 3
+
+
 def test_another_device_may_round_differently_with_bit_equal(run: Path) -> None:
     """Repeats resume without training.bit_equal."""
     checkpoint = run / "checkpoint" / "step-4"
