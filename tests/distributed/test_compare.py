@@ -22,6 +22,7 @@ from tests.distributed.program import CONFIG, TRAIN, Starter
 from titanlite.config.files import CONFIG_FILE
 from titanlite.config.load import check_and_resolve, parse
 from titanlite.config.schema import JobConfig
+from titanlite.models.family import parameters_of
 from titanlite.models.head import CrossEntropy
 from titanlite.parallel.mesh import AXES
 from titanlite.tools.compare.envelope import FACTOR, Compared, compare, first_outside
@@ -129,7 +130,7 @@ def scaled_setting(key: str) -> Plant:
 
 def scaled_gradient(config: JobConfig, size: float) -> tuple[JobConfig, AbstractContextManager[None]]:
     def change(trainer: Trainer) -> None:
-        weight = trainer.model_parts[0].get_parameter("layers.0.attention.wq.weight")
+        weight = parameters_of(trainer.model_parts)["layers.0.attention.wq.weight"]
         weight.register_hook(lambda gradient: gradient * (1 + size))
 
     return config, changed(change)()
@@ -184,5 +185,6 @@ def test_mistakes_near_rounding_are_outside_from_a_size_on(name: str, tmp_path: 
                 break
         print(f"| {mistake} | {name} | {smallest[30]} | {smallest[steps]} |", flush=True)
         found[mistake] = smallest[steps]
-    missed = {mistake for mistake in found if found[mistake] == "none"}
-    assert missed == (set() if name == "AdamW" else {"weight decay"})
+    seen = {mistake for mistake in found if found[mistake] != "none"}
+    assert seen >= {"learning rate", "weight of a token in a microbatch"}
+    assert seen == {*NEAR_ROUNDING} or name == "bfloat16"
