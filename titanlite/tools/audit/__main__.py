@@ -199,7 +199,8 @@ def _announce(intervals: Sequence[Interval], folder: Path, options: Options) -> 
     if starts and isinstance(seconds := row.get("step_time_s"), float):  # the file may have been edited
         ranks = math.prod(starts[-1].mesh.values())
         seconds = seconds * steps * ranks / processes + len(intervals) * row.get("time_s/start", 0.0)
-        time = f", about {duration(seconds)} on devices like those of the run"
+        imports = f"and the imports of {counted(len(intervals), 'training')}"
+        time = f", about {duration(seconds)} {imports} on devices like those of the run"
     what = f"{counted(steps, 'step')} on {counted(processes, 'process')}{time}"
     print(f"Computes {what}; writes {size / 2**20:,.0f} MiB", flush=True)
     if rounded and repeats:

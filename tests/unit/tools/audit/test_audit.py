@@ -165,6 +165,7 @@ def test_intervals_without_a_mistake_are_within_rounding(name: str, tmp_path: Pa
         assert [each.verdict for each in read_results(run / rows)] == ["within"] * 3
 
 
+@pytest.mark.soak
 def test_another_device_may_round_differently_with_bit_equal(run: Path) -> None:
     """Repeats resume without training.bit_equal."""
     checkpoint = run / "checkpoint" / "step-4"
