@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 import titanlite
 from tests.distributed.program import CONFIG
+from tests.distributed.reference import TOKENS
 from tests.unit.tools.audit.test_audit import Here
 from titanlite.models import layers
 from titanlite.runtime.errors import UserError
@@ -65,8 +67,10 @@ def test_other_rows_are_within_and_a_mistake_is_outside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = trained(tmp_path / "a"), trained(tmp_path / "b", **{"training.local_batch_size": 3})
-    out = tmp_path / "out"
-    command.main([a, b, "--out", str(out), "--repeats", "3"])
+    out, moved = tmp_path / "out", shutil.copy(TOKENS, tmp_path / "moved.npy")
+    options = ["--out", str(out), "--repeats", "3", "--data.sources.0.path", str(moved)]
+    command.main([a, b, *options])
+    assert all(str(moved) in file.read_text() for file in out.glob("*.toml"))
     within = r"\nWithin: up to step 3, .* rounding explains: the last loss by \S+ of 1.9e-06\.\n"
     assert re.search(within, capsys.readouterr().out)
     result = json.loads((out / command.COMPARE_FILE).read_text())
@@ -78,11 +82,11 @@ def test_other_rows_are_within_and_a_mistake_is_outside(
         planted.setattr(layers, "rms_norm", lambda x, weight, eps: right(x, weight, 2 * eps))
         wrong = trained(tmp_path / "wrong")
     monkeypatch.delattr(command, "start_run")  # the repeats are finished
-    command.main([a, a, "--out", str(out), "--repeats", "3", "--steps", "2"])
+    command.main([a, a, *options, "--steps", "2"])
     equal = "\nEqual: up to step 2, A and B have the same bits in all numbers that are compared.\n"
     assert equal in capsys.readouterr().out
     with pytest.raises(SystemExit) as end:
-        command.main([a, wrong, "--out", str(out), "--repeats", "3"])
+        command.main([a, wrong, *options])
     assert end.value.code == 1
     shown = capsys.readouterr().out
     assert "Trains 0 of 3 repeats" in shown
