@@ -355,6 +355,9 @@ def test_bits_are_compared_with_the_first_layout_of_the_same_shapes(
     assert alone == "not compared, since no other layout has the same degrees of tp, cp and ep: 1x1x1x2"
     assert [each["difference"] for each in json.loads(Path("out.json").read_text())["layouts"]] == [""] * 4
 
+    with pytest.raises(UserError, match="nothing to compare: no two layouts, one process among them, have the same"):
+        command.main([str(config_file), *exact, "1x1x1x2"])
+
     monkeypatch.setattr(bits, "measure_bits", bits_without_rounding)
     with pytest.raises(SystemExit) as ended:
         command.main([str(config_file), *exact, "1x1x2x1"])

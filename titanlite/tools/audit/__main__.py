@@ -27,7 +27,7 @@ from titanlite.runtime.errors import Rules, UsageError, UserError, raise_problem
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted, duration
 from titanlite.storage.address import Place, is_address, place
-from titanlite.tools.audit.compare import Side, differences
+from titanlite.tools.audit.compare import Side, differences, unlogged
 from titanlite.tools.audit.computer import changes, computer_of, this_computer
 from titanlite.tools.audit.intervals import (
     CHECKPOINTS,
@@ -227,7 +227,7 @@ def _compare(interval: Interval, run: Path, out: Path, code: int, options: Optio
         lines = [*dict.fromkeys([line, *lines])] if verdict == "differs" else [line]
     if verdict == "differs":
         lines += _explanations(interval)
-    notes = tuple(changes(before, after))
+    notes = (*changes(before, after), *unlogged(*sides, steps))
     return Result(steps[0], steps[-1], verdict, notes, tuple(lines), before, after, command, _now())
 
 

@@ -103,6 +103,15 @@ def _of_rows(run: Path, again: Path, steps: range, rounds: bool) -> First | None
     return None
 
 
+def unlogged(run: Side, again: Side, steps: range) -> Iterator[str]:
+    """Name the logged rows that only the recomputation has."""
+    rows = sorted(_logged(again.folder, steps).keys() - _logged(run.folder, steps).keys())
+    if rows:
+        shown = ", ".join(f"{step}{' (validation)' if is_of_validation else ''}" for step, is_of_validation in rows[:3])
+        more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
+        yield f"{METRICS_FILE} of the run has no row of step {shown}{more}: not compared"
+
+
 def _logged(folder: Path, steps: range) -> dict[tuple[int, bool], dict[str, Any]]:
     """The computed numbers of each row in these steps."""
     return {

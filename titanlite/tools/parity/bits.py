@@ -16,11 +16,12 @@ from titanlite.config.schema import JobConfig
 from titanlite.parallel.digest import weights_digest
 from titanlite.parallel.mesh import AXES, Mesh
 from titanlite.parallel.microbatches import rows_together
+from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import REDISTRIBUTION
 from titanlite.runtime.text import aligned
 from titanlite.runtime.torch_internals import reset_compiler
 from titanlite.tools.parity.compare import combined_hash, measured_layouts
-from titanlite.tools.parity.layouts import Layout, config_of
+from titanlite.tools.parity.layouts import ONE_PROCESS, Layout, config_of
 from titanlite.tools.parity.measure import CPU, connected_mesh, full_tensor, hash_of, mask_and_hash, record_status
 from titanlite.trainer import Trainer
 
@@ -114,7 +115,14 @@ def _state(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
 
 
 def compare_bits(config: JobConfig, layouts: Sequence[Layout], steps: int, folder: str) -> list[BitsResult]:
-    """Compare each layout with the first one of its degrees of tp, cp and ep. Raises UserError if one process fails."""
+    """Compare each layout with the first one of its degrees of tp, cp and ep. Raises UserError if no two have the same
+    degrees, or one process fails."""
+    trained = {ONE_PROCESS, *layouts}
+    if len({_shapes(layout) for layout in trained}) == len(trained):
+        raise UserError(
+            "nothing to compare: no two layouts, one process among them, have the same degrees of tp, cp and ep: name "
+            "another one with --layouts"
+        )
     results: list[BitsResult] = []
     firsts: dict[Shapes, tuple[Layout, Bits]] = {}
     for layout, ranks in measured_layouts(measure_bits, config, layouts, steps, folder):

@@ -236,6 +236,12 @@ def test_a_changed_row_of_the_metrics_is_named(run: Path) -> None:
     assert found[0].startswith("steps 1 to 2: NOT reproduced\n  step 2: validation/loss was 0.5, recomputed ")
     assert found[1].startswith("steps 3 to 4: NOT reproduced\n  step 3: grad_norm was 0.5, recomputed ")
     assert [len(each.splitlines()) for each in found] == [2, 2]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows if row["step"] not in (2, 3)))
+    audit.main([str(run), "--intervals", "0", "--results"])
+    assert [each.notes for each in read_results(run / "audit")] == [
+        ("metrics.jsonl of the run has no row of step 2, 2 (validation): not compared",),
+        ("metrics.jsonl of the run has no row of step 3: not compared",),
+    ]
 
 
 def test_a_checkpoint_of_another_run_or_another_step_is_named(run: Path, tmp_path: Path) -> None:
