@@ -85,9 +85,8 @@ def test_candidates_and_probabilities_are_the_same(temperature: float) -> None:
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
 def test_greedy_tokens_with_linear_attention_are_the_same(name: str) -> None:
     """Each prompt alone, and of titanlite also as one batch."""
-    family, config = CASES[name]
-    model = perturbed_model(FAMILIES[family], replace(config, max_seq_len=96))
-    other = transformers_model(FAMILIES[family], model.config, model, eos_token_id=None).eval()
+    model = perturbed_model(FAMILIES[name], replace(CASES[name], max_seq_len=96))
+    other = transformers_model(FAMILIES[name], model.config, model, eos_token_id=None).eval()
     found = [greedy_titanlite(model, [prompt], [])[0] for prompt in PROMPTS[:2]]
     assert found == [greedy_transformers(other, [prompt], [])[0] for prompt in PROMPTS[:2]]
     assert all(len(set(tokens)) > 5 for tokens in found), "too monotonous to reveal an error"
