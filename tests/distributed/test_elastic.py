@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 SETTINGS = (
     *("--checkpoint.enable", "true", "--checkpoint.interval", "10", "--data.ledger", "true"),
     *("--training.bit_equal", "true", "--training.dtype", "float32", "--data.num_streams", "10"),
-    *("--training.local_batch_size", "2", "--optimizer.lr", "1e-3"),
+    *("--training.local_batch_size", "2", "--parallelism.pp_microbatch_size", "2", "--optimizer.lr", "1e-3"),
 )
 STAGES = (
     *("--training.stages.0.from_step", "3", "--training.stages.0.global_batch_size", "24"),
