@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.measuring import Row, ratios, report
-from titanlite.models.float8 import RECIPES, Float8, float8_linear
+from titanlite.models.float8 import RECIPES, Float8
+from titanlite.models.linear import multiplied
 from titanlite.parallel.float8 import Float8Config, multiplies_on_device
 from titanlite.planning.hardware.calibration import Clock
 
@@ -30,7 +31,7 @@ def layers(weight: nn.Parameter) -> dict[str, Layer]:
         on_device = multiplies_on_device(Float8Config(recipe=recipe), weight.device.type, weight.dtype)
         settings = Float8(blocks, "ceil", on_device=on_device)
         name = f"{recipe}, {'matrix unit' if on_device else 'emulated'}"
-        found[name] = partial(float8_linear, weight=weight, settings=settings)
+        found[name] = partial(multiplied, weight=weight, products=settings)
     if find_spec("torchao") is not None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
 

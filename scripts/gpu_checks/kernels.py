@@ -15,9 +15,10 @@ from titanlite.models.attention import attend, attention_mask, document_argument
 from titanlite.models.experts import clamped_swiglu, grouped_feed_forward, swiglu
 from titanlite.models.experts import feed_forward as expert_loop
 from titanlite.models.family import Structure
-from titanlite.models.float8 import RECIPES, Float8, RecipeName, float8_linear
+from titanlite.models.float8 import RECIPES, Float8, RecipeName
 from titanlite.models.head import LossComputation, OutputLayer
 from titanlite.models.layers import FeedForward, RMSNorm, RotaryEmbedding
+from titanlite.models.linear import multiplied
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.registry import build_optimizer
 from titanlite.parallel.float8 import Float8Config, multiplies_on_device
@@ -127,9 +128,9 @@ def kernels(setup: Setup) -> dict[str, Kernel]:
     def float8(recipe: RecipeName) -> Kernel:
         def run(x: Tensor, weight: Tensor) -> Tensor:
             on_device = multiplies_on_device(Float8Config(recipe=recipe), device.type, x.dtype)
-            return float8_linear(x, weight, settings=Float8(RECIPES[recipe], "ceil", on_device=on_device))
+            return multiplied(x, weight, products=Float8(RECIPES[recipe], "ceil", on_device=on_device))
 
-        emulated = partial(float8_linear, settings=Float8(RECIPES[recipe], "ceil"))
+        emulated = partial(multiplied, products=Float8(RECIPES[recipe], "ceil"))
         sizes = ((128, 128), (128, 128)) if setup.tiny else ((rows, dim), (wide, dim))  # multiples of all blocks
         return Kernel(run, emulated, sizes, 2)
 

@@ -55,8 +55,8 @@ from titanlite.metrics.records import Record
 from titanlite.models.head import OutputLayer
 from titanlite.parallel.clip import GradNorm, clip_grad_norm_
 from titanlite.ranks.failure import FailureReport, end_process
-from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.torch_internals import local_part
 from titanlite.tools import evaluate
 from titanlite.trainer import Trainer
 

@@ -19,7 +19,7 @@ from titanlite.checkpoint.start import RunFacts, StartFinder
 from titanlite.checkpoint.state import STREAMS
 from titanlite.metrics.meter import MeterState
 from titanlite.ranks.signals import StopRequest
-from titanlite.runtime.dtensors import local_part
+from titanlite.runtime.torch_internals import local_part
 
 SHAPES = {"model/weight": (7, 3), "model/norm": (5,), "optimizer/weight/exp_avg": (7, 3), "optimizer/weight/step": ()}
 SHARDED = ("model/weight", "optimizer/weight/exp_avg")

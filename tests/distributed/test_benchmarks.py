@@ -16,8 +16,8 @@ from tests.pool import run_ranks as run_pooled_ranks
 from titanlite.assembly.model import full_parameters
 from titanlite.planning.estimate import estimate
 from titanlite.ranks.launch import run_ranks
-from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UsageError
+from titanlite.runtime.torch_internals import local_part
 
 TINY = ("model.n_layers=2", "model.dim=32", "model.n_heads=2", "model.n_kv_heads=2", "model.ffn_dim=64")
 TINY += ("model.vocab_size=512", "model.max_seq_len=1024")

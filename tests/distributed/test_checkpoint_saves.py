@@ -23,7 +23,7 @@ from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, FileRecord, Man
 from titanlite.checkpoint.saver import Saver
 from titanlite.checkpoint.state import STREAMS
 from titanlite.ranks.failure import FailureReport
-from titanlite.runtime.dtensors import local_part
+from titanlite.runtime.torch_internals import local_part
 from titanlite.train import stoppable
 
 # Power loss: a published checkpoint is always complete on the disk

@@ -21,7 +21,7 @@ from titanlite.batch import Batch
 from titanlite.metrics.experts import ExpertLoads
 from titanlite.models.experts import MixtureOfExperts, end_step
 from titanlite.parallel.mesh import Mesh
-from titanlite.runtime.dtensors import local_part
+from titanlite.runtime.torch_internals import local_part
 from titanlite.trainer import Trainer
 
 N_EXPERTS, N_ACTIVE = 6, 2

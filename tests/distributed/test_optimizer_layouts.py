@@ -48,7 +48,7 @@ from titanlite.optim.muon import POLAR_EXPRESS, Muon, scale_rows_
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.owners import Matrix, Owners
 from titanlite.optim.qk_clip import QKClip, attentions_of
-from titanlite.runtime.dtensors import local_part
+from titanlite.runtime.torch_internals import local_part
 from titanlite.trainer import Trainer
 
 STEPS = 3

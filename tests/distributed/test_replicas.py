@@ -10,7 +10,7 @@ from tests.distributed.layouts import TIED
 from tests.distributed.reference import global_batch, small_config
 from tests.pool import run_ranks
 from titanlite.faults.replicas import Replicas, ReplicasError, digest
-from titanlite.runtime.dtensors import local_part
+from titanlite.runtime.torch_internals import local_part
 
 Flip = tuple[str, tuple[int, ...]]
 """A tensor, and the ranks that flip the last bit of its last element."""

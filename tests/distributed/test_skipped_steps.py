@@ -17,8 +17,8 @@ from tests.pool import run_ranks
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.checkpoint.folder import published_steps
 from titanlite.models.head import OutputLayer
-from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.torch_internals import local_part
 from titanlite.train import train
 
 GLOBAL_BATCH = 8

@@ -22,11 +22,11 @@ from titanlite.checkpoint.manifest import FileRecord, Manifest, write_manifest, 
 from titanlite.checkpoint.state import HostCopy, first_not_finite
 from titanlite.checkpoint.storage import first_failure, save_tensors
 from titanlite.ranks.agreement import RanksError, describe_failure, run_on_all_ranks, run_on_rank_0
-from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.durability import replace_file, sync_path
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 from titanlite.runtime.text import counted
+from titanlite.runtime.torch_internals import local_part
 from titanlite.runtime.waiting import waiting
 from titanlite.storage.address import Address, Place
 

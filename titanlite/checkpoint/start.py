@@ -41,10 +41,10 @@ from titanlite.hf.folder import ModelFolder
 from titanlite.hf.generation_defaults import GENERATION_FILE, read_generation_defaults
 from titanlite.metrics.meter import Meter, MeterState
 from titanlite.ranks.agreement import RanksError, run_on_all_ranks, run_on_rank_0, warn_on_rank_0
-from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.json_files import JsonError
 from titanlite.runtime.logging import log
+from titanlite.runtime.torch_internals import local_part
 from titanlite.storage.address import Address, Place, place
 
 

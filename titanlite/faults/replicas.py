@@ -13,7 +13,7 @@ from titanlite.optim.optimizer import NO_AVERAGE, GatedOptimizer, WeightAverage
 from titanlite.parallel.mesh import EXPERT_AXES, PARAMETER_AXES, Mesh
 from titanlite.parallel.pipeline import exchanged, holders_in
 from titanlite.ranks.agreement import RanksError, run_on_all_ranks
-from titanlite.runtime.dtensors import is_dtensor, local_part
+from titanlite.runtime.torch_internals import is_dtensor, local_part
 
 DIGEST_BITS = 62
 """Bits of a digest: its negative is an int64, too."""

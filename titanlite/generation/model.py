@@ -11,8 +11,8 @@ from torch import Tensor
 from titanlite.models.family import Family, LanguageModel, saved_tensors
 from titanlite.models.layers import adopt_rotary_
 from titanlite.parallel.mesh import Mesh
-from titanlite.runtime.dtensors import is_dtensor
 from titanlite.runtime.logging import REDISTRIBUTION
+from titanlite.runtime.torch_internals import is_dtensor
 
 
 def empty_model(family: Family, hyper_parameters: Any, device: torch.device, dtype: torch.dtype) -> LanguageModel:

@@ -7,12 +7,14 @@ Blocks belong to the full tensor, never to the part of it that a rank has: see R
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import ScalingType
+
+from titanlite.models.linear import product, weight_gradient
 
 LARGEST = 448.0
 """The largest number of E4M3."""
@@ -46,7 +48,7 @@ RECIPES: dict[RecipeName, Recipe] = {
 
 @dataclass(frozen=True)
 class Float8:
-    """How a linear layer multiplies.
+    """The Products of a linear layer.
 
     scale: see scales. maximum, gradient_maximum: the elementwise maximum over the ranks among which the contraction of
     the forward pass, or that of the input gradient, is cut; None: it is not cut. on_device: multiply by the matrix unit
@@ -71,72 +73,20 @@ class Float8:
         own = rounded(left, 1, recipe.block, self.scale, maximum)
         return own, rounded(right, recipe.weight_rows, recipe.block, self.scale, maximum)
 
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        return _of_float8(x, weight, self, "output")
 
-def linear(layer: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """functional.linear of the layer, in float8 if it has an attribute `float8`. weight, bias: its parts on this
-    rank."""
-    settings = getattr(layer, "float8", None)
-    if settings is None:
-        return functional.linear(x, weight, bias)
-    return float8_linear(x, weight, bias, settings=settings)
+    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        return _of_float8(gradient, weight.T, self, "input gradient")
 
-
-def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, settings: Float8) -> Tensor:
-    """functional.linear. x: (…, inputs), with positions along the dimension before the last one.
-
-    The two gradients are nodes of their own in the autograd graph, so that a pipeline schedule can compute that of the
-    weight later: autograd does not tell a function which of its gradients is needed now.
-    """
-    result = _Product.apply(x, weight.detach(), settings)  # type: ignore[no-untyped-call]
-    handle = _WeightHandle.apply(weight, x.detach(), settings)  # type: ignore[no-untyped-call]
-    out: Tensor = _Join.apply(result, handle)  # type: ignore[no-untyped-call]
-    return out if bias is None else out + bias
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, settings: Float8) -> Tensor:
-        ctx.settings = settings
-        ctx.save_for_backward(weight)
-        return product(x, weight, settings, "output")
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (weight,) = ctx.saved_tensors
-        return product(gradient, weight.T, ctx.settings, "input gradient"), None, None
-
-
-class _WeightHandle(torch.autograd.Function):
-    """A tensor of the shape of the product, without memory, whose gradient is that of the product."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, x: Tensor, settings: Float8) -> Tensor:
-        ctx.settings = settings
-        ctx.save_for_backward(x)
-        return x.new_zeros(()).expand(*x.shape[:-1], len(weight))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        settings, (x,) = ctx.settings, ctx.saved_tensors
+    def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
         dtype = x.dtype
-        if settings.recipe.of_tokens:
-            gradient, x = settings.operands("weight gradient", gradient, x)
-        return (gradient.flatten(0, -2).T @ x.flatten(0, -2)).to(dtype), None, None
+        if self.recipe.of_tokens:
+            gradient, x = self.operands("weight gradient", gradient, x)
+        return weight_gradient(gradient, x).to(dtype)
 
 
-class _Join(torch.autograd.Function):
-    """The product, whose gradient the handle of the weight gets, too."""
-
-    @staticmethod
-    def forward(_ctx: Any, product: Tensor, _handle: Tensor) -> Tensor:
-        return product.view_as(product)
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, gradient
-
-
-def product(x: Tensor, weight: Tensor, settings: Float8, which: ProductName) -> Tensor:
+def _of_float8(x: Tensor, weight: Tensor, settings: Float8, which: ProductName) -> Tensor:
     """x weight^T of operands in float8, contracted along the last dimension of both."""
     if settings.on_device and x.numel() and not any(size % UNIT for size in weight.shape):
         (own, own_scales), (others, scales_of_others) = (
@@ -148,7 +98,7 @@ def product(x: Tensor, weight: Tensor, settings: Float8, which: ProductName) -> 
         )
         return out.view(*x.shape[:-1], len(weight))
     own, others = settings.operands(which, x, weight)
-    return (own @ others.T).to(x.dtype)
+    return product(own, others).to(x.dtype)
 
 
 def _scaled_rows(x: Tensor, scale: Scale, maximum: Maximum | None) -> tuple[Tensor, Tensor]:

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.models.family import has_own
+from titanlite.models.linear import is_by_onednn, product, weight_gradient
 from titanlite.models.losses import CROSS_ENTROPY, FURTHER_TOKENS, LOSSES, TERMS, Loss, z_loss
 from titanlite.models.watch import PARTS, parts_of, watch
-from titanlite.runtime.dtensors import is_dtensor
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import setting
-from titanlite.runtime.torch_internals import is_needed_by_backward
+from titanlite.runtime.torch_internals import is_dtensor, is_needed_by_backward
 
 CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
 """Largest logits of an automatic chunk."""
@@ -149,7 +149,9 @@ class Scoring(ABC):
         return after.detach().clone(), lambda gradient: torch.autograd.grad(after, before, gradient)[0]
 
     def _products(self, x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
-        scores = torch.mm(x, weight.T, out=buffer[: len(x)]).to(torch.promote_types(x.dtype, torch.float32))
+        by_onednn = is_by_onednn(x, weight)
+        scores = product(x, weight) if by_onednn else torch.mm(x, weight.T, out=buffer[: len(x)])
+        scores = scores.to(torch.promote_types(x.dtype, torch.float32))
         if not self.gathers:
             return scores
         full = scores.new_zeros(len(scores), self.size)
@@ -565,13 +567,16 @@ class Gradients:
             scores_grad = scores_grad[:, self._scoring.start :][:, : len(self._of)]
         scores_grad = scores_grad.to(self._of.dtype)
         if self._x is not None:
-            product = scores_grad @ self._of
-            self._x[tokens] = product if factor is None else product * factor
+            gradient = product(scores_grad, self._of.T)
+            self._x[tokens] = gradient if factor is None else gradient * factor
         if self._weight is not None:
             inputs = self._inputs[tokens]
             scaled = inputs if factor is None else (inputs * factor).to(self._of.dtype)
             if self._weight.dtype == scaled.dtype:
-                self._weight.addmm_(scores_grad.T, scaled)
+                if is_by_onednn(scores_grad.T, scaled.T):
+                    self._weight += weight_gradient(scores_grad, scaled)
+                else:
+                    self._weight.addmm_(scores_grad.T, scaled)
                 return
             parts = zip(self._weight.split(PART_IDS), scores_grad.split(PART_IDS, 1), strict=True)
             for of_part, of_ids in parts:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.models.family import LOG_UNIFORM_LEAST, Init
-from titanlite.runtime.dtensors import is_dtensor
-from titanlite.runtime.torch_internals import shape_and_offset
+from titanlite.runtime.torch_internals import is_dtensor, shape_and_offset
 
 INIT_VERSION = 1
 """Version of the scheme. Increment it with any change of the values, since that changes every run."""

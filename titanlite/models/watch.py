@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.runtime.dtensors import is_dtensor, local_part
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.torch_internals import is_in_backward
+from titanlite.runtime.torch_internals import is_dtensor, is_in_backward, local_part
 
 Statistic = Callable[[Mapping[str, nn.Parameter]], AbstractContextManager[None]]
 """Called with the parameters of a rank by name, whose gradients are clipped: a context around their update."""

@@ -9,8 +9,7 @@ from torch.nn import functional
 from titanlite.models.init import local_region
 from titanlite.optim.optimizer import Arguments, OptimizerKind, SkippingOptimizer, update_weights_, without_compiler
 from titanlite.optim.rounding import round_to_bfloat16
-from titanlite.runtime.dtensors import local_part
-from titanlite.runtime.torch_internals import fused_adamw_
+from titanlite.runtime.torch_internals import fused_adamw_, local_part
 
 ALIGNMENT = 64
 EagerAdamW = without_compiler(torch.optim.AdamW)

@@ -16,7 +16,7 @@ from torch import Tensor
 from titanlite.optim.optimizer import Arguments, OptimizerConfig, OptimizerKind, SkippingOptimizer, update_weights_
 from titanlite.optim.owners import Matrix, Owners
 from titanlite.precision import DTYPES
-from titanlite.runtime.dtensors import is_dtensor, local_part
+from titanlite.runtime.torch_internals import is_dtensor, local_part
 
 Adjustment = Literal["match_rms_adamw", "original"]
 SMALLEST_NORM = 1e-7

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from titanlite.parallel.mesh import ShardGroups
-from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.settings import Needs, setting
+from titanlite.runtime.torch_internals import local_part
 
 
 @dataclass(frozen=True)

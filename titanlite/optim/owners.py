@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.parallel.mesh import ShardGroups
-from titanlite.runtime.dtensors import is_dtensor, local_part
+from titanlite.runtime.torch_internals import is_dtensor, local_part
 
 Part = tuple[slice, ...]
 """Where a rank's part of a tensor is in the full one, by dimension."""

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.models.family import copies_in, parameters_of
-from titanlite.runtime.dtensors import is_dtensor
-from titanlite.runtime.torch_internals import norm_of_each, scale_all_
+from titanlite.runtime.torch_internals import is_dtensor, norm_of_each, scale_all_
 
 WINDOW = 128
 """Steps whose norms a spike is compared with."""

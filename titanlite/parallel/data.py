@@ -16,8 +16,7 @@ from torch.distributed.tensor import Shard
 from titanlite.models.experts import Experts
 from titanlite.models.family import Structure
 from titanlite.parallel.mesh import GradientSync, ModelDtypes, ReshardAfterForward
-from titanlite.runtime.dtensors import local_part
-from titanlite.runtime.torch_internals import mixed_precision_policy, replicate
+from titanlite.runtime.torch_internals import local_part, mixed_precision_policy, replicate
 
 AT_ONCE_BYTES = 256 * 2**20
 

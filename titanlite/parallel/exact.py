@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.parallel.mesh import Mesh
-from titanlite.runtime.dtensors import is_dtensor
-from titanlite.runtime.torch_internals import mixed_precision_policy, shape_and_offset
+from titanlite.runtime.torch_internals import is_dtensor, mixed_precision_policy, shape_and_offset
 
 HEAD_ROOM = 10
 """A row's gradient may be 2^HEAD_ROOM times as large as its largest one so far."""

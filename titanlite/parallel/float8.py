@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from types import MethodType
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from titanlite.models.experts import Experts
 from titanlite.models.family import Structure
-from titanlite.models.float8 import RECIPES, UNIT, Float8, RecipeName, Scale, float8_linear, linear
+from titanlite.models.float8 import RECIPES, UNIT, Float8, RecipeName, Scale
+from titanlite.models.linear import multiplied
 from titanlite.parallel.collectives import all_maximum
 from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.parallel.tensor import tensor_style
@@ -100,25 +100,19 @@ def apply_float8(
     cut_experts = (
         replace(cut[style], recipe=replace(recipe, of_tokens=False), on_device=False) for style in ("column", "row")
     )
-    inner, outer = (partial(float8_linear, settings=settings) for settings in cut_experts)
+    inner, outer = (partial(multiplied, products=settings) for settings in cut_experts)
     for name, module in layers.items():
         if isinstance(module, Experts):
             products: dict[str, Any] = {"products": (inner, outer)}
             module.feed_forward = partial(module.feed_forward, **products)
             continue
-        module.float8 = cut.get(tensor_style(structure, name) or "", uncut)  # type: ignore[assignment]
-        if "forward" not in vars(module):  # else that of tensor parallelism, which calls `linear`, too
-            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+        module.products = cut.get(tensor_style(structure, name) or "", uncut)  # type: ignore[assignment]
     degree = 1 if tp is None else tp.size()
     fits = (_fits_device(module, tensor_style(structure, name), degree) for name, module in layers.items())
     by_device = sum(fits) if on_device else 0
     how = [f"{counted(by_device, 'layer')} by the matrix unit"] * (by_device > 0)
     how += [f"{counted(len(layers) - by_device, 'layer')} emulated"] * (by_device < len(layers))
     return [f"float8 ({section.recipe}, {', '.join(how)})"]
-
-
-def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
-    return linear(layer, x, layer.weight, layer.bias)
 
 
 def check_float8(

@@ -3,6 +3,7 @@
 from titanlite.models.experts import Placement, mixtures_of
 from titanlite.models.family import LanguageModel, Structure
 from titanlite.models.head import LossComputation, LossConfig, output_layers_of
+from titanlite.models.linear import use_own_products
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.data import apply_data_parallel
@@ -49,6 +50,7 @@ def parallelize(
             own_share = float(mesh.coordinate["tp"] == 0)  # all ranks of tp route the same positions
             mixture.placement = Placement(index, own_share, mesh.cp_group)
     on_device = multiplies_on_device(float8, mesh.device_mesh.device_type, dtypes.compute)
+    use_own_products(model)  # those of float8 and of tensor parallelism replace them
     recompute_first = inside_compilation(recompute)
     return [
         *apply_context_parallel(model, mesh.cp_group, mesh.section.context_parallel),

@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.models.family import LanguageModel, Structure, parameters_of
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule, ReshardAfterForward
 from titanlite.profiling.regions import Region, in_region
-from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import Problem, Rules
-from titanlite.runtime.torch_internals import set_compiler, share_parameter
+from titanlite.runtime.torch_internals import local_part, set_compiler, share_parameter
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import titanlite.models.capped_attention  # registers its operation
-import titanlite.models.delta_rule  # noqa: F401  # registers its operation
+import titanlite.models.delta_rule  # registers its operation
+import titanlite.models.linear  # noqa: F401  # registers its operation
 from titanlite.models.family import Structure
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Affects, Needs, setting
@@ -27,6 +28,7 @@ SAVED_OPS: tuple[Any, ...] = (
     scaled_product_operation(),
     *fused_attention_operations(),
     torch.ops.higher_order.flex_attention,
+    torch.ops.titanlite.linear.default,
     torch.ops.titanlite.capped_attention.default,
     torch.ops.titanlite.gated_delta_rule.default,
     functional_collectives().reduce_scatter_tensor.default,

@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from titanlite.models.experts import Experts, Router, router_scores
 from titanlite.models.family import LanguageModel, Structure, TensorStyle, has_own
-from titanlite.models.float8 import linear
 from titanlite.models.layers import RMSNorm, Scalar, WholeRows, WideNorm, rms_norm, rms_norm_of_part
+from titanlite.models.linear import layer_linear
 from titanlite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 
 
@@ -136,15 +136,15 @@ def _whole_rows(module: WholeRows, *parts: Tensor) -> tuple[Tensor, ...]:
 
 
 def _project_own_positions(layer: nn.Linear, x: Tensor) -> Tensor:
-    return linear(layer, x, local_weight(layer.weight, Partial()), _local_bias(layer, Partial()))
+    return layer_linear(layer, x, local_weight(layer.weight, Partial()), _local_bias(layer, Partial()))
 
 
 def _project(layer: nn.Linear, x: Tensor) -> Tensor:
-    return linear(layer, x, local_weight(layer.weight), _local_bias(layer, Shard(0)))
+    return layer_linear(layer, x, local_weight(layer.weight), _local_bias(layer, Shard(0)))
 
 
 def _project_features(layer: nn.Linear, x: Tensor) -> Tensor:
-    return linear(layer, x, local_weight(layer.weight))
+    return layer_linear(layer, x, local_weight(layer.weight))
 
 
 def _project_and_sum(layer: nn.Linear, x: Tensor) -> Tensor:

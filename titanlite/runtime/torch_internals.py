@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,23 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.tensor import DTensor
     from torch.nn.attention import SDPBackend
+
+
+# DTensors, without the import of torch.distributed.tensor, which takes 0.7 seconds of CPU time: commands that build no
+# model, such as `titanlite inspect`, do without it.
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard["DTensor"]:
+    """Whether the tensor is a DTensor. Before the import of torch.distributed.tensor, no tensor is one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor, without its autograd graph; shares its memory."""
+    return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
 
 
 # Process groups and meshes
@@ -153,6 +169,12 @@ def fused_attention_operations() -> tuple[Any, ...]:
 def scaled_product_operation() -> Any:
     """The operation that functional.scaled_mm calls, as selective recomputation sees it."""
     return torch.ops.aten._scaled_mm_v2.default
+
+
+def linear_of_onednn(x: Tensor, weight: Tensor) -> Tensor:
+    """x weight^T by oneDNN, in float32 on CPUs: functional.linear is by MKL. Not differentiable."""
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return result
 
 
 def attention_on_cpu(

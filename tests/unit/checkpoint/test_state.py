@@ -17,8 +17,8 @@ from titanlite.data.loader import Loader
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.parallel.mesh import Mesh, ParallelismConfig
 from titanlite.ranks.distributed import World
-from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.torch_internals import local_part
 
 INF, NAN = float("inf"), float("nan")
 BIG = {torch.float32: 3e38, torch.float64: 1.7e308, torch.bfloat16: 3e38, torch.float16: 65000.0}

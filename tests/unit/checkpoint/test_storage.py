@@ -28,7 +28,7 @@ from titanlite.checkpoint.storage import (
     save_tensors,
 )
 from titanlite.runtime.cache import hash_of
-from titanlite.runtime.dtensors import local_part
+from titanlite.runtime.torch_internals import local_part
 
 
 def record_of(path: Path, rank: int = 0) -> FileRecord:

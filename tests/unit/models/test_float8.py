@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from titanlite.models.float8 import RECIPES, Float8, Recipe, RecipeName, Scale, e4m3, float8_linear, rounded, scales
+from titanlite.models.float8 import RECIPES, Float8, Recipe, RecipeName, Scale, e4m3, rounded, scales
+from titanlite.models.linear import multiplied
 
 CODES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 FINITE = np.unique(CODES[np.isfinite(CODES)])
@@ -78,7 +79,7 @@ def test_an_element_that_is_not_finite_reaches_the_result(value: float, dtype: t
     x[0, 1, 40] = value
     for recipe in RECIPES.values():
         for on_device in (False, True) if recipe.block == 0 and dtype != torch.float64 else (False,):
-            product = float8_linear(x, weight, settings=Float8(recipe, "ceil", on_device=on_device))
+            product = multiplied(x, weight, products=Float8(recipe, "ceil", on_device=on_device))
             assert product[0, 0].isfinite().all()
             assert product[0, 1].isnan().all()
 
@@ -90,9 +91,9 @@ def test_zeros_stay_zero() -> None:
 def test_scales_are_those_of_the_weight_now() -> None:
     """Also after a step of the optimizer, which changes the weight in place."""
     x, weight = torch.randn(1, 4, 64), torch.randn(32, 64)
-    before = float8_linear(x, weight, settings=Float8(RECIPES["mxfp8"], "ceil"))
+    before = multiplied(x, weight, products=Float8(RECIPES["mxfp8"], "ceil"))
     weight *= 1024
-    assert torch.equal(float8_linear(x, weight, settings=Float8(RECIPES["mxfp8"], "ceil")), 1024 * before)
+    assert torch.equal(multiplied(x, weight, products=Float8(RECIPES["mxfp8"], "ceil")), 1024 * before)
 
 
 def in_numpy(x: Array, rows: int, columns: int) -> Array:
@@ -122,7 +123,7 @@ def test_products_and_gradients(name: RecipeName) -> None:
     draw: Callable[..., Tensor] = lambda *shape: torch.randn(shape, generator=generator).double()  # noqa: E731
     x, weight = draw(2, 128, 256).requires_grad_(), draw(128, 256).requires_grad_()
     dy = draw(2, 128, 128) * torch.logspace(-3, 3, 256).view(2, 128, 1)  # rows differ, so that their scales do
-    product = float8_linear(x, weight, settings=Float8(RECIPES[name], "ceil"))
+    product = multiplied(x, weight, products=Float8(RECIPES[name], "ceil"))
     product.backward(dy)
     assert x.grad is not None
     assert weight.grad is not None
@@ -149,7 +150,7 @@ def test_products_of_a_device_are_the_emulated_ones(scale: Scale) -> None:
         x[0, 0], x[0, 1] = 0, x[0, 1] * 1e30
         x, weight = x.requires_grad_(), weight.requires_grad_()
         settings = Float8(RECIPES["rowwise"], scale, on_device=on_device)
-        product = float8_linear(x, weight, settings=settings)
+        product = multiplied(x, weight, products=settings)
         found.append((product, *torch.autograd.grad(product, [x, weight], dy)))
     for emulated, by_device in zip(*found, strict=True):
         torch.testing.assert_close(by_device, emulated, rtol=1e-5, atol=1e-5)
@@ -157,7 +158,7 @@ def test_products_of_a_device_are_the_emulated_ones(scale: Scale) -> None:
 
 def test_a_bias_is_added_and_the_dtype_stays() -> None:
     x, weight, bias = (torch.randn(shape).bfloat16().requires_grad_() for shape in ((1, 32, 64), (32, 64), (32,)))
-    product = float8_linear(x, weight, bias, settings=Float8(RECIPES["mxfp8"], "ceil"))
+    product = multiplied(x, weight, bias, products=Float8(RECIPES["mxfp8"], "ceil"))
     product.sum().backward()
     assert product.dtype == torch.bfloat16
     assert torch.equal(bias.grad, torch.full((32,), 32.0).bfloat16())  # type: ignore[arg-type]
@@ -173,7 +174,7 @@ def test_each_gradient_is_computed_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         return rounded(x, *arguments)
 
     x, weight = torch.randn(1, 32, 64, requires_grad=True), torch.randn(96, 64, requires_grad=True)
-    product = float8_linear(x, weight, settings=Float8(RECIPES["mxfp8"], "ceil"))
+    product = multiplied(x, weight, products=Float8(RECIPES["mxfp8"], "ceil"))
     monkeypatch.setattr("titanlite.models.float8.rounded", noted)
     torch.autograd.grad(product, [x], torch.ones_like(product), retain_graph=True)
     assert shapes == [(1, 32, 96), (64, 96)]
@@ -185,6 +186,6 @@ def test_rows_without_elements() -> None:
     """Those of an expert that no position has chosen."""
     weight = torch.randn(32, 64, requires_grad=True)
     for recipe in (RECIPES["rowwise"], Recipe(block=32, of_tokens=False)):
-        float8_linear(torch.randn(0, 64), weight, settings=Float8(recipe, "ceil")).sum().backward()
+        multiplied(torch.randn(0, 64), weight, products=Float8(recipe, "ceil")).sum().backward()
     assert weight.grad is not None
     assert not weight.grad.any()

@@ -17,7 +17,7 @@ from tests.pool import run_ranks
 from titanlite.optim.muon import flops, orthogonalize
 from titanlite.optim.owners import Matrix, Owners, deal, divisions_of
 from titanlite.parallel.mesh import ShardGroups
-from titanlite.runtime.dtensors import local_part
+from titanlite.runtime.torch_internals import local_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SHAPES = ((12, 8), (5, 16), (8, 8), (3, 7), (4, 6, 10), (2, 9, 4))

@@ -19,7 +19,7 @@ def test_linear_layers_and_experts_of_blocks() -> None:
         model = CONFIG.family.build(CONFIG.hyper_parameters)
     section = Float8Config(recipe="rowwise", exclude=("layers.0.feed_forward.*", "*.shared.w1"))
     (line,) = apply_float8(model, STRUCTURE, section, None)
-    applied = {name for name, module in model.named_modules() if hasattr(module, "float8")}
+    applied = {name for name, module in model.named_modules() if hasattr(module, "products")}
     attention = {
         f"layers.{index}.attention.{name}" for index in (0, 1) for name in ("wq_a", "wq_b", "wkv_a", "wkv_b", "wo")
     }

@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
+from titanlite.models.linear import HAS_ONEDNN
 from titanlite.runtime import torch_internals as internals
 
 
@@ -92,7 +93,9 @@ def test_fsdp_and_dtensors() -> None:
     fully_shard(sharded, mesh=mesh, mp_policy=policy)
     for module in (replicated, sharded):
         assert internals.mixed_precision_policy(module).param_dtype == torch.bfloat16
-    assert internals.shape_and_offset(distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)])) == ((3, 2), (0, 0))
+    cut = distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)])
+    assert internals.shape_and_offset(cut) == ((3, 2), (0, 0))
+    assert [internals.is_dtensor(each) for each in (cut, internals.local_part(cut))] == [True, False]
 
 
 @pytest.mark.usefixtures("group")
@@ -132,6 +135,13 @@ def test_scaled_products() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         functional.scaled_mm(rows, rows.t(), factor, kind, factor, kind)
     assert internals.scaled_product_operation().name() in {event.key for event in profiler.key_averages()}
+
+
+@pytest.mark.skipif(not HAS_ONEDNN, reason="torch does not multiply by oneDNN here")
+def test_linear_layers_by_onednn() -> None:
+    """Also of operands whose rows or columns are parts of larger tensors."""
+    x, weight = torch.randn(2, 9, 40)[..., 3:33], torch.randn(30, 7).T
+    torch.testing.assert_close(internals.linear_of_onednn(x, weight), functional.linear(x, weight))
 
 
 def test_only_needed_gradients_are_computed() -> None:

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional
 
 from titanlite.models.attention import attend, attention_dtype
+from titanlite.models.linear import linear
 from titanlite.models.llama3 import LLAMA3
 from titanlite.planning.hardware.machine import Collective, Grid, Link, Profile
 from titanlite.precision import DTYPES
@@ -181,7 +181,7 @@ def matmul_rates(clock: Clock, dtype: torch.dtype) -> Grid:
         for k in sizes:
             for n in sizes:
                 x, weight = _random(clock, dtype, m, k), _random(clock, dtype, n, k)
-                seconds = clock.seconds(partial(functional.linear, x, weight))
+                seconds = clock.seconds(partial(linear, x, weight))
                 values.append(2 * m * k * n / seconds)
     return Grid({"m": sizes, "k": sizes, "n": sizes}, tuple(values))
 

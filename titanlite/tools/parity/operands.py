@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.models.experts import Activation, Experts, mixtures_of
-from titanlite.models.float8 import Float8, ProductName, float8_linear
+from titanlite.models.float8 import Float8, ProductName
 from titanlite.models.init import local_region
+from titanlite.models.linear import multiplied
 
 APART = 2.0**-5
 """Two numbers of E4M3 differ by at least 1/16 of the larger one."""
@@ -58,7 +59,7 @@ class Operands:
             for name, module in part.named_modules():
                 if isinstance(module, Experts) and "products" in getattr(module.feed_forward, "keywords", ()):
                     self._watch_experts(name, module)
-                elif isinstance(settings := getattr(module, "float8", None), Float8):
+                elif isinstance(settings := getattr(module, "products", None), Float8):
                     module.register_forward_pre_hook(partial(self._locate, name, settings))
 
     def compare_with(self, reference: Mapping[str, Tensor]) -> None:
@@ -80,7 +81,7 @@ class Operands:
             places = places.split(size, dim=1)[layer.tp_group.rank()]
         _, _, first = local_region(layer.weight)
         place = Place(name, name, places.flatten(), self._num_positions, first)
-        layer.float8 = Located(**vars(settings), log=self, place=place)
+        layer.products = Located(**vars(settings), log=self, place=place)
 
     def _watch_experts(self, name: str, experts: Experts) -> None:
         forward, feed_forward = experts.forward, experts.feed_forward
@@ -105,7 +106,7 @@ class Operands:
                     for each in names:
                         weight = f"{name}.{each}.{expert}"
                         place = Place(f"{name}.{each}", weight, own, num_rows, first[each][1:])
-                        yield partial(float8_linear, settings=Located(**vars(settings), log=self, place=place))
+                        yield partial(multiplied, products=Located(**vars(settings), log=self, place=place))
 
             def note(x: Tensor, *_: Any) -> Tensor:
                 arrived.append(x.flatten())

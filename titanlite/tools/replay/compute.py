@@ -33,9 +33,9 @@ from titanlite.parallel.microbatches import rows_together
 from titanlite.ranks.distributed import World
 from titanlite.ranks.network import connect, init_process_group
 from titanlite.runtime.determinism import apply_determinism
-from titanlite.runtime.dtensors import local_part
 from titanlite.runtime.errors import UsageError, UserError, raise_problems
 from titanlite.runtime.logging import Progress, log
+from titanlite.runtime.torch_internals import local_part
 from titanlite.storage.address import Place, place
 from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
 from titanlite.tools.parity.measure import passes

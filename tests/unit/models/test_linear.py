@@ -1,0 +1,100 @@
+"""Linear layers by oneDNN: results and gradients beside those in float64, and which layers and sizes have them."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from titanlite.models import linear as linears
+from titanlite.models.linear import HAS_ONEDNN, linear, product, use_own_products, weight_gradient
+from titanlite.runtime.torch_internals import linear_of_onednn
+
+pytestmark = pytest.mark.skipif(not HAS_ONEDNN, reason="torch does not multiply by oneDNN here")
+
+Calls = list[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """The shapes of the operands of each product by oneDNN, of any size."""
+    found: Calls = []
+
+    def noted(x: Tensor, weight: Tensor) -> Tensor:
+        found.append((tuple(x.shape), tuple(weight.shape)))
+        return linear_of_onednn(x, weight)
+
+    monkeypatch.setattr(linears, "LEAST_PRODUCTS", 1)
+    monkeypatch.setattr(linears, "linear_of_onednn", noted)
+    return found
+
+
+def operands(outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, weight, bias, and a gradient of the result with positions that do not count."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 9, inputs), (outputs, inputs), (outputs,), (2, 9, outputs))
+    x, weight, bias, upstream = (torch.randn(shape, generator=generator) for shape in shapes)
+    upstream[0, 5:] = upstream[1, 1:3] = 0
+    return x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), upstream
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
+@pytest.mark.parametrize(("outputs", "inputs"), [(24, 40), (40, 24)])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_result_and_gradients(calls: Calls, outputs: int, inputs: int, backend: str) -> None:
+    *leaves, upstream = operands(outputs, inputs)
+    exact = [each.detach().double().requires_grad_() for each in leaves]
+    expected = functional.linear(*exact)
+    result = torch.compile(linear, backend=backend, fullgraph=True)(*leaves)
+    found = (result, *torch.autograd.grad(result, leaves, upstream))
+    for own, other in zip(found, (expected, *torch.autograd.grad(expected, exact, upstream.double())), strict=True):
+        assert own.dtype == torch.float32
+        assert (own - other).norm() <= 1e-6 * other.norm()
+    rows, columns = sorted((outputs, inputs))
+    products = {((2, 9, inputs), (outputs, inputs)), ((2, 9, outputs), (inputs, outputs)), ((rows, 18), (columns, 18))}
+    assert products <= set(calls)
+
+
+def test_each_gradient_is_computed_alone(calls: Calls) -> None:
+    """As by pipeline schedules that compute those of the inputs first."""
+    x, weight, _, upstream = operands(24, 40)
+    result = linear(x, weight)
+    calls.clear()
+    torch.autograd.grad(result, [x], upstream, retain_graph=True)
+    assert calls == [((2, 9, 24), (40, 24))]
+    torch.autograd.grad(result, [weight], upstream)
+    assert calls[1:] == [((24, 18), (40, 18))]
+
+
+def test_operands_that_are_parts(calls: Calls) -> None:
+    """Of the scores of a rank's ids, for example."""
+    scores, x, weight = torch.randn(9, 50)[:, 7:31], torch.randn(18, 40)[::2], torch.randn(24, 80)[:, 5:45]
+    torch.testing.assert_close(weight_gradient(scores, x), scores.T @ x)
+    torch.testing.assert_close(product(scores, weight.T), scores @ weight)
+    assert len(calls) == 2
+
+
+def test_others_are_those_of_torch(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias, _ = operands(24, 40)
+    for dtype in (torch.float64, torch.bfloat16):
+        own = [each.detach().to(dtype) for each in (x, weight, bias)]
+        assert torch.equal(linear(*own), functional.linear(*own))
+    assert linear(x.to("meta"), weight.to("meta")).shape == (2, 9, 24)
+    assert linear(x[:0], weight).shape == (0, 9, 24)
+    monkeypatch.setattr(linears, "LEAST_PRODUCTS", 2 * 9 * 24 * 40 + 1)
+    assert torch.equal(linear(x, weight), functional.linear(x, weight))
+    assert not calls
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * functional.linear(x, self.weight)
+
+
+def test_layers_of_a_model(calls: Calls) -> None:
+    """Those with a forward of their own keep it."""
+    model = nn.Sequential(nn.Linear(40, 24), Doubled(24, 8, bias=False))
+    x = torch.randn(2, 9, 40)
+    expected = model(x)
+    use_own_products(model)
+    torch.testing.assert_close(model(x), expected)
+    assert calls == [((2, 9, 40), (24, 40))]

@@ -1,0 +1,153 @@
+"""Linear layers, whose matrix products are not always those of torch: see Products and linear."""
+
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from titanlite.runtime.torch_internals import linear_of_onednn
+
+HAS_ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+LEAST_PRODUCTS = 2**22
+"""Multiplications from which oneDNN is faster: a call of it costs 10 microseconds."""
+
+
+class Products(Protocol):
+    """The three matrix products of a linear layer. x, gradient: (…, positions, inputs or outputs); weight: (outputs,
+    inputs)."""
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x weight^T."""
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        """gradient weight."""
+
+    def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
+        """gradient^T x, summed over all positions."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """functional.linear, by the fastest kernels: in float32 on x86 CPUs by oneDNN, where torch multiplies by MKL.
+
+    With AVX-512 on AMD's cores, oneDNN is 2.3 times as fast, and 1.1 times with AVX2, see benchmarks/products.py.
+    """
+    if is_by_onednn(x, weight):
+        return multiplied(x, weight, bias, products=_OF_ONEDNN)
+    return functional.linear(x, weight, bias)
+
+
+def is_by_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Whether `product` is by oneDNN. The two have the same dtype and device."""
+    is_large = x.numel() * len(weight) >= LEAST_PRODUCTS
+    return is_large and x.dtype == torch.float32 and x.device.type == "cpu" and HAS_ONEDNN
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x weight^T by the kernels of `linear`, without autograd. x: (…, inputs); weight: (outputs, inputs)."""
+    return _linear(x, weight) if is_by_onednn(x, weight) else x @ weight.T
+
+
+def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+    """gradient^T x, as `product`. gradient, x: (…, positions, outputs or inputs)."""
+    rows, columns = gradient.flatten(0, -2).T, x.flatten(0, -2).T
+    if len(rows) > len(columns) and is_by_onednn(rows, columns):  # which is faster with fewer rows
+        return product(columns, rows).T
+    return product(rows, columns)
+
+
+@torch.library.custom_op("titanlite::linear", mutates_args=())  # torch's compiler does not take oneDNN's as it is
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    return linear_of_onednn(x, weight)
+
+
+@_linear.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
+
+
+def layer_linear(layer: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` of the layer, by the products in its attribute `products` if it has one. weight, bias: its parts on this
+    rank."""
+    products = getattr(layer, "products", None)
+    return linear(x, weight, bias) if products is None else multiplied(x, weight, bias, products=products)
+
+
+def use_own_products(model: nn.Module) -> None:
+    """Let linear layers compute `layer_linear`, in place, but for those of a class with a forward of its own."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+
+
+def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    return layer_linear(layer, x, layer.weight, layer.bias)
+
+
+def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, products: Products) -> Tensor:
+    """functional.linear by these products.
+
+    The two gradients are nodes of their own in the autograd graph, so that a pipeline schedule can compute that of the
+    weight later: autograd does not tell a function which of its gradients is needed now.
+    """
+    result = _Product.apply(x, weight.detach(), products)  # type: ignore[no-untyped-call]
+    handle = _WeightHandle.apply(weight, x.detach(), products)  # type: ignore[no-untyped-call]
+    out: Tensor = _Join.apply(result, handle)  # type: ignore[no-untyped-call]
+    return out if bias is None else out + bias
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, products: Products) -> Tensor:
+        ctx.products = products
+        ctx.save_for_backward(weight)
+        return products.output(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        return ctx.products.input_gradient(gradient, weight), None, None
+
+
+class _WeightHandle(torch.autograd.Function):
+    """A tensor of the shape of the product, without memory, whose gradient is that of the product."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor, products: Products) -> Tensor:
+        ctx.products = products
+        ctx.save_for_backward(x)
+        return x.new_zeros(()).expand(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        return ctx.products.weight_gradient(gradient, x), None, None
+
+
+class _Join(torch.autograd.Function):
+    """The product, whose gradient the handle of the weight gets, too."""
+
+    @staticmethod
+    def forward(_ctx: Any, product: Tensor, _handle: Tensor) -> Tensor:
+        return product.view_as(product)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient
+
+
+class _OfOneDNN:
+    """Products in float32 on CPUs."""
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        return product(x, weight)
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        return product(gradient, weight.T)
+
+    def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
+        return weight_gradient(gradient, x)
+
+
+_OF_ONEDNN = _OfOneDNN()
