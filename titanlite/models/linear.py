@@ -1,5 +1,6 @@
 """Linear layers, whose matrix products are not always those of torch: see Products and linear."""
 
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any, Protocol
 
@@ -74,11 +75,12 @@ def layer_linear(layer: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | Non
     return linear(x, weight, bias) if products is None else multiplied(x, weight, bias, products=products)
 
 
-def use_own_products(model: nn.Module) -> None:
-    """Let linear layers compute `layer_linear`, in place, but for those of a class with a forward of its own."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+def use_own_products(modules: Iterable[nn.Module]) -> None:
+    """Let linear layers compute `layer_linear`, in place, but for those whose forward is not torch's."""
+    for module in modules:
+        is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        if is_plain and "forward" not in vars(module):
+            module.forward = MethodType(_forward, module)
 
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -88,45 +90,48 @@ def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
 def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, products: Products) -> Tensor:
     """functional.linear by these products.
 
-    The two gradients are nodes of their own in the autograd graph, so that a pipeline schedule can compute that of the
-    weight later: autograd does not tell a function which of its gradients is needed now.
+    The gradients of x and of the parameters are nodes of their own in the autograd graph, so that a pipeline schedule
+    can compute the latter later: autograd does not tell a function which of its gradients is needed now.
     """
-    result = _Product.apply(x, weight.detach(), products)  # type: ignore[no-untyped-call]
-    handle = _WeightHandle.apply(weight, x.detach(), products)  # type: ignore[no-untyped-call]
+    constants = (weight.detach(), None if bias is None else bias.detach())
+    result = _Product.apply(x, *constants, products)  # type: ignore[no-untyped-call]
+    handle = _Parameters.apply(weight, bias, x.detach(), products)  # type: ignore[no-untyped-call]
     out: Tensor = _Join.apply(result, handle)  # type: ignore[no-untyped-call]
-    return out if bias is None else out + bias
+    return out
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, products: Products) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
         ctx.products = products
         ctx.save_for_backward(weight)
-        return products.output(x, weight)
+        result = products.output(x, weight)
+        return result if bias is None else result.add_(bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (weight,) = ctx.saved_tensors
-        return ctx.products.input_gradient(gradient, weight), None, None
+        return ctx.products.input_gradient(gradient, weight), None, None, None
 
 
-class _WeightHandle(torch.autograd.Function):
+class _Parameters(torch.autograd.Function):
     """A tensor of the shape of the product, without memory, whose gradient is that of the product."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, x: Tensor, products: Products) -> Tensor:
-        ctx.products = products
+    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, x: Tensor, products: Products) -> Tensor:
+        ctx.products, ctx.has_bias = products, bias is not None
         ctx.save_for_backward(x)
         return x.new_zeros(()).expand(*x.shape[:-1], len(weight))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
-        return ctx.products.weight_gradient(gradient, x), None, None
+        of_bias = gradient.flatten(0, -2).sum(dim=0) if ctx.has_bias else None
+        return ctx.products.weight_gradient(gradient, x), of_bias, None, None
 
 
 class _Join(torch.autograd.Function):
-    """The product, whose gradient the handle of the weight gets, too."""
+    """The product, whose gradient the handle of the parameters gets, too."""
 
     @staticmethod
     def forward(_ctx: Any, product: Tensor, _handle: Tensor) -> Tensor:

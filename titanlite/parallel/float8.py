@@ -16,7 +16,7 @@ from torch import nn
 from titanlite.models.experts import Experts
 from titanlite.models.family import Structure
 from titanlite.models.float8 import RECIPES, UNIT, Float8, RecipeName, Scale
-from titanlite.models.linear import multiplied
+from titanlite.models.linear import multiplied, use_own_products
 from titanlite.parallel.collectives import all_maximum
 from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.parallel.tensor import tensor_style
@@ -89,6 +89,7 @@ def apply_float8(
     if section.recipe == "none":
         return []
     layers = dict(float8_layers(model, structure, section.exclude))
+    use_own_products(layers.values())
     recipe, maximum = RECIPES[section.recipe], None
     if recipe.block == 0 and tp is not None and tp.size() > 1:
         maximum = partial(all_maximum, group=tp)

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 from tests.distributed.reference import small_config
 from titanlite.models.family import LanguageModel, resolve_model
 from titanlite.models.float8 import RECIPES, RecipeName
-from titanlite.models.linear import use_own_products
 from titanlite.models.registry import FAMILIES
 from titanlite.parallel.float8 import Float8Config, apply_float8
 from titanlite.planning.activations import BlockKind, MicrobatchShape
@@ -96,7 +95,6 @@ def test_a_block(built: tuple[LanguageModel, Any, Any]) -> None:
 @pytest.mark.parametrize(("name", "family"), [("mxfp8", "llama3"), ("rowwise", "qwen3_moe")])
 def test_a_block_with_emulated_float8(name: RecipeName, family: str) -> None:
     model, config, plan = debug_model(family, "model.n_kv_heads=4", "model.ffn_dim=64")
-    use_own_products(model)
     apply_float8(model, plan, Float8Config(recipe=name), None)
     float8 = Float8Products(on_device=False, of_tokens=RECIPES[name].of_tokens)
     (kind,) = set(shape_of().kinds(config))
