@@ -28,7 +28,7 @@ from tests.distributed.layouts import (
 )
 from tests.pool import run_ranks
 from titanlite.models import float8
-from titanlite.models.float8 import RECIPES, Float8, ProductName, Recipe, RecipeName, product, scales
+from titanlite.models.float8 import RECIPES, Float8, ProductName, Recipe, RecipeName, float8_product, scales
 
 MXFP8, BLOCKWISE, ROWWISE = ((f"float8.recipe={name}",) for name in RECIPES)
 WIDE = ("float8.scale=float32",)
@@ -87,11 +87,11 @@ def test_numbers_match_one_process(table: tuple[Layout, ...], world_size: int) -
 
 
 def planted(mistake: str) -> float:
-    """The error of a layout whose ranks each have a part of the contraction. mistake: of `product`."""
+    """The error of a layout whose ranks each have a part of the contraction. mistake: of `float8_product`."""
 
     def mistaken(x: Tensor, weight: Tensor, settings: Float8, which: ProductName) -> Tensor:
         maximum, of_rank = settings.maximum_of(which), replace(settings, maximum=None, gradient_maximum=None)
-        result = product(x, weight, of_rank, which)
+        result = float8_product(x, weight, of_rank, which)
         if maximum is None or mistake == "scale per rank":
             return result
         # The operand is divided by the scale of the rank, and multiplied by that of all ranks.
@@ -101,7 +101,7 @@ def planted(mistake: str) -> float:
     def largest(x: Tensor) -> Tensor:
         return x.abs().amax(-1, keepdim=True)
 
-    with patch.object(float8, "product", mistaken):
+    with patch.object(float8, "float8_product", mistaken):
         return measure(CUT).gradient
 
 

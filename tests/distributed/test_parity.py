@@ -30,7 +30,7 @@ from tests.distributed.test_float8 import small_blocks
 from titanlite.batch import Batch
 from titanlite.models import float8, init
 from titanlite.models.experts import MixtureOfExperts
-from titanlite.models.float8 import Float8, ProductName, product
+from titanlite.models.float8 import Float8, ProductName, float8_product
 from titanlite.models.layers import RMSNorm
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel import clip, data
@@ -410,12 +410,12 @@ def layouts_in_float8(config: Any, layouts: Sequence[Layout], steps: int, folder
     """With tp, each rank has its own scales."""
 
     def of_rank(x: Tensor, weight: Tensor, settings: Float8, which: ProductName) -> Tensor:
-        return product(x, weight, replace(settings, maximum=None, gradient_maximum=None), which)
+        return float8_product(x, weight, replace(settings, maximum=None, gradient_maximum=None), which)
 
     measured = []
     for layout in layouts:
-        planted = of_rank if layout.degrees[AXES.index("tp")] > 1 else product
-        with small_blocks(), patch.object(float8, "product", planted):
+        planted = of_rank if layout.degrees[AXES.index("tp")] > 1 else float8_product
+        with small_blocks(), patch.object(float8, "float8_product", planted):
             measured += measure_layouts(config, [layout], steps, folder)
     return measured
 

@@ -74,10 +74,10 @@ class Float8:
         return own, rounded(right, recipe.weight_rows, recipe.block, self.scale, maximum)
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
-        return _of_float8(x, weight, self, "output")
+        return float8_product(x, weight, self, "output")
 
     def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
-        return _of_float8(gradient, weight.T, self, "input gradient")
+        return float8_product(gradient, weight.T, self, "input gradient")
 
     def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
         dtype = x.dtype
@@ -86,7 +86,7 @@ class Float8:
         return weight_gradient(gradient, x).to(dtype)
 
 
-def _of_float8(x: Tensor, weight: Tensor, settings: Float8, which: ProductName) -> Tensor:
+def float8_product(x: Tensor, weight: Tensor, settings: Float8, which: ProductName) -> Tensor:
     """x weight^T of operands in float8, contracted along the last dimension of both."""
     if settings.on_device and x.numel() and not any(size % UNIT for size in weight.shape):
         (own, own_scales), (others, scales_of_others) = (

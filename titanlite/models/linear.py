@@ -58,6 +58,13 @@ def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     return product(rows, columns)
 
 
+def plus_product(base: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+    """beta base + alpha x weight^T, as `product`."""
+    if is_by_onednn(x, weight):
+        return product(x, weight).mul_(alpha).add_(base, alpha=beta)
+    return torch.addmm(base, x, weight.T, beta=beta, alpha=alpha)
+
+
 @torch.library.custom_op("titanlite::linear", mutates_args=())  # torch's compiler does not take oneDNN's as it is
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
     return linear_of_onednn(x, weight)
@@ -106,7 +113,7 @@ class _Product(torch.autograd.Function):
         ctx.products = products
         ctx.save_for_backward(weight)
         result = products.output(x, weight)
-        return result if bias is None else result.add_(bias)
+        return result if bias is None else result + bias
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:

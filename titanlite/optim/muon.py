@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from titanlite.models.linear import plus_product, product
 from titanlite.optim.optimizer import Arguments, OptimizerConfig, OptimizerKind, SkippingOptimizer, update_weights_
 from titanlite.optim.owners import Matrix, Owners
 from titanlite.precision import DTYPES
@@ -70,8 +71,8 @@ def orthogonalize(matrix: Tensor, coefficients: Sequence[Coefficients]) -> Tenso
     x = (matrix.to(wide) / norm).to(matrix.dtype)
     x = x.T if is_tall else x  # products of the smaller dimension
     for a, b, c in coefficients:
-        square = x @ x.T
-        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+        square = product(x, x)
+        x = plus_product(x, plus_product(square, square, square.T, beta=b, alpha=c), x.T, beta=a)
     found: Tensor = x.T if is_tall else x
     return found
 

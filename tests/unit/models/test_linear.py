@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from titanlite.models import linear as linears
-from titanlite.models.linear import HAS_ONEDNN, linear, product, use_own_products, weight_gradient
+from titanlite.models.linear import HAS_ONEDNN, linear, plus_product, product, use_own_products, weight_gradient
 from titanlite.runtime.torch_internals import linear_of_onednn
 
 pytestmark = pytest.mark.skipif(not HAS_ONEDNN, reason="torch does not multiply by oneDNN here")
@@ -70,7 +70,8 @@ def test_operands_that_are_parts(calls: Calls) -> None:
     scores, x, weight = torch.randn(9, 50)[:, 7:31], torch.randn(18, 40)[::2], torch.randn(24, 80)[:, 5:45]
     torch.testing.assert_close(weight_gradient(scores, x), scores.T @ x)
     torch.testing.assert_close(product(scores, weight.T), scores @ weight)
-    assert len(calls) == 2
+    torch.testing.assert_close(plus_product(x, scores, weight.T, beta=3, alpha=-2), 3 * x - 2 * scores @ weight)
+    assert len(calls) == 3
 
 
 def test_others_are_those_of_torch(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:

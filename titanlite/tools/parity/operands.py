@@ -85,7 +85,7 @@ class Operands:
 
     def _watch_experts(self, name: str, experts: Experts) -> None:
         forward, feed_forward = experts.forward, experts.feed_forward
-        inner, outer = (each.keywords["settings"] for each in feed_forward.keywords["products"])  # type: ignore[attr-defined]
+        inner, outer = (each.keywords["products"] for each in feed_forward.keywords["products"])  # type: ignore[attr-defined]
         n_active, numbers = 0, self._places
 
         def numbering(x: Tensor, chosen: Tensor, *others: Any) -> Tensor:
