@@ -55,6 +55,7 @@ from titanlite.precision import DTYPES
 from titanlite.profiling.breakdown import CAUSES, cause_of, host_events, time_by_cause
 from titanlite.ranks.launch import run_ranks
 from titanlite.runtime.process_state import PacedGarbageCollection
+from titanlite.runtime.torch_internals import linear_of_onednn
 from titanlite.trainer import Trainer
 
 BARE: dict[Layout, tuple[str, ...]] = {
@@ -151,8 +152,10 @@ def kernels(events: Sequence[FunctionEvent], dtype: torch.dtype) -> tuple[int, C
         if cause_of(event.name) == "matrix products":
             left, right = shapes[1:3] if "add" in event.name else shapes[:2]
             operands = [torch.randn(shape, dtype=dtype) for shape in (left, right)]
-            calls.append(partial(torch.matmul, *operands, out=torch.matmul(*operands)))
-            flops += 2 * math.prod(left) * right[-1]
+            by_onednn = event.name.startswith("mkldnn")
+            out = {} if by_onednn else {"out": torch.matmul(*operands)}
+            calls.append(partial(linear_of_onednn if by_onednn else torch.matmul, *operands, **out))
+            flops += 2 * math.prod(left) * (right[0] if by_onednn else right[-1])
         elif cause_of(event.name) == "attention" and "backward" not in event.name:
             wide = attention_dtype("cpu", dtype)
             inputs = [torch.randn(shape, dtype=wide, requires_grad=True) for shape in shapes[:3]]

@@ -13,7 +13,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from titanlite.profiling.regions import REGIONS
 
 CAUSES = {
-    "matrix products": r"aten::(add|b|badd)?mm_?$|titanlite::linear|mkldnn::_linear",
+    "matrix products": r"aten::(add|b|badd)?mm_?$|mkldnn::_linear",
     "attention": r"aten::_(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention)",
     "optimizer": r"aten::_fused_adamw",
     "communication": r"c10d|_c10d_functional|fsdp::|record_param_comms",

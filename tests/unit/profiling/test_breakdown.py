@@ -39,6 +39,7 @@ EVENTS = [
     ("name", "cause"),
     [
         ("aten::mm", "matrix products"),
+        ("mkldnn::_linear_pointwise", "matrix products"),
         ("aten::addmm_", "matrix products"),
         ("aten::bmm", "matrix products"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
