@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import context, experts, memory, optimizers, step
+from benchmarks import context, experts, memory, optimizers, products, step
 from benchmarks.__main__ import benchmarks, main
 from benchmarks.measuring import case, configuration
 from tests.pool import run_ranks as run_pooled_ranks
@@ -94,6 +94,16 @@ def test_kernels_are_all_products_of_a_step(layout: Any, monkeypatch: pytest.Mon
     for rank, result in enumerate(found):
         plan = planned[rank if layout == "pp" else 0]
         assert result["kernel_flops"] == plan.flops + plan.recomputed_flops
+
+
+@pytest.mark.skipif(not linear.HAS_ONEDNN, reason="torch does not multiply by oneDNN here")
+@pytest.mark.slow
+def test_report_of_products(tmp_path: Path) -> None:
+    products.main(rounds=2, calls=1, json=tmp_path)
+    (rows,) = tables(tmp_path / "products.json").values()
+    assert [row["positions, inputs, outputs"] for row in rows[:2]] == ["64, 256, 256", "512, 256, 768"]
+    assert all(min(row["weight gradient, oneDNN / torch"]) > 0 for row in rows)
+    assert linear.HAS_ONEDNN
 
 
 @pytest.mark.soak

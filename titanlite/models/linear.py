@@ -32,7 +32,7 @@ class Products(Protocol):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """functional.linear, by the fastest kernels: in float32 on x86 CPUs by oneDNN, where torch multiplies by MKL.
 
-    With AVX-512 on AMD's cores, oneDNN is 2.3 times as fast, and 1.1 times with AVX2, see benchmarks/products.py.
+    See docs/performance.md, Matrix products on CPUs.
     """
     if is_by_onednn(x, weight):
         return multiplied(x, weight, bias, products=_OF_ONEDNN)
@@ -47,7 +47,7 @@ def is_by_onednn(x: Tensor, weight: Tensor) -> bool:
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x weight^T by the kernels of `linear`, without autograd. x: (…, inputs); weight: (outputs, inputs)."""
-    return _linear(x, weight) if is_by_onednn(x, weight) else x @ weight.T
+    return torch.ops.titanlite.linear(x, weight) if is_by_onednn(x, weight) else x @ weight.T
 
 
 def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
@@ -65,12 +65,14 @@ def plus_product(base: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1.0, 
     return torch.addmm(base, x, weight.T, beta=beta, alpha=alpha)
 
 
-@torch.library.custom_op("titanlite::linear", mutates_args=())  # torch's compiler does not take oneDNN's as it is
-def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    return linear_of_onednn(x, weight)
+# torch's compiler does not take oneDNN's operation as it is. torch.library.custom_op would import the compiler when it is
+# called: 1 second and 70 MB.
+_LIBRARY = torch.library.Library("titanlite", "FRAGMENT")
+_LIBRARY.define("linear(Tensor x, Tensor weight) -> Tensor")
+_LIBRARY.impl("linear", lambda x, weight: linear_of_onednn(x, weight), "CPU")
 
 
-@_linear.register_fake
+@torch.library.register_fake("titanlite::linear", lib=_LIBRARY)
 def _(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight))
 
