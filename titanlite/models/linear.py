@@ -65,8 +65,8 @@ def plus_product(base: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1.0, 
     return torch.addmm(base, x, weight.T, beta=beta, alpha=alpha)
 
 
-# torch's compiler does not take oneDNN's operation as it is. torch.library.custom_op would import the compiler when it is
-# called: 1 second and 70 MB.
+# torch's compiler does not take oneDNN's operation as it is. The first call of an operation by torch.library.custom_op
+# imports the compiler: 1 second and 70 MB.
 _LIBRARY = torch.library.Library("titanlite", "FRAGMENT")
 _LIBRARY.define("linear(Tensor x, Tensor weight) -> Tensor")
 _LIBRARY.impl("linear", lambda x, weight: linear_of_onednn(x, weight), "CPU")

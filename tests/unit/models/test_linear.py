@@ -1,5 +1,8 @@
 """Linear layers by oneDNN: results and gradients beside those in float64, and which layers and sizes have them."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -84,6 +87,16 @@ def test_others_are_those_of_torch(calls: Calls, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(linears, "LEAST_PRODUCTS", 2 * 9 * 24 * 40 + 1)
     assert torch.equal(linear(x, weight), functional.linear(x, weight))
     assert not calls
+
+
+@pytest.mark.slow
+def test_the_compiler_is_not_imported() -> None:
+    """It takes 1 second and 70 MB."""
+    program = (
+        "import sys, torch; from titanlite.models.linear import linear; x = torch.ones(512, 512, requires_grad=True); "
+    )
+    program += "linear(x, x).sum().backward(); assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 class Doubled(nn.Linear):
