@@ -41,7 +41,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def is_by_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether `product` is by oneDNN. The two have the same dtype and device."""
-    is_large = x.numel() * len(weight) >= LEAST_PRODUCTS
+    is_large = x.dim() > 1 and x.numel() * len(weight) >= LEAST_PRODUCTS
     return is_large and x.dtype == torch.float32 and x.device.type == "cpu" and HAS_ONEDNN
 
 

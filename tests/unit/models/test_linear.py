@@ -84,6 +84,7 @@ def test_others_are_those_of_torch(calls: Calls, monkeypatch: pytest.MonkeyPatch
         assert torch.equal(linear(*own), functional.linear(*own))
     assert linear(x.to("meta"), weight.to("meta")).shape == (2, 9, 24)
     assert linear(x[:0], weight).shape == (0, 9, 24)
+    assert linear(x[0, 0], weight).shape == (24,)
     monkeypatch.setattr(linears, "LEAST_PRODUCTS", 2 * 9 * 24 * 40 + 1)
     assert torch.equal(linear(x, weight), functional.linear(x, weight))
     assert not calls
