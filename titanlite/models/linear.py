@@ -72,9 +72,9 @@ _LIBRARY.define("linear(Tensor x, Tensor weight) -> Tensor")
 _LIBRARY.impl("linear", lambda x, weight: linear_of_onednn(x, weight), "CPU")
 
 
-@torch.library.register_fake("titanlite::linear", lib=_LIBRARY)
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], len(weight))
+torch.library.register_fake(
+    "titanlite::linear", lambda x, weight: x.new_empty(*x.shape[:-1], len(weight)), lib=_LIBRARY
+)
 
 
 def layer_linear(layer: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
