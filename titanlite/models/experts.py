@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from titanlite.models.family import DecoderConfig
-from titanlite.models.linear import linear
 from titanlite.models.watch import summed_parts, watch
 
 
@@ -161,7 +160,8 @@ def feed_forward(
         return grouped_feed_forward(rows, counts, *weights, activation=activation)
     parts = rows.split(counts.tolist())
     experts = zip(parts, *(weight.unbind() for weight in weights), strict=True)
-    products = products or (linear, linear)
+    # not `linear`: oneDNN keeps a program of 1 MB for each number of rows that it has seen
+    products = products or (functional.linear, functional.linear)
     return torch.cat([_gated(products, activation, *expert) for expert in experts])
 
 

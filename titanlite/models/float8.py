@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import ScalingType
 
-from titanlite.models.linear import product, weight_gradient
-
 LARGEST = 448.0
 """The largest number of E4M3."""
 UNIT = 16
@@ -83,7 +81,7 @@ class Float8:
         dtype = x.dtype
         if self.recipe.of_tokens:
             gradient, x = self.operands("weight gradient", gradient, x)
-        return weight_gradient(gradient, x).to(dtype)
+        return (gradient.flatten(0, -2).T @ x.flatten(0, -2)).to(dtype)
 
 
 def float8_product(x: Tensor, weight: Tensor, settings: Float8, which: ProductName) -> Tensor:
@@ -98,7 +96,7 @@ def float8_product(x: Tensor, weight: Tensor, settings: Float8, which: ProductNa
         )
         return out.view(*x.shape[:-1], len(weight))
     own, others = settings.operands(which, x, weight)
-    return product(own, others).to(x.dtype)
+    return (own @ others.T).to(x.dtype)
 
 
 def _scaled_rows(x: Tensor, scale: Scale, maximum: Maximum | None) -> tuple[Tensor, Tensor]:

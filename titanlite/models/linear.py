@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from titanlite.runtime.torch_internals import linear_of_onednn
@@ -40,9 +41,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def is_by_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether `product` is by oneDNN. The two have the same dtype and device."""
-    is_large = x.dim() > 1 and x.numel() * len(weight) >= LEAST_PRODUCTS
-    return is_large and x.dtype == torch.float32 and x.device.type == "cpu" and HAS_ONEDNN
+    """Whether `product` is by oneDNN. What it refuses is torch's, which says why."""
+    if not HAS_ONEDNN or any(each.dtype != torch.float32 or each.device.type != "cpu" for each in (x, weight)):
+        return False
+    fits = x.dim() > 1 and weight.dim() == 2 and x.shape[-1] == weight.shape[-1]
+    return fits and x.numel() * len(weight) >= LEAST_PRODUCTS
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -102,53 +105,67 @@ def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, product
     The gradients of x and of the parameters are nodes of their own in the autograd graph, so that a pipeline schedule
     can compute the latter later: autograd does not tell a function which of its gradients is needed now.
     """
-    constants = (weight.detach(), None if bias is None else bias.detach())
-    result = _Product.apply(x, *constants, products)  # type: ignore[no-untyped-call]
-    handle = _Parameters.apply(weight, bias, x.detach(), products)  # type: ignore[no-untyped-call]
-    out: Tensor = _Join.apply(result, handle)  # type: ignore[no-untyped-call]
+    constants = (x.detach(), weight.detach(), None if bias is None else bias.detach())
+    of_x = _Input.apply(x, weight.detach(), products)  # type: ignore[no-untyped-call]
+    of_parameters = _Parameters.apply(weight, bias, x.detach(), products)  # type: ignore[no-untyped-call]
+    out: Tensor = _Join.apply(of_x, of_parameters, *constants, products)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Product(torch.autograd.Function):
+def _placeholder(x: Tensor, weight: Tensor) -> Tensor:
+    """A tensor of the shape of the product, without memory, which gets the gradient of the product."""
+    return x.new_zeros(()).expand(*x.shape[:-1], len(weight))
+
+
+class _Input(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, products: Products) -> Tensor:
         ctx.products = products
         ctx.save_for_backward(weight)
+        return _placeholder(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        return ctx.products.input_gradient(gradient, weight), None, None
+
+
+class _Parameters(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, _bias: Tensor | None, x: Tensor, products: Products) -> Tensor:
+        ctx.products = products
+        ctx.save_for_backward(x)
+        return _placeholder(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (x,) = ctx.saved_tensors
+        needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        of_weight = ctx.products.weight_gradient(gradient, x) if needs_weight else None
+        return of_weight, gradient.flatten(0, -2).sum(dim=0) if needs_bias else None, None, None
+
+
+class _Join(torch.autograd.Function):
+    """The product, whose gradient both placeholders get."""
+
+    @staticmethod
+    def forward(
+        _ctx: Any,
+        _of_x: Tensor,
+        _of_parameters: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        products: Products,
+    ) -> Tensor:
         result = products.output(x, weight)
         return result if bias is None else result + bias
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (weight,) = ctx.saved_tensors
-        return ctx.products.input_gradient(gradient, weight), None, None, None
-
-
-class _Parameters(torch.autograd.Function):
-    """A tensor of the shape of the product, without memory, whose gradient is that of the product."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, x: Tensor, products: Products) -> Tensor:
-        ctx.products, ctx.has_bias = products, bias is not None
-        ctx.save_for_backward(x)
-        return x.new_zeros(()).expand(*x.shape[:-1], len(weight))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        (x,) = ctx.saved_tensors
-        of_bias = gradient.flatten(0, -2).sum(dim=0) if ctx.has_bias else None
-        return ctx.products.weight_gradient(gradient, x), of_bias, None, None
-
-
-class _Join(torch.autograd.Function):
-    """The product, whose gradient the handle of the parameters gets, too."""
-
-    @staticmethod
-    def forward(_ctx: Any, product: Tensor, _handle: Tensor) -> Tensor:
-        return product.view_as(product)
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, gradient
+    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, gradient, None, None, None, None
 
 
 class _OfOneDNN:

@@ -50,7 +50,8 @@ def parallelize(
             own_share = float(mesh.coordinate["tp"] == 0)  # all ranks of tp route the same positions
             mixture.placement = Placement(index, own_share, mesh.cp_group)
     on_device = multiplies_on_device(float8, mesh.device_mesh.device_type, dtypes.compute)
-    use_own_products(model.modules())
+    if recompute.mode != "memory_budget":  # of torch's products, the compiler knows what they cost
+        use_own_products(model.modules())
     recompute_first = inside_compilation(recompute)
     return [
         *apply_context_parallel(model, mesh.cp_group, mesh.section.context_parallel),

@@ -173,8 +173,8 @@ def scaled_product_operation() -> Any:
 
 def linear_of_onednn(x: Tensor, weight: Tensor) -> Tensor:
     """x weight^T by oneDNN, in float32 on CPUs: functional.linear is by MKL. Not differentiable."""
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-    return result
+    rows: Tensor = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), weight, None, "none", [], "")
+    return rows.resize_(*x.shape[:-1], len(weight))  # no view: autograd lets nobody change views of its functions
 
 
 def attention_on_cpu(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from titanlite.models import linear as linears
+from titanlite.models.head import LossComputation, OutputLayer
 from titanlite.models.linear import HAS_ONEDNN, linear, plus_product, product, use_own_products, weight_gradient
 from titanlite.runtime.torch_internals import linear_of_onednn
 
@@ -68,6 +69,46 @@ def test_each_gradient_is_computed_alone(calls: Calls) -> None:
     assert calls[1:] == [((24, 18), (40, 18))]
 
 
+def test_a_frozen_weight_has_no_gradient(calls: Calls) -> None:
+    x, weight, bias, upstream = operands(24, 40)
+    linear(x.detach(), weight.requires_grad_(False), bias).backward(upstream)
+    torch.testing.assert_close(bias.grad, upstream.sum((0, 1)))
+    assert len(calls) == 1
+
+
+@pytest.mark.usefixtures("calls")
+def test_a_result_may_be_changed_in_place() -> None:
+    x, weight, _, upstream = operands(24, 40)
+    linear(x, weight).add_(1).backward(upstream)
+    torch.testing.assert_close(weight.grad, upstream.flatten(0, 1).T @ x.detach().flatten(0, 1))
+
+
+@pytest.mark.usefixtures("calls")
+def test_second_derivatives_are_refused() -> None:
+    x, weight, *_ = operands(24, 40)
+    (gradient,) = torch.autograd.grad(linear(x, weight).square().sum(), [x], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_the_loss_in_chunks(calls: Calls) -> None:
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        generator = torch.Generator().manual_seed(0)
+        head = OutputLayer(12, 30).to(dtype)
+        head.weight.data = torch.randn(30, 12, generator=generator).to(dtype)
+        head.computation = LossComputation(chunk_tokens=7)
+        x, labels = torch.randn(2, 9, 12, generator=generator).to(dtype).requires_grad_(), torch.arange(18).view(2, 9)
+        labels[0, 5:] = labels[1, 1:3] = -1
+        head(x, labels, torch.full((2,), 12)).sum().backward()
+        found.append((x.grad, head.weight.grad))
+    assert len(calls) == 3 * 3  # of three chunks
+    for own, exact in zip(*found, strict=True):
+        assert own is not None
+        assert exact is not None
+        assert (own - exact).norm() <= 1e-6 * exact.norm()
+
+
 def test_operands_that_are_parts(calls: Calls) -> None:
     """Of the scores of a rank's ids, for example."""
     scores, x, weight = torch.randn(9, 50)[:, 7:31], torch.randn(18, 40)[::2], torch.randn(24, 80)[:, 5:45]
@@ -85,6 +126,8 @@ def test_others_are_those_of_torch(calls: Calls, monkeypatch: pytest.MonkeyPatch
     assert linear(x.to("meta"), weight.to("meta")).shape == (2, 9, 24)
     assert linear(x[:0], weight).shape == (0, 9, 24)
     assert linear(x[0, 0], weight).shape == (24,)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        linear(x[..., :30], weight)
     monkeypatch.setattr(linears, "LEAST_PRODUCTS", 2 * 9 * 24 * 40 + 1)
     assert torch.equal(linear(x, weight), functional.linear(x, weight))
     assert not calls

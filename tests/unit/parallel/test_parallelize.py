@@ -4,6 +4,7 @@ from typing import Any, cast, get_args
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from tests.configuration import EACH_SCHEDULE
@@ -20,6 +21,8 @@ from titanlite.parallel.data import AT_ONCE_BYTES, replicates_at_once
 from titanlite.parallel.mesh import PipelineSchedule
 from titanlite.parallel.microbatches import Microbatches
 from titanlite.parallel.pipeline import fits_schedule
+
+BUDGET = ["activation_checkpoint.mode=memory_budget", "compile.enable=true", "compile.backend=aot_eager"]
 
 
 @pytest.mark.parametrize(
@@ -38,6 +41,18 @@ def test_the_loss_is_computed_as_configured(settings: list[str], expected: tuple
     (head,) = (module for module in modules if isinstance(module, OutputLayer))
     how = head.computation
     assert (how.chunk_tokens, how.recomputes, how.gathers_logits) == expected
+
+
+@pytest.mark.parametrize("settings", [[], ["parallelism.tp=2"], BUDGET])
+def test_linear_layers_have_titanlites_products(settings: list[str]) -> None:
+    """Unless the compiler must know what they cost."""
+    world_size = 2 if "parallelism.tp=2" in settings else 1
+    config = small_config(world_size, *settings)
+    with simulated_mesh(config, world_size, rank=0) as mesh:
+        modules = [module for part in build_parts(config, mesh) for module in part.model.modules()]
+    layers = [module for module in modules if type(module) is nn.Linear]
+    assert len(layers) == 7 * config.hyper_parameters.n_layers
+    assert {"forward" in vars(layer) for layer in layers} == {settings is not BUDGET}
 
 
 def test_the_loss_is_compiled_if_configured() -> None:
