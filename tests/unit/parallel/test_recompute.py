@@ -1,5 +1,7 @@
 """Blocks that recompute, and combinations that are refused."""
 
+from typing import Literal
+
 import pytest
 import torch
 import torch._functorch.config as functorch_config
@@ -7,12 +9,14 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from titanlite.config.load import load_config
+from titanlite.models import linear
 from titanlite.models.llama3 import LLAMA3, Llama3, Llama3Config
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.mesh import PipelineSchedule
 from titanlite.parallel.pipeline import SCHEDULES
 from titanlite.parallel.recompute import ActivationCheckpointConfig, apply_recompute, recomputes
 from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.torch_internals import linear_of_onednn
 
 SOURCE = ["--data.sources.0.kind", "tokens", "--data.sources.0.path", "tokens.npy", "--model.vocab_size", "128"]
 
@@ -92,6 +96,30 @@ def test_combinations_that_do_not_work_are_refused(monkeypatch: pytest.MonkeyPat
 
 
 CONFIG = Llama3Config(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=80, vocab_size=50, max_seq_len=32)
+
+
+@pytest.mark.skipif(not linear.HAS_ONEDNN, reason="torch does not multiply by oneDNN here")
+@pytest.mark.parametrize(("mode", "again"), [("selective", 0), ("full", 6)])
+def test_products_by_onednn_are_saved(
+    mode: Literal["selective", "full"], again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, products = Llama3(CONFIG), 0
+    model.init_buffers(torch.device("cpu"))
+    apply_recompute(model, LLAMA3.structure(CONFIG), ActivationCheckpointConfig(mode=mode))
+    linear.use_own_products(model.modules())
+
+    def counted(x: Tensor, weight: Tensor) -> Tensor:
+        nonlocal products
+        products += 1
+        return linear_of_onednn(x, weight)
+
+    monkeypatch.setattr(linear, "LEAST_PRODUCTS", 1)
+    monkeypatch.setattr(linear, "linear_of_onednn", counted)
+    x = torch.randn(2, 32, CONFIG.dim, requires_grad=True)
+    out = model.layers["0"](x, model.rope(None), None)
+    assert products == 7
+    out.sum().backward()
+    assert products == 7 + again + 2 * 7  # of the last one, backward needs no result
 
 
 def saved_and_gradients(section: ActivationCheckpointConfig) -> tuple[int, dict[str, Tensor]]:
