@@ -160,7 +160,7 @@ def feed_forward(
         return grouped_feed_forward(rows, counts, *weights, activation=activation)
     parts = rows.split(counts.tolist())
     experts = zip(parts, *(weight.unbind() for weight in weights), strict=True)
-    # not `linear`: oneDNN keeps a program of 1 MB for each number of rows that it has seen
+    # not `linear`, which is for few numbers of rows
     products = products or (functional.linear, functional.linear)
     return torch.cat([_gated(products, activation, *expert) for expert in experts])
 

@@ -130,7 +130,7 @@ class Scoring(ABC):
         return [slice(begin, begin + self.chunk) for begin in range(0, tokens, self.chunk)]
 
     def buffer(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Memory of the logits of any chunk: large new tensors cost page faults."""
+        """Memory of the logits of any chunk by torch's products: large new tensors cost page faults."""
         return x.new_empty(min(self.chunk, len(x)), len(weight))
 
     def scores(self, x: Tensor, weight: Tensor, buffer: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

@@ -33,7 +33,8 @@ class Products(Protocol):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """functional.linear, by the fastest kernels: in float32 on x86 CPUs by oneDNN, where torch multiplies by MKL.
 
-    See docs/performance.md, Matrix products on CPUs.
+    For layers with few numbers of rows: oneDNN keeps a program of 1 MB for each. See docs/performance.md, Matrix
+    products on CPUs.
     """
     if is_by_onednn(x, weight):
         return multiplied(x, weight, bias, products=_OF_ONEDNN)
@@ -105,10 +106,10 @@ def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, product
     The gradients of x and of the parameters are nodes of their own in the autograd graph, so that a pipeline schedule
     can compute the latter later: autograd does not tell a function which of its gradients is needed now.
     """
-    constants = (x.detach(), weight.detach(), None if bias is None else bias.detach())
-    of_x = _Input.apply(x, weight.detach(), products)  # type: ignore[no-untyped-call]
-    of_parameters = _Parameters.apply(weight, bias, x.detach(), products)  # type: ignore[no-untyped-call]
-    out: Tensor = _Join.apply(of_x, of_parameters, *constants, products)  # type: ignore[no-untyped-call]
+    rows, matrix, shift = x.detach(), weight.detach(), None if bias is None else bias.detach()
+    of_x = _Input.apply(x, matrix, products)  # type: ignore[no-untyped-call]
+    of_parameters = _Parameters.apply(weight, bias, rows, products)  # type: ignore[no-untyped-call]
+    out: Tensor = _Join.apply(of_x, of_parameters, rows, matrix, shift, products)  # type: ignore[no-untyped-call]
     return out
 
 
