@@ -1,6 +1,8 @@
 """Linear layers, whose matrix products are not always those of torch: see Products and linear."""
 
+import math
 from collections.abc import Iterable
+from pathlib import Path
 from types import MethodType
 from typing import Any, Protocol
 
@@ -12,8 +14,10 @@ from torch.nn import functional
 from titanlite.runtime.torch_internals import linear_of_onednn
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-LEAST_PRODUCTS = 2**22
-"""Multiplications from which oneDNN is faster: a call of it costs 10 microseconds."""
+_CPUINFO = Path("/proc/cpuinfo")
+LEAST_PRODUCTS = math.inf if _CPUINFO.exists() and "GenuineIntel" in _CPUINFO.read_text() else 2**22
+"""Multiplications from which oneDNN is faster: a call of it costs 10 microseconds, and MKL, which torch uses, has its
+fastest code for Intel's processors only."""
 
 
 class Products(Protocol):
@@ -31,7 +35,8 @@ class Products(Protocol):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """functional.linear, by the fastest kernels: in float32 on x86 CPUs by oneDNN, where torch multiplies by MKL.
+    """functional.linear, by the fastest kernels: in float32 on x86 CPUs that are not of Intel by oneDNN, where torch
+    multiplies by MKL.
 
     For layers with few numbers of rows: oneDNN keeps a program of 1 MB for each. See docs/performance.md, Matrix
     products on CPUs.
