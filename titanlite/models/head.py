@@ -313,9 +313,9 @@ class LossComputation:
     """How an output layer computes the loss on a layout.
 
     chunk_tokens: see LossConfig. recomputes: whether backward computes the logits again. Otherwise forward computes the
-    gradients at once and keeps them, (vocab_size, dim) for the weight, per microbatch in flight: one product less, and
-    no more memory if only one microbatch is in flight. gathers_logits, exponentials: see Scoring and CrossEntropy.
-    further_weight: of the loss of further tokens; 0: there are none.
+    gradients at once and keeps them, (vocab_size, dim) for the weight, per microbatch in flight: one product less (two
+    with a split backward pass), and no more memory if only one microbatch is in flight. gathers_logits, exponentials:
+    see Scoring and CrossEntropy. further_weight: of the loss of further tokens; 0: there are none.
     """
 
     loss: Loss = CROSS_ENTROPY
@@ -509,16 +509,18 @@ class _AtOnce(torch.autograd.Function):
             losses[tokens], scores_grad, factor = scoring.losses_and_gradient_(scores, labels[tokens], weights[tokens])
             gradients.add(tokens, backward(scores_grad), factor)
             del scores, scores_grad, backward
-        ctx.gradients = gradients.result()
+        ctx.gradients = list(gradients.result())
         return losses.mul_(weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # The gradient of the weight is summed over all tokens already: they must have the same factor.
         factor = torch.where((gradient == gradient[0]).all(), gradient[0], torch.nan)
-        x_grad, weight_grad = ctx.gradients
-        del ctx.gradients
-        return x_grad.mul_(factor), weight_grad.mul_(factor), None, None, None
+        found: list[Tensor | None] = [None, None]
+        for index, needs in enumerate(_needed(ctx)):
+            if needs:
+                found[index], ctx.gradients[index] = ctx.gradients[index].mul_(factor), None
+        return *found, None, None, None
 
 
 class _Recomputed(torch.autograd.Function):
@@ -538,16 +540,20 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, labels, weights, kept = ctx.saved_tensors
-        # A split backward pass calls this twice, once for each of the two gradients.
-        needs = [is_needed_by_backward(node) for node, _ in ctx.next_functions[:2]]
         scoring: Scoring = ctx.scoring
-        gradients, buffer = Gradients(x, weight, scoring, *needs), scoring.buffer(x, weight)
+        gradients, buffer = Gradients(x, weight, scoring, *_needed(ctx)), scoring.buffer(x, weight)
         for tokens in scoring.chunks(len(x)):
             scores, before = scoring.scores(x[tokens], weight, buffer)
             of_tokens = (each[tokens] for each in (labels, weights, kept, gradient))
             scores_grad, factor = scoring.gradient_(scores, *of_tokens)
             gradients.add(tokens, before(scores_grad), factor)
         return *gradients.result(), None, None, None
+
+
+def _needed(ctx: Any) -> list[bool]:
+    """Whether backward needs the gradient of the input, and of the weight: a split backward pass calls it once for each
+    of them."""
+    return [is_needed_by_backward(node) for node, _ in ctx.next_functions[:2]]
 
 
 class Gradients:

@@ -10,7 +10,7 @@ from titanlite.parallel.data import apply_data_parallel
 from titanlite.parallel.expert import apply_expert_parallel
 from titanlite.parallel.float8 import Float8Config, apply_float8, multiplies_on_device
 from titanlite.parallel.mesh import Mesh, ModelDtypes, shard_logits
-from titanlite.parallel.pipeline import resolve_reshard_after_forward
+from titanlite.parallel.pipeline import logits_again, resolve_reshard_after_forward
 from titanlite.parallel.recompute import ActivationCheckpointConfig, apply_recompute, inside_compilation
 from titanlite.parallel.tensor import apply_tensor_parallel
 
@@ -37,9 +37,7 @@ def parallelize(
     computation = LossComputation(
         loss.chosen,
         loss.chunk_tokens,
-        # A pipeline has several microbatches in flight: the gradients of each would take too much memory.
-        # With bit_equal, all layouts compute alike.
-        recomputes=bit_equal or mesh.degrees["pp"] > 1,
+        recomputes=logits_again(mesh.section, bit_equal=bit_equal) > 0,
         gathers_logits=not shard_logits(mesh.section, needs_logits=loss.chosen.needs_logits),
         further_weight=loss.further_tokens_weight if model.predicts_further else 0.0,
     )

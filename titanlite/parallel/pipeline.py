@@ -31,19 +31,21 @@ class ScheduleShape:
 
     stages_per_rank: number of stages on each rank. placement: indexes of the two stages of rank p of P: loop: p and
     P + p; v: p and 2P - 1 - p. splits_backward: whether input gradients are computed separately from weight gradients.
+    keeps_last: whether the last stage has several microbatches between forward and backward.
     """
 
     stages_per_rank: Literal[1, 2]
     placement: Literal["loop", "v"] = "loop"
     splits_backward: bool = False
+    keeps_last: bool = False
 
 
 SCHEDULES: dict[PipelineSchedule, ScheduleShape] = {
-    "GPipe": ScheduleShape(1),
+    "GPipe": ScheduleShape(1, keeps_last=True),
     "1F1B": ScheduleShape(1),
-    "LoopedBFS": ScheduleShape(2),
+    "LoopedBFS": ScheduleShape(2, keeps_last=True),
     "Interleaved1F1B": ScheduleShape(2),
-    "InterleavedZeroBubble": ScheduleShape(2, splits_backward=True),
+    "InterleavedZeroBubble": ScheduleShape(2, splits_backward=True, keeps_last=True),
     "ZBVZeroBubble": ScheduleShape(2, "v", splits_backward=True),
     "DualPipeV": ScheduleShape(2, "v", splits_backward=True),
 }
@@ -66,6 +68,13 @@ def num_stages(section: ParallelismConfig) -> int:
 def splits_backward(section: ParallelismConfig) -> bool:
     """Whether the pipeline, if any, computes gradients of weights separately from those of inputs."""
     return section.pp > 1 and SCHEDULES[section.pp_schedule].splits_backward
+
+
+def logits_again(section: ParallelismConfig, *, bit_equal: bool = False) -> int:
+    """How often backward computes the logits of a microbatch again, see LossComputation.recomputes: each half of a
+    split backward pass if the gradients of several microbatches would be kept. bit_equal: all layouts compute alike."""
+    keeps = section.pp > 1 and SCHEDULES[section.pp_schedule].keeps_last
+    return 1 + splits_backward(section) if keeps or bit_equal else 0
 
 
 def local_stages(section: ParallelismConfig, pp_rank: int) -> list[int]:

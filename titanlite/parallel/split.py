@@ -11,7 +11,7 @@ from torch import nn
 
 from titanlite.models.family import LanguageModel, Structure
 from titanlite.parallel.mesh import ParallelismConfig
-from titanlite.parallel.pipeline import num_stages, splits_backward
+from titanlite.parallel.pipeline import logits_again, num_stages
 from titanlite.parallel.recompute import ActivationCheckpointConfig, inside_compilation, recomputes
 
 
@@ -87,14 +87,14 @@ def unit_costs(
 
     weights: from unit_weights. flops_per_token: of the model, without recomputation. of_blocks: the part of each block
     in it; empty: the blocks share by their weights what the other units leave.
-    A recomputed block has a second forward pass. So has the head in each backward pass, and its softmax in float32
+    A recomputed block has a second forward pass. So may the head in each backward pass, and its softmax in float32
     takes about as long as another: 1.2 of it by the plan, on an H100 with a width of 4,096.
     """
     blocks = [structure.blocks.get(unit[0]) for unit in structure.units]
     apart = sum(weight for weight, block in zip(weights, blocks, strict=True) if block is None)
     in_blocks = max(sum(weights) - apart, 1)
     of_others = max(flops_per_token - sum(of_blocks), 6 * apart) if of_blocks else 6 * apart
-    head_passes = 5 + splits_backward(section)  # of a third of the 6 FLOPs of a weight each
+    head_passes = 4 + logits_again(section)  # of a third of the 6 FLOPs of a weight each
     by_op = inside_compilation(recompute)  # which recomputes no matrix products
     return [
         head_passes * of_others * weight // max(apart, 1)

@@ -14,7 +14,7 @@ import torch
 
 from titanlite.parallel.data import replicates_at_once
 from titanlite.parallel.mesh import GradientSync, ParallelismConfig
-from titanlite.parallel.pipeline import resolve_reshard_after_forward, splits_backward
+from titanlite.parallel.pipeline import logits_again, resolve_reshard_after_forward
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputed_blocks
 from titanlite.planning.pipeline_order import Actions, count_gathers
 from titanlite.planning.stages import Stage
@@ -268,10 +268,9 @@ def _tensor_parallel(
     if stage.is_last:
         chunks, loss_bytes = -(-shape.positions // shape.loss_chunk), shape.positions * max(4, shape.param_bytes)
         # per position: maximum, and in one call the sum of exponentials and the label's own score; or all logits, which
-        # a pipeline's backward pass computes again, each half of a split one
+        # backward may compute again
         calls, numbers = (2 * chunks, 3) if shape.shard_logits else (chunks, shape.vocab_size)
-        logits_again = 1 + splits_backward(section) if section.pp > 1 and not shape.shard_logits else 0
-        passes = count * (1 + logits_again) * (1 + further)
+        passes = count * (1 + (0 if shape.shard_logits else logits_again(section))) * (1 + further)
         found.append(Traffic("tp", "all-reduce", passes * calls, passes * numbers * loss_bytes, tp))
     # the squares of each position, also if they are recomputed, and one product backward
     sums = shape.wide_norms * (2 * len(stage.blocks) + again) * count

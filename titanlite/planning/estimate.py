@@ -19,7 +19,7 @@ from titanlite.parallel.data import resolve_gradient_sync
 from titanlite.parallel.exact import BYTES_PER_ROW
 from titanlite.parallel.mesh import DATA_AXES, resolve_degrees, shard_logits
 from titanlite.parallel.microbatches import Microbatches, divide_step
-from titanlite.parallel.pipeline import local_stages, num_stages, splits_backward
+from titanlite.parallel.pipeline import local_stages, logits_again, num_stages
 from titanlite.parallel.recompute import recomputed_blocks
 from titanlite.planning.activations import ActivationBytes, MicrobatchShape, activation_bytes
 from titanlite.planning.communication import StepShape, Traffic, loads_traffic, stage_traffic
@@ -191,8 +191,8 @@ def _shards_logits(config: JobConfig) -> bool:
     return shard_logits(config.parallelism, needs_logits=config.loss.chosen.needs_logits)
 
 
-def _recomputes_logits(config: JobConfig) -> bool:
-    return config.training.bit_equal or config.parallelism.pp > 1
+def _logits_again(config: JobConfig) -> int:
+    return logits_again(config.parallelism, bit_equal=config.training.bit_equal)
 
 
 def _memory(
@@ -242,7 +242,7 @@ def microbatch_shape(config: JobConfig, shape: StepShape, device_type: str) -> M
         attention_bytes=attention_dtype(device_type, compute_dtype).itemsize,
         loss_chunk=shape.loss_chunk,
         shard_logits=_shards_logits(config),
-        recomputes_logits=_recomputes_logits(config),
+        recomputes_logits=_logits_again(config) > 0,
         mask=mask_form(device_type, compute_dtype, model.head_dim)
         if config.data.masks_documents or gathers_keys
         else None,
@@ -273,9 +273,7 @@ def _flops(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> tupl
     again = 0 if by_op else sum(of_block[index] for index in recomputed_blocks(recompute, blocks))
     tokens = shape.microbatches * shape.positions
     output *= any(stage.is_last for stage in stages)
-    # each half of a split backward pass computes the logits again
-    logits_again = _recomputes_logits(config) + splits_backward(config.parallelism)
     # a forward pass is a third of a step
-    recomputed = (again + logits_again * output) // 3
+    recomputed = (again + _logits_again(config) * output) // 3
     flops = sum(of_block[index] for index in blocks) + output
     return flops * tokens // shape.sizes["tp"], recomputed * tokens // shape.sizes["tp"]

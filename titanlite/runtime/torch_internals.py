@@ -207,8 +207,8 @@ def attention_on_cpu_backward(
 
 
 def is_needed_by_backward(node: Any) -> bool:
-    """Whether the running backward pass computes the gradient of this node of the graph."""
-    return torch._C._will_engine_execute_node(node)
+    """Whether the running backward pass computes the gradient of this node of the graph; None: of a constant."""
+    return node is not None and torch._C._will_engine_execute_node(node)
 
 
 def is_in_backward() -> bool:

@@ -30,7 +30,8 @@ BUDGET = ["activation_checkpoint.mode=memory_budget", "compile.enable=true", "co
     [
         (["loss.chunk_tokens=7"], (7, False, True)),
         (["loss.chunk_tokens=7", "parallelism.tp=2"], (7, False, False)),
-        (["parallelism.pp=2"], ("auto", True, True)),
+        (["parallelism.pp=2"], ("auto", False, True)),
+        (["parallelism.pp_schedule=GPipe", "parallelism.pp=2"], ("auto", True, True)),
     ],
 )
 def test_the_loss_is_computed_as_configured(settings: list[str], expected: tuple[Any, ...]) -> None:

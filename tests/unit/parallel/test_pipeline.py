@@ -102,7 +102,7 @@ def test_stages_together_are_the_model(schedule: PipelineSchedule, split: tuple[
 
 @pytest.mark.parametrize(
     ("mode", "schedule", "block", "head"),
-    [("none", "1F1B", 3, 5), ("selective", "ZBVZeroBubble", 3, 6), ("full", "Interleaved1F1B", 4, 5)],
+    [("none", "GPipe", 3, 5), ("selective", "InterleavedZeroBubble", 3, 6), ("full", "Interleaved1F1B", 4, 4)],
 )
 @pytest.mark.parametrize("family", ["llama3", "qwen3_moe", "olmo3", "deepseek_v3"])
 def test_the_cost_of_units_is_their_flops(

@@ -32,6 +32,12 @@ def test_simulating_the_order_gives_the_formula(name: PipelineSchedule, pp: int,
     # With a split backward pass, weight gradients fill all gaps but those of the first and last forward passes.
     busy = 6 * microbatches if SCHEDULES[name].splits_backward else stages // pp * microbatches
     assert bubble_share(order, stages) == pytest.approx((pp - 1) / (busy + pp - 1))
+    (last,) = (actions for actions in order if stages - 1 in actions.stages)
+    kept = [0]
+    for action in last:
+        if action.stage == stages - 1:
+            kept.append(kept[-1] + {"forward": 1, "backward": -1, "weight_gradient": -1}.get(action.kind, 0))
+    assert (max(kept) > 1) == SCHEDULES[name].keeps_last
 
 
 @pytest.mark.parametrize("name", [name for name, shape in SCHEDULES.items() if shape.stages_per_rank > 1])
