@@ -40,7 +40,7 @@ from titanlite.ranks.network import connect
 from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.errors import DataError, UserError
 from titanlite.runtime.logging import keep_for_log_file, log
-from titanlite.runtime.process_state import PacedGarbageCollection, keep_freed_memory
+from titanlite.runtime.process_state import PacedGarbageCollection, keep_freed_memory, return_freed_memory
 from titanlite.tools.plan.preview import preview
 from titanlite.trainer import Trainer
 
@@ -229,6 +229,8 @@ def train(config: JobConfig, run: Run, failure: FailureReport) -> Record | None:
                 record = log_step(config, run, step)
             if step == first_step:
                 trainer.mesh.set_timeout(config.comm.train_timeout_s)
+                if config.compile.enable and trainer.mesh.device_mesh.device_type == "cpu":
+                    return_freed_memory()
             if run.ledger is not None:
                 run.ledger.write(step, loader.sequences, loader.origins)
             enter(step, "comparing replicas")

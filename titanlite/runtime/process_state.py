@@ -92,6 +92,15 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, _MOST_BYTES)
 
 
+def return_freed_memory() -> None:
+    """Collect garbage, and let glibc return freed memory to the system, which `keep_freed_memory` does not: that of the
+    compiler, which it leaves in small pieces between the tensors of its step."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 INTERVAL = 50
 """Steps between collections."""
 

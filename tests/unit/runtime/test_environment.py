@@ -144,6 +144,28 @@ for _ in range(4):
 """
 
 
+MEMORY_BETWEEN_TENSORS = """
+import os, torch
+from titanlite.runtime.process_state import keep_freed_memory, return_freed_memory
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+keep_freed_memory()
+tensors = [torch.ones(2**18) for _ in range(200)]
+del tensors[:199]
+before = resident()
+return_freed_memory()
+print(before - resident())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc only")
+def test_freed_memory_between_tensors_is_returned() -> None:
+    command = [sys.executable, "-c", MEMORY_BETWEEN_TENSORS]
+    returned = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert returned > 150 * 2**20
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc only")
 @pytest.mark.parametrize(("environment", "is_kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "0"}, False)])
