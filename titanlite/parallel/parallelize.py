@@ -13,6 +13,7 @@ from titanlite.parallel.mesh import Mesh, ModelDtypes, shard_logits
 from titanlite.parallel.pipeline import logits_again, resolve_reshard_after_forward
 from titanlite.parallel.recompute import ActivationCheckpointConfig, apply_recompute, inside_compilation
 from titanlite.parallel.tensor import apply_tensor_parallel
+from titanlite.runtime.torch_internals import clear_sharding_cache
 
 
 def parallelize(
@@ -34,6 +35,7 @@ def parallelize(
     computation on any number of data ranks and stages, see parallel/exact.py.
     Returns descriptions of what was applied, in order, for the start log.
     """
+    clear_sharding_cache()
     computation = LossComputation(
         loss.chosen,
         loss.chunk_tokens,

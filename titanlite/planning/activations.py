@@ -28,11 +28,11 @@ class MicrobatchShape:
     attention in one of `attention_bytes`.
 
     loss_chunk: positions whose logits exist at the same time. shard_logits: whether each rank has the logits of its
-    part of the vocabulary only. recomputes_logits: whether the head's backward pass computes them again, as with a
-    pipeline. mask: the form of the mask; None: causal. gathers_keys: whether each of the cp ranks attends to gathered
-    keys and values, instead of exchanging positions for heads. extra_logits: of a registered loss, see
-    models/losses.py; None for the cross-entropy. rounded_bytes: of operands in float8, in the backward pass of a layer.
-    emulates_float8: whether products of blocks have results in the wide dtype, before a cast.
+    part of the vocabulary only. recomputes_logits: see LossComputation.recomputes. mask: the form of the mask; None:
+    causal. gathers_keys: whether each of the cp ranks attends to gathered keys and values, instead of exchanging
+    positions for heads. extra_logits: of a registered loss, see models/losses.py; None for the cross-entropy.
+    rounded_bytes: of operands in float8, in the backward pass of a layer. emulates_float8: whether products of blocks
+    have results in the wide dtype, before a cast.
     """
 
     rows: int

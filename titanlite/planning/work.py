@@ -387,7 +387,7 @@ def embedding_work(config: DecoderConfig, shape: MicrobatchShape, ops: Elementwi
 
 
 def head_work(config: DecoderConfig, shape: MicrobatchShape, ops: Elementwise) -> PassWork:
-    """The last norm and the loss. Without a pipeline, the forward pass also computes the gradients (models/head.py)."""
+    """The last norm and the loss. Unless the logits are computed again, forward computes the gradients, too."""
     positions, dim = shape.positions, config.dim
     own_ids = -(-config.vocab_size // shape.tp)
     columns = own_ids if shape.shard_logits else config.vocab_size

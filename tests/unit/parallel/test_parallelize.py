@@ -18,9 +18,10 @@ from titanlite.models.head import OutputLayer
 from titanlite.models.llama3 import LLAMA3, Llama3, Llama3Config
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.data import AT_ONCE_BYTES, replicates_at_once
-from titanlite.parallel.mesh import PipelineSchedule
+from titanlite.parallel.mesh import Mesh, PipelineSchedule
 from titanlite.parallel.microbatches import Microbatches
 from titanlite.parallel.pipeline import fits_schedule
+from titanlite.runtime.torch_internals import is_dtensor
 
 BUDGET = ["activation_checkpoint.mode=memory_budget", "compile.enable=true", "compile.backend=aot_eager"]
 
@@ -42,6 +43,22 @@ def test_the_loss_is_computed_as_configured(settings: list[str], expected: tuple
     (head,) = (module for module in modules if isinstance(module, OutputLayer))
     how = head.computation
     assert (how.chunk_tokens, how.recomputes, how.gathers_logits) == expected
+
+
+def test_parameters_are_on_the_mesh_of_their_run() -> None:
+    """Also the second time: DTensor's cache would give those of the first mesh, and ranks that have not cached the same
+    shapes would wait for each other in different groups."""
+    config = small_config(4, "parallelism.tp=2", "parallelism.dp_shard=2")
+    with simulated_mesh(config, 4) as mesh:
+        for each in (mesh, Mesh(config.parallelism, mesh.world)):
+            if each is not mesh:
+                each.connect(None)
+            (part,) = build_parts(config, each)
+            own = [each.group(axis).group_name for axis in ("dp_shard", "tp")]
+            for parameter in part.model.parameters():
+                assert is_dtensor(parameter)
+                found = parameter.device_mesh
+                assert [found.get_group(axis).group_name for axis in ("dp_shard", "tp")] == own
 
 
 @pytest.mark.parametrize("settings", [[], ["parallelism.tp=2"], BUDGET])
