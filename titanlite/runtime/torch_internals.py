@@ -278,8 +278,8 @@ def reset_compiler() -> None:
 
 
 def clear_sharding_cache() -> None:
-    """Drop the cache of DTensor's sharding rules, which refers to meshes: a result is on the first mesh of equal ranks and
-    names, with its process groups, also if the operands are on another one."""
+    """Drop the cache of DTensor's sharding rules, which refers to meshes: a result is on the first mesh of equal ranks
+    and names, with its process groups, also if the operands are on another one."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
