@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from titanlite.models.family import DecoderConfig
+from titanlite.models.linear import gated
 from titanlite.models.watch import summed_parts, watch
 
 
@@ -38,7 +39,7 @@ Activation = Callable[[Tensor, Tensor], Tensor]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return functional.silu(gate) * up
+    return gated(functional.silu, gate, up)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:

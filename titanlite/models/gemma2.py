@@ -29,7 +29,8 @@ from titanlite.models.hugging_face import (
     window_fields,
     written_windows,
 )
-from titanlite.models.layers import Attention, FeedForward, gelu_tanh
+from titanlite.models.layers import Attention, FeedForward
+from titanlite.models.linear import gelu_tanh
 from titanlite.runtime.errors import Problem
 
 

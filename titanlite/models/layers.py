@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from titanlite.models.attention import AttentionMask, Kernel, attend
+from titanlite.models.linear import gated
 from titanlite.models.watch import watch
 
 
@@ -411,11 +412,6 @@ class GatedAttention(Attention):
         return out
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU by its approximation with a hyperbolic tangent."""
-    return functional.gelu(x, approximate="tanh")
-
-
 class FeedForward(nn.Module):
     """Gated linear unit (Shazeer, "GLU Variants Improve Transformer", 2020): w2(activation(w1 x) * w3 x); by default
     SwiGLU."""
@@ -431,7 +427,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, seq_len, dim). Returns the same shape."""
-        out: Tensor = self.w2(self.activation(self.w1(x)) * self.w3(x))
+        out: Tensor = self.w2(gated(self.activation, self.w1(x), self.w3(x)))
         return out
 
 

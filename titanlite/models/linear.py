@@ -1,7 +1,8 @@
-"""Linear layers, whose matrix products are not always those of torch: see Products and linear."""
+"""Linear layers, whose matrix products are not always those of torch: see Products and linear. Gated linear units."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, Protocol
@@ -188,3 +189,38 @@ class _OfOneDNN:
 
 
 _OF_ONEDNN = _OfOneDNN()
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its approximation with a hyperbolic tangent."""
+    return functional.gelu(x, approximate="tanh")
+
+
+_DERIVATIVES: dict[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]] = {
+    functional.silu: torch.ops.aten.silu_backward,
+    gelu_tanh: partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+}
+
+
+def gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    """activation(gate) * up. Of silu and gelu_tanh, backward computes the result again, so that it is not kept; in
+    compiled blocks, the compiler decides."""
+    if activation not in _DERIVATIVES or torch.compiler.is_compiling():
+        return activation(gate) * up
+    out: Tensor = _Gated.apply(gate, up, activation)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return activation(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up = ctx.saved_tensors
+        of_gate = _DERIVATIVES[ctx.activation](gradient * up, gate)
+        return of_gate, ctx.activation(gate).mul_(gradient), None

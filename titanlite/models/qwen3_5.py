@@ -41,6 +41,7 @@ from titanlite.models.hugging_face import (
     read_field,
 )
 from titanlite.models.layers import FeedForward, GatedAttention
+from titanlite.models.linear import gated
 from titanlite.models.linear_attention import LINEAR, GatedDeltaNet, document_starts
 from titanlite.runtime.errors import Problem, Rules, UserError
 from titanlite.runtime.settings import Needs
@@ -129,7 +130,7 @@ class GatedFeedForward(FeedForward):
         self.gate = Router(dim, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.activation(self.w1(x)) * self.w3(x)
+        hidden = gated(self.activation, self.w1(x), self.w3(x))
         out: Tensor = self.w2(hidden * self.gate(x).sigmoid().to(x.dtype))
         return out
 

@@ -179,9 +179,9 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
         part = min(PART_IDS, own_ids) * config.dim * (size + wide)
         chunk = max(chunk + part + own_ids * config.dim * (wide - size), own_ids * config.dim * wide)
     head_gradients = gathered + own_ids * config.dim * size
-    # the norms, the inputs of wq, wk, wv and of w1, w3, and of SwiGLU: both inputs, silu, the product; of the clamped
-    # one also the clamped input of silu, and the other factor
-    kept = 6 if config.clamped else 4
+    # the norms, the inputs of wq, wk, wv and of w1, w3, and of SwiGLU: both inputs, and the product; of the clamped one
+    # also silu, its clamped input, and the other factor
+    kept = 6 if config.clamped else 3
     of_experts = kept * sparse + scores + routed + wide_input
     if config.linear_key_heads:  # the factor of the results of full attention, and their product
         head_norm += 2 * positions * query_dim * size // tp

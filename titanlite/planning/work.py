@@ -156,7 +156,7 @@ class Elementwise:
             each = elements * self.size
             return Work(moved=3 * each, operations=1), Work(moved=6 * each, operations=1)
         each = elements * self.size
-        return Work(moved=5 * each, operations=2), Work(moved=9 * each, operations=3)
+        return Work(moved=5 * each, operations=2), Work(moved=11 * each, operations=4)
 
     def sums(self, elements: float, count: int) -> Work:
         """`count` sums of two tensors each. Compiled, the one that comes last is written only once."""

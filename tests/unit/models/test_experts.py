@@ -236,7 +236,6 @@ def test_padding_counts_neither_in_loads_nor_in_losses() -> None:
     found = torch.autograd.grad(out, [padded, *model.parameters()], upstream)
     assert torch.equal(model.step_load, load)
     assert torch.allclose(model.step_sums[0], sums, rtol=1e-14, atol=0)
-    assert torch.allclose(found[0][0, :4], short_gradients[0][0], rtol=0, atol=1e-14)
     assert found[0][0, 4:].abs().max() == found[0][1].abs().max() == 0
-    for one, other in zip(found[1:], short_gradients[1:], strict=True):
+    for one, other in zip((found[0][0, :4], *found[1:]), (short_gradients[0][0], *short_gradients[1:]), strict=True):
         assert ((one - other).norm() / other.norm()).item() < 1e-14
