@@ -35,7 +35,8 @@ def parallelize(
     computation on any number of data ranks and stages, see parallel/exact.py.
     Returns descriptions of what was applied, in order, for the start log.
     """
-    clear_sharding_cache()
+    if mesh.world.size > 1:  # it imports torch._dynamo, as FSDP does
+        clear_sharding_cache()
     computation = LossComputation(
         loss.chosen,
         loss.chunk_tokens,
