@@ -23,7 +23,7 @@ SIZES = ((64, 256, 256), (512, 256, 768), (4096, 256, 256), (4096, 768, 256), (2
 def main(rounds: int = 9, calls: int = 10, threads: int = 1, json: Path | None = None) -> None:
     """json: folder of products.json."""
     torch.set_num_threads(threads)
-    with patch.object(linear, "LEAST_PRODUCTS", 1):
+    with patch.multiple(linear, HAS_ONEDNN=True, LEAST_PRODUCTS=1):
         rows = [measure(*sizes, rounds, calls) for sizes in SIZES]
     report("products", {f"{torch.backends.cpu.get_cpu_capability()}, threads: {threads}": rows}, json)
 

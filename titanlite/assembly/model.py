@@ -69,7 +69,8 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
         flops = family.flops_per_token(hyper_parameters, training.seq_len)
         layout = config.parallelism, config.activation_checkpoint
         of_blocks = flops_of_blocks(hyper_parameters, training.seq_len)
-        stages = split_stages(unit_weights(part, structure), structure, flops, *layout, of_blocks)
+        weights = unit_weights(part, structure)
+        stages = split_stages(weights, structure, flops, *layout, of_blocks, bit_equal=training.bit_equal)
         if not parts:
             require_layout(family, hyper_parameters, part, config.parallelism, stages)
         if config.parallelism.pp > 1:

@@ -314,8 +314,9 @@ class LossComputation:
 
     chunk_tokens: see LossConfig. recomputes: whether backward computes the logits again. Otherwise forward computes the
     gradients at once and keeps them, (vocab_size, dim) for the weight, per microbatch in flight: one product less (two
-    with a split backward pass), and no more memory if only one microbatch is in flight. gathers_logits, exponentials:
-    see Scoring and CrossEntropy. further_weight: of the loss of further tokens; 0: there are none.
+    with a split backward pass), and no more memory if only one microbatch is in flight and its backward pass is not
+    split. gathers_logits, exponentials: see Scoring and CrossEntropy. further_weight: of the loss of further tokens; 0:
+    there are none.
     """
 
     loss: Loss = CROSS_ENTROPY
@@ -503,7 +504,7 @@ class _AtOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, scoring: Scoring) -> Tensor:
         losses = torch.empty_like(weights)
-        gradients, buffer = Gradients(x, weight, scoring), scoring.buffer(x, weight)
+        gradients, buffer = Gradients(x, weight, scoring, *ctx.needs_input_grad[:2]), scoring.buffer(x, weight)
         for tokens in scoring.chunks(len(x)):
             scores, backward = scoring.scores(x[tokens], weight, buffer)
             losses[tokens], scores_grad, factor = scoring.losses_and_gradient_(scores, labels[tokens], weights[tokens])

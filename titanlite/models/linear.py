@@ -205,7 +205,8 @@ _DERIVATIVES: dict[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor
 def gated(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
     """activation(gate) * up. Of silu and gelu_tanh, backward computes the result again, so that it is not kept; in
     compiled blocks, the compiler decides."""
-    if activation not in _DERIVATIVES or torch.compiler.is_compiling():
+    is_known = any(activation is each for each in _DERIVATIVES) and (gate.dtype, gate.shape) == (up.dtype, up.shape)
+    if not is_known or torch.compiler.is_compiling():
         return activation(gate) * up
     out: Tensor = _Gated.apply(gate, up, activation)  # type: ignore[no-untyped-call]
     return out

@@ -82,6 +82,8 @@ def unit_costs(
     section: ParallelismConfig,
     recompute: ActivationCheckpointConfig,
     of_blocks: Sequence[int] = (),
+    *,
+    bit_equal: bool = False,
 ) -> list[int]:
     """Time of each unit in a pipeline, as FLOPs for 3 tokens. An embedding takes no time.
 
@@ -94,7 +96,7 @@ def unit_costs(
     apart = sum(weight for weight, block in zip(weights, blocks, strict=True) if block is None)
     in_blocks = max(sum(weights) - apart, 1)
     of_others = max(flops_per_token - sum(of_blocks), 6 * apart) if of_blocks else 6 * apart
-    head_passes = 4 + logits_again(section)  # of a third of the 6 FLOPs of a weight each
+    head_passes = 4 + logits_again(section, bit_equal=bit_equal)  # of a third of the 6 FLOPs of a weight each
     by_op = inside_compilation(recompute)  # which recomputes no matrix products
     return [
         head_passes * of_others * weight // max(apart, 1)
@@ -112,12 +114,14 @@ def split_stages(
     section: ParallelismConfig,
     recompute: ActivationCheckpointConfig,
     of_blocks: Sequence[int] = (),
+    *,
+    bit_equal: bool = False,
 ) -> list[range]:
     """The units of each stage of the full model: by pp_split, or balanced by time if it is empty. Arguments: as those
     of unit_costs."""
     names = [unit[0] for unit in structure.units]
     cuts = [names.index(name) for name in section.pp_split]
-    costs = unit_costs(weights, structure, flops_per_token, section, recompute, of_blocks)
+    costs = unit_costs(weights, structure, flops_per_token, section, recompute, of_blocks, bit_equal=bit_equal)
     return assign_units(costs, cuts, num_stages(section), structure.last)
 
 

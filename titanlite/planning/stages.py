@@ -194,6 +194,7 @@ def plan_stages(config: JobConfig, sizes: Mapping[str, int]) -> list[Stage]:
     split = _split(
         *(model, config.model.family, config.training.seq_len),
         *(section.pp, section.pp_schedule, tuple(section.pp_split), config.activation_checkpoint),
+        config.training.bit_equal,
     )
     owners = tuple(stage_owners(section))
     return list(
@@ -217,12 +218,15 @@ def _split(
     schedule: PipelineSchedule,
     cuts: tuple[str, ...],
     recompute: ActivationCheckpointConfig,
+    bit_equal: bool,
 ) -> tuple[range, ...]:
     """The units of each stage."""
     section = ParallelismConfig(pp=pp, pp_schedule=schedule, pp_split=cuts)
     flops = FAMILIES[family].flops_per_token(model.hyper_parameters, seq_len)
     of_blocks = block_flops(model, seq_len)
-    return tuple(split_stages(model.weights, model.structure, flops, section, recompute, of_blocks))
+    return tuple(
+        split_stages(model.weights, model.structure, flops, section, recompute, of_blocks, bit_equal=bit_equal)
+    )
 
 
 @lru_cache(maxsize=256)

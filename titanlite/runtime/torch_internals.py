@@ -279,7 +279,8 @@ def reset_compiler() -> None:
 
 def clear_sharding_cache() -> None:
     """Drop the cache of DTensor's sharding rules, which refers to meshes: a result is on the first mesh of equal ranks
-    and names, with its process groups, also if the operands are on another one."""
+    and names, with its process groups, also if the operands are on another one. So two such meshes must not be used in
+    turns."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

@@ -163,6 +163,27 @@ def test_number_of_products(recomputes: bool, forward: int, backward: int) -> No
     assert without_gradients.shapes.total() == 1
 
 
+@FORMS
+@pytest.mark.parametrize("frozen", [0, 1], ids=["input", "weight"])
+def test_frozen_inputs_and_weights(frozen: int, recomputes: bool) -> None:
+    """Their gradients are neither computed nor kept; nor is the other one after backward."""
+    head, (x, labels, num_valid) = layer(chunk=ROWS * SEQ_LEN, recomputes=recomputes), inputs()
+    leaves = [x, head.weight]
+    right = torch.autograd.grad(plain_of(head, x, labels)[0], leaves[1 - frozen])[0]
+    leaves[frozen].requires_grad_(False)
+    with CountedProducts() as products:
+        shares = head(x, labels, num_valid)
+        shares.sum().backward()
+    assert products.shapes.total() == 2 + recomputes
+    found = leaves[1 - frozen].grad
+    assert found is not None
+    assert leaves[frozen].grad is None
+    assert (found - right).norm() <= 1e-14 * right.norm()
+    if not recomputes:
+        rows = shares.grad_fn.next_functions[0][0].next_functions[0][0]  # sum, view, the loss
+        assert rows.gradients == [None, None]
+
+
 @EACH_SCHEDULE
 @EVERY_LOSS
 @FORMS

@@ -101,12 +101,17 @@ def test_stages_together_are_the_model(schedule: PipelineSchedule, split: tuple[
 
 
 @pytest.mark.parametrize(
-    ("mode", "schedule", "block", "head"),
-    [("none", "GPipe", 3, 5), ("selective", "InterleavedZeroBubble", 3, 6), ("full", "Interleaved1F1B", 4, 4)],
+    ("mode", "schedule", "bit_equal", "block", "head"),
+    [
+        ("none", "GPipe", False, 3, 5),
+        ("selective", "InterleavedZeroBubble", False, 3, 6),
+        ("full", "Interleaved1F1B", False, 4, 4),
+        ("none", "ZBVZeroBubble", True, 3, 6),
+    ],
 )
 @pytest.mark.parametrize("family", ["llama3", "qwen3_moe", "olmo3", "deepseek_v3"])
 def test_the_cost_of_units_is_their_flops(
-    family: str, mode: Any, schedule: PipelineSchedule, block: int, head: int
+    family: str, mode: Any, schedule: PipelineSchedule, bit_equal: bool, block: int, head: int
 ) -> None:
     """Those of the model's formula, in which tokens use some of the experts, by the passes of each unit. The last layer
     of olmo3 has no window. The first one of deepseek_v3 has no experts, but as wide a feed-forward layer as the others
@@ -118,7 +123,7 @@ def test_the_cost_of_units_is_their_flops(
     section, recompute = ParallelismConfig(pp=2, pp_schedule=schedule), ActivationCheckpointConfig(mode=mode)
     flops, output = model.flops_per_token(config, 4096), 6 * (1 + bool(own)) * config.vocab_size * config.dim
     of_blocks = flops_of_blocks(config, 4096)
-    embedding, *blocks, last = unit_costs(weights, structure, flops, section, recompute, of_blocks)
+    embedding, *blocks, last = unit_costs(weights, structure, flops, section, recompute, of_blocks, bit_equal=bit_equal)
     assert (embedding, last) == (0, head * output)
     assert sum(blocks) == pytest.approx(block * (flops - output), rel=1e-6)
     full = 12 * (4096 - 64) * config.dim if family == "olmo3" else 0
