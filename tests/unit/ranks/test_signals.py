@@ -82,6 +82,19 @@ def test_sigterm_ends_process_1_of_a_container_while_it_starts(start: Start, the
     assert (process.wait(10), process.communicate()[1]) == (143, line)
 
 
+def test_a_signal_while_a_line_is_written_ends_the_process() -> None:
+    program = """
+import sys
+from titanlite.ranks.failure import end_process
+class Busy:
+    def flush(self):
+        raise RuntimeError("reentrant call")
+sys.stdout = Busy()
+end_process(143)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 143
+
+
 @pytest.mark.slow
 def test_the_first_signal_is_recorded_while_the_main_thread_is_in_a_library(start: Start) -> None:
     processes = {signal.Signals[name]: start(ACTIVE) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")}
