@@ -491,8 +491,6 @@ def end_process(code: int) -> NoReturn:
     After a successful run, about one shutdown in 60 aborted (SIGABRT on a busy machine, docs/LOG.md).
     """
     for stream in (sys.stdout, sys.stderr):
-        with suppress(
-            OSError, ValueError, RuntimeError
-        ):  # the last one in a signal handler, while the stream is written
+        with suppress(OSError, ValueError, RuntimeError):  # RuntimeError: in a signal handler, while it is written
             stream.flush()
     os._exit(code)
