@@ -84,7 +84,7 @@ def test_a_run_with_plugins_resumes_on_another_mesh_and_opens_only_with_permissi
 
     generate = ("outputs", "--prompt", "the cell", "--max-new-tokens", "3")
     refused = run(workplace, *generate, program="titanlite.tools.generate", code=1)
-    names = f"{workplace}/configs/family.py, {workplace}/configs/source.py"
+    names = f"'{workplace}/configs/family.py', '{workplace}/configs/source.py'"
     assert f"needs code that job.plugins of its run names: {names}; to import it, if you trust it, add" in refused
     assert "the cell" in run(workplace, *generate, "--allow-import", program="titanlite.tools.generate")
     evaluate = ("outputs", "--data", "tokenizer/tokenizer.json", "--steps", "1")

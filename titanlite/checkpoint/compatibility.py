@@ -88,12 +88,12 @@ def check_facts(
         if is_accepted:
             lines += [f"{_ACCEPTED}: {line}" for line in found]
         else:
-            refused.append("\n".join([*(f"  {line}" for line in found), f"    remedy: {remedy}"]))
+            refused += [*(f"  {line}" for line in found), f"    remedy: {remedy}"]
     if refused:
         raise UserError(
-            f"cannot resume from {where}: the run's settings differ from the checkpoint's\n"
-            + "\n".join(refused)
-            + f"\n  or {_FRESH} {another_run(where)}"
+            f"cannot resume from {where}: the run's settings differ from the checkpoint's",
+            *refused,
+            f"  or {_FRESH} {another_run(where)}",
         )
     return lines
 

@@ -129,7 +129,7 @@ class Checkpoints:
                 f'{failure}; {_AFTER_FAILURE}, or set checkpoint.on_save_error = "continue" to keep training after '
                 "failed saves"
             )
-        warn_on_rank_0(f"{failure}; training continues", self._group)
+        warn_on_rank_0([f"{failure}; training continues"], self._group)
 
     def _full(self) -> dict[str, Tensor]:
         return self._state.model_and_optimizer() | self._state.recent() | {STREAMS: self._state.streams(self._group)}
@@ -156,4 +156,4 @@ class Checkpoints:
         if self._saver is not None:
             failure = self._saver.take_failure()
             if failure is not None:
-                warn_on_rank_0(failure, self._group)
+                warn_on_rank_0([failure], self._group)

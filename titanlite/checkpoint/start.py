@@ -189,7 +189,7 @@ class StartFinder:
         if earlier:
             lines = [f"  {line.removeprefix('.')}" for line in differences(earlier[-1].facts, now, "")]
             head = f"From step {step + 1} on, the bits may not be those of an uninterrupted run, since these differ:"
-            warn_on_rank_0("\n".join([head, *lines]), self.group)
+            warn_on_rank_0([head, *lines], self.group)
         return (*earlier, Computation(step, now))
 
     def _generation_config(self, found: Found) -> bytes | None:
@@ -249,7 +249,7 @@ class StartFinder:
 
     def _warn_of_tokenizer(self, fingerprint: str | None, where: str) -> None:
         if fingerprint != self.about.facts.get("tokenizer"):
-            warn_on_rank_0(f"The weights of {where} were trained with a different tokenizer", self.group)
+            warn_on_rank_0([f"The weights of {where} were trained with a different tokenizer"], self.group)
 
     def _initial(self, path: Place) -> Found:
         """The checkpoint at `path`, or the latest valid and usable one in that folder.
@@ -266,7 +266,7 @@ class StartFinder:
                 message = f"checkpoint.initial_load_path: {candidate} is corrupted: {found}"
                 if steps is None:
                     raise UserError(f"{message}; give another one, or its parent folder for the latest valid one")
-                warn_on_rank_0(f"{message}; trying the previous one", self.group)
+                warn_on_rank_0([f"{message}; trying the previous one"], self.group)
         missing = "valid checkpoint" if steps else "checkpoint"
         remedy = "give a folder step-N of a run's checkpoint folder, or that folder"
         if not model_only:
@@ -304,7 +304,7 @@ class StartFinder:
         for line in check_facts(
             manifest.facts, self.about.facts, self.section.accept_changes, str(path), manifest.step
         ):
-            warn_on_rank_0(line, self.group)
+            warn_on_rank_0([line], self.group)
 
     def _load_all(self, found: Found) -> None:
         manifest = found.manifest
@@ -325,8 +325,9 @@ class StartFinder:
         except UserError as error:
             raise UserError(
                 f"cannot resume from {found.path}: the position in the data that it saved does not fit the data of "
-                f"this run: {error}\n  remedy: resume with the data of the checkpoint, or start a new run from its "
-                f"weights: {another_run(found.path)} --checkpoint.initial_load_path {found.path}"
+                f"this run: {error}",
+                "  remedy: resume with the data of the checkpoint, or start a new run from its "
+                f"weights: {another_run(found.path)} --checkpoint.initial_load_path {found.path}",
             ) from None
         self.meter.load_state(MeterState(**manifest.counts))
         log.info(
@@ -392,19 +393,19 @@ def check_tensors(
     Raises UserError if the checkpoint lacks a tensor or has it in another shape. differences: between the two models,
     for this message.
     """
-    listed = "\n".join(f"  {line}" for line in differences)
-    remedy = f"\n{listed}\n  remedy: use the checkpoint's [model] values and its tokenizer" if listed else ""
+    listed = [f"  {line}" for line in differences]
+    remedy = ["  remedy: use the checkpoint's [model] values and its tokenizer"] if listed else []
 
     def check() -> tuple[str, list[str]]:
         saved = read_shapes(path)
         for name, tensor in tensors.items():
             if name not in saved:
-                return f"has no {name}: it belongs to another model{remedy}", []
+                return f"has no {name}: it belongs to another model", []
             shape, _ = saved[name]
             if shape != tuple(tensor.shape):
                 return (
                     f"has {name} of shape {shape}, but this model needs {tuple(tensor.shape)}: tensors are not padded "
-                    f"or cropped{remedy}"
+                    "or cropped"
                 ), []
         dtypes = {(saved[name][1], str(tensor.dtype)) for name, tensor in tensors.items()}
         return "", [f"from {old} to {new}" for old, new in dtypes if old != new]
@@ -412,5 +413,5 @@ def check_tensors(
     found = run_on_all_ranks(check, group)
     for problem, _ in found:
         if problem:
-            raise UserError(f"checkpoint.initial_load_path: {path} {problem}")
+            raise UserError(f"checkpoint.initial_load_path: {path} {problem}", *listed, *remedy)
     return [f"The weights of {path} are converted {how}" for how in sorted({how for _, part in found for how in part})]

@@ -147,8 +147,9 @@ def _sharers(path: Place, group: dist.ProcessGroup) -> list[int]:
         if digest != first:
             raise UsageError(
                 "the ranks would load different checkpoints, so nothing was trained; make checkpoint.initial_load_path "
-                "the same one on all nodes, and start again:\n"
-                f"  rank {rank}: {where}, {digest}\n  rank 0: {here}, {first}"
+                "the same one on all nodes, and start again:",
+                f"  rank {rank}: {where}, {digest}",
+                f"  rank 0: {here}, {first}",
             )
     own = found[dist.get_rank(group)][2]
     return [rank for rank, (*_, copy) in enumerate(found) if copy == own]

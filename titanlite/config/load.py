@@ -411,8 +411,7 @@ a configuration is missing. To start:
   titanlite train quickstart    train a small Llama on your Python's standard library: minutes on a laptop
   titanlite train my.toml       train with your own TOML file; add --section.key VALUE to override its keys
   titanlite train --help        list all keys
-
-Shipped configurations: """
+"""
 
 
 def read_command_line(argv: Sequence[str]) -> Parsed:
@@ -427,5 +426,5 @@ def read_command_line(argv: Sequence[str]) -> Parsed:
             runpy.run_module("titanlite.config.help", run_name="__main__")  # imports tyro
         raise SystemExit(0)
     if not arguments.has_config:
-        raise UsageError(GETTING_STARTED + ", ".join(shipped_names()))
+        raise UsageError(*GETTING_STARTED.split("\n"), f"Shipped configurations: {', '.join(shipped_names())}")
     return parse(argv)

@@ -49,8 +49,9 @@ def import_plugins_of(values: Mapping[str, Mapping[str, Any]], where: Place, *, 
     load_plugins(())
     entries = [str(entry) for entry in values.get("job", {}).get("plugins", [])]
     if (missing := missing_plugins(entries)) and not allowed:
+        names = ", ".join(map(repr, missing))  # quoted: a name may read like a sentence of titanlite
         raise UserError(
-            f"{where} needs code that job.plugins of its run names: {', '.join(missing)}; to import it, if you trust "
-            "it, add --allow-import"
+            f"{where} needs code that job.plugins of its run names: {names}; to import it, if you trust it, add "
+            "--allow-import"
         )
     load_plugins(entries)

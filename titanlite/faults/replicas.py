@@ -96,11 +96,11 @@ class Replicas:
                 replicas.setdefault(holders, {}).update({each: values[each] for each in names})
             assert dist.group.WORLD is not None
             found = run_on_all_ranks(lambda: replicas, dist.group.WORLD)
-            raise ReplicasError(_explain(step, found))
+            raise ReplicasError(*_explain(step, found))
 
 
-def _explain(step: int, found: Sequence[Mapping[tuple[int, ...], Mapping[str, int]]]) -> str:
-    """The message. found: by rank, the digests of the tensors that the rank shares with each group of ranks."""
+def _explain(step: int, found: Sequence[Mapping[tuple[int, ...], Mapping[str, int]]]) -> list[str]:
+    """The lines of the message. found: by rank, the digests of the tensors that it shares with each group of ranks."""
     lines = []
     for group in dict.fromkeys(group for replicas in found for group in replicas):
         for name in found[group[0]][group]:
@@ -111,15 +111,13 @@ def _explain(step: int, found: Sequence[Mapping[tuple[int, ...], Mapping[str, in
                 ranks = sorted(holders.values(), key=len, reverse=True)
                 lines.append(f"  {name}: {' differs from '.join(map(_ranks, reversed(ranks)))}")
     more = [f"  and {len(lines) - MAX_TENSORS} more"] if len(lines) > MAX_TENSORS else []
-    return "\n".join(
-        [
-            f"after step {step}, ranks that must hold the same values hold different ones:",
-            *lines[:MAX_TENSORS],
-            *more,
-            "a fault of memory, a device or the network is likely; nothing is saved from this state. Check these ranks "
-            "and start again: the run resumes from its latest checkpoint",
-        ]
-    )
+    return [
+        f"after step {step}, ranks that must hold the same values hold different ones:",
+        *lines[:MAX_TENSORS],
+        *more,
+        "a fault of memory, a device or the network is likely; nothing is saved from this state. Check these ranks "
+        "and start again: the run resumes from its latest checkpoint",
+    ]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

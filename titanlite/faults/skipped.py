@@ -101,7 +101,7 @@ class SkippedSteps:
         if broken:
             step = next((step for step in broken if step.stats.num_valid), broken[0])
             causes = run_on_all_ranks(lambda: self._cause(step), self._group)
-            lines.append(_explain(step.number, int(step.stats.num_valid), causes, len(broken), self._overflow))
+            lines += _explain(step.number, int(step.stats.num_valid), causes, len(broken), self._overflow)
             if step.stats.num_valid:
                 lines.append(self._hint(step))
         if spikes:
@@ -112,14 +112,14 @@ class SkippedSteps:
                 (loss / total, f"rank {rank}, {text}") for rank, (_, rows) in enumerate(found) for loss, text in rows
             ]
             norm = float(spike.stats.grad_norm)
-            lines.append(_explain_spike(spike.number, norm, ratio, self._section, sorted(samples)[::-1], len(spikes)))
+            lines += _explain_spike(spike.number, norm, ratio, self._section, sorted(samples)[::-1], len(spikes))
             lines.append(self._hint(spike))
         unchanged = "skipped steps did not change the weights"
         if longest > self._section.max_skipped_steps:
             limit = f"faults.max_skipped_steps = {self._section.max_skipped_steps}"
-            raise RanksError("\n".join([*lines, f"{limit}: {longest} steps in a row were skipped; {unchanged}"]))
+            raise RanksError(*lines, f"{limit}: {longest} steps in a row were skipped; {unchanged}")
         if lines:
-            warn_on_rank_0("\n".join([*lines, "  training continues"]), self._group)
+            warn_on_rank_0([*lines, "  training continues"], self._group)
 
     def _hint(self, step: NotedStep) -> str:
         """The command that computes the step again."""
@@ -143,19 +143,19 @@ class SkippedSteps:
 
 def _explain_spike(
     step: int, norm: float, ratio: float, section: FaultsConfig, samples: Sequence[tuple[float, str]], count: int
-) -> str:
-    """The message about `count` spikes, the first of them `step`. samples: largest shares of the loss, and places."""
+) -> list[str]:
+    """The lines about `count` spikes, the first of them `step`. samples: largest shares of the loss, and places."""
     lines = [
         f"step {step} is a spike{' and was skipped' if section.on_spike == 'skip' else ''}: gradient norm {norm:.4g}, "
         f"{ratio:.6g} times the median of the last {WINDOW} steps (faults.spike_factor = {section.spike_factor:g})"
     ]
     lines += [f"  {share:.1%} of the loss: {text}" for share, text in samples[:MAX_SAMPLES]]
     lines += [f"  {count} steps were spikes since the last log line"] if count > 1 else []
-    return "\n".join(lines)
+    return lines
 
 
-def _explain(step: int, num_valid: int, causes: Sequence[Cause], count: int, overflow: str) -> str:
-    """The message about `count` skipped steps, the first of them `step`. causes: by rank. overflow: what a gradient
+def _explain(step: int, num_valid: int, causes: Sequence[Cause], count: int, overflow: str) -> list[str]:
+    """The lines about `count` skipped steps, the first of them `step`. causes: by rank. overflow: what a gradient
     that is not finite means if all losses are finite."""
     if not num_valid:
         lines = [f"step {step} was skipped: no token of its global batch counts in the loss"]
@@ -172,4 +172,4 @@ def _explain(step: int, num_valid: int, causes: Sequence[Cause], count: int, ove
             lines.append(f"  the loss of every sequence is finite: {overflow}")
     if count > 1:
         lines.append(f"  {count} steps were skipped since the last log line")
-    return "\n".join(lines)
+    return lines

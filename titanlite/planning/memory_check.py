@@ -21,7 +21,7 @@ from titanlite.ranks.agreement import decide_on_rank_0
 from titanlite.ranks.distributed import World
 from titanlite.ranks.positions import FAULTS_FOLDER
 from titanlite.runtime.errors import UsageError, UserError
-from titanlite.runtime.logging import log
+from titanlite.runtime.logging import log, warn_in_lines
 from titanlite.runtime.memory import GIB, USABLE, device_memory_bytes, is_out_of_memory, peak_memory_bytes
 from titanlite.runtime.torch_internals import write_allocations
 
@@ -72,19 +72,19 @@ def check_memory(config: JobConfig, memory: Memory, world: World, store: dist.St
     device = world.rank - world.local_rank if world.device_type == "cpu" else world.rank
     available = device_memory_bytes(world.device)
     need = Need(world.rank, socket.gethostname(), device, memory.lower_bound, memory.items, available)
-    refused, text = decide_on_rank_0(
+    refused, lines = decide_on_rank_0(
         json.dumps(asdict(need)),
         lambda needs: verdict(config, [Need(**json.loads(each)) for each in needs]),
         *(world, dist.PrefixStore("memory", store), config.comm.init_timeout_s),
     )
     if refused:
-        raise UsageError(text)
-    if text:
-        log.warning("%s", text)
+        raise UsageError(*lines)
+    if lines:
+        warn_in_lines(lines)
 
 
-def verdict(config: JobConfig, needs: Sequence[Need]) -> tuple[bool, str]:
-    """(whether the run is refused, why it does not fit or may not fit; "" if it fits)
+def verdict(config: JobConfig, needs: Sequence[Need]) -> tuple[bool, list[str]]:
+    """(whether the run is refused, lines that say why it does not fit or may not fit; [] if it fits)
 
     A run is too large if what the ranks of a device certainly need exceeds it, and may be too large if their planned
     peaks exceed the usable share of it.
@@ -97,19 +97,17 @@ def verdict(config: JobConfig, needs: Sequence[Need]) -> tuple[bool, str]:
     if needed > sharing[0].available:
         refuses = config.memory.check == "refuse"
         then = "nothing was allocated" if refuses else 'the run starts anyway (memory.check = "warn")'
-        return refuses, "\n".join(
-            [
-                f"the model does not fit: {_needs('at least', sharing, needed)}; {then}",
-                *_details(config, sharing),
-                *(['  or start anyway, with memory.check = "warn"'] if refuses else ()),
-            ]
-        )
+        return refuses, [
+            f"the model does not fit: {_needs('at least', sharing, needed)}; {then}",
+            *_details(config, sharing),
+            *(['  or start anyway, with memory.check = "warn"'] if refuses else ()),
+        ]
     sharing = max(devices.values(), key=lambda ranks: sum(need.total for need in ranks) / ranks[0].available)
     if sum(need.total for need in sharing) > USABLE * sharing[0].available:
         needs_most = _needs("about", sharing, sum(need.total for need in sharing))
         head = f"the run may be out of memory: {needs_most} ({USABLE:.0%} are usable)"
-        return False, "\n".join([head, *_details(config, sharing)])
-    return False, ""
+        return False, [head, *_details(config, sharing)]
+    return False, []
 
 
 def _needs(about: str, sharing: Sequence[Need], count: int) -> str:
@@ -138,11 +136,11 @@ def explained_out_of_memory(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(describe(config, memory, world, when(), error)) from None
+        raise UserError(*describe(config, memory, world, when(), error)) from None
 
 
-def describe(config: JobConfig, memory: Memory | None, world: World, when: str, error: BaseException) -> str:
-    """The message. On CUDA, also writes a snapshot of the allocator, if the dump folder can be written."""
+def describe(config: JobConfig, memory: Memory | None, world: World, when: str, error: BaseException) -> list[str]:
+    """The lines of the message. On CUDA, also writes a snapshot of the allocator, if the dump folder can be written."""
     peak, has = peak_memory_bytes(world.device), device_memory_bytes(world.device)
     numbers = [f"peak {peak / GIB:.1f} GiB", f"the device has {has / GIB:.1f} GiB"]
     lines = []
@@ -152,7 +150,7 @@ def describe(config: JobConfig, memory: Memory | None, world: World, when: str, 
     if world.device_type == "cuda" and (snapshot := write_snapshot(config, world)):
         lines.append(f"  the blocks of torch's allocator: {snapshot} (for pytorch.org/memory_viz)")
     first_line = f"{error}".partition("\n")[0] or type(error).__name__
-    return "\n".join([f"rank {world.rank} is out of memory {when}: {', '.join(numbers)}", *lines, f"({first_line})"])
+    return [f"rank {world.rank} is out of memory {when}: {', '.join(numbers)}", *lines, f"({first_line})"]
 
 
 def write_snapshot(config: JobConfig, world: World) -> Path | None:

@@ -17,9 +17,10 @@ from titanlite.ranks.failure import FailureReport
 from titanlite.ranks.positions import Positions
 from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import LateRanksError, UsageError, UserError
-from titanlite.runtime.logging import log, setup_logging
+from titanlite.runtime.logging import log, setup_logging, warn_in_lines
 from titanlite.runtime.memory import describe_out_of_memory, is_out_of_memory
 from titanlite.runtime.retry import may_pass
+from titanlite.runtime.text import visible
 from titanlite.runtime.waiting import waiting
 
 T = TypeVar("T")
@@ -73,7 +74,7 @@ def require_equal(name: str, facts: Mapping[str, str], world: World, store: dist
         log.warning("modules that only some ranks have imported are not compared: %s", modules)
     if lines:
         head = "the ranks differ, so nothing was trained; make them equal on all nodes, and start again:"
-        raise DifferentRanksError("\n".join([head, *lines]))
+        raise DifferentRanksError(head, *lines)
 
 
 def decide_on_rank_0(
@@ -117,7 +118,7 @@ def share_from_rank_0(name: str, work: Callable[[], T], world: World, store: dis
         raise LateRanksError([0], timeout_s) from None
     sent = json.loads(store.get(name))  # on rank 0, too: a tuple becomes a list on all ranks
     if "error" in sent:
-        shared = (UsageError if sent["is_usage"] else UserError)(sent["error"])
+        shared = (UsageError if sent["is_usage"] else UserError)(*sent["error"].split("\n"))
         shared.is_shared, shared.may_pass = True, sent["may_pass"]
         raise shared
     result: T = sent["result"]
@@ -175,7 +176,7 @@ def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup) -> list[T]
     dist.all_gather_object(outcomes, outcome, group=group)
     for rank, (failure, _) in enumerate(outcomes):
         if failure is not None:
-            shared = RanksError(f"rank {rank}: {failure[0]}")
+            shared = RanksError(*f"rank {rank}: {failure[0]}".split("\n"))
             shared.may_pass = failure[1]
             raise shared
     return [value for _, value in outcomes]
@@ -196,21 +197,21 @@ def all_ranks_arrive(group: dist.ProcessGroup, seconds: float) -> bool:
     return True
 
 
-def warn_on_rank_0(message: str, group: dist.ProcessGroup) -> None:
-    """Log a warning on rank 0 only. Not a collective."""
+def warn_on_rank_0(lines: Sequence[str], group: dist.ProcessGroup) -> None:
+    """Log a warning of these lines on rank 0 only. Not a collective."""
     if dist.get_rank(group) == 0:
-        log.warning("%s", message)
+        warn_in_lines(lines)
 
 
 def describe_failure(error: BaseException) -> str:
-    """Describe an error in one line, for other ranks."""
+    """Describe an error for other ranks: in one line, or the lines of a UserError."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, UserError):
         return str(error)
     if is_out_of_memory(error):
         return describe_out_of_memory(error)
-    return f"{type(error).__name__}: {error}"
+    return visible(f"{type(error).__name__}: {error}")
 
 
 class Agreement:

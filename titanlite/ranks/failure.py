@@ -34,6 +34,7 @@ from titanlite.ranks.signals import (
 from titanlite.runtime.errors import DataError, LateRanksError, UsageError, UserError
 from titanlite.runtime.logging import log_last_error
 from titanlite.runtime.retry import may_pass
+from titanlite.runtime.text import visible_lines
 from titanlite.runtime.waiting import ANSWER_S, SETTLE_S, call_within
 
 if TYPE_CHECKING:
@@ -273,6 +274,7 @@ class FailureReport:
 
     def _print(self, message: str, detail: Detail) -> None:
         """Print the message of the job. detail: "brief" if the store is lost; else the other ranks are told."""
+        message = visible_lines(message)
         _print_error(f"titanlite: {message}")
         write_error_file(f"titanlite: {message}")
         if (store := self.store) is not None and detail != "brief":
@@ -380,7 +382,8 @@ class EmbeddedReport(FailureReport):
 
 
 def describe_user_error(error: UserError) -> str:
-    """The text. If its reason is too many open files, or no space, the limit and what to look at are added."""
+    """The lines of the error, `visible`. If its reason is too many open files, or no space, the limit and what to look
+    at are added."""
     text = str(error)
     if os.strerror(errno.EMFILE) in text:
         return f"{text}\n({_open_file_limit()})"
@@ -482,7 +485,7 @@ def _print_error(message: str) -> None:
     with suppress(OSError, ValueError):  # broken pipe or closed stream: the exit must not depend on it
         sys.stdout.flush()
     with suppress(OSError, ValueError):
-        print(message, file=sys.stderr, flush=True)
+        print(visible_lines(message), file=sys.stderr, flush=True)
 
 
 def end_process(code: int) -> NoReturn:

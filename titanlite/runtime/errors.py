@@ -5,9 +5,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from titanlite.runtime.text import visible
+
 
 class UserError(Exception):
-    """An error that the user can fix. It is shown without a traceback."""
+    """An error that the user can fix. It is shown without a traceback.
+
+    Each argument is a line of the message. What it quotes from files of strangers cannot begin another line, or control
+    a terminal: it is `visible`.
+    """
+
+    def __str__(self) -> str:
+        return "\n".join(visible(str(line)) for line in self.args)
 
     is_shared = False
     """Whether it is raised on all ranks with the same text, which rank 0 then prints."""
@@ -54,7 +63,7 @@ class Problem:
     def __str__(self) -> str:
         given = "" if self.value is None else f" = {self.value!r}"
         given += f" in {self.file}" if self.file else ""
-        return f"{self.key}{given}\n    rule:   {self.rule}\n    remedy: {self.remedy}"
+        return "\n".join(map(visible, [f"{self.key}{given}", f"    rule:   {self.rule}", f"    remedy: {self.remedy}"]))
 
 
 class ConfigError(UsageError):
@@ -66,7 +75,8 @@ class ConfigError(UsageError):
         of_command = all(problem.key.startswith(("--", "argument ")) for problem in self.problems)
         checked = "command line" if of_command else "configuration"
         head = f"the {checked} has {count} problem{'s' if count > 1 else ''}"
-        super().__init__("\n\n".join([head + ":", *(f"  {problem}" for problem in self.problems)]))
+        lines = [line for problem in self.problems for line in ("", *f"  {problem}".split("\n"))]
+        super().__init__(head + ":", *lines)
 
 
 def raise_problems(problems: Iterable[Problem]) -> None:

@@ -4,13 +4,15 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
 from typing import TextIO
 
+from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import open_to_append
+from titanlite.runtime.text import visible, visible_lines
 
 log = logging.getLogger("titanlite")
 
@@ -26,7 +28,10 @@ DIM, YELLOW, RED, RESET = "\x1b[2m", "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
 class _PlainFormatter(logging.Formatter):
-    """Local date and time, and the message; shows the level only for warnings and above.
+    """Local date and time, and the message, `visible`; shows the level only for warnings and above.
+
+    Line ends of the message and between the lines of a UserError remain; those in other arguments, which may be texts
+    of strangers, are escaped.
 
     has_colors: the time is dim, the level yellow or red.
     """
@@ -41,11 +46,34 @@ class _PlainFormatter(logging.Formatter):
         if record.levelno >= logging.WARNING:
             color = RED if record.levelno >= logging.ERROR else YELLOW
             level = f"{self._colored(f'{record.levelname.lower()}:', color)} "
-        line = f"{self._colored(time, DIM)} {self._origin}{level}{record.getMessage()}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        line = f"{self._colored(time, DIM)} {self._origin}{level}{_message(record)}"
+        return f"{line}\n{visible_lines(self.formatException(record.exc_info))}" if record.exc_info else line
 
     def _colored(self, text: str, color: str) -> str:
         return f"{color}{text}{RESET}" if self._has_colors else text
+
+
+def _message(record: logging.LogRecord) -> str:
+    text = record.getMessage()
+    if isinstance(record.args, tuple) and text.count("\n") > record.msg.count("\n"):
+        args = [
+            each if isinstance(each, UserError) or "\n" not in str(each) else _OneLine(each) for each in record.args
+        ]
+        text = record.msg % tuple(args)
+    return visible_lines(text)
+
+
+class _OneLine:
+    """An argument of a message whose text has line ends."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __str__(self) -> str:
+        return visible(str(self._value))
+
+    def __repr__(self) -> str:
+        return repr(self._value)
 
 
 class _Handler(logging.StreamHandler[TextIO]):
@@ -88,6 +116,11 @@ def setup_logging(rank: int, stream: TextIO | None = None) -> None:
     log.handlers[:] = [handler]
     log.setLevel(level)
     log.propagate = False
+
+
+def warn_in_lines(lines: Sequence[str]) -> None:
+    """Log a warning of several lines."""
+    log.warning("\n".join(map(visible, lines)))
 
 
 def keep_for_log_file() -> None:

@@ -1,7 +1,34 @@
 """Text of messages and tables."""
 
+import re
 import unicodedata
 from collections.abc import Sequence
+
+_INVISIBLE = re.compile(
+    "[\\x00-\\x1f\\x7f-\\x9f"  # control characters: C0, DEL, C1
+    "\\u2028\\u2029"  # line ends that only some programs know
+    "\\u202a-\\u202e\\u2066-\\u206f"  # direction: overrides, embeddings, isolates
+    "\\ud800-\\udfff"  # halves of pairs: bytes of a file name that are not UTF-8
+    "\\ufff9-\\ufffb\\U000e0000-\\U000e0fff]"  # annotations and tags, which no font shows
+)
+"""What a text of a stranger could use to control a terminal, or to look like another text. Marks of direction (U+200E,
+U+200F, U+061C) and joiners are not in it: Arabic, Hebrew and Indic texts need them, and they move no other text."""
+
+
+def visible(text: str, keep: str = "") -> str:
+    """The text with characters that control a terminal, a line or the direction of writing as \\x1b, \\n, \\u202e.
+
+    keep: those that remain, such as the line ends of a text of several lines. Other texts are returned unchanged, so a
+    second call changes nothing.
+    """
+    if _INVISIBLE.search(text) is None:
+        return text
+    return _INVISIBLE.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
+
+
+def visible_lines(text: str) -> str:
+    """`visible` of a text of several lines, which may have tabs."""
+    return visible(text, "\n\t")
 
 
 def counted(count: int, noun: str) -> str:
@@ -45,7 +72,9 @@ def one_line(error: BaseException) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int = 0) -> list[str]:
-    """The lines of a table: the first `left` columns aligned to the left, the others to the right."""
+    """The lines of a table of `visible` cells: the first `left` columns aligned to the left, the others to the
+    right."""
+    rows = [[*map(visible, row)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

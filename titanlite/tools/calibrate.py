@@ -18,7 +18,15 @@ from titanlite.ranks.network import connect
 from titanlite.runtime.errors import Problem, UserError, raise_problems
 from titanlite.runtime.logging import setup_logging
 from titanlite.runtime.settings import setting
-from titanlite.tools.command import File, OptionalCount, check_output_file, read_options, run_command
+from titanlite.tools.command import (
+    File,
+    OptionalCount,
+    check_output_file,
+    for_stdout,
+    print_lines,
+    read_options,
+    run_command,
+)
 
 DEFAULT_DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16",)}
 
@@ -60,13 +68,13 @@ def main(argv: Sequence[str]) -> None:
         return
     text = dump_profile(profile)
     if options.out is None:
-        sys.stdout.write(text)
+        sys.stdout.write(for_stdout(text))
         return
     try:
         options.out.write_text(text, "utf-8")
     except OSError as error:
         raise UserError(f"cannot write {options.out}: {error.strerror or error}; choose another path") from None
-    print(f"Wrote {options.out}: titanlite plan CONFIG --world-size N --hardware {options.out}")
+    print_lines(f"Wrote {options.out}: titanlite plan CONFIG --world-size N --hardware {options.out}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from titanlite.ranks.failure import describe_user_error, prepare_streams, raise_
 from titanlite.ranks.signals import stop_signals
 from titanlite.runtime.durability import PARTIAL, appears_complete
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, raise_problems
+from titanlite.runtime.text import visible, visible_lines
 
 ConfigFile = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG")]
 RunFolder = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
@@ -53,14 +54,29 @@ def run_command(main: Callable[[Sequence[str]], None]) -> None:
         code = 1
     except UnicodeEncodeError as error:  # of a path: what is printed is escaped
         where = f"the path {error.object!r} cannot be written in this locale ({error.encoding})"
-        print(f"titanlite: {where}: set LC_ALL=C.UTF-8, or choose another path", file=sys.stderr)
+        print(f"titanlite: {visible(where)}: set LC_ALL=C.UTF-8, or choose another path", file=sys.stderr)
         code = 1
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        print(f"titanlite: the path {error.filename} is too long: choose a shorter one", file=sys.stderr)
+        print(f"titanlite: the path {visible(str(error.filename))} is too long: choose a shorter one", file=sys.stderr)
         code = 1
     sys.exit(code)
+
+
+def print_lines(*lines: str) -> None:
+    """Print lines to stdout. What they quote from files of strangers cannot begin another one: it is `visible`."""
+    print(*map(visible, lines), sep="\n", flush=True)
+
+
+def print_text(text: str) -> None:
+    """Print a text of several lines to stdout, `visible` but for its line ends and tabs."""
+    print(visible_lines(text), flush=True)
+
+
+def for_stdout(text: str) -> str:
+    """The exact text; `visible_lines` of it if stdout is a terminal, so that a model or a file cannot control it."""
+    return visible_lines(text) if sys.stdout.isatty() else text
 
 
 def read_options(kind: Any, argv: Sequence[str], command: str) -> Any:

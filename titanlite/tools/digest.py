@@ -20,7 +20,7 @@ from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.settings import setting
 from titanlite.storage.address import place
-from titanlite.tools.command import AllowImport, read_options, run_command
+from titanlite.tools.command import AllowImport, print_lines, read_options, run_command
 from titanlite.tools.saved_run import open_run, stored_tensors
 
 PARTS = {"weights": MODEL, "buffers": MODEL, "average": AVERAGE, "optimizer": OPTIMIZER}
@@ -65,15 +65,15 @@ def main(argv: Sequence[str]) -> None:
     found = []
     for path in options.runs:
         found.append(sums_of(path, allow_import=options.allow_import))
-        print(found[-1], flush=True)
+        print_lines(str(found[-1]))
     differing = [line for other in found[1:] for line in differences(found[0], other)]
     absent = [line for other in found[1:] for line in missing(found[0], other)]
     computations = {each.id: each for sums in found for each in sums.computations}
     if len(computations) > 1:
         for each in computations.values():
-            print(f"{each.id}: {each}")
+            print_lines(f"{each.id}: {each}")
     if len(found) > 1:
-        print("\n".join([*(differing or ["equal: all tensors that they have in common, bit for bit"]), *absent]))
+        print_lines(*(differing or ["equal: all tensors that they have in common, bit for bit"]), *absent)
     sys.exit(bool(differing))
 
 

@@ -1,6 +1,7 @@
 """Command: evaluate a saved run; on several processes by `torchrun -m titanlite.tools.evaluate`."""
 
 from titanlite.ranks.failure import FailureReport, end_process, prepare_process
+from titanlite.tools.command import print_lines
 
 if __name__ == "__main__":  # before the imports that take seconds
     prepare_process()
@@ -131,7 +132,7 @@ def main(argv: Sequence[str]) -> None:
         cleanup = ExitStack()  # not entered: an error ends the process at once
         config, saved, found = evaluate_saved(options, overrides, world, store, failure, cleanup)
         if world.rank == 0:
-            print("\n".join(report_lines(config, saved, found)), flush=True)
+            print_lines(*report_lines(config, saved, found))
             if options.json is not None:
                 write_json(options.json, json_results(config, saved, found))
         cleanup.close()

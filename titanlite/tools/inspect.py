@@ -30,7 +30,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.parallel.mesh import AXES
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
-from titanlite.tools.command import ConfigFile, Count, read_options_and_overrides, run_command
+from titanlite.tools.command import ConfigFile, Count, print_lines, print_text, read_options_and_overrides, run_command
 from titanlite.tools.documents import config_of_data
 from titanlite.tools.encoding import TextEncoder
 from titanlite.tools.sequences import sequences_as_text
@@ -70,10 +70,10 @@ def main(argv: Sequence[str]) -> None:
     config = resolve_config(config, world_size=world_size, device_type="cpu")
     vocab_size = config.hyper_parameters.vocab_size
     tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=vocab_size)
-    print(f"tokenizer: {tokenizer.description if tokenizer else 'none, the sources hold tokens'}")
+    print_lines(f"tokenizer: {tokenizer.description if tokenizer else 'none, the sources hold tokens'}")
     describe_sources(config, tokenizer, vocab_size, reads_all=options.all)
     for text in sequences_as_text(config, tokenizer, vocab_size, options.sequences):
-        print(text)
+        print_text(text)
 
 
 @dataclass
@@ -105,12 +105,12 @@ def describe_sources(config: JobConfig, tokenizer: Tokenizer | None, vocab_size:
     steps = min(STEPS, stages[1].from_step - 1) if later else STEPS
     realized = realized_shares(mixture, data.num_streams, steps * training.global_batch_size)
     for n, source in enumerate(sources):
-        print(f"\nsource {n}, {source.name}")
+        print_lines("", f"source {n}, {source.name}")
         sequences = None
         if isinstance(source, Tokens):
             sequences = describe_token_files(source, training.seq_len)
         elif isinstance(source, StreamedSource):
-            print("  size          unknown: the source is streamed")
+            print_lines("  size          unknown: the source is streamed")
         else:
             assert tokenizer is not None, "sources of text have a tokenizer"
             assert isinstance(source, TextSource)
@@ -119,13 +119,13 @@ def describe_sources(config: JobConfig, tokenizer: Tokenizer | None, vocab_size:
             weight = "by size" if source.config.weight == -1 else f"weight {source.config.weight:g}"
             share = f"{mixture.shares[n]:.2%} of the sequences ({weight})"
             of_stages = "".join(f", {each.shares[n]:.2%} in stage {number}" for number, each in enumerate(later, 2))
-            print(
+            print_lines(
                 f"  share         {share}, {realized[n]:.2%} of those of the first {counted(steps, 'step')}{of_stages}"
             )
         if sequences is not None and mixture.shares[n]:
             in_steps = sequences / (training.global_batch_size * mixture.shares[n])
             of = f"{training.global_batch_size:,} sequences of {training.seq_len:,} tokens"
-            print(f"  an epoch      {sequences:,.0f} sequences, {in_steps:,.1f} steps of {of}")
+            print_lines(f"  an epoch      {sequences:,.0f} sequences, {in_steps:,.1f} steps of {of}")
 
 
 def realized_shares(mixture: Mixture, num_streams: int, sequences: int) -> list[float]:
@@ -148,25 +148,25 @@ def describe_token_files(source: Tokens, seq_len: int) -> float:
             starts = each.positions(file)
             lengths += np.diff(starts.read(0, starts.num_documents), append=size).tolist()
     size = sum(size_of(file) for file in files)
-    print(f"  size          {counted(len(files), 'file')}, {counted(size, 'byte')}")
+    print_lines(f"  size          {counted(len(files), 'file')}, {counted(size, 'byte')}")
     types = sorted({f"{each.name}, {array.dtype.name}" for each, array in zip(formats, opened, strict=True)})
-    print(f"  format        {'; '.join(types)}")
-    print(f"  tokens        {sum(sizes):,}")
+    print_lines(f"  format        {'; '.join(types)}")
+    print_lines(f"  tokens        {sum(sizes):,}")
     for folder, manifest in manifests_of(files).items():
-        print(f"  made by       {manifest['tokenizer']['description']} (in {folder})")
-        print(f"  fingerprint   {manifest['tokenizer']['fingerprint']}")
+        print_lines(f"  made by       {manifest['tokenizer']['description']} (in {folder})")
+        print_lines(f"  fingerprint   {manifest['tokenizer']['fingerprint']}")
         if versions := [f"{name} {version}" for name, version in manifest.get("made_with", {}).items()]:
-            print(f"  versions      {', '.join(versions)}")
+            print_lines(f"  versions      {', '.join(versions)}")
         for made_from in manifest["sources"]:
             facts = ", ".join(f"{key} {made_from[key]}" for key in ("files", "bytes", "content") if key in made_from)
-            print(f"  made from     {made_from['name']}: {facts}")
+            print_lines(f"  made from     {made_from['name']}: {facts}")
     if lengths:
-        print(f"  documents     {len(lengths):,}")
-        print(f"  tokens each   {describe_lengths(lengths)}")
+        print_lines(f"  documents     {len(lengths):,}")
+        print_lines(f"  tokens each   {describe_lengths(lengths)}")
     elif source.has_documents:
-        print(f"  documents     not counted: id {source.config.eos} separates them")
+        print_lines(f"  documents     not counted: id {source.config.eos} separates them")
     else:
-        print("  documents     unknown: no files beside the token files record them")
+        print_lines("  documents     unknown: no files beside the token files record them")
     return sum(max(0, size - 1) // seq_len for size in sizes)
 
 
@@ -179,12 +179,12 @@ def describe_text(
     begins = np.flatnonzero(flags & (STARTS_DOCUMENT | BAD_FILE))
     documents = int(np.count_nonzero(flags & STARTS_DOCUMENT))
     size = [counted(len(index.files), "file"), counted(index.text_bytes, "byte"), counted(len(index), "piece")]
-    print(f"  size          {', '.join(size)}")
+    print_lines(f"  size          {', '.join(size)}")
     chosen = np.arange(len(begins))
     if not reads_all and len(begins) > SAMPLED_DOCUMENTS:
         chosen = np.sort(shuffled(len(begins), data.seed)[:SAMPLED_DOCUMENTS])
     read = "all" if len(chosen) == len(begins) else f"{len(chosen):,} of them, drawn at random, were"
-    print(f"  {'conversations' if source.config.is_chat else 'documents    '} {documents:,}; {read} read")
+    print_lines(f"  {'conversations' if source.config.is_chat else 'documents    '} {documents:,}; {read} read")
     ends = np.append(begins[1:], len(index))
     ranges = [range(begins[n], ends[n]) for n in chosen.tolist()]
     too_long = source.config.too_long if source.config.is_chat else None
@@ -193,22 +193,24 @@ def describe_text(
     scale = index.text_bytes / found.size if found.size else 0.0
     if found.lengths:
         tokens = sum(found.lengths)
-        print(f"  tokens        {about}{tokens * scale:,.0f}, {tokens / found.size:.3f} per byte")
-        print(f"  tokens each   {describe_lengths(found.lengths)}")
-    print(f"  bad rows      {found.bad_rows:,} of {counted(found.pieces, 'piece')} read")
+        print_lines(f"  tokens        {about}{tokens * scale:,.0f}, {tokens / found.size:.3f} per byte")
+        print_lines(f"  tokens each   {describe_lengths(found.lengths)}")
+    print_lines(f"  bad rows      {found.bad_rows:,} of {counted(found.pieces, 'piece')} read")
     for fault in found.faults:
-        print(f"                {fault}")
+        print_lines(f"                {fault}")
     if found.lengths and too_long is not None:
         share, over = found.trained / sum(found.lengths), found.too_long / len(found.lengths)
-        print(f"  trained on    {share:.1%} of the tokens (loss_on = {source.config.loss_on})")
+        print_lines(f"  trained on    {share:.1%} of the tokens (loss_on = {source.config.loss_on})")
         what = f"have more than training.seq_len + 1 = {seq_len + 1:,} tokens (too_long = {too_long})"
-        print(f"  too long      {found.too_long:,} of those read, {over:.1%}, {what}")
-        print(f"  left out      {found.packed.count([0]):,} of those read have no token to train on in a sequence")
+        print_lines(f"  too long      {found.too_long:,} of those read, {over:.1%}, {what}")
+        print_lines(
+            f"  left out      {found.packed.count([0]):,} of those read have no token to train on in a sequence"
+        )
     lengths = list(chain.from_iterable(found.packed))
     for n, packing in enumerate(get_args(Packing) if found.lengths else ()):
         padding, cut = packing_shares(found.packed, seq_len, packing, cuts=too_long is None)
         rest = f", {cut:.2%} of the documents cut" if too_long is None else ""
-        print(f"  {'' if n else 'packing':<12}  {packing}: {padding:.2%} padding{rest}")
+        print_lines(f"  {'' if n else 'packing':<12}  {packing}: {padding:.2%} padding{rest}")
     return scale * num_sequences(lengths, seq_len, data.packing, cuts=too_long is None)
 
 

@@ -9,7 +9,7 @@ import tyro
 
 from titanlite.data.ledger import ledger_files, ledger_line, read_ledger
 from titanlite.runtime.errors import UserError
-from titanlite.tools.command import read_options, run_command
+from titanlite.tools.command import print_lines, read_options, run_command
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
     if not ledger_files(folder):
         raise UserError(f"{folder} has no ledger: train with --data.ledger true")
     for step, rows in read_ledger(folder):
-        print(ledger_line(step, rows), end="")
+        print_lines(ledger_line(step, rows).removesuffix("\n"))
 
 
 if __name__ == "__main__":

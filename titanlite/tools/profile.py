@@ -1,6 +1,7 @@
 """Command: profile some steps of a configuration; on several processes by `torchrun -m titanlite.tools.profile`."""
 
 from titanlite.ranks.failure import FailureReport, end_process, prepare_process
+from titanlite.tools.command import print_lines
 
 if __name__ == "__main__":  # before the imports that take seconds
     prepare_process()
@@ -100,7 +101,7 @@ def main(argv: Sequence[str]) -> None:
         waits = waits_by_rank(found)
         run.profiling.close()
         if world.rank == 0:
-            print("\n".join(["", *report_lines(config, run, found, waits)]), flush=True)
+            print_lines("", *report_lines(config, run, found, waits))
         cleanup.close()
         failure.finish(run.trainer.step)
 

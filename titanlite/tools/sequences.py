@@ -18,13 +18,15 @@ from titanlite.data.sources.pieces import STARTS_DOCUMENT
 from titanlite.data.sources.tokens import Tokens
 from titanlite.data.streams import Origin
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.text import visible
 
 TRAINED = ("⟦", "⟧")
 """Marks of the first and the last token that are trained on."""
 
 
 def sequences_as_text(config: JobConfig, tokenizer: Tokenizer | None, vocab_size: int, count: int) -> Iterator[str]:
-    """The run's first `count` sequences, as the trainer's loader yields them; without a tokenizer, the ids.
+    """The run's first `count` sequences, as the trainer's loader yields them; without a tokenizer, the ids. The text is
+    that of the data: not `visible`.
 
     A rule stands before each document and before the padding. TRAINED encloses the tokens of conversations that are
     trained on.
@@ -62,7 +64,7 @@ def sequences_as_text(config: JobConfig, tokenizer: Tokenizer | None, vocab_size
                 begins = [start for start in starts if start < length]
                 labels = (masked if data.masks_documents else batch).labels[row].tolist()
                 is_chat = data.sources[origin.source].is_chat
-                name, ids = plain.source_names[origin.source], batch.tokens[row].tolist()
+                name, ids = visible(plain.source_names[origin.source]), batch.tokens[row].tolist()
                 at = (
                     f"epoch {origin.epoch}, from token {origin.offset} of piece {origin.piece}"
                     if length
@@ -81,7 +83,7 @@ def sequences_as_text(config: JobConfig, tokenizer: Tokenizer | None, vocab_size
                     rest = f", masked labels at {places}" if places else ""
                     lines.append(f"──── {what}: {name}, tokens {begin} to {end - 1}{rest} ────")
                     part = ids[begin:end]
-                    lines.append(printable(tokenizer.decode(part)) if tokenizer else " ".join(map(str, part)))
+                    lines.append(tokenizer.decode(part) if tokenizer else " ".join(map(str, part)))
                 if length < len(ids):
                     lines.append(f"──── padding, masked: tokens {length} to {len(ids) - 1} ────")
                 yield "\n".join(lines)
@@ -94,7 +96,7 @@ def marked_text(tokenizer: Tokenizer, ids: Sequence[int], trained: Sequence[bool
     """The text of tokens, with TRAINED around those that are trained on."""
     parts = []
     for is_trained, places in groupby(range(len(ids)), lambda place: trained[place]):
-        text = printable(tokenizer.decode([ids[place] for place in places]))
+        text = tokenizer.decode([ids[place] for place in places])
         parts.append(f"{TRAINED[0]}{text}{TRAINED[1]}" if is_trained else text)
     return "".join(parts)
 
@@ -116,8 +118,3 @@ def head_of(origin: Origin, data: DataConfig) -> str:
 def documents_are_known(sources: Sequence[SourceConfig]) -> bool:
     """Whether the starts of documents are known: some token files of other programs lack them."""
     return all(source.has_documents for source in map(open_source, sources) if isinstance(source, Tokens))
-
-
-def printable(text: str) -> str:
-    """Escape control characters, so that the text cannot control the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

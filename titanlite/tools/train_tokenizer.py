@@ -19,6 +19,7 @@ from titanlite.tools.command import (
     Folder,
     OptionalCount,
     new_output,
+    print_lines,
     read_options_and_overrides,
     require_new,
     run_command,
@@ -60,8 +61,9 @@ def main(argv: Sequence[str]) -> None:
         read = (texts.plain_text(piece) for piece in pieces_with_progress(texts, "reading"))
         train_bpe(rows.of(read), vocab_size, folder, options.special_tokens)
     tokenizer = Tokenizer(options.out / "tokenizer.json")
-    print(f"{tokenizer.description}\ntrained on {texts.description}; {counted(rows.bad_rows, 'bad row')}\nto use it:\n")
-    print(f"[model]\nvocab_size = {tokenizer.vocab_size}\n\n[tokenizer]\npath = {literal(str(options.out))}")
+    rest = f"trained on {texts.description}; {counted(rows.bad_rows, 'bad row')}"
+    print_lines(tokenizer.description, rest, "to use it:", "", "[model]", f"vocab_size = {tokenizer.vocab_size}", "")
+    print_lines("[tokenizer]", f"path = {literal(str(options.out))}")
 
 
 def check_vocabulary(options: Options, vocab_size: int) -> list[Problem]:

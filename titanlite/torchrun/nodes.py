@@ -150,7 +150,7 @@ class Meeting:
             first = json.loads(call_within(STORE_S, lambda: store.compare_set("facts", "", json.dumps(facts))))
         if lines := describe_differences(facts, first, "on the first node"):
             head = "this node differs from the first one, so it does not join; make them equal on all nodes:"
-            raise UsageError("\n".join([head, *lines]))
+            raise UsageError(head, *lines)
 
     def _wait_for_ranks(self, store: dist.Store, rank: int, end: float) -> None:
         """Wait for a node of each --node-rank. Raises UsageError if another one has that of this node; UserError."""

@@ -36,35 +36,35 @@ def config_with(check: str) -> JobConfig:
 
 
 def test_a_run_that_is_certainly_too_large_is_refused_with_items_and_remedies() -> None:
-    refused, text = verdict(config_with("refuse"), [need(0, 12, 40), need(1, 12, 11), need(2, 12, 40)])
+    refused, lines = verdict(config_with("refuse"), [need(0, 12, 40), need(1, 12, 11), need(2, 12, 40)])
     assert refused
-    assert text == "\n".join(
-        [
-            "the model does not fit: rank 1 on node1 needs at least 12.0 GiB and has 11.0 GiB; nothing was allocated",
-            "  largest items of the plan, per rank: optimizer 8.0 GiB, activations 6.0 GiB, parameters 4.0 GiB",
-            "  remedy: a larger parallelism.dp_shard, tp or pp (more ranks share the model)",
-            '  remedy: training.dtype = "bfloat16" (less precise updates)',
-            *("  remedy: a smaller model (model.flavor)", '  or start anyway, with memory.check = "warn"'),
-        ]
-    )
-    refused, text = verdict(config_with("warn"), [need(0, 12, 11)])
+    assert lines == [
+        "the model does not fit: rank 1 on node1 needs at least 12.0 GiB and has 11.0 GiB; nothing was allocated",
+        "  largest items of the plan, per rank: optimizer 8.0 GiB, activations 6.0 GiB, parameters 4.0 GiB",
+        "  remedy: a larger parallelism.dp_shard, tp or pp (more ranks share the model)",
+        '  remedy: training.dtype = "bfloat16" (less precise updates)',
+        *("  remedy: a smaller model (model.flavor)", '  or start anyway, with memory.check = "warn"'),
+    ]
+    refused, lines = verdict(config_with("warn"), [need(0, 12, 11)])
     assert not refused
-    assert 'the run starts anyway (memory.check = "warn")' in text
+    assert 'the run starts anyway (memory.check = "warn")' in lines[0]
 
 
 def test_the_ranks_of_a_node_share_its_memory() -> None:
-    assert verdict(config_with("refuse"), [need(0, 6, 100, device=0), need(1, 6, 100, device=0)]) == (False, "")
-    refused, text = verdict(config_with("refuse"), [need(0, 6, 11, device=0), need(1, 6, 11, device=0)])
+    assert verdict(config_with("refuse"), [need(0, 6, 100, device=0), need(1, 6, 100, device=0)]) == (False, [])
+    refused, lines = verdict(config_with("refuse"), [need(0, 6, 11, device=0), need(1, 6, 11, device=0)])
     assert refused
-    assert "ranks 0 to 1 on node1 need at least 12.0 GiB and have 11.0 GiB" in text
+    assert "ranks 0 to 1 on node1 need at least 12.0 GiB and have 11.0 GiB" in lines[0]
 
 
 def test_a_peak_above_the_usable_share_is_a_warning() -> None:
-    assert verdict(config_with("refuse"), [need(0, 12, 20)]) == (False, "")  # 18 GiB, exactly 90 %
+    assert verdict(config_with("refuse"), [need(0, 12, 20)]) == (False, [])  # 18 GiB, exactly 90 %
     assert not verdict(config_with("refuse"), [need(0, 12, 12)])[0]  # it certainly needs no more than it has
-    refused, text = verdict(config_with("refuse"), [need(0, 12, 19)])
+    refused, lines = verdict(config_with("refuse"), [need(0, 12, 19)])
     assert not refused
-    assert text.startswith("the run may be out of memory: rank 0 on node1 needs about 18.0 GiB and has 19.0 GiB (90%")
+    assert lines[0].startswith(
+        "the run may be out of memory: rank 0 on node1 needs about 18.0 GiB and has 19.0 GiB (90%"
+    )
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -180,7 +180,7 @@ def test_the_last_error_is_appended_if_the_run_has_a_log_file(
     setup_logging(0)  # closes the file
     step, error, more = error_file.read_text().splitlines()
     assert re.fullmatch(r"[\d-]+ [\d:]+ step", step)
-    assert re.fullmatch(r"[\d-]+ [\d:]+ error: rank 3 failed: \?", error)
+    assert re.fullmatch(r"[\d-]+ [\d:]+ error: rank 3 failed: \\udcff", error)
     assert more == "fix it"
     assert "rank 3" not in capsys.readouterr().out
 

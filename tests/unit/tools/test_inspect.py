@@ -16,7 +16,7 @@ from titanlite.data.config import DataConfig
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
-from titanlite.tools import inspect, sequences
+from titanlite.tools import inspect
 from titanlite.tools.tokenize import __main__ as tokenize
 
 ROWS = [f"the model reads {n} words\n" * (1 + n % 5) for n in range(40)]
@@ -230,11 +230,14 @@ def test_a_damaged_documents_file_without_a_manifest_is_named(config: Path, tmp_
         inspect.main([str(config), *own, "--tokenizer.path", ""])
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"), [("a\tb\n", "a\tb\n"), ("\x1b[31m", "\\x1b[31m"), ("é ©\u202e", "é ©\\u202e")]
-)
-def test_control_characters_are_escaped(text: str, shown: str) -> None:
-    assert sequences.printable(text) == shown
+def test_control_characters_are_escaped(
+    config: Path, write_jsonl: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(["a\tb\n\x1b[31m é\u202e"])
+    text = printed(capsys, config, "--data.sources.0.name", "x\nsource 9\x9b")
+    assert "a\tb\n\\x1b[31m é\\u202e" in text
+    assert "source 0, x\\nsource 9\\x9b\n" in text
+    assert not set("\x1b\x9b\u202e") & set(text)
 
 
 def test_an_invalid_number(config: Path) -> None:

@@ -46,6 +46,7 @@ from titanlite.tools.command import (
     Count,
     OptionalCount,
     RunFolder,
+    print_lines,
     read_options_and_overrides,
     require_new,
     run_command,
@@ -120,7 +121,7 @@ def main(argv: Sequence[str]) -> None:
                 exported = _before_export(Path(expand_home(options.export)), checkpoints, every)
                 drawn = [exported, *(each for each in drawn if each != exported)][: len(drawn)]
             chosen = sorted(drawn, key=lambda steps: steps[0])
-            print(f"{where}: {len(chosen)} of {counted(len(every), 'interval')}, drawn with --seed {seed}", flush=True)
+            print_lines(f"{where}: {len(chosen)} of {counted(len(every), 'interval')}, drawn with --seed {seed}")
         found = {steps: _open(checkpoints, steps, command, allow_import=options.allow_import) for steps in chosen}
         intervals = [each for each in found.values() if isinstance(each, Interval)]
         runs: Sequence[Run] = []
@@ -137,7 +138,8 @@ def main(argv: Sequence[str]) -> None:
         ]
     out.mkdir(parents=True, exist_ok=True)
     add_results(out, str(where), results)
-    print("\n".join(["", *map(str, results), f"\nResult: {out / AUDIT_FILE}"]))
+    lines = (line for result in results for line in str(result).split("\n"))
+    print_lines("", *lines, "", f"Result: {out / AUDIT_FILE}")
     if not all(result.is_reproduced for result in results):
         sys.exit(1)
 
@@ -154,7 +156,7 @@ def _command(options: Options, seed: int, overrides: Sequence[str]) -> str:
 def _before_export(exported: Path, checkpoints: Place, intervals: Sequence[range]) -> range:
     """The interval at whose end a model folder was exported. Raises UserError."""
     step = origin_of(exported, checkpoints)
-    print(f"{exported} has the weights of step {step:,}", flush=True)
+    print_lines(f"{exported} has the weights of step {step:,}")
     found = [steps for steps in intervals if steps[-1] == step]
     if not found:
         raise UserError(f"step {step:,} is the run's first checkpoint, and the run did not begin at step 0")
@@ -192,7 +194,7 @@ def _announce(intervals: Sequence[Interval], folder: Path, options: Options) -> 
         computer = computer_of(each.end, folder, each.steps)
         rounded += not _has_equal_bits(each, computer, here)
         for line in changes(computer, here):
-            print(f"{title(each.steps[0], each.steps[-1])}: {line}")
+            print_lines(f"{title(each.steps[0], each.steps[-1])}: {line}")
     steps, row = sum(len(each.steps) for each in intervals), last_row(folder / METRICS_FILE)
     size = sum(record.bytes for each in intervals for record in each.end.manifest.files.values())
     time, starts = "", read_starts(folder)
@@ -202,9 +204,9 @@ def _announce(intervals: Sequence[Interval], folder: Path, options: Options) -> 
         imports = f"and the imports of {counted(len(intervals), 'training')}"
         time = f", about {duration(seconds)} {imports} on devices like those of the run"
     what = f"{counted(steps, 'step')} on {counted(processes, 'process')}{time}"
-    print(f"Computes {what}; writes {size / 2**20:,.0f} MiB", flush=True)
+    print_lines(f"Computes {what}; writes {size / 2**20:,.0f} MiB")
     if rounded and repeats:
-        print(f"{counted(rounded, 'interval')} may round: {repeats} times as much if the bits differ", flush=True)
+        print_lines(f"{counted(rounded, 'interval')} may round: {repeats} times as much if the bits differ")
 
 
 def _compare(interval: Interval, run: Path, out: Path, code: int, options: Options) -> Result:

@@ -23,7 +23,7 @@ from titanlite.runtime.errors import UsageError, UserError, raise_problems
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import aligned, counted, duration
 from titanlite.storage.address import place
-from titanlite.tools.command import AllowImport, Count, read_options_and_overrides, run_command, write_json
+from titanlite.tools.command import AllowImport, Count, print_lines, read_options_and_overrides, run_command, write_json
 from titanlite.tools.compare.envelope import FACTOR, FLOOR_EPS, Compared, compare, first_outside
 from titanlite.tools.compare.measure import NUMBERS, Pairs, Trained, common_steps, differences
 from titanlite.tools.compare.repeats import check_overrides, repeats_of, setting_differences, train
@@ -85,8 +85,8 @@ def main(argv: Sequence[str]) -> None:
             sides.append(Trained(folder, checkpoints_in(folder, where)))
         if lines := setting_differences(*configs):
             raise UserError(
-                "A and B are not runs of one configuration, so that more than rounding drives them apart:\n  "
-                + "\n  ".join(lines)
+                "A and B are not runs of one configuration, so that more than rounding drives them apart:",
+                *(f"  {line}" for line in lines),
             )
         logged = [step for step in common_steps(*sides) if options.steps == -1 or step <= options.steps]
         if not logged:
@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> None:
         "floor": FLOOR_EPS * eps, "verdict": verdict,
         "compared": json_rows(compared),
     })  # fmt: skip
-    print("\n".join(["", *table(compared), "", verdict, f"Result: {out / COMPARE_FILE}"]))
+    print_lines("", *table(compared), "", verdict, f"Result: {out / COMPARE_FILE}")
     if first_outside(compared) is not None:
         sys.exit(1)
 

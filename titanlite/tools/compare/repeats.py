@@ -18,6 +18,7 @@ from titanlite.generation.config import SamplesConfig
 from titanlite.profiling.config import ProfilingConfig
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.text import counted
+from titanlite.tools.command import print_lines
 from titanlite.tools.sweep.combinations import Run, require_same_settings
 from titanlite.tools.sweep.training import Process, wait_for
 
@@ -77,9 +78,9 @@ def train(runs: Sequence[Run], last: int, start: Callable[[Run], Process], cost:
     for run in runs:
         if (run.folder / CONFIG_COPY).is_file():
             require_same_settings(run, "out")
-    print(f"Trains {len(left)} of {counted(len(runs), 'repeat')} to step {last:,}{cost}", flush=True)
+    print_lines(f"Trains {len(left)} of {counted(len(runs), 'repeat')} to step {last:,}{cost}")
     for run in left:
-        print(f"Repeat {', '.join(f'{key} {value}' for key, value in run.values.items())}", flush=True)
+        print_lines(f"Repeat {', '.join(f'{key} {value}' for key, value in run.values.items())}")
         if code := wait_for(start(run)):
             raise UserError(f"the repeat in {run.folder} failed ({code}): the same command continues")
 

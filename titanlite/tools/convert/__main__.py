@@ -17,7 +17,16 @@ from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.plugins import load_plugins
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
-from titanlite.tools.command import AllowImport, Folder, RunFolder, new_output, read_options, require_new, run_command
+from titanlite.tools.command import (
+    AllowImport,
+    Folder,
+    RunFolder,
+    new_output,
+    print_lines,
+    read_options,
+    require_new,
+    run_command,
+)
 from titanlite.tools.convert.export_run import write_folder
 from titanlite.tools.convert.import_folder import kept_dtype, write_run
 from titanlite.tools.convert.verify import check_tokenizer, format_owner, too_large, verify
@@ -87,7 +96,7 @@ def export_folder(options: ExportOptions) -> None:
     shard_bytes = size_in_bytes(options.shard_size)
     run = open_run(options.run, allow_import=options.allow_import).with_weights(options.weights)
     write_export(run, options, shard_bytes)
-    print(f"{options.out} is complete. To load it: AutoModelForCausalLM.from_pretrained({str(options.out)!r})")
+    print_lines(f"{options.out} is complete. To load it: AutoModelForCausalLM.from_pretrained({str(options.out)!r})")
 
 
 def write_export(run: SavedRun, options: ExportOptions, shard_bytes: int) -> None:
@@ -135,7 +144,7 @@ def import_folder(options: ImportOptions) -> None:
         folder.mkdir()
         write_run(source, folder, options.out, dtype)
     path = f"{options.out}/checkpoint"
-    print(f"{options.out} is complete. To train from it: its [model] section, and initial_load_path = '{path}'")
+    print_lines(f"{options.out} is complete. To train from it: its [model] section, and initial_load_path = '{path}'")
 
 
 def conversion(old: torch.dtype, new: torch.dtype) -> str:

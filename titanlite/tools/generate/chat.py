@@ -13,7 +13,8 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.generation.generate import Sampling, TextStream, Transcript
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
-from titanlite.tools.generate.texts import for_stdout
+from titanlite.runtime.text import visible
+from titanlite.tools.command import for_stdout
 
 DEFAULT_CHAT_TOKENS = 1024
 CONTINUED = "\\"
@@ -210,4 +211,4 @@ def _read_line(prompt: str) -> str | None:
 
 def note(text: str) -> None:
     """Write a remark of the program to stderr."""
-    print(f"[{text}]", file=sys.stderr, flush=True)
+    print(f"[{visible(text)}]", file=sys.stderr, flush=True)

@@ -3,12 +3,12 @@
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from unicodedata import category
 
 from titanlite.data.sources.base import wide_encoding
 from titanlite.generation.generate import Prompt, TextStream
 from titanlite.runtime.errors import Problem
 from titanlite.runtime.json_files import JsonError, read_regular
+from titanlite.tools.command import for_stdout
 
 STDIN = "-"
 
@@ -76,13 +76,6 @@ def print_texts(
             waiting[row] += streams[row].rest() + "\n"
     _show(waiting, [True] * count, shown)
     return num_tokens
-
-
-def for_stdout(text: str) -> str:
-    """The text with control characters escaped if stdout is a terminal, so that a model cannot control it."""
-    if not sys.stdout.isatty():
-        return text
-    return "".join(ascii(c)[1:-1] if category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
 def _show(waiting: list[str], is_complete: Sequence[bool], first: int) -> int:

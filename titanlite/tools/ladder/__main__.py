@@ -11,7 +11,7 @@ from titanlite.assembly.summary import titanlite
 from titanlite.config.files import CONFIG_FILE
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
-from titanlite.tools.command import run_command, write_json
+from titanlite.tools.command import print_lines, run_command, write_json
 from titanlite.tools.ladder.prediction import LADDER_FILE, lines_of, predict, require_enough
 from titanlite.tools.ladder.rungs import Ladder, read_ladder
 from titanlite.tools.sweep.command import RunsOptions, carry_out, raise_failed, read_runs_options
@@ -41,9 +41,9 @@ def main(argv: Sequence[str]) -> None:
     codes = carry_out(options, runs)
     if codes is None:
         return
-    print("\n".join(["", *table(runs, codes), ""]))
+    print_lines("", *table(runs, codes), "")
     raise_failed(runs, codes)
-    print("\n".join(_prediction(ladder)))
+    print_lines(*_prediction(ladder))
 
 
 def _prediction(ladder: Ladder) -> list[str]:

@@ -20,6 +20,7 @@ from titanlite.tools.command import (
     Count,
     File,
     check_output_file,
+    print_lines,
     read_options_and_overrides,
     run_command,
     write_json,
@@ -105,27 +106,24 @@ def main(argv: Sequence[str]) -> None:
     steps = options.steps * (1 + len(config.training.stages))
     named = [ONE_PROCESS, *(layout for layout in layouts if layout != ONE_PROCESS)]
     for line in refusal_lines(refused):
-        print(line)
+        print_lines(line)
     results = []
     with TemporaryDirectory(prefix="titanlite-parity-") as folder:
         if options.bits:
             found = compare_bits(config, layouts, steps, folder)
-            print("\n".join(bits_lines(found)))
+            print_lines(*bits_lines(found))
             if options.json is not None:
                 write_json(options.json, {"config": options.config, "steps": steps, "layouts": [*map(asdict, found)]})
             sys.exit(any(result.difference for result in found))
         references = run_reference(config, steps, folder)
         table = Table(named, own_dtypes(config), list(references[0].weights))
         for line in (*head_lines(config, steps, references), *bound_lines(config)):
-            print(line)
-        print(f"\n{table.head()}", flush=True)
+            print_lines(line)
+        print_lines("", *table.head())
         for group in compare_layouts(config, layouts, steps, references, folder):
             results += group
-            print("\n".join(table.row(result) for result in group), flush=True)
-    print()
-    for line in (*routing_lines(results), *operand_lines(results)):
-        print(line)
-    print(last_line(results))
+            print_lines(*(line for result in group for line in table.row(result)))
+    print_lines("", *routing_lines(results), *operand_lines(results), last_line(results))
     if options.json is not None:
         write_json(options.json, json_results(options.config, config, references[0], results, refused))
     if any(result.verdict.first_difference for result in results):
@@ -148,7 +146,7 @@ def prepare(options: Options, given: JobConfig) -> tuple[JobConfig, list[Layout]
             remedy = "leave it out, and lower model.n_layers, training.seq_len and training.global_batch_size"
             raise_problems([Problem("--shrink", True, rule, f'{remedy}, or float8.recipe = "rowwise"')])
         small = shrink_config(config, ranks)
-        print(f"shrunk: {describe_shrinking(config, small)}", flush=True)
+        print_lines(f"shrunk: {describe_shrinking(config, small)}")
         config = small
         raise_problems(check_layout(config, ONE_PROCESS))
     if options.bits:

@@ -40,7 +40,8 @@ def refusal_lines(refused: Sequence[Refusal]) -> Iterator[str]:
         reason = "; ".join(f"{problem.key} = {problem.value!r}: {problem.rule}" for problem in refusal.problems)
         by_reason.setdefault(reason, []).append(str(refusal.layout))
     for reason, names in by_reason.items():
-        yield f"refused by the configuration's checks: {', '.join(names)}\n    {reason}"
+        yield f"refused by the configuration's checks: {', '.join(names)}"
+        yield f"    {reason}"
 
 
 def head_lines(config: JobConfig, steps: int, references: Sequence[Measurement]) -> Iterator[str]:
@@ -91,11 +92,11 @@ class Table:
         dtypes = max(len("float64"), len(short_dtypes(own_dtypes)))
         self._widths = (max(layout, len("1x1x1x1")), dtypes, 15, 15, parameter, 9, 7, 12, len(DIFFERS))
 
-    def head(self) -> str:
+    def head(self) -> list[str]:
         rule = "  ".join("-" * width for width in self._widths)
-        return f"{self._row(COLUMNS)}\n{rule}"
+        return [self._row(COLUMNS), rule]
 
-    def row(self, result: Result) -> str:
+    def row(self, result: Result) -> list[str]:
         """The row of one layout in one pass; if it differs, a second line with the first difference."""
         verdict = result.verdict
         cells = (
@@ -109,8 +110,8 @@ class Table:
             "-" if verdict.update_error is None else f"{verdict.update_error:.1e}",
             DIFFERS if verdict.first_difference else AGREES,
         )
-        below = f"\n    first difference: {verdict.first_difference}" if verdict.first_difference else ""
-        return self._row(cells) + below
+        below = [f"    first difference: {verdict.first_difference}"] if verdict.first_difference else []
+        return [self._row(cells), *below]
 
     def _row(self, cells: Sequence[str]) -> str:
         return "  ".join(cell.ljust(width) for cell, width in zip(cells, self._widths, strict=True)).rstrip()

@@ -20,7 +20,7 @@ from titanlite.planning.step_time import predict
 from titanlite.runtime.errors import ConfigError, Problem, UsageError
 from titanlite.runtime.memory import GIB
 from titanlite.runtime.settings import setting
-from titanlite.tools.command import ConfigFile, Count, read_options_and_overrides, run_command
+from titanlite.tools.command import ConfigFile, Count, for_stdout, read_options_and_overrides, run_command
 from titanlite.tools.plan.choices import describe_choices
 from titanlite.tools.plan.report import DEFAULT_GIB, Price, describe_time, estimate_largest, report, stage_heading
 
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> None:
     if profile is not None:
         time = predict(of_stage, plan, profile)
         text += "\n" + describe_time(of_stage, plan, profile, time, Price(options.price_per_hour), run=config)
-    sys.stdout.write(text)
+    sys.stdout.write(for_stdout(text))
 
 
 def print_search(
@@ -98,7 +98,7 @@ def print_search(
 ) -> None:
     """Print the fastest layouts."""
     found = search(config, world_size, profile, memory_gib=memory_gib, kept=kept)
-    sys.stdout.write(describe_choices(found, config, world_size, profile, memory_gib, Price(price)))
+    sys.stdout.write(for_stdout(describe_choices(found, config, world_size, profile, memory_gib, Price(price))))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from titanlite.planning.search import SEARCHED, search, with_settings
 from titanlite.runtime.errors import UsageError
 from titanlite.runtime.memory import GIB, device_memory_bytes
 from titanlite.runtime.text import counted
+from titanlite.tools.command import for_stdout
 from titanlite.tools.plan.report import DEFAULT_GIB, estimate_largest, report, stage_heading
 from titanlite.tools.sequences import sequences_as_text
 
@@ -59,7 +60,7 @@ def _text(parsed: Parsed, config: JobConfig, world_size: int, local_size: int, d
 
 def _print(text: str) -> None:
     try:
-        print(text, end="", flush=True)
+        print(for_stdout(text), end="", flush=True)
     except BrokenPipeError:  # the reader has closed the pipe, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 

@@ -20,7 +20,7 @@ from titanlite.runtime.errors import UsageError, UserError
 from titanlite.runtime.logging import setup_logging
 from titanlite.runtime.settings import setting
 from titanlite.storage.address import place
-from titanlite.tools.command import AllowImport, Count, read_options, run_command
+from titanlite.tools.command import AllowImport, Count, print_lines, read_options, run_command
 from titanlite.tools.dump_folder import local_dump_folder
 from titanlite.tools.parity.measure import own_dtypes
 from titanlite.tools.replay.compare import judge, report_lines
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
     dtypes = own_dtypes(config)
     verdict = judge(replayed, all_records, dtypes, code_facts(os.environ))
     for line in report_lines(records, replayed, verdict, "/".join(dict.fromkeys(dtypes)), options.sequences):
-        print(line)
+        print_lines(line)
     if not verdict.reproduced:
         sys.exit(1)
 

@@ -12,7 +12,6 @@ from titanlite.ranks.agreement import MODULE
 from titanlite.runtime.text import aligned
 from titanlite.tools.parity.verdict import FLOOR_EPS, MULTIPLE, SMALL_SHARE
 from titanlite.tools.replay.compute import Replayed
-from titanlite.tools.sequences import printable
 
 GROWTH = 10.0
 """Rounding errors in the weights grow by less than this from step to step; a fault is a larger jump."""
@@ -181,12 +180,13 @@ def report_lines(
         yield f"and the gradient norms of {len(names) - SHOWN_PARAMETERS} parameters that differ less"
     worst = sorted(range(len(replayed.rows)), key=lambda row: -_per_token(exact, replayed, row))[:sequences]
     if worst:
-        yield f"\nloss per token, the largest {len(worst)} of {len(replayed.rows)} sequences"
+        yield ""
+        yield f"loss per token, the largest {len(worst)} of {len(replayed.rows)} sequences"
     for row in worst:
         about = replayed.rows[row]
         losses = ", ".join(f"{name} {_per_token(step, replayed, row):.6g}" for name, step in steps.items())
         yield f"  sequence {own.first_sequence + row}, {about.place}, {about.num_valid} valid tokens: {losses}"
-        yield f"    {' '.join(printable(about.text[:SHOWN_CHARACTERS]).split())}"
+        yield f"    {' '.join(about.text[:SHOWN_CHARACTERS].split())}"
     yield ""
     yield from verdict.lines
 

@@ -13,7 +13,7 @@ from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.settings import setting
 from titanlite.storage.address import place
-from titanlite.tools.command import read_options, run_command
+from titanlite.tools.command import print_lines, read_options, run_command
 from titanlite.tools.report.charts import Drawing, charts_of
 from titanlite.tools.report.ladder import with_ladders
 from titanlite.tools.report.page import FIRST_LINE, page
@@ -58,9 +58,9 @@ def main(argv: Sequence[str]) -> None:
     except OSError as error:
         where = error.filename2 or error.filename or options.out
         raise UserError(f"cannot write {where}: {error.strerror or error}; fix this, or choose another path") from None
-    print(f"Report: {options.out} ({len(text.encode(errors='replace')) / 1000:,.0f} kB)")
+    print_lines(f"Report: {options.out} ({len(text.encode(errors='replace')) / 1000:,.0f} kB)")
     if options.png is not None:
-        print(f"Charts: {len(charts)} PNG files in {options.png}")
+        print_lines(f"Charts: {len(charts)} PNG files in {options.png}")
 
 
 def require_report_or_new(path: Path) -> None:

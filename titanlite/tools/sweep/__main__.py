@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titanlite.tools.command import ConfigFile, run_command
+from titanlite.tools.command import ConfigFile, print_lines, run_command
 from titanlite.tools.sweep.combinations import combinations
 from titanlite.tools.sweep.command import RunsOptions, carry_out, raise_failed, read_runs_options
 from titanlite.tools.sweep.training import results
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
     runs = combinations(options.config, overrides, world_size=options.processes, device_type=options.device_type)
     codes = carry_out(options, runs)
     if codes is not None:
-        print("\n".join(["", *results(runs, codes)]))
+        print_lines("", *results(runs, codes))
         raise_failed(runs, codes)
 
 

@@ -13,7 +13,15 @@ from titanlite.runtime.errors import UserError, integer_variable, raise_problems
 from titanlite.runtime.gpus import usable_gpus
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
-from titanlite.tools.command import EITHER, File, OptionalCount, new_output, read_options_and_overrides, require_new
+from titanlite.tools.command import (
+    EITHER,
+    File,
+    OptionalCount,
+    new_output,
+    print_lines,
+    read_options_and_overrides,
+    require_new,
+)
 from titanlite.tools.sweep.combinations import Run, require_same_settings
 from titanlite.tools.sweep.slurm import array_script
 from titanlite.tools.sweep.training import start_run, state_of, train_all
@@ -74,7 +82,7 @@ def write_script(file: Path, runs: Sequence[Run], processes: int) -> None:
     text = array_script(runs, script=str(file), processes=processes)
     with new_output(file) as path:
         path.write_text(text, encoding="utf-8")
-    print(f"Script: {file} ({counted(len(runs), 'run')}); see its first lines")
+    print_lines(f"Script: {file} ({counted(len(runs), 'run')}); see its first lines")
 
 
 def raise_failed(runs: Sequence[Run], codes: dict[str, int]) -> None:

@@ -23,7 +23,7 @@ from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, raise_problems
 from titanlite.runtime.settings import setting
 from titanlite.storage.address import Place, is_address, place
-from titanlite.tools.command import RunFolder, run_command
+from titanlite.tools.command import RunFolder, print_lines, run_command
 from titanlite.tools.sweep.combinations import DUMP_FOLDER, Run, arguments_of, checked_runs, parse_texts
 from titanlite.tools.sweep.command import RunsOptions, carry_out, raise_failed, read_runs_options
 from titanlite.tools.sweep.training import final_loss, folders, report_line, table
@@ -62,9 +62,9 @@ def main(argv: Sequence[str]) -> None:
     if codes is None:
         return
     folder = runs[0].folder.parent
-    print("\n".join(["", *table(runs, codes), "", *compared(runs, options.tolerance), ""]))
+    print_lines("", *table(runs, codes), "", *compared(runs, options.tolerance), "")
     if found := folders(runs):
-        print(report_line(*found, folder=folder).replace(" --out", " --over tokens --out"))
+        print_lines(report_line(*found, folder=folder).replace(" --out", " --over tokens --out"))
     raise_failed(runs, codes)
 
 

@@ -19,8 +19,9 @@ from titanlite.checkpoint.folder import latest_manifest
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import Series, has_validation, last_row, read_series
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.text import aligned
+from titanlite.runtime.text import aligned, visible
 from titanlite.storage.address import place
+from titanlite.tools.command import print_lines
 from titanlite.tools.sweep.combinations import Run, short_names
 
 State = Literal["new", "interrupted", "finished"]
@@ -90,13 +91,13 @@ def train_all(runs: Sequence[Run], start: Callable[[Run], Process]) -> dict[str,
         label = f"Run {number} of {len(runs)}, {describe(run)}"
         state = state_of(run)
         if state == "finished":
-            print(f"{label}: finished before, skipped", flush=True)
+            print_lines(f"{label}: finished before, skipped")
             continue
         resumes = "resumes, " if state == "interrupted" and run.config.checkpoint.enable else ""
-        print(f"{label}: {resumes}in {run.folder}", flush=True)
+        print_lines(f"{label}: {resumes}in {run.folder}")
         codes[run.name] = wait_for(start(run))
         if code := codes[run.name]:
-            print(f"titanlite: run {number} of {len(runs)}, {describe(run)}, failed ({code})", file=sys.stderr)
+            print(f"titanlite: run {number} of {len(runs)}, {visible(describe(run))}, failed ({code})", file=sys.stderr)
     return codes
 
 

@@ -17,7 +17,14 @@ from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
 from titanlite.storage.address import address_problem, is_address
-from titanlite.tools.command import ConfigFile, OptionalCount, read_options_and_overrides, require_new, run_command
+from titanlite.tools.command import (
+    ConfigFile,
+    OptionalCount,
+    print_lines,
+    read_options_and_overrides,
+    require_new,
+    run_command,
+)
 from titanlite.tools.documents import config_of_data, piece_bytes
 from titanlite.tools.tokenize.folder import OutputFolder, errors_of_writing, output_folder
 from titanlite.tools.tokenize.local import run_locally
@@ -72,7 +79,7 @@ def main(argv: Sequence[str]) -> None:
     if options.part is not None:
         job = open_job(section, out, tokenizer)
         if job is None:
-            print(f"{out} is complete")
+            print_lines(f"{out} is complete")
             return
         with errors_of_writing(out):
             _write_parts_of_task(job, options.part, options.tasks)
@@ -82,17 +89,17 @@ def main(argv: Sequence[str]) -> None:
     with out.owned():
         if options.engine == "slurm":
             require_new(options.script, "--script")
-        print(f"tokenizer: {tokenizer.description}")
+        print_lines(f"tokenizer: {tokenizer.description}")
         job = start_job(section, out, tokenizer, options.part_bytes)
         for line in large_parts(job.plan):
-            print(line)
+            print_lines(line)
         if options.engine == "slurm":
             _write_script(job, options, overrides)
             return
         missing = job.missing()
         total = len(job.plan["parts"])
         if len(missing) < total:
-            print(f"resuming: {total - len(missing)} of {counted(total, 'part')} are written")
+            print_lines(f"resuming: {total - len(missing)} of {counted(total, 'part')} are written")
         with closing(_run(job, missing, options)) as entries:  # ends the workers after an error
             for _ in with_progress(entries, section, done=total - len(missing), total=total):
                 pass
@@ -144,28 +151,30 @@ def _write_parts_of_task(job: Job, first: int, tasks: int | None) -> None:
         _report(job.out, finish(job))
     elif MANIFEST in job.out.names():
         job.out.delete(job.name(part, ENTRY) for part in parts)
-        print(f"{job.out} is complete")
+        print_lines(f"{job.out} is complete")
     else:
-        print(f"{counted(len(parts), 'part')} written, {len(missing):,} of {total:,} are missing")
+        print_lines(f"{counted(len(parts), 'part')} written, {len(missing):,} of {total:,} are missing")
 
 
 def _write_script(job: Job, options: Options, overrides: Sequence[str]) -> None:
     parts, arguments = len(job.plan["parts"]), [options.config, "--out", options.out, *overrides]
     tasks = options.workers or MAX_TASKS
     write_script(options.script, out=options.out, parts=parts, tasks=tasks, arguments=arguments)
-    print(f"Script: {options.script} ({counted(parts, 'part')}); see its first lines")
+    print_lines(f"Script: {options.script} ({counted(parts, 'part')}); see its first lines")
     if options.submit:
-        print(submit(options.script))
+        print_lines(*submit(options.script).split("\n"))
 
 
 def _report(out: OutputFolder, manifest: Mapping[str, Any]) -> None:
     """Print the totals, and the TOML of a run on the token files."""
-    print(
+    print_lines(
         f"{out}: {counted(manifest['tokens'], 'token')} of {counted(manifest['documents'], 'document')}, "
         f"{manifest['dtype']}, {counted(len(manifest['shards']), 'shard')}; "
-        f"{counted(manifest['bad_rows'], 'bad row')}\nto use it, instead of [tokenizer] and the sources of text:\n"
+        f"{counted(manifest['bad_rows'], 'bad row')}",
+        "to use it, instead of [tokenizer] and the sources of text:",
+        "",
+        *toml_lines(str(out), manifest).split("\n"),
     )
-    print(toml_lines(str(out), manifest))
 
 
 def toml_lines(out: str, manifest: Mapping[str, Any]) -> str:

@@ -73,7 +73,7 @@ def run_on_ray(job: Job, parts: Sequence[int], num_workers: int | None) -> Gener
             yield from ray.get(finished)
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, UserError):
-            raise UserError(str(error.cause)) from None
+            raise UserError(*error.cause.args) from None
         raise
     except ray.exceptions.RayError as error:
         remedy = "run the same command again: finished parts are not done again"
