@@ -12,6 +12,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.toml import dump_config, tables_of
 from titanlite.parallel.microbatches import rows_together
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.text import visible
 from titanlite.storage.address import Place
 from titanlite.tools.compare.repeats import without_outputs
 from titanlite.tools.saved_run import SavedRun, open_run
@@ -103,7 +104,7 @@ def recomputation(
     config = config_from_values(tables_of(_recomputed(interval, out / interval.name)), overrides)
     resolved = check_and_resolve(config, world_size=processes, device_type=device_type)
     file = config_file(out, interval.steps)
-    file.write_text(f"# {command}\n{dump_config(config)}", encoding="utf-8")
+    file.write_text(f"# {visible(command)}\n{dump_config(config)}", encoding="utf-8")
     return Run(interval.name, {"steps": interval.name}, [f"--job.config_file={file}"], resolved)
 
 

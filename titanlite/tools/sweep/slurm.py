@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite.config.files import CONFIG_FILE
+from titanlite.runtime.text import visible
 from titanlite.tools.sweep.combinations import Run
 from titanlite.tools.sweep.training import describe
 
@@ -54,18 +55,17 @@ train "${{run[@]}}"
 
 
 def array_script(runs: Sequence[Run], *, script: str, processes: int) -> str:
-    """The text of the script. script: its path. processes: per node."""
+    """The text of the script. script: its path. processes: per node. What its comments quote begins no line."""
     config = runs[0].arguments[0].removeprefix(f"--{CONFIG_FILE}=")
     text = HEAD.format(
         count=len(runs),
-        config=config,
-        script=shlex.quote(script),
+        config=visible(config),
+        script=visible(shlex.quote(script)),
         last=len(runs) - 1,
         processes=processes,
         folder=shlex.quote(os.getcwd()),
         python=shlex.quote(sys.executable),
     )
     for number, run in enumerate(runs):
-        shown = "".join(char if char.isprintable() else " " for char in describe(run))
-        text += f"{number}) # {shown}\n    run=({shlex.join(run.arguments)})\n    ;;\n"
+        text += f"{number}) # {visible(describe(run))}\n    run=({shlex.join(run.arguments)})\n    ;;\n"
     return text + BODY.format(processes=processes, launch=shlex.quote(str(LAUNCH)))

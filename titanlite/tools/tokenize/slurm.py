@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.text import visible
 from titanlite.tools.command import new_output
 
 MAX_TASKS = 1000
@@ -39,14 +40,15 @@ exec {command} --part "$SLURM_ARRAY_TASK_ID" --tasks {tasks}
 
 
 def write_script(path: Path, *, out: str, parts: int, tasks: int, arguments: Sequence[str]) -> None:
-    """Write the script. arguments: of titanlite tokenize, for each task. Raises UserError."""
+    """Write the script. arguments: of titanlite tokenize, for each task. What its comments quote begins no line.
+    Raises UserError."""
     tasks = min(tasks, parts)
     text = SCRIPT.format(
         parts=f"{parts:,}",
-        out=shlex.quote(out),
+        out=visible(shlex.quote(out)),
         tasks=tasks,
         last=tasks - 1,
-        script=shlex.quote(str(path)),
+        script=visible(shlex.quote(str(path))),
         folder=shlex.quote(os.getcwd()),
         command=shlex.join([sys.executable, "-m", "titanlite", "tokenize", *arguments]),
     )
