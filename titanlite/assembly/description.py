@@ -16,16 +16,18 @@ from titanlite.assembly.facts import config_values
 from titanlite.assembly.job import Job
 from titanlite.assembly.model import describe_attention
 from titanlite.checkpoint.start import Start
-from titanlite.config.schema import JobConfig
+from titanlite.config.schema import JobConfig, TrainingConfig
 from titanlite.config.stages import batch_stages, stage_lines
 from titanlite.config.toml import dump_config
 from titanlite.config.value_types import literal
+from titanlite.config.values import read_values
 from titanlite.data.steps import tokens_until
 from titanlite.metrics.about import AboutRun, git_commit, note_start
 from titanlite.models.losses import CROSS_ENTROPY
 from titanlite.models.registry import full_parameters
 from titanlite.optim.groups import describe_groups
 from titanlite.optim.lengths import in_steps
+from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.optim.schedule import (
     ScheduleConfig,
     build_schedule,
@@ -38,6 +40,7 @@ from titanlite.optim.schedule import (
 from titanlite.parallel.mesh import Mesh
 from titanlite.planning.estimate import loss_chunk
 from titanlite.runtime.environment import environment_lines, overridden
+from titanlite.runtime.errors import Problem
 from titanlite.runtime.logging import log
 from titanlite.runtime.memory import device_memory_bytes
 from titanlite.runtime.text import counted
@@ -146,7 +149,9 @@ def describe_moved_decay(config: JobConfig, start: Start) -> str:
     steps = config.training.steps
     if not start.config or start.step >= steps:
         return ""
-    earlier, earlier_steps = saved_schedule(start.config), start.config["training"]["steps"]
+    earlier, _, earlier_steps, problem = saved_schedule(start.config)
+    if problem is not None:
+        return ""
     if steps == earlier_steps or not (depends_on_steps(earlier) and depends_on_steps(config.lr_schedule)):
         return ""
     return (
@@ -157,13 +162,17 @@ def describe_moved_decay(config: JobConfig, start: Start) -> str:
 
 def describe_jump(config: JobConfig, start: Start) -> str:
     """A jump of the learning rate at the start of the run, with a remedy if its decay should have begun before; "" if
-    the schedules of the checkpoint and of the run agree about the checkpoint's step."""
+    the schedules of the checkpoint and of the run agree about the checkpoint's step. If that of the checkpoint cannot
+    be computed, which value is the reason."""
     section, steps, step = config.lr_schedule, config.training.steps, start.step
     if not start.config or step >= steps:
         return ""
-    earlier, earlier_steps = saved_schedule(start.config), start.config["training"]["steps"]
+    earlier, earlier_lr, earlier_steps, problem = saved_schedule(start.config)
+    if problem is not None:
+        given = f"{problem.key} = {problem.value!r}"
+        return f"Whether the learning rate jumps is unknown: the checkpoint has {given} (valid: {problem.rule})"
     stages = batch_stages(config)  # those up to the step are those of the checkpoint
-    before = build_schedule(earlier, start.config["optimizer"]["lr"], earlier_steps, stages)(step)
+    before = build_schedule(earlier, earlier_lr, earlier_steps, stages)(step)
     now = build_schedule(section, config.optimizer.lr, steps, stages)(step)
     if math.isclose(before, now):
         return ""
@@ -180,7 +189,21 @@ def describe_jump(config: JobConfig, start: Start) -> str:
     )
 
 
-def saved_schedule(saved: Mapping[str, Any]) -> ScheduleConfig:
-    """[lr_schedule] of a checkpoint's configuration; keys that it lacks have their defaults."""
-    known = {field.name for field in fields(ScheduleConfig)}
-    return ScheduleConfig(**{key: value for key, value in saved["lr_schedule"].items() if key in known})
+def saved_schedule(saved: Mapping[str, Any]) -> tuple[ScheduleConfig, float, int, Problem | None]:
+    """([lr_schedule], optimizer.lr, training.steps of a checkpoint's configuration, the first value that is not valid:
+    an edited one, or a shape of a plugin that is not imported). Keys that it lacks have their defaults."""
+    known = {
+        "lr_schedule": [field.name for field in fields(ScheduleConfig)],
+        "optimizer": ["lr"],
+        "training": ["steps"],
+    }
+    tables = {name: {key: saved[name][key] for key in keys if key in saved[name]} for name, keys in known.items()}
+    read, problems = read_values(tables, None)
+    unresolved = [(key, value) for key, value in read["lr_schedule"].items() if key.endswith("_steps")]
+    problems += [
+        Problem(f"lr_schedule.{key}", value, "a number of steps", "write one")
+        for key, value in unresolved
+        if not isinstance(value, int)
+    ]
+    lr, steps = read["optimizer"].get("lr", OptimizerConfig.lr), read["training"].get("steps", TrainingConfig.steps)
+    return ScheduleConfig(**read["lr_schedule"]), lr, steps, next(iter(problems), None)

@@ -68,6 +68,27 @@ def test_a_checkpoint_of_an_older_version_lacks_keys_and_may_have_others() -> No
     assert describe_jump(configured(*TRUNK), start) == ""
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lr_schedule.decay", "of_a_plugin"),
+        ("lr_schedule.decay", []),
+        ("lr_schedule.warmup_steps", -5),
+        ("lr_schedule.decay_steps", "5 %"),
+        ("lr_schedule.min_lr_factor", "x"),
+        ("optimizer.lr", None),
+        ("training.steps", 0),
+    ],
+)
+def test_a_value_of_the_checkpoint_that_is_not_valid_is_named(key: str, value: object) -> None:
+    start = started(60, *TRUNK)
+    section, _, name = key.partition(".")
+    start.config[section][name] = value
+    text = f"Whether the learning rate jumps is unknown: the checkpoint has {key} = {value!r} (valid: "
+    assert describe_jump(configured(*TRUNK), start).startswith(text)
+    assert describe_moved_decay(configured(*TRUNK), start) == ""
+
+
 def test_a_run_from_weights_has_no_earlier_schedule() -> None:
     start = Start(0, (), {})
     assert describe_jump(configured(*TRUNK), start) == describe_moved_decay(configured(*TRUNK), start) == ""
