@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import AwareDatetime, Field
 from typing_extensions import TypedDict
 
 from titanlite.metrics.config import RUN_FILE
@@ -30,11 +31,16 @@ class RunJson(TypedDict):
 
 @dataclass(frozen=True)
 class Started:
-    """One start. step: from which it resumed; 0: a new run. mesh: degree of each axis."""
+    """One start, as RunJson has it among its facts. step: from which it resumed; 0: a new run. mesh: degree of each
+    axis."""
 
-    step: int
-    moment: datetime
-    mesh: Mapping[str, int]
+    step: Annotated[int, Field(ge=0, lt=2**63)]
+    moment: Annotated[AwareDatetime, Field(validation_alias="time")]
+    mesh: Mapping[str, Annotated[int, Field(ge=1, lt=2**31)]]
+
+
+class _Starts(TypedDict):
+    starts: list[Started]
 
 
 @dataclass(frozen=True)
@@ -78,14 +84,13 @@ def note_start(folder: Path, resume_step: int, facts: Mapping[str, Any], *, trai
 def read_starts(folder: Path) -> list[Started]:
     """The starts of a run, in order; [] if run.json is damaged. Raises OSError."""
     try:
-        starts = read_json(folder / RUN_FILE, RunJson)["starts"]
-        found = [Started(each["step"], datetime.fromisoformat(each["time"]), each["mesh"]) for each in starts]
+        found: _Starts = read_json(folder / RUN_FILE, _Starts)
     except FileNotFoundError:
         return []
-    except (JsonError, KeyError, TypeError, ValueError):
-        log.warning("%s is damaged: its starts are left out", folder / RUN_FILE)
+    except JsonError as error:
+        log.warning("%s is damaged: its starts are left out: it %s", folder / RUN_FILE, error)
         return []
-    return found
+    return found["starts"]
 
 
 def mesh_text(mesh: Mapping[str, int]) -> str:

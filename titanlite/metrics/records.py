@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
+from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict
 
 from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, SAMPLES_FILE
@@ -150,10 +151,13 @@ class ValidationRecord:
         return [self.row()]
 
 
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
 class SampleRow(TypedDict):
     """One line of samples.jsonl."""
 
-    step: int
+    step: Count
     prompt: str
     text: str
 
@@ -171,11 +175,17 @@ class SamplesRecord:
         return [SampleRow(step=self.step, prompt=prompt, text=text) for prompt, text in self.texts]
 
 
+def _rectangular(rows: list[list[int]]) -> list[list[int]]:
+    if not rows or not rows[0] or len({*map(len, rows)}) > 1:
+        raise ValueError("not as many experts in each block")
+    return rows
+
+
 class ExpertsRow(TypedDict):
     """One line of experts.jsonl. loads: positions by block and expert since the previous log line."""
 
-    step: int
-    loads: list[list[int]]
+    step: Count
+    loads: Annotated[list[list[Count]], AfterValidator(_rectangular)]
 
 
 @dataclass(frozen=True)

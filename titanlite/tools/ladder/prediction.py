@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from titanlite.runtime.errors import ConfigError, Problem
@@ -27,30 +29,35 @@ INTERVAL = (5, 95)
 """Percentiles of the bootstrap."""
 
 
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+Number = Annotated[float, Field(ge=0, lt=1e100)]
+"""Of a law or a loss."""
+
+
 class PointRow(TypedDict):
     """A run. folder: below that of the ladder. loss: measured. fitted: by the law."""
 
     rung: str
     folder: str
-    parameters: int
-    tokens: int
-    loss: float
-    fitted: float
+    parameters: Count
+    tokens: Count
+    loss: Number
+    fitted: Number
 
 
 class TargetRow(TypedDict):
     """The run to predict. fitted: its loss by the law; interval: of this loss."""
 
-    parameters: int
-    tokens: int
-    fitted: float
-    interval: list[float]
+    parameters: Count
+    tokens: Count
+    fitted: Number
+    interval: Annotated[list[Number], Field(min_length=2, max_length=2)]
 
 
 class Prediction(TypedDict):
     """The content of LADDER_FILE. law: its constants. intervals: of each constant. runs: those that were fitted."""
 
-    law: dict[str, float]
+    law: dict[str, Number]
     intervals: dict[str, list[float]]
     runs: list[PointRow]
     target: TargetRow

@@ -11,6 +11,7 @@ import tyro
 from titanlite.runtime.durability import replace_file
 from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import open_regular
 from titanlite.runtime.settings import setting
 from titanlite.storage.address import place
 from titanlite.tools.command import print_lines, read_options, run_command
@@ -66,11 +67,11 @@ def main(argv: Sequence[str]) -> None:
 def require_report_or_new(path: Path) -> None:
     """Raise UserError if another file than a report is at `path`."""
     try:
-        with path.open(encoding="utf-8") as file:
-            is_report = file.read(len(FIRST_LINE)) == FIRST_LINE
+        with open_regular(path) as file:  # opening a pipe would wait for a writer
+            is_report = file.read(len(FIRST_LINE)) == FIRST_LINE.encode()
     except (FileNotFoundError, NotADirectoryError):
         return
-    except (OSError, ValueError):
+    except OSError:
         is_report = False
     if not is_report:
         raise UserError(f"{path} exists and is not a report, so it is not overwritten: choose another --out")

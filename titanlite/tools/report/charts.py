@@ -7,14 +7,16 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from titanlite.metrics.jsonl import Series
 from titanlite.metrics.records import TASK_PREFIX, WATCH_PREFIX
+from titanlite.runtime.durability import replace_file
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.text import counted
 from titanlite.tools.report.runs import DATA_WAIT, MAX_LOAD, MIN_LOAD, Kind, RunFiles
 
 COLORS = ("#2f6fb0", "#c2601a", "#2a8758", "#8b4fa6", "#b83a3f", "#7c6a1d", "#1d7f8c", "#6d7480")
@@ -38,6 +40,12 @@ LOAD = "by the mean of the block's experts, the extreme over the blocks"
 HEAT_LEVELS = 21
 """Colors of a heat map."""
 LEGEND_ROWS = 5
+MAX_CHARTS = 24
+"""Of one kind: a chart takes a tenth of a second."""
+MAX_CURVES = 256
+"""Of one chart."""
+LARGEST = 1e100
+"""Values from here on are not drawn, as infinities are not: their sums and squares would not be finite."""
 LOG_RATIO = 20
 """Ratio of the largest to the smallest value from which a chart of losses or norms has a logarithmic scale."""
 
@@ -92,14 +100,35 @@ def charts_of(runs: Sequence[RunFiles]) -> list[Chart]:
         _losses(runs),
         _norms(runs),
         *(replace(chart, curves=_curves(runs, key)) for key, chart in OF_RUNS.items()),
-        *_by_source(runs, "loss/", "Training loss"),
-        *_by_source(runs, "validation/loss/", "Validation loss"),
-        *_of_tasks(runs),
-        *_by_source(runs, "epoch/", "Epochs", "zero"),
+        *_first(_by_source(runs, "loss/", "Training loss")),
+        *_first(_by_source(runs, "validation/loss/", "Validation loss")),
+        *_first(_of_tasks(runs)),
+        *_first(_by_source(runs, "epoch/", "Epochs", "zero")),
         *(replace(chart, curves=_curves(runs, key)) for key, chart in OF_EXPERTS.items()),
-        *_watched(runs),
+        *_first(_watched(runs)),
     ]
-    return [*(chart for chart in charts if chart.curves), *_heat_maps(runs)]
+    return [*(_limited(chart) for chart in charts if chart.curves), *_heat_maps(runs)]
+
+
+def _first(charts: Sequence[Chart]) -> list[Chart]:
+    """The first MAX_CHARTS; the last one notes how many others there are."""
+    shown, left_out = list(charts[:MAX_CHARTS]), len(charts) - MAX_CHARTS
+    if left_out > 0:
+        shown[-1] = _with_note(shown[-1], f"… {counted(left_out, 'more chart')}: see metrics.jsonl")
+    return shown
+
+
+def _limited(chart: Chart) -> Chart:
+    """The chart with its first MAX_CURVES curves, and a note if there are others."""
+    left_out = len(chart.curves) - MAX_CURVES
+    if left_out <= 0:
+        return chart
+    note = f"… {counted(left_out, 'more curve')}: see metrics.jsonl"
+    return _with_note(replace(chart, curves=chart.curves[:MAX_CURVES]), note)
+
+
+def _with_note(chart: Chart, note: str) -> Chart:
+    return replace(chart, note=f"{chart.note}; {note}" if chart.note else note)
 
 
 def _curves(runs: Sequence[RunFiles], key: str, *, dots: bool = False) -> list[Curve]:
@@ -118,9 +147,14 @@ def _losses(runs: Sequence[RunFiles]) -> Chart:
 
 def _norms(runs: Sequence[RunFiles]) -> Chart:
     limits = {number: run.config.get("training.max_norm") for number, run in enumerate(runs)}
-    shown = {number: limit for number, limit in limits.items() if isinstance(limit, int | float) and limit > 0}
+    shown = {number: limit for number, limit in limits.items() if is_limit(limit)}
     note = "before clipping; dashed: training.max_norm"
     return Chart("grad_norm", "Gradient norm", _curves(runs, "grad_norm"), "log", note, smooth=True, limits=shown)
+
+
+def is_limit(value: object) -> TypeGuard[float]:
+    """Whether a training.max_norm clips gradients, and can be drawn."""
+    return type(value) in (int, float) and 0 < value < LARGEST  # type: ignore[operator]
 
 
 def _keys(runs: Sequence[RunFiles], prefix: str) -> list[str]:
@@ -179,8 +213,8 @@ def _heat_maps(runs: Sequence[RunFiles]) -> list[Chart]:
 
 
 def thinned(series: Series) -> Series:
-    """The lowest and the highest finite value of each of BUCKETS ranges of steps, and NaN where a range has none."""
-    steps, values = series.steps, np.where(np.isfinite(series.values), series.values, np.nan)
+    """The lowest and the highest value of each of BUCKETS ranges of steps, and NaN where none can be drawn."""
+    steps, values = series.steps, np.where(_can_draw(series.values), series.values, np.nan)
     if len(steps) > 2 * BUCKETS:
         first, span = steps[0], steps[-1] - steps[0] + 1
         buckets = ((steps - first) * (BUCKETS / span)).astype(np.int64)
@@ -191,6 +225,10 @@ def thinned(series: Series) -> Series:
     return Series(steps, values)
 
 
+def _can_draw(values: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+    return np.abs(values) < LARGEST
+
+
 def _extremes(values: npt.NDArray[np.float64], begin: int, end: int) -> tuple[int, ...]:
     part = values[begin:end]
     if np.isnan(part).all():
@@ -199,8 +237,8 @@ def _extremes(values: npt.NDArray[np.float64], begin: int, end: int) -> tuple[in
 
 
 def running_mean(series: Series) -> Series:
-    """The mean over len / WINDOWS values around each one, without values that are not finite."""
-    finite = np.isfinite(series.values)
+    """The mean over len / WINDOWS values around each one, without those that cannot be drawn."""
+    finite = _can_draw(series.values)
     half = max(len(finite) // WINDOWS // 2, 1)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, series.values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
@@ -244,9 +282,11 @@ class Drawing:
 
     def png(self, chart: Chart, path: Path) -> None:
         """Write a PNG with its title. Raises OSError."""
-        self._save(chart, path, "png")
+        file = io.BytesIO()
+        self._save(chart, file, "png")
+        replace_file(path, file.getvalue())
 
-    def _save(self, chart: Chart, target: io.StringIO | Path, kind: str) -> None:
+    def _save(self, chart: Chart, target: io.StringIO | io.BytesIO, kind: str) -> None:
         settings: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": chart.key, "text.parse_math": False}
         settings |= {"font.size": 8, "axes.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6}
         settings |= {"text.color": INK, "axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED}
@@ -333,7 +373,7 @@ class Drawing:
 
     def _scale(self, axes: Any, chart: Chart) -> None:
         values = np.concatenate([curve.series.values for curve in chart.curves])
-        values = values[np.isfinite(values)]
+        values = values[_can_draw(values)]
         ticker = self._matplotlib.ticker
         lowest, highest = (values.min(), values.max()) if len(values) else (0.0, 1.0)
         if chart.scale == "log" and lowest > 0 and highest / lowest > LOG_RATIO:
@@ -342,7 +382,7 @@ class Drawing:
             axes.yaxis.set_major_locator(ticker.LogLocator(subs=subs, numticks=8))
             axes.yaxis.set_minor_formatter(ticker.NullFormatter())
         elif chart.scale == "zero":
-            axes.set_ylim(0, 1.08 * highest if highest > 0 else 1)
+            axes.set_ylim(0, 1.08 * highest if highest > 1e-300 else 1)
         axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number_text(value)))
         if chart.x:
             axes.set_xscale("log")

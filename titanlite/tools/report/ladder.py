@@ -1,6 +1,7 @@
 """The chart of a ladder: its runs, the law that was fitted to them, and the prediction."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from titanlite.metrics.jsonl import Series
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.json_files import JsonError, read_json
 from titanlite.storage.address import Place
-from titanlite.tools.ladder.fit import Law
+from titanlite.tools.ladder.fit import MAX_EXPONENT, Law
 from titanlite.tools.ladder.prediction import LADDER_FILE, Prediction
 from titanlite.tools.report.charts import Chart, Curve, number_text
 
@@ -27,12 +28,29 @@ def with_ladders(folders: Sequence[Place]) -> tuple[list[Place], list[Chart]]:
             runs.append(folder)
             continue
         try:
-            found: Prediction = read_json(path, Prediction)
-        except (OSError, JsonError) as error:
-            raise UserError(f"{path}: {error}: run titanlite ladder again") from None
+            found = _read(path)
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror or error}: run titanlite ladder again") from None
+        except JsonError as error:
+            raise UserError(f"{path} {error}: run titanlite ladder again") from None
         runs += [folder / row["folder"] for row in found["runs"]]
         charts.append(_chart(found, f"law_{len(charts)}"))
     return runs, charts
+
+
+def _read(path: Path) -> Prediction:
+    """The prediction in a file that others may have written. Raises OSError and JsonError."""
+    found: Prediction = read_json(path, Prediction)
+    constants = {field.name for field in fields(Law)}
+    if found["law"].keys() != constants:
+        raise JsonError(f"has not the constants of a law, {', '.join(sorted(constants))}")
+    if max(found["law"]["alpha"], found["law"]["beta"]) > MAX_EXPONENT:
+        raise JsonError(f"has an exponent above {MAX_EXPONENT:g}")
+    top = path.parent.resolve()
+    for row in found["runs"]:
+        if "\0" in row["folder"] or not (top / row["folder"]).resolve().is_relative_to(top):
+            raise JsonError(f"names the run {row['folder']!r}, which is not inside of the ladder's folder")
+    return found
 
 
 def _chart(found: Prediction, key: str) -> Chart:

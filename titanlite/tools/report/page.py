@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -9,8 +10,9 @@ import numpy as np
 from titanlite.config.value_types import literal
 from titanlite.metrics.about import mesh_text
 from titanlite.metrics.jsonl import Series
+from titanlite.metrics.records import SampleRow
 from titanlite.runtime.text import counted, duration
-from titanlite.tools.report.charts import COLORS, GRID, INK, MARKS, MIN_SMOOTHED, MUTED, Chart, number_text
+from titanlite.tools.report.charts import COLORS, GRID, INK, MARKS, MIN_SMOOTHED, MUTED, Chart, is_limit, number_text
 from titanlite.tools.report.runs import Event, Kind, RunFiles, differing_keys
 
 FIRST_LINE = "<!doctype html><!-- titanlite report -->"
@@ -60,10 +62,18 @@ def page(runs: Sequence[RunFiles], charts: Sequence[Chart], drawings: Sequence[s
         shown_kinds=[kind for kind in MARKS if kind in kinds],
         shown_events=[_most_important(run.events) for run in runs],
         samples=_samples(runs),
-        literal=literal,
+        literal=_literal,
         duration=duration,
         counted=counted,
     )
+
+
+def _literal(value: Any) -> str:
+    """A value of a config.toml as TOML, also of a type that no key has: a date."""
+    try:
+        return literal(value)
+    except TypeError:
+        return str(value)
 
 
 def _variables(colors: Sequence[str], marks: Sequence[str], **others: str) -> dict[str, str]:
@@ -101,7 +111,7 @@ def figures_of(run: RunFiles) -> dict[str, str]:
 def _clipped(run: RunFiles) -> str:
     """The share of logged steps whose gradient was clipped."""
     norms, limit = run.series.get("grad_norm"), run.config.get("training.max_norm")
-    return f"{np.mean(norms.values > limit):.0%}" if norms and isinstance(limit, int | float) and limit > 0 else ""
+    return f"{np.mean(norms.values > limit):.0%}" if norms and is_limit(limit) else ""
 
 
 def _best(validation: Series | None) -> str:
@@ -124,10 +134,12 @@ def _most_important(events: Sequence[Event]) -> list[Event]:
 def _samples(runs: Sequence[RunFiles]) -> dict[str, list[tuple[int, int, str]]]:
     """What the model generated: by prompt, (number of the run, step, text without the prompt)."""
     found: dict[str, list[tuple[int, int, str]]] = {sample["prompt"]: [] for run in runs for sample in run.samples}
-    for prompt, rows in found.items():
-        for number, run in enumerate(runs):
-            samples = [sample for sample in run.samples if sample["prompt"] == prompt]
+    for number, run in enumerate(runs):
+        by_prompt: dict[str, list[SampleRow]] = {}
+        for sample in run.samples:
+            by_prompt.setdefault(sample["prompt"], []).append(sample)
+        for prompt, samples in by_prompt.items():
             last = len(samples) - 1
-            chosen = sorted({round(last * n / (MAX_SAMPLES - 1)) for n in range(MAX_SAMPLES)}) if samples else ()
-            rows += [(number, samples[row]["step"], samples[row]["text"].removeprefix(prompt)) for row in chosen]
+            for row in sorted({round(last * n / (MAX_SAMPLES - 1)) for n in range(MAX_SAMPLES)}):
+                found[prompt].append((number, samples[row]["step"], samples[row]["text"].removeprefix(prompt)))
     return found

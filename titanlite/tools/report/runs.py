@@ -99,10 +99,14 @@ def read_runs(folders: Sequence[Place]) -> list[RunFiles]:
 
 
 def over_tokens(run: RunFiles) -> RunFiles:
-    """The run with tokens in place of steps, in its series and events. Steps without a row are interpolated."""
+    """The run with tokens in place of steps, in its series and events. Steps without a row are interpolated. Raises
+    UserError."""
     tokens = run.series.get("tokens_seen")
     if tokens is None:
         return run
+
+    if not np.all((np.diff(tokens.values, prepend=0.0) >= 0) & (tokens.values < 2**63)):
+        raise UserError(f"tokens_seen in {run.folder} does not grow from row to row: leave out --over tokens")
 
     def at(steps: Any) -> Any:
         known, values = np.concatenate([[0], tokens.steps]), np.concatenate([[0.0], tokens.values])
@@ -217,7 +221,7 @@ def _skipped(series: Mapping[str, Series]) -> list[Event]:
     counts = series["skipped_steps"]
     before = np.concatenate([[0], counts.values[:-1]])
     events = []
-    for row in np.flatnonzero(counts.values > before):
+    for row in np.flatnonzero((counts.values > before) & np.isfinite(counts.values - before)):
         count, step = int(counts.values[row] - before[row]), int(counts.steps[row])
         since = int(counts.steps[row - 1]) + 1 if row else 1
         text = f"step {step:,}" if since == step else f"{count:,} of the steps {since:,} to {step:,}"
@@ -251,7 +255,8 @@ def _goodput(series: Mapping[str, Series], starts: Sequence[Started], ended: flo
     total = ended - first.moment.timestamp()
     other = total - in_steps - validation
     # run.json has full seconds. A copy of metrics.jsonl may have the time of the copying.
-    return Goodput(in_steps, validation, max(other, 0.0)) if other > -1 - 0.01 * total else None
+    is_known = min(in_steps, validation) >= 0 and other > -1 - 0.01 * total
+    return Goodput(in_steps, validation, max(other, 0.0)) if is_known else None
 
 
 def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
