@@ -212,7 +212,7 @@ def test_no_file_outside_of_the_checkpoint_is_read(model: Path, tmp_path: Path) 
     ((one, other),) = start_in([folder])
     assert one["error"] == other["error"]
     assert one["error"][0] == "UserError"
-    assert re.search(r"\.metadata names \.\./step-1/__[01]_0\.distcp, outside the checkpoint", one["error"][1])
+    assert re.search(r"\.metadata names '\.\./step-1/__[01]_0\.distcp', outside the checkpoint", one["error"][1])
 
 
 def test_no_payload_in_metadata_or_a_shard_is_executed(model: Path, tmp_path: Path) -> None:

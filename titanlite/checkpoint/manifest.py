@@ -9,7 +9,7 @@ import re
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
 import xxhash
@@ -18,6 +18,7 @@ from typing_extensions import TypedDict
 
 from titanlite.runtime.cache import content_key, hash_of
 from titanlite.runtime.durability import write_file
+from titanlite.runtime.files import is_safe_name
 from titanlite.runtime.json_files import JsonError, of_type, parse_json, read_regular
 from titanlite.storage.address import Address, Place
 from titanlite.storage.store import Store
@@ -193,9 +194,12 @@ def read_manifest(place: Place) -> Manifest:
         if seal["format"] not in (FORMAT_VERSION, STORE_FORMAT_VERSION):
             raise UnknownFormatError(seal["format"])
         manifest: Manifest = of_type(raw, Manifest)
-        for name in (*manifest.files, manifest.attempt or METADATA_FILE):
-            if PurePosixPath(name).name != name or name in ("", ".", "..") or "\0" in name:
+        branches = (branch.id for branch in manifest.lineage)  # a superseded checkpoint is renamed by it
+        for name in (*manifest.files, manifest.attempt or METADATA_FILE, *branches):
+            if not is_safe_name(name) or "/" in name:
                 raise JsonError(f"lists {name!r}, which is not the plain name of a file")
+        if not manifest.lineage:
+            raise JsonError("has no lineage")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise InvalidCheckpointError(f"{MANIFEST_FILE} is missing") from None
     except JsonError as error:

@@ -34,7 +34,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.verified_parts import Part, PartnerError, VerifiedParts, part_bytes, parts_of, share_parts
 from titanlite.ranks.agreement import RanksError, describe_failure
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import open_regular
+from titanlite.runtime.files import is_safe_name, open_regular
 from titanlite.storage.address import Address, Place
 from titanlite.storage.store import Store, Upload
 
@@ -360,15 +360,15 @@ class _Reader(dcp.FileSystemReader):
         try:
             with self._open_metadata() as file:
                 metadata = _MetadataUnpickler(file).load()
+            if not isinstance(metadata, Metadata):
+                raise InvalidCheckpointError(f"{METADATA_FILE} does not contain the metadata of a checkpoint")
+            for name in (stored.relative_path for stored in metadata.storage_data.values()):
+                if not is_safe_name(name) or "/" in name:
+                    raise InvalidCheckpointError(f"{METADATA_FILE} names {name!r}, outside the checkpoint")
         except (InvalidCheckpointError, UserError):
             raise
         except Exception as error:  # a corrupted pickle can raise any
             raise InvalidCheckpointError(f"{METADATA_FILE} cannot be read: {type(error).__name__}: {error}") from None
-        if not isinstance(metadata, Metadata):
-            raise InvalidCheckpointError(f"{METADATA_FILE} does not contain the metadata of a checkpoint")
-        for stored in metadata.storage_data.values():
-            if Path(stored.relative_path).name != stored.relative_path:
-                raise InvalidCheckpointError(f"{METADATA_FILE} names {stored.relative_path}, outside the checkpoint")
         return metadata
 
 

@@ -1,16 +1,37 @@
-"""Open and read regular files that others may have replaced or shortened, without waiting."""
+"""Open and read regular files that others may have replaced or shortened, without waiting; names that others chose."""
 
 import errno
 import io
 import os
+import re
 import stat
 from contextlib import suppress
+from pathlib import Path
+
+from titanlite.runtime.errors import UserError
+
+_UNSAFE = re.compile(r"(?:\A|/)\.{0,2}(?:/|\Z)|[\\\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 _KINDS = {stat.S_IFIFO: "pipe", stat.S_IFCHR: "device", stat.S_IFBLK: "device", stat.S_IFSOCK: "socket"}
 
 
 class NotRegularError(OSError):
     """A pipe, device or socket in place of a file."""
+
+
+def is_safe_name(name: str) -> bool:
+    """Whether a relative name, which others chose, is one line of text and leads to a place below any folder.
+
+    Its parts are not "", "." or "..", and it has no backslash, control character, line separator or unpaired surrogate.
+    """
+    return not _UNSAFE.search(name)
+
+
+def path_below(folder: Path, name: str) -> Path:
+    """The path of a relative name, which others chose, in `folder`. Raises UserError if it would lead elsewhere."""
+    if not is_safe_name(name):
+        raise UserError(f"{name!r} is not the name of a file below {folder}: it is neither read nor written")
+    return folder / name
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:

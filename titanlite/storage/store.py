@@ -13,9 +13,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import is_safe_name, path_below
+from titanlite.runtime.logging import log
 from titanlite.runtime.retry import TRANSIENT_STATUSES, TRANSPORT_ERRORS, http_status, is_transient, reason, retrying
 from titanlite.storage.address import EXTRAS, Address
 from titanlite.storage.config import StorageConfig
@@ -72,7 +75,7 @@ class Store:
             found = self._call("list", name, find)
         except FileNotFoundError:
             return {}
-        return {each: facts for each, facts in found.items() if each != name and not each.endswith("/")}
+        return _safe(self.address, {each: of for each, of in found.items() if each != name and not _is_marker(each)})
 
     def children(self, name: str = "") -> dict[str, Facts | None]:
         """The objects directly below `name`, and the first parts of the names of deeper ones, with None."""
@@ -80,13 +83,13 @@ class Store:
 
         def ls() -> dict[str, Facts | None]:
             return {
-                info["name"].rstrip("/").rpartition("/")[2]: None if info["type"] == "directory" else _facts(info)
+                _relative(info["name"], place).removesuffix("/"): None if info["type"] == "directory" else _facts(info)
                 for info in self._fs.ls(place, detail=True, **self._bound())
-                if info["name"].strip("/") != place.strip("/")
+                if _relative(info["name"], place)
             }
 
         try:
-            return self._call("list", name, ls)
+            return _safe(self.address / name if name else self.address, self._call("list", name, ls))
         except FileNotFoundError:
             return {}
 
@@ -118,6 +121,14 @@ class Store:
     def read(self, name: str = "") -> bytes:
         """The content of a small object. Raises FileNotFoundError."""
         return self._call("read", name, lambda: bytes(self._fs.cat_file(self._path(name), **self._bound(PART_BYTES))))
+
+    def copy_to(self, folder: Path, name: str) -> Path:
+        """Copy an object into `folder`, where it keeps its name; returns its path. Raises FileNotFoundError, UserError
+        if the name leads out of the folder, and OSError of the file system."""
+        path = path_below(folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(self.read(name))
+        return path
 
     def read_range(self, name: str, start: int, length: int) -> bytes:
         """`length` bytes from byte `start` on, fewer only where the object ends. Raises FileNotFoundError."""
@@ -376,6 +387,25 @@ def _file_system(protocol: str, settings: StorageConfig, process: int) -> Any:  
     return found
 
 
+def _safe(address: Address, found: dict[str, T]) -> dict[str, T]:
+    """Objects by their names below `address`, without names that are no path below a folder, such as "../x"; logs it"""
+    safe = {name: value for name, value in found.items() if is_safe_name(name)}
+    if left_out := sorted(found.keys() - safe.keys()):
+        _warn_of_names(address, left_out[0], len(left_out))
+    return safe
+
+
+@lru_cache
+def _warn_of_names(address: Address, first: str, count: int) -> None:
+    """Log the warning once: folders are listed again and again."""
+    others = f" and {count - 1:,} more" if count > 1 else ""
+    log.warning(
+        '%s: left out the object %r%s: a name with an empty part, ".", "..", a backslash or a control character is not '
+        "read",
+        *(address, first, others),
+    )
+
+
 def _facts(info: dict[str, Any]) -> Facts:
     created = info.get("created", "")
     etag = info.get("ETag") or info.get("etag") or (created.timestamp() if isinstance(created, datetime) else created)
@@ -383,7 +413,14 @@ def _facts(info: dict[str, Any]) -> Facts:
 
 
 def _relative(path: str, base: str) -> str:
-    return path.strip("/").removeprefix(base.strip("/")).lstrip("/")
+    """The name of the object at `path`, relative to `base`; "" for `base` itself, also with "/" at its end."""
+    path = path.removeprefix("/") if path.startswith(f"/{base}") else path  # of memory://
+    return path.removeprefix(base).removeprefix("/")
+
+
+def _is_marker(name: str) -> bool:
+    """Whether an object stands for a folder: programs write empty ones, with "/" at the end."""
+    return name.endswith("/") and is_safe_name(name.removesuffix("/"))
 
 
 def _status(error: BaseException) -> int | None:

@@ -34,14 +34,19 @@ def local_dump_folder(path: Place, *subfolders: str) -> Iterator[Path]:
     if isinstance(path, Path):
         yield path
         return
-    names |= {f"{each}/{name}" for each in subfolders for name in Store(path / each).list()}
+    names |= {name for each in subfolders for name in store.list(each)}
     with TemporaryDirectory(prefix="titanlite-") as folder:
 
         def copy(name: str) -> None:
-            file = Path(folder, name)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(store.read(name))
-            os.utime(file, (0, 0))
+            os.utime(store.copy_to(Path(folder), name), (0, 0))
 
-        in_parallel(copy, names)
+        try:
+            in_parallel(copy, names)
+        except FileNotFoundError as error:
+            raise UserError(f"{error.filename} was deleted while it was copied: run the command again") from None
+        except OSError as error:
+            raise UserError(
+                f"cannot copy the files of {path} to {folder}: {error.strerror}: set the environment variable TMPDIR "
+                "to a folder with more space, or copy the run into a folder yourself and pass that"
+            ) from None
         yield Path(folder)

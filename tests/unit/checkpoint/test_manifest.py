@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -183,10 +184,23 @@ def test_a_manifest_without_the_metadata_file_is_invalid(tmp_path: Path) -> None
         read_manifest(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../../etc/hostname", "/etc/hostname", "a/b", "..", ".", "", "a\0b"])
-def test_only_plain_names_are_files_of_a_checkpoint(tmp_path: Path, name: str) -> None:
-    write_manifest(tmp_path, a_manifest(3, {METADATA_FILE: b"m", name: b"x"}))
-    with pytest.raises(InvalidCheckpointError, match="is not the plain name of a file"):
+@pytest.mark.parametrize("name", ["../../x", "/etc/hostname", "a/b", "..", ".", "", "a\0b", "a\\b", "a\nb", "\x1bb"])
+@pytest.mark.parametrize("where", ["file", "attempt", "branch"])
+def test_only_plain_names_are_files_of_a_checkpoint(tmp_path: Path, name: str, where: str) -> None:
+    """The id of a branch becomes a part of a name, too: its checkpoints are renamed once the run goes back."""
+    names: dict[str, Any] = {"attempt": {"attempt": name}, "branch": {"lineage": (Branch(name, 0),)}}
+    files = {METADATA_FILE: b"m", **({name: b"x"} if where == "file" else {})}
+    write_manifest(tmp_path, a_manifest(3, files, **names.get(where, {})))
+    if (where, name) == ("attempt", ""):
+        assert not read_manifest(tmp_path).attempt  # it has none
+        return
+    with pytest.raises(InvalidCheckpointError, match=r"it lists '.*', which is not the plain name of a file"):
+        read_manifest(tmp_path)
+
+
+def test_a_manifest_without_a_branch_is_invalid(tmp_path: Path) -> None:
+    write_manifest(tmp_path, a_manifest(3, {METADATA_FILE: b"m"}, lineage=()))
+    with pytest.raises(InvalidCheckpointError, match="it has no lineage"):
         read_manifest(tmp_path)
 
 

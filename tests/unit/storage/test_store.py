@@ -44,6 +44,32 @@ def test_write_read_list_and_delete(objects: Store) -> None:
     assert objects.list() == {}
 
 
+def test_objects_whose_names_are_no_paths_are_left_out(objects: Store, caplog: pytest.LogCaptureFixture) -> None:
+    odd = ["../x", "a/../../x", "a/./x", "a//x", "..", "a\\x", "a/\x1bx"]
+    odd += [] if objects.address.protocol == "s3" else ["a/\nx", "a/\u2028x"]  # S3 stores them, moto does not
+    for name in [*odd, "a/x", "y", "a/b.. é/..c"]:
+        objects.write(name, b"1")
+    assert [*objects.list()] == ["a/b.. é/..c", "a/x", "y"]
+    assert [*objects.list("a")] == ["a/b.. é/..c", "a/x"]
+    assert {*objects.children()} == {"a", "y"}
+    assert {*objects.children("a")} == {"b.. é", "x"}
+    objects.children("a")
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == len({*lines}) == 4
+    assert f"{objects.address}: left out the object '..' and {len(odd) - 1} more: a name with" in lines[0]
+    assert all(line.isprintable() for line in lines)
+
+
+def test_objects_that_stand_for_folders_are_not_listed(store: Bucket, caplog: pytest.LogCaptureFixture) -> None:
+    objects = Store(Address.parse(f"{store.address}/run"))
+    for path in ("", "a/", "a/b/"):
+        objects._fs.pipe_file(f"{objects.address.path}/{path}", b"")
+    objects.write("a/x", b"1")
+    assert [*objects.list()] == [*objects.list("a")] == ["a/x"]
+    assert objects.children() == {"a": None}
+    assert not caplog.records
+
+
 def test_only_one_of_many_creates_an_object(objects: Store) -> None:
     def create(content: bytes) -> bool:
         try:

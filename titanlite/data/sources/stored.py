@@ -195,8 +195,7 @@ class StoredFile:
 
         def build(into: Path) -> None:
             for name in names:
-                (into / name).parent.mkdir(parents=True, exist_ok=True)
-                (into / name).write_bytes(store.read(name))
+                store.copy_to(into, name)
 
         facts = [str(store.address), sorted((name, *astuple(of)) for name, of in names.items())]
         return built_once(cached_folder("stored", facts), str(store.address), build)

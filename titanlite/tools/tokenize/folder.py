@@ -155,8 +155,7 @@ class StoredFolder:
     def open_tokenizer(self) -> Tokenizer:
         with tempfile.TemporaryDirectory() as copy:
             for name in self._store.list(TOKENIZER_FOLDER):
-                (Path(copy) / name).parent.mkdir(parents=True, exist_ok=True)
-                (Path(copy) / name).write_bytes(self.read(name))
+                self._store.copy_to(Path(copy), name)
             return Tokenizer(Path(copy) / TOKENIZER_FOLDER / "tokenizer.json")
 
     @contextmanager
