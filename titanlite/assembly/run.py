@@ -30,14 +30,14 @@ from titanlite.assembly.facts import (
 )
 from titanlite.assembly.job import Job
 from titanlite.assembly.model import allocate_parts, build_parts, build_trainer
-from titanlite.checkpoint.config import another_run
+from titanlite.checkpoint.config import CheckpointConfig, another_run
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
 from titanlite.checkpoint.manifest import Computation, computed_by
 from titanlite.checkpoint.preflight import imported_from
 from titanlite.checkpoint.start import RunFacts, Start, StartFinder
 from titanlite.checkpoint.state import RunState
-from titanlite.config.check import OUTPUTS
+from titanlite.config.check import FOLDERS_OF_LOGGERS, OUTPUTS, OWN_FILES
 from titanlite.config.fields import SECTIONS, keys_of, keys_that_affect
 from titanlite.config.load import CONFIG_COPY, read_copy
 from titanlite.config.schema import JobConfig
@@ -84,7 +84,7 @@ from titanlite.ranks.job_lock import job_lock, require_own
 from titanlite.ranks.network import init_process_group
 from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.determinism import apply_determinism
-from titanlite.runtime.dump_folder import prepare_dump_folder
+from titanlite.runtime.dump_folder import prepare_dump_folder, rename_links
 from titanlite.runtime.durability import replace_file
 from titanlite.runtime.environment import chooses_threads
 from titanlite.runtime.errors import UserError
@@ -242,9 +242,19 @@ def job_locks(
     claimed = place(config.checkpoint.folder, folder)
     with ExitStack() as stack:
         stack.enter_context(job_lock(folder, rank, take_over=take_over, environment=environment))
+        if rank == 0:
+            rename_links(Path(folder), OWN_FILES, FOLDERS_OF_LOGGERS)
+            _log_real_folder(config.checkpoint, Path(folder))
         if config.checkpoint.enable and isinstance(claimed, Address):
             stack.enter_context(claim(claimed, rank, take_over=take_over, environment=environment, on_lost=on_lost))
         yield
+
+
+def _log_real_folder(section: CheckpointConfig, dump_folder: Path) -> None:
+    """Log where the checkpoints are, if checkpoint.folder is a link, as to another disk: it is followed."""
+    folder = place(section.folder, dump_folder)
+    if section.enable and isinstance(folder, Path) and folder.resolve() != dump_folder.resolve() / section.folder:
+        log.info("Checkpoints: %s is a link; they are in %s", folder, folder.resolve())
 
 
 @dataclass(frozen=True)
@@ -534,6 +544,7 @@ def require_no_checkpoints(config: JobConfig) -> None:
     folder = place(config.checkpoint.folder, dump_folder)
     earlier = read_copy(dump_folder)  # the defaults if absent
     inside = os.listdir(dump_folder) if dump_folder.is_dir() else ()
+    inside = [name for name in inside if name.partition(".")[0] not in OWN_FILES]  # traces.1 has step-N, too
     for name in (*inside, earlier.checkpoint.folder):
         other = place(name, dump_folder)
         if other != folder and published_steps(other):

@@ -105,8 +105,7 @@ def begin(folder: Place, step: int) -> Place:
     if isinstance(folder, Address):
         return objects.begin(folder, step)
     path = writing_folder(folder, step)
-    if path.exists():
-        shutil.rmtree(path)
+    _remove(path)
     path.mkdir(parents=True)
     return path
 
@@ -171,11 +170,18 @@ def delete(folder: Place, step: int) -> None:
         objects.delete(folder, step)
         return
     deleting = folder / f".step-{step}.deleting"
-    if deleting.exists():
-        shutil.rmtree(deleting)
+    _remove(deleting)
     (folder / f"step-{step}").rename(deleting)
     sync_path(folder)  # else a power failure could undo the rename alone and leave a corrupted checkpoint
     shutil.rmtree(deleting)
+
+
+def _remove(leftover: Path) -> None:
+    """Delete a folder, or the file or link in its place: a link is not followed. Raises OSError."""
+    if leftover.is_dir() and not leftover.is_symlink():
+        shutil.rmtree(leftover)
+    elif os.path.lexists(leftover):
+        leftover.unlink()
 
 
 def retain(folder: Place, keep_latest_k: int, keep_every: int, keep: Collection[int]) -> list[int]:

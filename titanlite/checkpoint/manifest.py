@@ -18,9 +18,8 @@ from typing_extensions import TypedDict
 
 from titanlite.runtime.cache import content_key, hash_of
 from titanlite.runtime.durability import write_file
-from titanlite.runtime.files import is_safe_name
 from titanlite.runtime.json_files import JsonError, of_type, parse_json, read_regular
-from titanlite.storage.address import Address, Place
+from titanlite.storage.address import Address, Place, is_safe_name
 from titanlite.storage.store import Store
 
 MANIFEST_FILE = "MANIFEST.json"

@@ -34,8 +34,8 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.verified_parts import Part, PartnerError, VerifiedParts, part_bytes, parts_of, share_parts
 from titanlite.ranks.agreement import RanksError, describe_failure
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import is_safe_name, open_regular
-from titanlite.storage.address import Address, Place
+from titanlite.runtime.files import open_regular
+from titanlite.storage.address import Address, Place, is_safe_name
 from titanlite.storage.store import Store, Upload
 
 

@@ -60,7 +60,8 @@ OUTPUTS = (
     *("ledger", "records", "traces", "memory_snapshots", TENSORBOARD_FOLDER),
 )
 """Files and folders that a run writes into job.dump_folder, of which a new run renames those of an earlier one."""
-OWN_FILES = (*OUTPUTS, JOB_LOCK_FILE, "faults", WANDB_FOLDER, MLFLOW_FOLDER)
+FOLDERS_OF_LOGGERS = (WANDB_FOLDER, MLFLOW_FOLDER)
+OWN_FILES = (*OUTPUTS, JOB_LOCK_FILE, "faults", *FOLDERS_OF_LOGGERS)
 """All of them, in addition to checkpoint.folder."""
 BELOW_ONE = ("beta1", "beta2", "momentum")
 """Keys of optimizers that must be below 1 also in the dtype of the arithmetic."""

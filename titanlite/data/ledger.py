@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from titanlite.data.streams import Origin
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import open_regular
+from titanlite.runtime.files import no_link, open_regular
 from titanlite.runtime.json_files import JsonError, parse_json
 
 LEDGER_FOLDER = "ledger"
@@ -31,9 +31,9 @@ class Ledger:
         path = Path(dump_folder, LEDGER_FOLDER, f"{data_rank}-of-{data_degree}.jsonl")
         try:
             path.parent.mkdir(exist_ok=True)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = open(path, "a", encoding="utf-8", opener=no_link)  # noqa: SIM115
         except OSError as error:
-            raise UserError(f"data.ledger: {path} cannot be written: {error.strerror}") from None
+            raise UserError(f"data.ledger: {path} cannot be written: {error.strerror or error}") from None
 
     def write(self, step: int, sequences: Sequence[int], origins: Sequence[Origin]) -> None:
         """Write the line of a step and flush it to the operating system."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from titanlite.metrics.records import PREFIX, LogRecord, is_validation
 from titanlite.runtime.durability import replace_file
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import open_regular
+from titanlite.runtime.files import no_link, open_regular
 from titanlite.runtime.json_files import JsonError, parse_json
 from titanlite.runtime.logging import log
 
@@ -34,10 +34,10 @@ class JsonlLogger:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._file = path.open("ab", buffering=0)
+            self._file = open(path, "ab", buffering=0, opener=no_link)  # noqa: SIM115
             self._identity = os.fstat(self._file.fileno())
         except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}") from None
+            raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
     def write(self, record: LogRecord) -> None:
         """Append the record's rows, if this is their file. Raises UserError if the file system fails."""

@@ -24,7 +24,7 @@ from titanlite.runtime.dump_folder import make_dump_folder
 from titanlite.runtime.durability import replace_file
 from titanlite.runtime.environment import read_system
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import open_to_append
+from titanlite.runtime.files import open_regular, open_to_append
 from titanlite.runtime.json_files import JsonError, parse_json
 from titanlite.runtime.logging import log
 from titanlite.runtime.waiting import waiting
@@ -102,9 +102,10 @@ def job_lock(
     try:
         _acquire(path, mine, take_over, wait_s)
     except OSError as error:
+        fix = "remove the link" if path.is_symlink() else "fix this"
         raise UserError(
-            f"job.dump_folder: cannot read or write {path}: {error.strerror or error}; fix this, or give another "
-            "folder with --job.dump_folder"
+            f"job.dump_folder: cannot read or write {path}: {error.strerror or error}; {fix}, or give another folder "
+            "with --job.dump_folder"
         ) from None
     try:
         yield
@@ -120,7 +121,7 @@ def require_own(folder: str | Path) -> None:
     """
     path = Path(folder) / JOB_LOCK_FILE
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             owner = parse_owner(file.read(MAX_BYTES))
     except OSError:
         return

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from titanlite.ranks.distributed import UNREACHED
 from titanlite.ranks.signals import TICK_S, in_thread, watch
 from titanlite.runtime.errors import LateRanksError
+from titanlite.runtime.files import no_link
 from titanlite.runtime.logging import log
 from titanlite.runtime.torch_internals import recorded_collectives
 from titanlite.runtime.waiting import AGAIN_S, ANSWER_S, FIRST_S, SETTLE_S, call_within, waiting
@@ -258,12 +259,15 @@ class Positions:
         """Write the stacks of this process and its recorded collectives, by backend, into the folder."""
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            with (folder / f"rank-{self._rank}.txt").open("w") as file:
+            if folder.is_symlink():  # before rank 0 has renamed links
+                return
+            with open(folder / f"rank-{self._rank}.txt", "w", opener=no_link) as file:
                 file.write(f"rank {self._rank} on {self._host}, process {os.getpid()}\n\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
             for backend, text in recorded.items():
-                (folder / f"rank-{self._rank}.{backend}.json").write_text(text)
+                with open(folder / f"rank-{self._rank}.{backend}.json", "w", opener=no_link) as file:
+                    file.write(text)
 
 
 def describe(

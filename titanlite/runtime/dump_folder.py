@@ -7,6 +7,7 @@ from pathlib import Path
 
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
+from titanlite.runtime.text import counted
 
 _REMEDY = "give another folder with --job.dump_folder"
 
@@ -53,3 +54,32 @@ def prepare_dump_folder(folder: str | Path, outputs: Sequence[str], rank: int) -
         kept.append(target)
     log.info("%s has files of an earlier run; renamed to %s", folder, ", ".join(path.name for path in kept))
     return kept
+
+
+def rename_links(folder: Path, outputs: Sequence[str], opaque: Sequence[str] = ()) -> None:
+    """Rename what is a link among a run's outputs in `folder`, before anything is written there, to `<name>.<n>` with
+    the smallest free number: a run that someone else made could write into any file of this user. Logs one line.
+
+    outputs: names of files, and of folders, which are searched at any depth. opaque: those of them that are not,
+    since other programs put links there themselves. Neither `folder` itself nor a link above it is renamed. Hard links
+    are not found. Raises UserError if a link cannot be renamed.
+    """
+    links = []
+    for name in outputs:
+        path = folder / name
+        inside = () if name in opaque or path.is_symlink() else os.walk(path)
+        below = (Path(parent, each) for parent, folders, files in inside for each in (*folders, *files))
+        links += [each for each in (path, *below) if each.is_symlink()]
+    for link in links:
+        number = next(n for n in count(1) if not os.path.lexists(f"{link}.{n}"))
+        try:
+            link.rename(f"{link}.{number}")
+        except OSError as error:
+            raise UserError(f"job.dump_folder: cannot rename the link {link}: {error.strerror}; {_REMEDY}") from None
+    if links:
+        others = f", and {counted(len(links) - 3, 'more link')}" if len(links) > 3 else ""
+        names = ", ".join(repr(str(link.relative_to(folder))) for link in links[:3])
+        log.warning(
+            "%s: links among the outputs of a run are not followed, and were renamed to NAME.N: %s%s",
+            *(folder, names, others),
+        )

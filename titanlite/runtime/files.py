@@ -1,37 +1,16 @@
-"""Open and read regular files that others may have replaced or shortened, without waiting; names that others chose."""
+"""Open and read regular files that others may have replaced or shortened, without waiting."""
 
 import errno
 import io
 import os
-import re
 import stat
 from contextlib import suppress
-from pathlib import Path
-
-from titanlite.runtime.errors import UserError
-
-_UNSAFE = re.compile(r"(?:\A|/)\.{0,2}(?:/|\Z)|[\\\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 _KINDS = {stat.S_IFIFO: "pipe", stat.S_IFCHR: "device", stat.S_IFBLK: "device", stat.S_IFSOCK: "socket"}
 
 
 class NotRegularError(OSError):
     """A pipe, device or socket in place of a file."""
-
-
-def is_safe_name(name: str) -> bool:
-    """Whether a relative name, which others chose, is one line of text and leads to a place below any folder.
-
-    Its parts are not "", "." or "..", and it has no backslash, control character, line separator or unpaired surrogate.
-    """
-    return not _UNSAFE.search(name)
-
-
-def path_below(folder: Path, name: str) -> Path:
-    """The path of a relative name, which others chose, in `folder`. Raises UserError if it would lead elsewhere."""
-    if not is_safe_name(name):
-        raise UserError(f"{name!r} is not the name of a file below {folder}: it is neither read nor written")
-    return folder / name
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
@@ -44,10 +23,20 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
 
 
 def open_to_append(path: str | os.PathLike[str]) -> io.BufferedRandom:
-    """Open a regular file for reading and appending; it is created if missing. Errors, and no waits, as open_regular"""
+    """Open a regular file for reading and appending; it is created if missing. Errors, and no waits, as open_regular;
+    links are not followed: see no_link."""
+    return open(path, "a+b", opener=no_link)
+
+
+def no_link(path: str, flags: int) -> int:
+    """Open a regular file in place of `open`, as its opener. Raises OSError for a link, so that what is written stays
+    in the folder, and NotRegularError for a pipe or device. Hard links are files."""
     with suppress(FileNotFoundError):
-        _require_regular(path, os.stat(path).st_mode)
-    return open(_open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b")
+        mode = os.lstat(path).st_mode
+        if stat.S_ISLNK(mode):
+            raise OSError(errno.ELOOP, f"it is a link to {os.readlink(path)!r}, which is not followed", path)
+        _require_regular(path, mode)
+    return _open(path, flags | os.O_NOFOLLOW)
 
 
 def _open(path: str | os.PathLike[str], flags: int) -> int:

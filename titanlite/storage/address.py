@@ -1,4 +1,5 @@
-"""Addresses of objects in a store, such as s3://bucket/run: the counterpart of Path for folders that are no folders."""
+"""Addresses of objects in a store, such as s3://bucket/run: the counterpart of Path for folders that are no folders;
+names that others chose."""
 
 import re
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "memory": ""}
 KINDS = "s3://, gs://, az:// or memory://"
 
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
+_UNSAFE = re.compile(r"(?:\A|/)\.{0,2}(?:/|\Z)|[\\\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _MEANT = re.compile(rf"[a-z][a-z0-9+.-]*://|({'|'.join(EXTRAS)}):", re.IGNORECASE)
 
 
@@ -81,3 +83,18 @@ Place = Path | Address
 def place(text: str, folder: str | Path = "") -> Place:
     """The place that a setting names: an address, or a path, which is relative to `folder`. Raises UserError."""
     return Address.parse(text) if is_address(text) else Path(folder, text)
+
+
+def is_safe_name(name: str) -> bool:
+    """Whether a relative name, which others chose, is one line of text and leads to a place below any folder.
+
+    Its parts are not "", "." or "..", and it has no backslash, control character, line separator or unpaired surrogate.
+    """
+    return not _UNSAFE.search(name)
+
+
+def path_below(folder: Path, name: str) -> Path:
+    """The path of a relative name, which others chose, in `folder`. Raises UserError if it would lead elsewhere."""
+    if not is_safe_name(name):
+        raise UserError(f"{name!r} is not the name of a file below {folder}: it is neither read nor written")
+    return folder / name

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import is_safe_name, path_below
 from titanlite.runtime.logging import log
 from titanlite.runtime.retry import TRANSIENT_STATUSES, TRANSPORT_ERRORS, http_status, is_transient, reason, retrying
-from titanlite.storage.address import EXTRAS, Address
+from titanlite.storage.address import EXTRAS, Address, is_safe_name, path_below
 from titanlite.storage.config import StorageConfig
 
 T = TypeVar("T")

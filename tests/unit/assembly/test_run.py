@@ -47,6 +47,12 @@ def test_a_run_beside_the_checkpoints_of_another_is_refused(tmp_path: Path, earl
         start(tmp_path, earlier, enable=False)
 
 
+def test_traces_are_not_taken_for_checkpoints(tmp_path: Path) -> None:
+    for name in ("traces", "traces.1", "memory_snapshots"):
+        (tmp_path / name / "step-6").mkdir(parents=True)
+    start(tmp_path, "checkpoint")
+
+
 def test_a_folder_in_place_of_the_configuration_is_an_error(tmp_path: Path) -> None:
     (tmp_path / CONFIG_COPY / "x").mkdir(parents=True)
     config = JobConfig(job=JobSection(dump_folder=str(tmp_path)))

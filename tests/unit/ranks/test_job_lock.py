@@ -434,7 +434,7 @@ def test_a_file_that_stays_locked_raises(tmp_path: Path, monkeypatch: pytest.Mon
     ("problem", "reason"),
     [
         ("pipe", "not a regular file but a pipe"),
-        ("device", "not a regular file but a device"),
+        ("link", "it is a link to '/dev/zero', which is not followed"),
         ("flock", "Input/output error"),
         ("fsync", "No space left on device"),
     ],
@@ -449,13 +449,13 @@ def test_a_file_that_cannot_be_used_is_a_user_error(
 
     if problem == "pipe":
         os.mkfifo(path)
-    elif problem == "device":
+    elif problem == "link":
         path.symlink_to("/dev/zero")
     with monkeypatch.context() as broken:
         for owner, name in ((fcntl, "flock"), (os, "fsync")):
             if name == problem:
                 broken.setattr(owner, name, fail)
-        message = rf"job\.dump_folder: cannot read or write .*job\.lock: {reason}; fix this, or give another folder"
+        message = rf"job\.dump_folder: cannot read or write .*job\.lock: {reason}; (fix this|remove the link), or give"
         with pytest.raises(UserError, match=message), enter(tmp_path):
             pass
     if problem == "fsync":

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from tests.unit.planted import planted_at
 from titanlite.runtime.durability import appears_complete, replace_file, write_file
-from titanlite.runtime.files import NotRegularError, open_regular, read_at
+from titanlite.runtime.files import NotRegularError, open_regular, open_to_append, read_at
 from titanlite.runtime.json_files import BLOCK_BYTES, MAX_DEPTH, JsonError, parse_json, read_json, read_regular
 
 
@@ -30,6 +30,28 @@ def test_pipes_devices_and_sockets_are_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to("nowhere")
     with pytest.raises(FileNotFoundError):
         open_regular(tmp_path / "dangling")
+
+
+@pytest.mark.parametrize("target", ["file", "missing", "folder"])
+def test_what_is_appended_does_not_follow_links(tmp_path: Path, target: str) -> None:
+    (tmp_path / "file").write_bytes(b"before")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(target)
+    with pytest.raises(OSError, match=f"it is a link to '{target}', which is not followed"):
+        open_to_append(tmp_path / "link")
+    assert (tmp_path / "file").read_bytes() == b"before"
+    assert not (tmp_path / "missing").exists()
+
+
+def test_a_file_replaced_by_a_link_between_check_and_open_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    facts = os.lstat(tmp_path / "file")
+    monkeypatch.setattr(os, "lstat", lambda _: facts)
+    (tmp_path / "link").symlink_to("file")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        open_to_append(tmp_path / "link")
 
 
 @pytest.mark.timeout(10)

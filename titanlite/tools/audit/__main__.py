@@ -1,6 +1,7 @@
 """Command: compute steps of a run again, from one checkpoint to the next, and compare all that was recorded."""
 
 import math
+import os
 import random
 import secrets
 import shlex
@@ -106,6 +107,7 @@ def main(argv: Sequence[str]) -> None:
         require_new(options.write_slurm, "--write-slurm")
     where = place(expand_home(options.run))
     out = Path(expand_home(options.out)) if options.out else Path(str(where), AUDIT_FOLDER)
+    _require_no_links(out, is_chosen=bool(options.out))
     seed = secrets.randbelow(2**32) if options.seed == -1 else options.seed
     command = _command(options, seed, overrides)
     with local_dump_folder(where, RECORD_FOLDER, LEDGER_FOLDER) as folder:
@@ -142,6 +144,17 @@ def main(argv: Sequence[str]) -> None:
     print_lines("", *lines, "", f"Result: {out / AUDIT_FILE}")
     if not all(result.is_reproduced for result in results):
         sys.exit(1)
+
+
+def _require_no_links(out: Path, *, is_chosen: bool) -> None:
+    """Raise UserError if an audit would write through a link, which may have come with the run. is_chosen: whether the
+    user has named the folder, which may then be a link itself."""
+    for path in (*(() if is_chosen else (out,)), *out.glob("*"), *out.glob("*-repeats/*")):
+        if path.is_symlink():
+            raise UserError(
+                f"{path} is a link to {os.readlink(path)!r}, through which an audit does not write: remove it, or "
+                "choose another --out"
+            )
 
 
 def _command(options: Options, seed: int, overrides: Sequence[str]) -> str:

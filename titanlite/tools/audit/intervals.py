@@ -11,6 +11,7 @@ from titanlite.config.load import check_and_resolve, config_from_values
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import dump_config, tables_of
 from titanlite.parallel.microbatches import rows_together
+from titanlite.runtime.durability import replace_file
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.text import visible
 from titanlite.storage.address import Place
@@ -104,7 +105,7 @@ def recomputation(
     config = config_from_values(tables_of(_recomputed(interval, out / interval.name)), overrides)
     resolved = check_and_resolve(config, world_size=processes, device_type=device_type)
     file = config_file(out, interval.steps)
-    file.write_text(f"# {visible(command)}\n{dump_config(config)}", encoding="utf-8")
+    replace_file(file, f"# {visible(command)}\n{dump_config(config)}".encode())  # follows no link
     return Run(interval.name, {"steps": interval.name}, [f"--job.config_file={file}"], resolved)
 
 

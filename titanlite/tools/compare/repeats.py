@@ -16,6 +16,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.toml import dump_config, tables_of
 from titanlite.generation.config import SamplesConfig
 from titanlite.profiling.config import ProfilingConfig
+from titanlite.runtime.durability import replace_file
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.text import counted
 from titanlite.tools.command import print_lines
@@ -58,7 +59,7 @@ def repeats_of(config: JobConfig, out: Path, count: int, last: int, processes: i
             errors.append(error)
             continue
         runs.append(Run(name, values, [f"--job.config_file={out / name}.toml"], resolved))
-        (out / f"{name}.toml").write_text(dump_config(changed), encoding="utf-8")
+        replace_file(out / f"{name}.toml", dump_config(changed).encode())  # follows no link
     if not runs and errors:
         raise errors[0]
     if len(runs) < count:

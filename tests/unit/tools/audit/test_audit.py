@@ -115,6 +115,17 @@ def test_all_intervals_of_an_untouched_run_are_reproduced(run: Path, capsys: pyt
     assert capsys.readouterr().out.splitlines()[1:3] == found
 
 
+@pytest.mark.parametrize("name", ["audit", "audit/steps-1-2.toml", "audit/steps-1-2-repeats", "audit/a-repeats/b"])
+def test_an_audit_does_not_write_through_links(name: str, tmp_path: Path) -> None:
+    precious, link = tmp_path / "precious", tmp_path / "out" / name
+    precious.mkdir()
+    link.parent.mkdir(parents=True)
+    link.symlink_to(precious)
+    with pytest.raises(UserError, match=f"{link} is a link to '{precious}', through which an audit does not write"):
+        audit.main([str(tmp_path / "out")])
+    assert not [*precious.iterdir()]
+
+
 def test_intervals_are_drawn_by_the_seed_that_is_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     audit.main([str(run)])
     shown = capsys.readouterr().out
