@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import titanlite
 from tests.distributed.program import CONFIG
 from tests.distributed.reference import TOKENS
+from tests.in_process import TrainingHere
 from titanlite.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from titanlite.checkpoint.start import load
 from titanlite.checkpoint.storage import read_shapes
@@ -28,31 +29,13 @@ from titanlite.tools.audit import __main__ as audit
 from titanlite.tools.audit.computer import starts_of
 from titanlite.tools.audit.result import read_results
 from titanlite.tools.report import __main__ as report
-from titanlite.tools.sweep.combinations import Run
 
 pytestmark = pytest.mark.slow
 
 
-class Here:
-    """A training in this process in place of one of its own."""
-
-    def __init__(self, run: Run, processes: int, error_file: Path | None = None) -> None:
-        assert processes == 1
-        self.code = 0
-        try:
-            titanlite.run(run.config)
-        except UserError as error:
-            if error_file is not None:
-                error_file.write_text(json.dumps({"message": {"message": f"titanlite: {error}"}}))
-            self.code = 1
-
-    def wait(self) -> int:
-        return self.code
-
-
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit, "start_run", Here)
+    monkeypatch.setattr(audit, "start_run", TrainingHere)
 
 
 def trained(folder: Path, **settings: Any) -> Path:
