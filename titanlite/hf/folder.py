@@ -213,7 +213,7 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
         )
     if faults:
         more = [f"and {len(faults) - _MAX_FAULTS} more"] if len(faults) > _MAX_FAULTS else []
-        raise UserError(f"{name} does not match its {CONFIG_FILE}:", *faults[:_MAX_FAULTS], *more)
+        raise UserError(f"{name} does not match its {CONFIG_FILE}: {'; '.join([*faults[:_MAX_FAULTS], *more])}")
     tensors = {ours: _located(found, theirs) for ours, theirs in names.items()}
     copies = {ours: _copies(found, theirs, tied) for ours, theirs in names.items()}
     count = len(found) - len(computed) + stacks

@@ -75,7 +75,8 @@ class SavedRun:
             version = self.manifest.versions["titanlite"]
             raise UserError(
                 f"{self.path}: this version of titanlite cannot read the configuration that titanlite {version} saved; "
-                f"use that version, or a later one: {error}"
+                "use that version, or a later one:",
+                *error.args,
             ) from None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

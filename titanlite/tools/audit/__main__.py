@@ -26,7 +26,7 @@ from titanlite.metrics.jsonl import last_row
 from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import Rules, UsageError, UserError, raise_problems
 from titanlite.runtime.settings import setting
-from titanlite.runtime.text import counted, duration
+from titanlite.runtime.text import counted, duration, visible
 from titanlite.storage.address import Place, is_address, place
 from titanlite.tools.audit.compare import Side, differences, unlogged
 from titanlite.tools.audit.computer import changes, computer_of, this_computer
@@ -229,7 +229,8 @@ def _compare(interval: Interval, run: Path, out: Path, code: int, options: Optio
     try:
         message = error_in(error_file(out, interval.name))
         if code or message:
-            raise UserError(message or f"the training of these steps failed with exit code {code}: its error is above")
+            reason = message or f"the training of these steps failed with exit code {code}: its error is above"
+            raise UserError(*reason.split("\n"))
         recomputed = open_run(step_folder(again / CHECKPOINTS, steps[-1]), allow_import=True)
     except UserError as error:
         return Result(steps[0], steps[-1], "failed", (), (str(error),), before, {}, command, _now())
@@ -243,7 +244,8 @@ def _compare(interval: Interval, run: Path, out: Path, code: int, options: Optio
     if verdict == "differs":
         lines += _explanations(interval)
     notes = (*changes(before, after), *unlogged(*sides, steps))
-    return Result(steps[0], steps[-1], verdict, notes, tuple(lines), before, after, command, _now())
+    shown = tuple(map(visible, notes)), tuple(map(visible, lines))
+    return Result(steps[0], steps[-1], verdict, *shown, before, after, command, _now())
 
 
 def _has_equal_bits(interval: Interval, before: Mapping[str, str], after: Mapping[str, str]) -> bool:
