@@ -446,6 +446,7 @@ def end_on_interrupt() -> None:
 
 def prepare_streams() -> None:
     """Let standard streams take any text: characters that the encoding of the locale lacks are written as \\u4f60.
+    Tracebacks are `visible`.
 
     Opens /dev/null in place of those that are closed, as by `>&-`: Python has None for them, and the next files opened
     would receive what libraries print. Every program calls it, first.
@@ -456,6 +457,7 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and not stream.closed:
             stream.reconfigure(errors="backslashreplace")
+    sys.excepthook = lambda *error: _print_error("".join(traceback.format_exception(*error)).rstrip("\n"))
 
 
 def raise_on_interrupt() -> None:

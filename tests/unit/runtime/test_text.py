@@ -3,6 +3,8 @@
 import io
 import os
 import pty
+import subprocess
+import sys
 import unicodedata
 from pathlib import Path
 
@@ -113,6 +115,16 @@ def test_a_rank_prints_and_records_no_control_character(
     FailureReport()._print("rank 0 failed: \x1b[2J\u202e", "full")
     assert capsys.readouterr().err == "titanlite: rank 0 failed: \\x1b[2J\\u202e\n"
     assert "\\u001b" not in (tmp_path / "error.json").read_text()
+
+
+def test_a_traceback_of_a_program_has_no_control_character() -> None:
+    program = (
+        "from titanlite.ranks.failure import prepare_streams; prepare_streams(); raise ValueError('\\x1b[2J\\u202e')"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(b"Traceback (most recent call last):\n")
+    assert ended.stderr.endswith(b"\nValueError: \\x1b[2J\\u202e\n")
 
 
 def test_the_text_of_a_model_is_exact_unless_stdout_is_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

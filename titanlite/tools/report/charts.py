@@ -293,6 +293,7 @@ class Drawing:
         settings |= {"axes.edgecolor": MUTED, "axes.spines.top": False, "axes.spines.right": False}
         with self._matplotlib.rc_context(settings), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing from")  # of a name; the browser has the glyph
+            warnings.filterwarnings("ignore", "constrained_layout not applied")  # a start far behind the last step
             alone = kind == "png"
             figure = self._figure(chart, alone=alone) if chart.loads is None else self._heat_map(chart.loads)
             if alone:
