@@ -153,7 +153,7 @@ def resolve(
     any_layout |= parsed.config.parallelism.layout == "auto"
     apply_stores(parsed.config)  # the checks read stores
     places = [*check_path_lengths(parsed.config, world_size), *check_storage(parsed.config.storage)]
-    unreadable = places if checks_files else []
+    unreadable = [each for each in places if checks_files or each.key == "storage.endpoint"]  # it may have a password
     keys = {problem.key for problem in (*parsed.problems, *unreadable)}
     reads_stores = checks_files and not any(key.startswith("storage.") for key in keys)
     if reads_stores:

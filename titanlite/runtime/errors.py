@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from titanlite.runtime.text import visible
+from titanlite.runtime.text import visible, without_userinfo
 
 
 class UserError(Exception):
@@ -61,7 +61,7 @@ class Problem:
     file: str = ""
 
     def __str__(self) -> str:
-        given = "" if self.value is None else f" = {self.value!r}"
+        given = "" if self.value is None else f" = {without_userinfo(repr(self.value))}"
         given += f" in {self.file}" if self.file else ""
         return "\n".join(map(visible, [f"{self.key}{given}", f"    rule:   {self.rule}", f"    remedy: {self.remedy}"]))
 

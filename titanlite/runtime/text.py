@@ -31,6 +31,16 @@ def visible_lines(text: str) -> str:
     return visible(text, "\n\t")
 
 
+_USERINFO = re.compile(r"(?<=://)(?!arn:)(?=[^/@\s]*[:@])\S*@")
+"""What stands before the host or bucket of a URL: a user name, and a password, which may have "/" and "@". An Amazon
+resource name in place of a bucket has colons, too."""
+
+
+def without_userinfo(text: str) -> str:
+    """The text with *** in place of user names and passwords in URLs; unchanged if it has none."""
+    return _USERINFO.sub("***@", text)
+
+
 def counted(count: int, noun: str) -> str:
     """A number and its noun: 1 file, 2,000 files, 3 meshes, 4 processes."""
     plural = f"{noun}es" if noun.endswith(("ch", "sh", "ss")) else f"{noun}s"

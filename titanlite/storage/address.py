@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.text import without_userinfo
 
 EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "memory": ""}
 """Protocol of an address -> the extra of titanlite that installs its client; "": none is needed."""
 KINDS = "s3://, gs://, az:// or memory://"
+KEYS = "the store's client takes keys from the environment, as AWS_ACCESS_KEY_ID, or from storage.profile"
 
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
 _UNSAFE = re.compile(r"(?:\A|/)\.{0,2}(?:/|\Z)|[\\\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -27,6 +29,8 @@ def address_problem(text: str) -> tuple[str, str] | None:
     if found is None or found[1] not in EXTRAS:
         return "the address of a store", f"begin it with {KINDS}"
     protocol, path = found.groups()
+    if without_userinfo(text) != text and not (protocol == "az" and ":" not in path.partition("@")[0]):
+        return "an address without keys, user name and password", f"write {protocol}://BUCKET/NAME; {KEYS}"
     parts = path.rstrip("/").split("/")
     if any(part in ("", ".", "..") for part in parts) or re.search(r"[\0-\x1f?#]", path):
         return 'an address without empty parts, ".", "..", "?" and "#"', f"write {protocol}://BUCKET/NAME"
@@ -44,7 +48,7 @@ class Address:
     def parse(cls, text: str) -> "Address":
         """Raises UserError if it is not a valid address of a store that titanlite knows."""
         if problem := address_problem(text):
-            raise UserError(f"{text!r} is not {problem[0]}: {problem[1]}")
+            raise UserError(f"{without_userinfo(text)!r} is not {problem[0]}: {problem[1]}")
         protocol, _, path = text.partition("://")
         return cls(protocol, path.rstrip("/"))
 

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Affects, setting
+from titanlite.storage.address import KEYS
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,11 @@ def check_storage(section: StorageConfig) -> list[Problem]:
     """Return the problems of [storage]."""
     rules = Rules("storage", section)
     is_url = section.endpoint.startswith(("http://", "https://"))
-    rules.require("endpoint", not section.endpoint or is_url, "a URL", "http://HOST:PORT, or https://HOST")
+    if "@" in section.endpoint:  # the run's files would keep it, and the message does not show it
+        rule = "a URL without user name and password"
+        rules.problems.append(Problem("storage.endpoint", None, rule, f"http://HOST:PORT; {KEYS}"))
+    else:
+        rules.require("endpoint", not section.endpoint or is_url, "a URL", "http://HOST:PORT, or https://HOST")
     is_file = not section.ca_file or Path(section.ca_file).is_file()
     rules.require("ca_file", is_file, "a file of certificates", "the path of a PEM file")
     return rules.problems
