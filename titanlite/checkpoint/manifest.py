@@ -20,7 +20,7 @@ from titanlite.runtime.cache import content_key, hash_of
 from titanlite.runtime.durability import write_file
 from titanlite.runtime.json_files import JsonError, of_type, parse_json, read_regular
 from titanlite.storage.address import Address, Place, is_safe_name
-from titanlite.storage.store import Store
+from titanlite.storage.store import LargeObjectError, Store
 
 MANIFEST_FILE = "MANIFEST.json"
 HASH = "xxh3-128"
@@ -233,7 +233,13 @@ def read_listed(place: Place, manifest: Manifest, name: str) -> bytes:
 
 
 def _read(place: Place) -> bytes:
-    return Store(place).read() if isinstance(place, Address) else read_regular(place)
+    """The content of a small file. Raises OSError, and JsonError if it is not small."""
+    if isinstance(place, Path):
+        return read_regular(place)
+    try:
+        return Store(place).read()
+    except LargeObjectError as error:
+        raise JsonError(error.damage) from None
 
 
 def write_recorded(place: Place, content: bytes) -> FileRecord:

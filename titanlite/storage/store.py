@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.json_files import MAX_BYTES
 from titanlite.runtime.logging import log
 from titanlite.runtime.retry import TRANSIENT_STATUSES, TRANSPORT_ERRORS, http_status, is_transient, reason, retrying
 from titanlite.storage.address import EXTRAS, Address, is_safe_name, path_below
@@ -28,6 +29,8 @@ DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Waits before a request is repeated, each times a random factor between 0.5 and 1."""
 PART_BYTES = 2**26
 """Size of the parts of a large object that is written; also of the parts of a file that a manifest has hashes of."""
+COPIED_BYTES = 2**23
+"""Size of the ranges in which a larger object is copied to a disk."""
 UPLOADS = 4
 """Parts of one object that are sent at the same time. So many parts are in memory."""
 REQUESTS = 16
@@ -54,6 +57,14 @@ def apply_settings(section: StorageConfig) -> None:
 
 def _settings() -> StorageConfig:
     return StorageConfig(**json.loads(os.environ.get(_VARIABLE, "{}")))
+
+
+class LargeObjectError(UserError):
+    """An object that must be small, and is not."""
+
+    def __init__(self, where: str, size: int, max_bytes: int) -> None:
+        self.damage = f"has {size:,} bytes, more than {max_bytes:,}"
+        super().__init__(f"{where} {self.damage}: titanlite has not written it, and does not read it")
 
 
 class Store:
@@ -117,16 +128,30 @@ class Store:
             return False
         return True
 
-    def read(self, name: str = "") -> bytes:
-        """The content of a small object. Raises FileNotFoundError."""
-        return self._call("read", name, lambda: bytes(self._fs.cat_file(self._path(name), **self._bound(PART_BYTES))))
+    def read(self, name: str = "", max_bytes: int = MAX_BYTES) -> bytes:
+        """The content of a small object. Raises FileNotFoundError, and LargeObjectError before a larger one is read."""
+        return self._whole(name, self._require_small(name, max_bytes))
 
-    def copy_to(self, folder: Path, name: str) -> Path:
-        """Copy an object into `folder`, where it keeps its name; returns its path. Raises FileNotFoundError, UserError
-        if the name leads out of the folder, and OSError of the file system."""
+    def _whole(self, name: str, size: int) -> bytes:
+        return self._call("read", name, lambda: bytes(self._fs.cat_file(self._path(name), **self._bound(size))))
+
+    def _require_small(self, name: str, max_bytes: int) -> int:
+        size = self.facts(name).bytes
+        if size > max_bytes:
+            raise LargeObjectError(str(self.address / name if name else self.address), size, max_bytes)
+        return size
+
+    def copy_to(self, folder: Path, name: str, max_bytes: int = MAX_BYTES) -> Path:
+        """Copy an object into `folder`, where it keeps its name; returns its path. Raises as read, UserError if the
+        name leads out of the folder, and OSError of the file system."""
         path = path_below(folder, name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(self.read(name))
+        if (size := self._require_small(name, max_bytes)) <= COPIED_BYTES:
+            path.write_bytes(self._whole(name, size))
+            return path
+        with path.open("xb") as file:
+            for start in range(0, size, COPIED_BYTES):
+                file.write(self.read_range(name, start, min(COPIED_BYTES, size - start)))
         return path
 
     def read_range(self, name: str, start: int, length: int) -> bytes:
@@ -165,7 +190,8 @@ class Store:
                     self._fs.pipe_file(place, content, **self._bound(len(content)))
                     return True
             try:
-                return bytes(self._fs.cat_file(place, **self._bound())) == content
+                has_size = self._fs.info(place, **self._bound())["size"] == len(content)
+                return has_size and bytes(self._fs.cat_file(place, **self._bound(len(content)))) == content
             except FileNotFoundError:  # a conflict with a deletion
                 raise ConnectionAbortedError("another request wrote the object at the same time") from None
 

@@ -10,7 +10,7 @@ from tests.stores import Bucket
 from titanlite.runtime.errors import UserError
 from titanlite.storage import store as store_module
 from titanlite.storage.address import Address, is_address, place
-from titanlite.storage.store import Facts, Store, in_parallel
+from titanlite.storage.store import Facts, LargeObjectError, Store, in_parallel
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +58,17 @@ def test_objects_whose_names_are_no_paths_are_left_out(objects: Store, caplog: p
     assert len(lines) == len({*lines}) == 4
     assert f"{objects.address}: left out the object '..' and {len(odd) - 1} more: a name with" in lines[0]
     assert all(line.isprintable() for line in lines)
+
+
+def test_large_objects_are_not_read_as_small_ones(objects: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects.write("x", bytes(100))
+    assert objects.read("x", 100) == bytes(100)
+    monkeypatch.setattr(type(objects._fs), "cat_file", None)
+    with pytest.raises(UserError, match=r"run/x has 100 bytes, more than 99: titanlite has not written it") as error:
+        objects.read("x", 99)
+    assert isinstance(error.value, LargeObjectError)
+    with pytest.raises(FileExistsError):
+        objects.create("x", b"other")  # nor compared
 
 
 def test_objects_that_stand_for_folders_are_not_listed(store: Bucket, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,9 @@
 """Copies of dump folders in stores: a stranger's names of objects write nothing outside of the copy."""
 
+import shutil
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
@@ -10,7 +12,7 @@ from titanlite.metrics.config import METRICS_FILE
 from titanlite.runtime.errors import UserError
 from titanlite.storage import store as store_module
 from titanlite.storage.address import Address
-from titanlite.storage.store import Store
+from titanlite.storage.store import Facts, Store
 from titanlite.tools.dump_folder import local_dump_folder
 
 NAMES = ("faults/../../../pwned", "faults/../../pwned", "faults//pwned", "faults/./pwned", "faults/a\\pwned")
@@ -53,6 +55,22 @@ def test_a_name_that_no_file_system_takes(run: Store) -> None:
 
 def test_a_file_that_is_deleted_meanwhile(run: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     list_all = store_module.Store.list
-    monkeypatch.setattr(Store, "list", lambda self, name: list_all(self, name) | {"faults/gone": None})
+    monkeypatch.setattr(Store, "list", lambda self, name: list_all(self, name) | {"faults/gone": Facts(1)})
     with pytest.raises(UserError, match=r"run/faults/gone was deleted while it was copied: run the command again"):
         local_dump_folder(run.address, "faults").__enter__()
+
+
+def test_a_copy_fills_no_disk(run: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than half of the free space is not used."""
+    run.write("faults/large", bytes(1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2000))
+    with pytest.raises(UserError, match=r"have 0\.0 GiB, and .* has 0\.0 GiB of free space: set .* TMPDIR"):
+        local_dump_folder(run.address, "faults").__enter__()
+
+
+def test_a_large_file_is_copied_by_ranges(run: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "COPIED_BYTES", 7)
+    content = bytes(range(250))
+    run.write("faults/large", content)
+    with local_dump_folder(run.address, "faults") as folder:
+        assert (folder / "faults/large").read_bytes() == content

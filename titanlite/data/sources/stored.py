@@ -22,6 +22,7 @@ from titanlite.data.sources.pieces import Bytes
 from titanlite.runtime.cache import built_once, cache_folder, cached_folder, file_facts
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import open_regular
+from titanlite.runtime.json_files import MAX_BYTES, JsonError
 from titanlite.runtime.parts import Part, Parts
 from titanlite.storage.address import Address
 from titanlite.storage.store import Facts, Store, in_parallel
@@ -201,7 +202,9 @@ class StoredFile:
         return built_once(cached_folder("stored", facts), str(store.address), build)
 
     def read_all(self) -> bytes:
-        """The content of a small object. Raises FileNotFoundError and UserError."""
+        """The content of a small object. Raises FileNotFoundError, UserError, and JsonError if it is not small."""
+        if self.facts.bytes > MAX_BYTES:
+            raise JsonError(f"has {self.facts.bytes:,} bytes, more than {MAX_BYTES:,}")
         return self.fetch(0, self.facts.bytes)
 
     def read(self, begin: int, end: int) -> bytes:
