@@ -57,7 +57,9 @@ def plant(folder: Path, name: str, precious: Path, *, exists: bool) -> None:
     path.symlink_to(target)
 
 
-@pytest.mark.parametrize(("names", "resumes"), [(ALL, True), (ALL, False), (INSIDE, True)])
+@pytest.mark.parametrize(
+    ("names", "resumes"), [(ALL, True), pytest.param(ALL, False, marks=pytest.mark.soak), (INSIDE, True)]
+)
 def test_outputs_that_are_links_are_renamed_and_not_followed(
     trained: Path, tmp_path: Path, resumes: bool, names: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:

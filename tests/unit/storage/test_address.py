@@ -51,7 +51,8 @@ def test_a_password_in_the_endpoint_is_refused_and_not_shown(endpoint: str) -> N
     assert "hidden" not in str(problem)
 
 
-def test_no_password_is_in_the_problems_of_a_configuration() -> None:
+def test_no_password_is_in_the_problems_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TITANLITE_STORAGE", "{}")  # a configuration that is read replaces it, also for later tests
     arguments = [
         "--storage.endpoint",
         "http://key:hidden@host",

@@ -12,7 +12,7 @@ import pytest
 import titanlite
 from tests.distributed.program import CONFIG
 from tests.distributed.reference import TOKENS
-from tests.unit.tools.audit.test_audit import Here
+from tests.in_process import TrainingHere
 from titanlite.models import layers
 from titanlite.runtime.errors import UserError
 from titanlite.tools.compare import __main__ as command
@@ -46,7 +46,7 @@ def test_relative_differences() -> None:
 
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "start_run", Here)
+    monkeypatch.setattr(command, "start_run", TrainingHere)
 
 
 def trained(folder: Path, **settings: Any) -> str:
