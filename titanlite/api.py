@@ -237,8 +237,8 @@ def evaluate_run(
     """Compute loss, perplexity and bits per byte of a run on any data, and its scores on tasks, as `titanlite evaluate`
     does.
 
-    data: files, folders or globs. tasks: files of questions. Without both: the run's validation.sources and
-    validation.tasks. steps: batches of training.global_batch_size
+    data: files, folders or globs. tasks: names of the harness, or files of tasks in YAML. Without both: the run's
+    validation.sources and validation.tasks, of which files need a TrainedRun. steps: batches of training.global_batch_size
     sequences per source; None: all data. overrides: as for load_config, for keys of the sections that evaluation
     depends on. weights: as for generate_text. tokenizer: for a run on token files without one. chat_template: a file in
     Jinja, for conversations; None: the tokenizer's own.
@@ -256,6 +256,7 @@ def evaluate_run(
             weights=_weights(run, weights),
             tokenizer=None if tokenizer is None else expand_home(tokenizer),
             chat_template="" if chat_template is None else expand_home(chat_template),
+            allow_import=isinstance(run, TrainedRun),  # this program has named its code
         )
         arguments = _arguments(overrides or {})
         evaluate.check_arguments(options, arguments)

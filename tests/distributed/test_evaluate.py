@@ -30,7 +30,7 @@ from titanlite.data.bpe import train_bpe
 from titanlite.ranks.distributed import World
 from titanlite.ranks.job_lock import job_lock
 from titanlite.runtime.errors import ConfigError, UserError
-from titanlite.tools.evaluate import conditions, evaluated_config, read_arguments, reading
+from titanlite.tools.evaluate import conditions, evaluated_config, read_arguments, reading, require_names
 from titanlite.tools.saved_run import open_run
 
 pytestmark = pytest.mark.slow
@@ -71,8 +71,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start_evaluation(folder: Path, *arguments: str, ranks: int = 0) -> Program:
-    """Start an evaluation of `out`; results go to result.json."""
-    own = (str(folder / "out"), "--json", str(folder / "result.json"))
+    """Start an evaluation of `out`, whose tasks are files; results go to result.json."""
+    own = (str(folder / "out"), "--allow-import", "--json", str(folder / "result.json"))
     return start_command(folder, *own, *arguments, ranks=ranks, program=("-m", "titanlite.tools.evaluate"))
 
 
@@ -130,6 +130,17 @@ def test_ranks_with_other_files_are_refused(trained: Path, tmp_path: Path, key: 
     assert f"\n    {fact}: " in program.output or not key
     assert program.output.count("the ranks differ") == bool(key)
     assert own_tracebacks(program.output) == 0
+
+
+def test_files_of_tasks_that_the_run_names_need_permission(trained: Path) -> None:
+    files = [str(trained / name) for name in ("which.yaml", "next.yaml")]
+    saved = open_run(trained / "out")
+    with pytest.raises(UserError, match=f"out/checkpoint/step-4 names files of tasks: .*--tasks {files[0]} --tasks"):
+        require_names(saved, ("hellaswag", *files))
+    require_names(saved, ("hellaswag",))
+    program = start_command(trained, str(trained / "out"), program=("-m", "titanlite.tools.evaluate"))
+    assert program.wait() == 1
+    assert "to evaluate with them, if you trust them, add --allow-import" in program.output
 
 
 def test_other_data_match_plain_torch_and_the_bytes_of_the_text(trained: Path) -> None:

@@ -6,6 +6,7 @@ the harness then finds them where it expects a model.
 
 import logging
 import math
+import os
 import random
 import warnings
 from collections import Counter, defaultdict
@@ -16,15 +17,18 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 import numpy.typing as npt
 import torch
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Library
 
 from titanlite.data.chat.template import ChatTemplate, unmarked
 from titanlite.data.config import ValidationConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.metrics.scores import TaskScores
+from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.plugins import loaded_plugins, split_entry
 
@@ -319,18 +323,33 @@ def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
+def task_file(spec: str) -> Path | None:
+    """The file that an entry of validation.tasks names, behind all links; None: it is the name of a task. Raises
+    UserError."""
+    path = Path(expand_home(spec))
+    return path.resolve() if path.is_file() else None
+
+
 def _load(specs: Sequence[str], *, allows_code: bool) -> Any:
     """Tasks and groups by name, with their data sets. Raises UserError."""
     from lm_eval.tasks import TaskManager
 
-    files = [Path(spec) for spec in specs if Path(spec).is_file()]
-    for path in files:
-        _require_permission(path, allows_code=allows_code)
+    files = {spec: file for spec in specs if (file := task_file(spec))}
+    for spec, file in files.items():
+        _check_file(spec, file, allows_code=allows_code)
     manager = TaskManager(include_defaults=len(files) < len(specs))  # reads 14,000 files
     loaded: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}}
     for spec in specs:
         try:
-            found = manager.load([spec])
+            if spec in files:
+                with _refusing_code(spec, allows_code=allows_code):
+                    found = manager.load([str(files[spec])])
+            elif spec in manager.all_tasks:
+                found = manager.load([spec])
+            else:
+                raise KeyError(f"the harness has no task {spec!r}")
+        except UserError:
+            raise
         except Exception as error:
             close = get_close_matches(spec, manager.all_tasks, 1) if spec not in manager.all_tasks else []
             raise _unusable(spec, error, *(f"did you mean {name}?" for name in close)) from error
@@ -347,55 +366,97 @@ def _unusable(spec: str, error: Exception, remedy: str = "correct the task or it
     return UserError(f"validation.tasks: {spec} cannot be used: {reason}: {remedy}")
 
 
-def _require_permission(path: Path, *, allows_code: bool) -> None:
-    """Raise UserError if a task in YAML names code that was not permitted, as a plugin is."""
-    import yaml
-    from lm_eval.api.registry import metric_registry
+def _check_file(spec: str, file: Path, *, allows_code: bool) -> None:
+    """Raise UserError if a task in YAML is a group, or reads data by code that was not permitted; see _refusing_code.
+
+    Checked is what the harness will use: the file as it reads it, with all that it includes.
+    """
+    from lm_eval.prompts import PROMPT_REGISTRY
     from lm_eval.tasks._yaml_loader import load_yaml
 
     try:
-        config = load_yaml(path, resolve_func=False, recursive=False)
-        tagged = [each.value for each in yaml.parse(path.read_bytes()) if getattr(each, "tag", None) == "!function"]
+        config = load_yaml(file, resolve_func=False, recursive=True)
+        settings = dict(config.get("dataset_kwargs") or {})
     except Exception as error:
-        raise _unusable(str(path), error) from error
+        raise _unusable(spec, error) from error
     if "group" in config:
-        raise UserError(f"validation.tasks: {path} is a group, which lm_eval loads by its name only: list its tasks")
-    code = {}  # name of the code -> as it is shown
-    for module in (name.rpartition(".")[0] for name in tagged):
-        file = path.parent / f"{module.replace('.', '/')}.py"
-        name = str(file.resolve()) if file.is_file() else module
-        code[name] = name
-    for each in config.get("metric_list") or ():
-        name = each.get("metric")
-        if each.get("hf_evaluate") or (isinstance(name, str) and name not in metric_registry):
-            code[name] = f"{name}, a metric that lm_eval would load from the hub"
-    allowed = {split_entry(entry)[0] for entry in loaded_plugins()}
-    for name, shown in code.items() if not allows_code else ():
-        if name.partition(".")[0] != "lm_eval" and name not in allowed:
-            raise UserError(
-                f"validation.tasks: {path} runs the code of {shown}; if you trust it, add it to job.plugins of the "
-                "run, or give titanlite evaluate --allow-import"
-            )
-    included = config.get("include") or []
-    for each in [included] if isinstance(included, str) else included:
-        _require_permission(path.parent / each, allows_code=allows_code)
+        raise UserError(f"validation.tasks: {spec} is a group, which lm_eval loads by its name only: list its tasks")
+    if allows_code:
+        return
+    allows = "if you trust it, give titanlite evaluate --allow-import"
+    if config.get("dataset_path") == "pandas":
+        raise UserError(f"validation.tasks: {spec} reads pickled data, which runs code: use Parquet or JSON; {allows}")
+    if set(settings.get("storage_options") or ()) - {"anon"}:
+        raise UserError(
+            f"validation.tasks: {spec} has storage_options, which choose who gets this machine's keys of a store: set "
+            f"its environment instead, as AWS_ENDPOINT_URL; {allows}"
+        )
+    prompt = str(config.get("use_prompt") or "")
+    if prompt and prompt.partition(":")[0] not in PROMPT_REGISTRY:
+        _require_permission(spec, prompt, f"{prompt}, a prompt of another file or package")
+
+
+@contextmanager
+def _refusing_code(spec: str, *, allows_code: bool) -> Iterator[None]:
+    """Refuse code that a task in YAML names, where the harness would import it. Inside, lm_eval raises UserError.
+
+    A `!function` is looked up beside the file that has the line, behind links and `include`. The harness's own
+    functions are refused, too: with arguments that a YAML gives, some of them run the code of a model folder.
+    """
+    from lm_eval.api import task
+    from lm_eval.api.registry import metric_registry
+    from lm_eval.tasks import _yaml_loader
+
+    imported, get_metric = _yaml_loader._import_func_in_yml, task.get_metric
+
+    def permitted(function: str, folder: Path) -> Any:
+        module = function.rpartition(".")[0]
+        file = (folder / f"{module.replace('.', '/')}.py").resolve()
+        name = str(file) if file.exists() else module
+        _require_permission(spec, name, name)
+        return imported(function, folder)
+
+    def registered(name: str, hf_evaluate_metric: bool = False) -> Any:
+        if hf_evaluate_metric or name not in metric_registry:
+            _require_permission(spec, name, f"{name}, a metric that lm_eval would load from the hub")
+        return get_metric(name, hf_evaluate_metric)
+
+    if not allows_code:
+        _yaml_loader._import_func_in_yml, task.get_metric = permitted, registered
+    try:
+        yield
+    finally:
+        _yaml_loader._import_func_in_yml, task.get_metric = imported, get_metric
+
+
+def _require_permission(spec: str, name: str, shown: str) -> None:
+    """Raise UserError if job.plugins does not name this code of a task in YAML."""
+    names = {split_entry(entry)[0] for entry in loaded_plugins()}
+    if name not in names | {os.path.realpath(each) for each in names if each.endswith(".py")}:
+        raise UserError(
+            f"validation.tasks: {spec} runs the code of {shown}; if you trust it, add it to job.plugins of the run, "
+            "or give titanlite evaluate --allow-import"
+        )
 
 
 @contextmanager
 def _on_the_side() -> Iterator[None]:
-    """The harness's code inside: with its seeds, without progress bars and resampling; random states stay as they were.
+    """The harness's code inside: with its seeds, with templates in a sandbox, without progress bars and resampling;
+    random states stay as they were.
 
     lm_eval estimates the error of a perplexity by 100,000 resamplings, in processes of its own.
     """
     import datasets
+    from lm_eval import utils
     from lm_eval.api import metrics, task
 
     datasets.disable_progress_bars()
     states = random.getstate(), np.random.get_state()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of its defaults for metrics
-    bar, resample = task.tqdm, metrics.bootstrap_stderr
+    bar, resample, templates = task.tqdm, metrics.bootstrap_stderr, utils.env
     task.tqdm = lambda documents, **_: documents
     metrics.bootstrap_stderr = lambda *_, **__: float("nan")
+    utils.env = _sandbox(templates)
     try:
         with torch.random.fork_rng([]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -404,6 +465,15 @@ def _on_the_side() -> Iterator[None]:
             torch.manual_seed(SEED)
             yield
     finally:
-        task.tqdm, metrics.bootstrap_stderr = bar, resample
+        task.tqdm, metrics.bootstrap_stderr, utils.env = bar, resample, templates
         random.setstate(states[0])
         np.random.set_state(states[1])
+
+
+def _sandbox(templates: jinja2.Environment) -> ImmutableSandboxedEnvironment:
+    """The harness's environment of templates, in which they reach neither Python's own attributes nor its modules."""
+    sandbox = ImmutableSandboxedEnvironment(
+        loader=templates.loader, undefined=templates.undefined, keep_trailing_newline=templates.keep_trailing_newline
+    )
+    sandbox.filters |= templates.filters
+    return sandbox

@@ -28,7 +28,9 @@ Count = Annotated[int, tyro.conf.arg(metavar="N")]
 OptionalCount = Annotated[int | None, tyro.conf.arg(metavar="N")]
 EITHER = tyro.conf.create_mutex_group(required=False)
 """Marks options of which at most one may be given."""
-AllowImport = Annotated[bool, tyro.conf.arg(help="import the modules that job.plugins of the run names: they are code")]
+AllowImport = Annotated[
+    bool, tyro.conf.arg(help="import the code that the run names, in job.plugins or by files of tasks")
+]
 
 
 def run_command(main: Callable[[Sequence[str]], None]) -> None:

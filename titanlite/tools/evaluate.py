@@ -9,6 +9,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -38,7 +39,7 @@ from titanlite.data.kinds import open_source, source_from_path
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.evaluation.evaluator import share_tasks
-from titanlite.evaluation.harness import CLOSE, Generate
+from titanlite.evaluation.harness import CLOSE, Generate, task_file
 from titanlite.generation.generate import Sampling, generate
 from titanlite.generation.model import gather_model
 from titanlite.metrics.scores import SetTotals, TaskScores, sum_of
@@ -51,7 +52,7 @@ from titanlite.ranks.distributed import CommConfig, World, set_timeout
 from titanlite.ranks.network import connect, init_process_group
 from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.determinism import apply_determinism
-from titanlite.runtime.errors import ConfigError, Problem, Rules, raise_problems
+from titanlite.runtime.errors import ConfigError, Problem, Rules, UserError, raise_problems
 from titanlite.runtime.logging import log
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import aligned, counted
@@ -74,6 +75,7 @@ SECTIONS = ("validation", "data", "training", "parallelism", "compile", "float8"
 STREAMS = "data.num_streams"
 DATA = "--data"
 TASKS = "--tasks"
+TASKS_KEY = "--validation.tasks"
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,8 @@ def evaluate_saved(
     with reading(saved.path):
         tokenizer = saved.tokenizer_for(options.tokenizer, options.chat_template)
         config = evaluated_config(saved, options, overrides, world, has_tokenizer=tokenizer is not None)
+        if not (options.tasks or options.allow_import or any(word.startswith(TASKS_KEY) for word in overrides)):
+            require_names(saved, config.validation.tasks)
         require_chat_template(saved, config, tokenizer)
         if failure.positions is not None:
             failure.positions.silence_s = config.comm.train_timeout_s
@@ -253,6 +257,16 @@ def evaluated_config(
     raise_problems(_of_this_mesh(problem, overrides) for problem in problems)
     config = resolve_config(config, world_size=world.size, device_type=world.device_type)
     return replace(config, data=replace(config.data, sources=()))  # training data is not evaluated
+
+
+def require_names(saved: SavedRun, tasks: Sequence[str]) -> None:
+    """Raise UserError if a task of the run is a file, and not a name of the harness: it may be another person's code."""
+    if files := [task for task in tasks if task_file(task)]:
+        given = " ".join(shlex.join([TASKS, file]) for file in files)
+        raise UserError(
+            f"{saved.path} names files of tasks: {', '.join(map(repr, files))}; to evaluate with them, if you trust "
+            f"them, add --allow-import, or name them yourself: {given}"
+        )
 
 
 def require_chat_template(saved: SavedRun, config: JobConfig, tokenizer: Tokenizer | None) -> None:

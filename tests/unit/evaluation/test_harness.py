@@ -388,3 +388,69 @@ def test_permitted_code_is_run(
     harness = Harness(section, plain, seq_len=SEQ_LEN, allows_code=allows_code, why_no_text="")
     assert len(harness.rows) == 4
     assert harness.describe() == ["task, multiple_choice: 2 documents, 4 requests, 0 examples"]
+
+
+FUNCTION = "output_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: answer\nprocess_docs: !function {}\n"
+ESCAPE = "{{ cycler.__init__.__globals__.os.system('touch PWNED') }}{{context}}"
+
+
+def hostile_files(folder: Path, case: str) -> str:
+    """Write a task that creates the file `pwned` if its code is run; returns the entry of validation.tasks."""
+    real, pwned = folder / "real", folder / "pwned"
+    (real / "lm_eval").mkdir(parents=True)
+    code = f"from pathlib import Path\nPath({str(pwned)!r}).touch()\ndef f(*_, **__): return 0.0\n"
+    for name in ("lm_eval/x.py", "util.py", "metric.py"):
+        (real / name).write_text(code)
+    (folder / "data.pickle").write_bytes(b"cbuiltins\neval\n(V__import__('os').system('touch %s')\ntR." % bytes(pwned))
+    path, rows = real / "task.yaml", [{"context": "a", "choices": ["b", "c"], "answer": 0}]
+    choice = "output_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: answer\n"
+    more = {
+        "include beside the target of a link": f"{choice}include: base.yaml\n",
+        "name of the harness beside the target of a link": FUNCTION.format("lm_eval.x.f"),
+        "function of the harness": FUNCTION.format("lm_eval.tasks._yaml_loader._import_fun_from_str"),
+        "metric of a local path": f"{choice}metric_list: [{{metric: {real / 'metric'}}}]\n",
+        "metric of evaluate": f"{choice}metric_list: [{{metric: acc, hf_evaluate: true}}]\n",
+        "prompt": f"{choice}use_prompt: promptsource:x\n",
+    }
+    write_task(path, rows, more.get(case, ""))
+    if case == "include beside the target of a link":
+        (real / "base.yaml").write_text("process_docs: !function util.f\n")
+        (folder / "base.yaml").write_text("{}\n")
+    if case == "template":
+        path.write_text(path.read_text().replace("{{context}}", ESCAPE.replace("PWNED", str(pwned))))
+    if case == "pickled data":
+        path.write_text(path.read_text().replace("dataset_path: json", "dataset_path: pandas"))
+    if case == "storage of another server":
+        path.write_text(path.read_text().replace("{data_files:", "{storage_options: {endpoint_url: x}, data_files:"))
+    if case == "in the home folder":
+        path.write_text(FUNCTION.format("util.f") + path.read_text())
+        path.rename(folder / "task.txt")
+        (folder / "util.py").write_text(code)
+        return "~/task.txt"
+    (folder / "task.yaml").symlink_to(path)
+    return str(folder / "task.yaml")
+
+
+HOSTILE = {
+    "include beside the target of a link": r"task.yaml runs the code of .*real/util.py; if you trust it",
+    "name of the harness beside the target of a link": r"task.yaml runs the code of .*real/lm_eval/x.py; if you trust",
+    "function of the harness": r"task.yaml runs the code of lm_eval.tasks._yaml_loader; if you trust it",
+    "metric of a local path": r"runs the code of .*metric, a metric that lm_eval would load from the hub",
+    "metric of evaluate": r"runs the code of acc, a metric that lm_eval would load from the hub",
+    "prompt": r"runs the code of promptsource:x, a prompt of another file or package",
+    "template": r"task.yaml cannot be used: SecurityError: access to attribute '__init__'",
+    "pickled data": "task.yaml reads pickled data, which runs code: use Parquet or JSON",
+    "storage of another server": "task.yaml has storage_options, which choose who gets this machine's keys of a store",
+    "in the home folder": r"~/task.txt runs the code of .*util.py; if you trust it",
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_task_runs_no_code_that_was_not_permitted(
+    plain: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    section = ValidationConfig(enable=True, tasks=(hostile_files(tmp_path, case),))
+    with pytest.raises(UserError, match=HOSTILE[case]):
+        Harness(section, plain, seq_len=SEQ_LEN, allows_code=False, why_no_text="")
+    assert not (tmp_path / "pwned").exists()

@@ -146,6 +146,11 @@ def _changes_numbers(key: str) -> bool:
 
 
 def without_outputs(config: JobConfig) -> JobConfig:
-    """The configuration with only those outputs that a comparison reads: rows of metrics.jsonl, and the console."""
+    """The configuration with only those outputs that a comparison reads: rows of metrics.jsonl, and the console.
+
+    Without tasks: a task that a run names as a file may be code of another person.
+    """
     metrics = replace(config.metrics, loggers=("console", "jsonl"), columns=())
-    return replace(config, metrics=metrics, profiling=ProfilingConfig(), samples=SamplesConfig())
+    section = config.validation
+    validation = replace(section, enable=section.enable and bool(section.sources), tasks=())
+    return replace(config, metrics=metrics, validation=validation, profiling=ProfilingConfig(), samples=SamplesConfig())

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ import titanlite
 from tests.distributed.program import CONFIG
 from tests.distributed.reference import TOKENS
 from tests.in_process import TrainingHere
+from titanlite.config.schema import JobConfig
+from titanlite.data.config import ValidationConfig
+from titanlite.data.sources.config import SourceConfig
 from titanlite.models import layers
 from titanlite.runtime.errors import UserError
 from titanlite.tools.compare import __main__ as command
 from titanlite.tools.compare.envelope import FACTOR, FLOOR_EPS, Compared, compare, first_outside, relative
+from titanlite.tools.compare.repeats import without_outputs
 
 
 def test_the_envelope_grows_to_what_a_repeat_has_reached() -> None:
@@ -110,6 +115,14 @@ def test_other_settings_are_refused_before_training(tmp_path: Path) -> None:
         "  training.bit_equal: True in A, False in B",
     ]
     assert not (tmp_path / "out").exists()
+
+
+def test_repeats_and_recomputations_train_without_tasks() -> None:
+    """A task that a run names may be a file of another person."""
+    section = ValidationConfig(enable=True, interval=2, tasks=("task.yaml",))
+    assert not without_outputs(JobConfig(validation=section)).validation.enable
+    with_data = replace(section, sources=(SourceConfig(kind="text", path="text.txt"),))
+    assert without_outputs(JobConfig(validation=with_data)).validation == replace(with_data, tasks=())
 
 
 def test_a_repeat_that_overflows_explains_any_difference() -> None:
