@@ -238,10 +238,10 @@ def evaluate_run(
     does.
 
     data: files, folders or globs. tasks: names of the harness, or files of tasks in YAML. Without both: the run's
-    validation.sources and validation.tasks, of which files need a TrainedRun. steps: batches of training.global_batch_size
-    sequences per source; None: all data. overrides: as for load_config, for keys of the sections that evaluation
-    depends on. weights: as for generate_text. tokenizer: for a run on token files without one. chat_template: a file in
-    Jinja, for conversations; None: the tokenizer's own.
+    validation.sources and validation.tasks, of which files need a TrainedRun. steps: batches of
+    training.global_batch_size sequences per source; None: all data. overrides: as for load_config, for keys of the
+    sections that evaluation depends on. weights: as for generate_text. tokenizer: for a run on token files without one.
+    chat_template: a file in Jinja, for conversations; None: the tokenizer's own.
 
     In a program that torchrun has started, all ranks evaluate together. Writes nothing into the run's folder. Raises
     ConfigError and UserError. Restores the process, as `run` does.
@@ -347,7 +347,7 @@ def _weights(run: AnyRun, weights: Weights | None) -> Weights:
 def _opened(run: AnyRun, weights: Weights | None) -> SavedRun:
     """Raises UserError, and ConfigError if the run does not have these weights."""
     path = run.folder if isinstance(run, TrainedRun) else run
-    saved = path if isinstance(path, SavedRun) else open_run(path)
+    saved = path if isinstance(path, SavedRun) else open_run(path, allow_import=isinstance(run, TrainedRun))
     return saved.with_weights(_weights(run, weights))
 
 

@@ -20,7 +20,7 @@ from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.records import Record
 from titanlite.runtime.logging import log
 from titanlite.runtime.text import counted
-from titanlite.storage.address import is_address
+from titanlite.storage.address import is_address, is_below
 
 RUN_TRAIN = "TITANLITE_RUN_TRAIN"
 """Environment variable: how the user has called run_train.sh, which sets it."""
@@ -62,7 +62,7 @@ def next_commands(config: JobConfig, record: Record) -> Iterator[tuple[str, str]
     python_source = any(source.kind == PythonStdlib.kind for source in config.data.sources)
     if config.checkpoint.enable:
         if (folder / TOKENIZER_FOLDER).exists():
-            allow_import = " --allow-import" if config.job.plugins else ""
+            allow_import = " --allow-import" if config.job.plugins or not is_below(config.checkpoint.folder) else ""
             generate = f"{titanlite()} generate {shlex.quote(str(folder))}{allow_import}"
             if any(source.is_chat for source in config.data.sources):
                 yield "talk with it", f"{generate} --chat"

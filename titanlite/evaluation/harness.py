@@ -337,7 +337,7 @@ def _load(specs: Sequence[str], *, allows_code: bool) -> Any:
     files = {spec: file for spec in specs if (file := task_file(spec))}
     for spec, file in files.items():
         _check_file(spec, file, allows_code=allows_code)
-    manager = TaskManager(include_defaults=len(files) < len(specs))  # reads 14,000 files
+    manager = TaskManager(include_defaults=not files.keys() >= {*specs})  # reads 14,000 files
     loaded: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}}
     for spec in specs:
         try:

@@ -3,7 +3,7 @@ names that others chose."""
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.text import without_userinfo
@@ -82,6 +82,12 @@ class Address:
 
 Place = Path | Address
 """A folder or file: local, or in a store."""
+
+
+def is_below(text: str) -> bool:
+    """Whether a setting names a folder below the one that it is relative to."""
+    path = PurePath(text)
+    return not (is_address(text) or path.is_absolute() or ".." in path.parts)
 
 
 def place(text: str, folder: str | Path = "") -> Place:

@@ -55,7 +55,8 @@ def apply_settings(section: StorageConfig) -> None:
         os.environ[_VARIABLE] = json.dumps(asdict(section))
 
 
-def _settings() -> StorageConfig:
+def settings() -> StorageConfig:
+    """How this process reaches stores."""
     return StorageConfig(**json.loads(os.environ.get(_VARIABLE, "{}")))
 
 
@@ -263,14 +264,14 @@ class Store:
 
     @property
     def _fs(self) -> Any:
-        return _file_system(self.address.protocol, _settings(), os.getpid())
+        return _file_system(self.address.protocol, settings(), os.getpid())
 
     def _path(self, name: str) -> str:
         return f"{self.address.path}/{name}".rstrip("/")
 
     def _bound(self, num_bytes: int = 0) -> dict[str, float]:
         """The bound of one request in seconds, at 1 MiB/s."""
-        return {"timeout": _settings().timeout_s + num_bytes / 2**20} if self._fs.async_impl else {}
+        return {"timeout": settings().timeout_s + num_bytes / 2**20} if self._fs.async_impl else {}
 
     def _call(self, verb: str, name: str, request: Callable[[], T]) -> T:
         where = str(self.address / name) if name else str(self.address)

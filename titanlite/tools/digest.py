@@ -59,7 +59,7 @@ class Sums:
 
 def main(argv: Sequence[str]) -> None:
     """Print and compare the digests. Raises UserError."""
-    options = read_options(Options, argv, "digest")
+    options = read_options(Options, argv, "digest", reads_stores=True)
     if not options.runs:
         raise UserError("no run: write titanlite digest RUN [RUN ...]")
     found = []

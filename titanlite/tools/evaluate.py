@@ -62,15 +62,16 @@ from titanlite.tools.command import (
     File,
     OptionalCount,
     RunFolder,
+    apply_storage,
     check_chat_template,
     check_options,
     check_output_file,
     read_options_and_overrides,
     write_json,
 )
-from titanlite.tools.saved_run import SavedRun, Weights, open_run, reading
+from titanlite.tools.saved_run import SavedRun, Weights, name_endpoint, open_run, reading
 
-SECTIONS = ("validation", "data", "training", "parallelism", "compile", "float8", "loss", "comm")
+SECTIONS = ("validation", "data", "training", "parallelism", "compile", "float8", "loss", "comm", "storage")
 """Sections whose keys may be overridden; the model, its tokenizer and its training stay as saved."""
 STREAMS = "data.num_streams"
 DATA = "--data"
@@ -85,9 +86,9 @@ class Options:
     Nothing is trained or written into the run's folder. The run's own configuration applies, except for its layout:
     all processes are data-parallel unless --parallelism.AXIS is given. Without --data and --tasks, the run's
     validation.sources and validation.tasks are evaluated. --section.key VALUE overrides a key of the sections
-    validation, data, training, parallelism, compile, loss and comm; --validation.sources.0.KEY VALUE sets the keys of a
-    source that --data cannot express. A run with another loss than the cross-entropy is evaluated by its own, without
-    terms; --loss.name cross_entropy: by this one. Tasks always use the cross-entropy.
+    validation, data, training, parallelism, compile, loss, comm and storage; --validation.sources.0.KEY VALUE sets the
+    keys of a source that --data cannot express. A run with another loss than the cross-entropy is evaluated by its own,
+    without terms; --loss.name cross_entropy: by this one. Tasks always use the cross-entropy.
     """
 
     run: RunFolder = setting(is_path=True)
@@ -153,7 +154,9 @@ def evaluate_saved(
 
     overrides: `--section.key value`, checked. Raises UserError.
     """
+    apply_storage(overrides)
     saved = verified_run(options, world, store)
+    name_endpoint(saved.path, saved.endpoint)
     with reading(saved.path):
         tokenizer = saved.tokenizer_for(options.tokenizer, options.chat_template)
         config = evaluated_config(saved, options, overrides, world, has_tokenizer=tokenizer is not None)
@@ -212,10 +215,12 @@ def evaluated_config(
 
     Only keys that evaluation depends on are checked, not whether training could resume here.
     """
-    apply_stores(saved.config)
+    of_run = saved.config
+    apply_stores(of_run)
     sources = [source_from_path(text, DATA) for text in options.data]
     raise_problems([*(each for each in sources if isinstance(each, Problem)), *check_tasks(TASKS, options.tasks)])
     values = {name: dict(table) for name, table in saved.manifest.config.items()}
+    values["storage"] = asdict(of_run.storage)
     rope = rope_at(values["training"], saved.manifest.step)
     values["model"]["overrides"] = {**values["model"].get("overrides", {}), **rope}
     values["training"]["stages"] = []
@@ -260,7 +265,7 @@ def evaluated_config(
 
 
 def require_names(saved: SavedRun, tasks: Sequence[str]) -> None:
-    """Raise UserError if a task of the run is a file, and not a name of the harness: it may be another person's code."""
+    """Raise UserError if a task of the run is a file, and not a name of the harness: it may be code."""
     if files := [task for task in tasks if task_file(task)]:
         given = " ".join(shlex.join([TASKS, file]) for file in files)
         raise UserError(

@@ -1,9 +1,12 @@
 """Open a saved run, for the commands that use its model."""
 
+import math
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -28,26 +31,32 @@ from titanlite.config.load import CONFIG_COPY, config_from_values, read_copy
 from titanlite.config.plugins import import_plugins_of
 from titanlite.config.schema import JobConfig
 from titanlite.config.stages import rope_at
+from titanlite.config.values import read_values
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.data.tokenizer_files import tokenizer_file
 from titanlite.generation.model import empty_model
 from titanlite.hf.generation_defaults import GenerationDefaults, read_generation_defaults
-from titanlite.models.family import Family, LanguageModel, saved_tensors
-from titanlite.models.registry import FAMILIES
+from titanlite.models.family import Family, LanguageModel, ModelConfig, resolve_model, saved_tensors
+from titanlite.models.registry import FAMILIES, check_model, full_model
 from titanlite.precision import DTYPES
 from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.logging import log
-from titanlite.storage.address import Address, Place, is_address, place
-from titanlite.storage.store import Store
+from titanlite.storage.address import Address, Place, is_address, is_below, place
+from titanlite.storage.store import Store, settings
 from titanlite.tools.dump_folder import local_dump_folder
 
 Weights = Literal["last", "ema"]
 """last: the weights of the checkpoint's step. ema: the average of the weights, see WeightAverage."""
 
+ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "STORAGE_EMULATOR_HOST")
+"""Environment variables that choose the server of a store, read by its client."""
+MOST_POSITIONS = 2**26
+"""Elements of a table of rotary embeddings that any model may have: 262,144 positions of 256, for example."""
 BATCH_BYTES = 2**30
 
+_EDITED = ": it was edited, or another program wrote it"
 _ANOTHER = "pass another folder step-N, or the dump folder, whose latest valid checkpoint is used"
 
 
@@ -68,11 +77,21 @@ class SavedRun:
 
     @property
     def config(self) -> JobConfig:
-        """The resolved configuration in the checkpoint. Raises UserError if this version cannot read it."""
+        """The resolved configuration in the checkpoint, with the [storage] of this process. Raises UserError if this
+        version cannot read it."""
+        return with_own_storage(self._saved_config)
+
+    @property
+    def endpoint(self) -> str:
+        """storage.endpoint of the configuration in the checkpoint, which is not used. Raises UserError."""
+        return self._saved_config.storage.endpoint
+
+    @property
+    def _saved_config(self) -> JobConfig:
         try:
             return config_from_values(self.manifest.config)
         except ConfigError as error:
-            version = self.manifest.versions["titanlite"]
+            version = self.manifest.versions.get("titanlite", "of an unknown version")
             raise UserError(
                 f"{self.path}: this version of titanlite cannot read the configuration that titanlite {version} saved; "
                 "use that version, or a later one:",
@@ -181,12 +200,30 @@ class SavedRun:
             return None
 
 
+def with_own_storage(config: JobConfig) -> JobConfig:
+    """A saved configuration, which reaches stores as this process does: a server that a stranger's run names would get
+    the user's credentials. It may still say that none are sent."""
+    own = settings()
+    return replace(config, storage=replace(own, anonymous=own.anonymous or config.storage.anonymous))
+
+
+@cache
+def name_endpoint(where: Place, endpoint: str) -> None:
+    """Say that the store of a saved configuration is not used, unless this process uses it, too; once."""
+    if endpoint and endpoint not in (settings().endpoint, *map(os.environ.get, ENDPOINT_VARIABLES)):
+        shown = endpoint.rpartition("@")[2]
+        log.warning(
+            "%s was trained with another store, storage.endpoint = %r: if you trust it, add --storage.endpoint %s",
+            *(where, shown, shlex.quote(shown)),
+        )
+
+
 def open_run(path: str | Place, *, verifies: bool = True, allow_import: bool = False) -> SavedRun:
     """Open the checkpoint at `path`: a folder step-N, or the latest valid one of a dump folder or checkpoint folder.
 
     Verifies all its files. In a folder of several, skips damaged checkpoints with a warning each. verifies: False on
     ranks whose folder step-N another rank has verified. allow_import: whether to import the plugins that the run's
-    configuration names. Raises UserError.
+    configuration names, and to follow its checkpoint.folder out of the dump folder. Raises UserError.
     """
     path = path if isinstance(path, Address) else place(expand_home(path))
     if has_manifest(path):
@@ -196,7 +233,7 @@ def open_run(path: str | Place, *, verifies: bool = True, allow_import: bool = F
             raise UserError(f"{path} is damaged: {error}; {_ANOTHER}") from None
     folder, steps = path, published_steps(path)
     if not steps:
-        folder = _checkpoints_of(path)
+        folder = _checkpoints_of(path, allow_import=allow_import)
         steps = published_steps(folder)
     found = next(_valid(folder, steps, allow_import=allow_import), None)
     if found is not None:
@@ -246,20 +283,28 @@ def _valid(folder: Place, steps: Sequence[int], *, allow_import: bool) -> Iterat
             log.warning("%s is damaged: %s; trying the previous checkpoint", step_folder(folder, step), error)
 
 
-def checkpoints_in(dump_folder: Path, where: Place) -> Place:
-    """The folder of the checkpoints of the run in `dump_folder`, which is the place `where` or a copy of it."""
+def checkpoints_in(dump_folder: Path, where: Place, *, allow_import: bool) -> Place:
+    """The folder of the checkpoints of the run in `dump_folder`, which is the place `where` or a copy of it.
+
+    allow_import: whether the run's configuration may name a place outside of it. Raises UserError.
+    """
     copy = dump_folder / CONFIG_COPY
     folder = read_copy(dump_folder).checkpoint.folder if copy.is_file() else CheckpointConfig.folder
+    if not (allow_import or is_below(folder)):
+        raise UserError(
+            f"{where}: checkpoint.folder of its {CONFIG_COPY} is {folder!r}, outside of it; to read that place, if you "
+            "trust the run, add --allow-import; where checkpoints suffice, as for titanlite generate, pass that place"
+        )
     return where / folder if isinstance(where, Address) and not is_address(folder) else place(folder, dump_folder)
 
 
-def _checkpoints_of(dump_folder: Place) -> Place:
+def _checkpoints_of(dump_folder: Place, *, allow_import: bool) -> Place:
     if isinstance(dump_folder, Path):
-        return checkpoints_in(dump_folder, dump_folder)
+        return checkpoints_in(dump_folder, dump_folder, allow_import=allow_import)
     if not Store(dump_folder).exists(CONFIG_COPY):
         return dump_folder / CheckpointConfig.folder
     with local_dump_folder(dump_folder) as copy:
-        return checkpoints_in(copy, dump_folder)
+        return checkpoints_in(copy, dump_folder, allow_import=allow_import)
 
 
 def _opened(path: Place, *, verifies: bool = True, allow_import: bool) -> SavedRun:
@@ -271,22 +316,80 @@ def _opened(path: Place, *, verifies: bool = True, allow_import: bool) -> SavedR
     if verifies:
         check_files(path, manifest)
     import_plugins_of(manifest.config, path, allowed=allow_import)
-    values = dict(manifest.facts["model"]) | rope_at(manifest.config["training"], manifest.step)
+    if problem := _facts_problem(manifest):
+        raise UserError(f"{path}: MANIFEST.json {problem}{_EDITED}")
+    try:
+        values = dict(manifest.facts["model"]) | rope_at(manifest.config["training"], manifest.step)
+    except (KeyError, TypeError, AttributeError):
+        raise UserError(f"{path}: MANIFEST.json has no valid training.stages{_EDITED}") from None
     family = FAMILIES.get(values.pop("family"))
     if family is None:
         raise UserError(
             f"{path}: there is no family {manifest.facts['model']['family']!r}: a program has registered it, or "
             "another version of titanlite has it; register it before in the same way, or use that version"
         )
+    return SavedRun(path, manifest, family, _hyper_parameters(path, family, values))
+
+
+def _facts_problem(manifest: Manifest) -> str:
+    """What is wrong with the values that every command needs; "": nothing."""
+    facts, model = manifest.facts, manifest.facts.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("family"), str):
+        return "has no model among its facts"
+    if not isinstance(facts.get("dtype"), str) or facts["dtype"] not in DTYPES:
+        return f"has dtype = {facts.get('dtype')!r} among its facts"
+    return "" if isinstance(facts.get("tokenizer", 0), str | None) else "has no tokenizer among its facts"
+
+
+def _hyper_parameters(path: Place, family: Family, values: Mapping[str, Any]) -> Any:
+    """The hyper-parameters in a manifest, after the checks that [model] of a TOML gets, and if the model of these sizes
+    has the tensors that are stored. Raises UserError, InvalidCheckpointError."""
     try:
-        hyper_parameters = family.config_type(**values)
+        family.config_type(**values)
     except TypeError as error:
         reason = str(error).partition("() ")[2]
         raise UserError(
             f"{path}: another version of titanlite wrote this model of the family {family.name!r}, with different "
             f"hyper-parameters: {reason}; use that version"
         ) from None
-    return SavedRun(path, manifest, family, hyper_parameters)
+    read, problems = read_values({"model": dict(values)}, family.name)
+    stored = {
+        name.removeprefix(MODEL): shape for name, (shape, _) in read_shapes(path).items() if name.startswith(MODEL)
+    }
+    if not problems:
+        section = ModelConfig(family.name, next(iter(family.flavors)), read["model"])
+        found = resolve_model(section)[1]
+        problems = _layer_problems(found, stored) or check_model(section, seq_len=1, tp=1, pp=1)
+        problems = problems or _position_problems(found, stored)
+    if problems:
+        each = problems[0]
+        raise UserError(f"{path}: MANIFEST.json has {each.key} = {each.value!r}; it must be {each.rule}{_EDITED}")
+    try:
+        model = full_model(section)
+    except (RuntimeError, ValueError) as error:  # sizes whose product is no number of elements
+        raise UserError(f"{path}: MANIFEST.json has a model that cannot be built: {error}") from None
+    for name, tensor in saved_tensors(model).items():
+        shape = tuple(tensor.shape)
+        if stored.get(name) != shape:
+            has = f"has {name} in shape {stored[name]}" if name in stored else f"has no {name}"
+            raise UserError(f"{path}: the model in MANIFEST.json needs {name} in shape {shape}; the checkpoint {has}")
+    if others := sorted(stored.keys() - saved_tensors(model).keys()):
+        raise UserError(f"{path}: the model in MANIFEST.json has no {others[0]}, which the checkpoint has")
+    return found
+
+
+def _layer_problems(model: Any, stored: Mapping[str, tuple[int, ...]]) -> list[Problem]:
+    """Problems of the number of layers, before anything is computed from it."""
+    layers = getattr(model, "n_layers", 0) + getattr(model, "n_further_tokens", 0)
+    rule = f"at most {len(stored)}, the number of tensors in the checkpoint"
+    return [] if layers <= len(stored) else [Problem("model.n_layers", layers, rule, "")]
+
+
+def _position_problems(model: Any, stored: Mapping[str, tuple[int, ...]]) -> list[Problem]:
+    """Problems of the tables of rotary embeddings, which no tensor of the checkpoint bounds."""
+    most = max(MOST_POSITIONS, 4 * sum(map(math.prod, stored.values()))) // max(model.head_dim, 1)
+    rule = f"at most {most}: its tables of positions would be larger than the model"
+    return [] if model.max_seq_len <= most else [Problem("model.max_seq_len", model.max_seq_len, rule, "")]
 
 
 def stored_tensors(path: Place, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:

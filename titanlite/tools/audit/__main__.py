@@ -47,6 +47,7 @@ from titanlite.tools.command import (
     Count,
     OptionalCount,
     RunFolder,
+    apply_storage,
     print_lines,
     read_options_and_overrides,
     require_new,
@@ -55,7 +56,7 @@ from titanlite.tools.command import (
 from titanlite.tools.compare.measure import Trained
 from titanlite.tools.compare.repeats import check_overrides
 from titanlite.tools.dump_folder import local_dump_folder
-from titanlite.tools.saved_run import checkpoints_in, open_run
+from titanlite.tools.saved_run import checkpoints_in, name_endpoint, open_run
 from titanlite.tools.sweep.combinations import Run, checked_runs
 from titanlite.tools.sweep.command import RunsOptions, write_script
 from titanlite.tools.sweep.training import error_in, start_run, wait_for
@@ -105,13 +106,14 @@ def main(argv: Sequence[str]) -> None:
         raise UsageError(f"{options.run} is in a store: write --out with a local folder")
     if options.write_slurm is not None:
         require_new(options.write_slurm, "--write-slurm")
+    apply_storage(overrides)
     where = place(expand_home(options.run))
     out = Path(expand_home(options.out)) if options.out else Path(str(where), AUDIT_FOLDER)
     _require_no_links(out, is_chosen=bool(options.out))
     seed = secrets.randbelow(2**32) if options.seed == -1 else options.seed
     command = _command(options, seed, overrides)
     with local_dump_folder(where, RECORD_FOLDER, LEDGER_FOLDER) as folder:
-        checkpoints = checkpoints_in(folder, where)
+        checkpoints = checkpoints_in(folder, where, allow_import=options.allow_import)
         every = intervals_of(checkpoints)
         if options.results:
             chosen = [steps for steps in every if config_file(out, steps).is_file()]
@@ -126,6 +128,8 @@ def main(argv: Sequence[str]) -> None:
             print_lines(f"{where}: {len(chosen)} of {counted(len(every), 'interval')}, drawn with --seed {seed}")
         found = {steps: _open(checkpoints, steps, command, allow_import=options.allow_import) for steps in chosen}
         intervals = [each for each in found.values() if isinstance(each, Interval)]
+        for each in intervals:
+            name_endpoint(where, each.end.endpoint)
         runs: Sequence[Run] = []
         if not options.results:
             runs = _prepare(intervals, out, overrides, command, options)
@@ -231,10 +235,10 @@ def _compare(interval: Interval, run: Path, out: Path, code: int, options: Optio
         if code or message:
             reason = message or f"the training of these steps failed with exit code {code}: its error is above"
             raise UserError(*reason.split("\n"))
-        recomputed = open_run(step_folder(again / CHECKPOINTS, steps[-1]), allow_import=True)
+        recomputed = open_run(step_folder(again / CHECKPOINTS, steps[-1]), allow_import=options.allow_import)
     except UserError as error:
         return Result(steps[0], steps[-1], "failed", (), (str(error),), before, {}, command, _now())
-    sides = Side(run, saved), Side(again, recomputed)
+    sides = Side(run, saved, options.allow_import), Side(again, recomputed, options.allow_import)
     after = computer_of(recomputed, again, steps)
     lines = list(differences(*sides, steps))
     verdict: Verdict = "differs" if lines else "reproduced"
@@ -260,7 +264,9 @@ def _set_against_rounding(sides: tuple[Side, Side], steps: range, out: Path, opt
         return "differs", found
     trained = [Trained(side.folder, side.end.path.parent) for side in sides]
     try:
-        return within_rounding(trained, steps, out, options.most_repeats, options, start_run)
+        return within_rounding(
+            trained, steps, out, options.most_repeats, options, start_run, allow_import=options.allow_import
+        )
     except UserError as error:
         return "differs", f"rounding was not measured: {error}"
 

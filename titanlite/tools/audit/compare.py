@@ -30,14 +30,16 @@ EXACT = ("lr", "num_valid", "tokens_seen", "bad_rows", "too_long/", "share/")
 
 @dataclass(frozen=True)
 class Side:
-    """One computation of an interval. folder: its dump folder. end: the last step's checkpoint."""
+    """One computation of an interval. folder: its dump folder. end: the last step's checkpoint. allow_import: see
+    open_run."""
 
     folder: Path
     end: SavedRun
+    allow_import: bool
 
     @cached_property
     def sums(self) -> digest.Sums:
-        return digest.sums_of(str(self.end.path), allow_import=True)
+        return digest.sums_of(str(self.end.path), allow_import=self.allow_import)
 
 
 def differences(run: Side, again: Side, steps: range, *, rounds: bool = False) -> Iterator[str]:

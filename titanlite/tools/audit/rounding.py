@@ -32,10 +32,13 @@ def within_rounding(
     count: int,
     options: RunsOptions,
     start: Callable[[Run, int], Process],
+    *,
+    allow_import: bool,
 ) -> tuple[Verdict, str]:
     """Train `count` repeats of an interval; compare the difference of the run and its recomputation with theirs.
 
-    sides: the run, its recomputation. Repeats that are trained already are not trained again. Raises UserError.
+    sides: the run, its recomputation. Repeats that are trained already are not trained again. allow_import: see
+    open_run. Raises UserError.
     """
     file = config_file(out, steps)
     folder, last = out / f"{file.stem}-repeats", steps[-1]
@@ -45,7 +48,7 @@ def within_rounding(
     train(runs, last, lambda run: start(run, options.processes))
     repeats = [Trained(run.folder, run.folder / run.config.checkpoint.folder) for run in runs]
     parts = (MODEL, AVERAGE, OPTIMIZER)
-    pairs = differences([*sides, *repeats], last, parts, allow_import=True)
+    pairs = differences([*sides, *repeats], last, parts, allow_import=allow_import)
     among = [found for (first, _), found in pairs.items() if first >= REPEATS]
     if not any(difference for found in among for by_step in found.values() for difference in by_step.values()):
         raise UserError("all repeats are equal bit for bit, so rounding was not measured: write another --nproc")

@@ -11,7 +11,7 @@ import torch
 import tyro
 
 from titanlite.config.files import CONFIG_FILE
-from titanlite.config.load import CONFIG_COPY, parse
+from titanlite.config.load import CONFIG_COPY, parse, read_copy
 from titanlite.config.plugins import import_plugins_of
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import tables_of
@@ -23,12 +23,20 @@ from titanlite.runtime.errors import UsageError, UserError, raise_problems
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import aligned, counted, duration
 from titanlite.storage.address import place
-from titanlite.tools.command import AllowImport, Count, print_lines, read_options_and_overrides, run_command, write_json
+from titanlite.tools.command import (
+    AllowImport,
+    Count,
+    apply_storage,
+    print_lines,
+    read_options_and_overrides,
+    run_command,
+    write_json,
+)
 from titanlite.tools.compare.envelope import FACTOR, FLOOR_EPS, Compared, compare, first_outside
 from titanlite.tools.compare.measure import NUMBERS, Pairs, Trained, common_steps, differences
 from titanlite.tools.compare.repeats import check_overrides, repeats_of, setting_differences, train
 from titanlite.tools.dump_folder import local_dump_folder
-from titanlite.tools.saved_run import checkpoints_in
+from titanlite.tools.saved_run import checkpoints_in, name_endpoint, with_own_storage
 from titanlite.tools.sweep.combinations import Run
 from titanlite.tools.sweep.command import MAX_PROCESSES
 from titanlite.tools.sweep.training import start_run
@@ -74,6 +82,7 @@ def main(argv: Sequence[str]) -> None:
     raise_problems([*problems, *check_overrides(overrides)])
     if len(options.runs) != 2:
         raise UsageError(f"{counted(len(options.runs), 'run')}: write titanlite compare A B --out DIR")
+    apply_storage(overrides)
     a, b = options.runs
     out = Path(expand_home(options.out))
     with ExitStack() as stack:
@@ -82,7 +91,7 @@ def main(argv: Sequence[str]) -> None:
             where = place(expand_home(text))
             folder = stack.enter_context(local_dump_folder(where))
             configs.append(_config_of(folder, overrides, allow_import=options.allow_import))
-            sides.append(Trained(folder, checkpoints_in(folder, where)))
+            sides.append(Trained(folder, checkpoints_in(folder, where, allow_import=options.allow_import)))
         if lines := setting_differences(*configs):
             raise UserError(
                 "A and B are not runs of one configuration, so that more than rounding drives them apart:",
@@ -119,7 +128,8 @@ def _config_of(folder: Path, overrides: Sequence[str], *, allow_import: bool) ->
     import_plugins_of(tables_of(parse(arguments, imports=False).config), folder, allowed=allow_import)
     parsed = parse(arguments)
     raise_problems(parsed.problems)
-    return parsed.config
+    name_endpoint(folder, read_copy(folder).storage.endpoint)
+    return with_own_storage(parsed.config)
 
 
 def _trained(config: JobConfig, a: Trained, out: Path, last: int, options: Options) -> Sequence[Run]:

@@ -76,7 +76,7 @@ Options = (
 
 def main(argv: Sequence[str]) -> None:
     """Write a new folder, or nothing. Raises UserError."""
-    options = read_options(Options, argv, "convert")
+    options = read_options(Options, argv, "convert", reads_stores=True)
     setup_logging(0)
     check_new(options.out)
     if isinstance(options, ExportOptions):

@@ -29,8 +29,10 @@ from titanlite.tools.command import (
     Count,
     OptionalCount,
     RunFolder,
+    apply_storage,
     check_chat_template,
     check_options,
+    check_sections,
     read_options_and_overrides,
     run_command,
 )
@@ -98,9 +100,10 @@ class Options:
 
 def main(argv: Sequence[str]) -> None:
     """Print the texts. Raises UserError."""
-    options, _, problems = read_options_and_overrides(Options, argv, "generate", takes_keys=False)
+    options, overrides, problems = read_options_and_overrides(Options, argv, "generate")
     prompts_given, of_prompts = read_prompts(options.prompt, options.prompt_file, required=not options.chat)
-    raise_problems([*problems, *of_prompts, *check(options)])
+    raise_problems([*problems, *of_prompts, *check(options), *check_sections(overrides, ("storage",))])
+    apply_storage(overrides)
     setup_logging(0, sys.stderr)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # for terminals that are not UTF-8

@@ -62,7 +62,7 @@ class Options:
 
 def main(argv: Sequence[str]) -> None:
     """Print the comparison; exit with 1 if the record is not reproduced. Raises UserError."""
-    options = read_options(Options, argv, "replay")
+    options = read_options(Options, argv, "replay", reads_stores=True)
     world = world_from_environment()
     if world.size > 1:
         raise UsageError("replay runs on one process: start it without torchrun")
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
         if not (folder / CONFIG_COPY).is_file():
             raise UserError(f"{where} has no {CONFIG_COPY}: pass the dump folder of a run")
         all_records, last = read_records(folder), last_row(folder / METRICS_FILE)
-        checkpoints = checkpoints_in(folder, where)
+        checkpoints = checkpoints_in(folder, where, allow_import=options.allow_import)
         require_trained(where, last, all_records, published_steps(checkpoints), step)
         records = [record for record in all_records if step in record.steps]
         saved = latest_before(checkpoints, step, allow_import=options.allow_import)

@@ -39,7 +39,7 @@ from titanlite.runtime.torch_internals import local_part
 from titanlite.storage.address import Place, place
 from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
 from titanlite.tools.parity.measure import passes
-from titanlite.tools.saved_run import SavedRun, initial_checkpoint
+from titanlite.tools.saved_run import SavedRun, initial_checkpoint, name_endpoint, with_own_storage
 from titanlite.trainer import Trainer
 
 AVERAGE_KEY = "optimizer.ema_decay"
@@ -76,14 +76,20 @@ def launch_config(folder: Path, records: Sequence[Record], saved: SavedRun | Non
     if records:
         values = records[0].about["config"]
         import_plugins_of(values, folder, allowed=allow_import)
-        return config_from_values(values)
+        return _of_this_machine(config_from_values(values), folder)
     if saved is not None:
+        name_endpoint(folder, saved.endpoint)
         return saved.config
     copy = read_copy(folder)
     import_plugins_of({"job": {"plugins": copy.job.plugins}}, folder, allowed=allow_import)
     parsed = parse(["--job.config_file", str(folder / CONFIG_COPY)])
     raise_problems(parsed.problems)
-    return parsed.config
+    return _of_this_machine(parsed.config, folder)
+
+
+def _of_this_machine(config: JobConfig, folder: Path) -> JobConfig:
+    name_endpoint(folder, config.storage.endpoint)
+    return with_own_storage(config)
 
 
 def start_of_run(config: JobConfig, step: int, *, allow_import: bool) -> SavedRun | None:

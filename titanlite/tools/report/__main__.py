@@ -40,7 +40,7 @@ class Options:
 
 def main(argv: Sequence[str]) -> None:
     """Write the report. Raises UserError."""
-    options = read_options(Options, argv, "report")
+    options = read_options(Options, argv, "report", reads_stores=True)
     require_report_or_new(options.out)
     folders, charts = with_ladders([place(expand_home(run)) for run in options.runs])
     runs = read_runs(folders)
