@@ -4,8 +4,10 @@ import logging
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -19,8 +21,9 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
 from titanlite.storage.address import Address
-from titanlite.storage.store import Store
-from titanlite.tools.saved_run import open_run
+from titanlite.storage.config import StorageConfig
+from titanlite.storage.store import Store, apply_settings
+from titanlite.tools.saved_run import checkpoints_in, name_endpoint, open_run
 
 TEMPLATE = "{{ messages[0].content }}"
 STEPS = 3
@@ -129,6 +132,64 @@ def test_hyper_parameters_of_another_version(run: Path) -> None:
         UserError, match=r"step-3: another version of .* wrote this model .*'number_to_come'; use that version"
     ):
         open_run(run)
+
+
+def edited(path: Path, model: Mapping[str, Any] | None = None, storage: Mapping[str, Any] | None = None) -> Path:
+    """The checkpoint with other hyper-parameters or another [storage], as a stranger can seal it again."""
+    manifest = read_manifest(path)
+    (path / MANIFEST_FILE).unlink()
+    facts = {**manifest.facts, "model": {**manifest.facts["model"], **(model or {})}}
+    config = {**manifest.config, "storage": {**manifest.config["storage"], **(storage or {})}}
+    write_manifest(path, replace(manifest, facts=facts, config=config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("n_layers", 10_000_000, "it must be at most 20, the number of tensors in the checkpoint"),
+        ("max_seq_len", 1_000_000_000, "its tables of positions would be larger than the model"),
+        ("vocab_size", 2_000_000_000, r"needs tok_embeddings.weight in shape \(2000000000, "),
+        ("dim", -1, "model.dim = -1; it must be from 1 to"),
+        ("n_heads", 0, "model.n_heads = 0; it must be from 1 to"),
+        ("n_layers", 1, "has no layers.1.attention.wk.weight, which the checkpoint has"),
+        ("norm_eps", "x", "model.norm_eps = 'x'; it must be a number"),
+        ("tie_embeddings", [True], r"model.tie_embeddings = \[True\]; it must be"),
+        ("family", ["llama3"], "MANIFEST.json has no model among its facts"),
+    ],
+)
+def test_hyper_parameters_must_be_valid_and_those_of_the_tensors(run: Path, key: str, value: Any, message: str) -> None:
+    path = edited(step_folder(run / "saved" / "here", STEPS), {key: value})
+    with pytest.raises(UserError, match=message):
+        open_run(path)
+
+
+def test_a_saved_storage_is_not_used_but_for_anonymous(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its server would get the credentials of the user."""
+    theirs = {"endpoint": "http://stranger:1", "region": "there", "profile": "other", "ca_file": "/x", "timeout_s": 1}
+    saved = open_run(edited(step_folder(run / "saved" / "here", STEPS), storage={**theirs, "anonymous": True}))
+    own = StorageConfig(endpoint="http://mine:1", timeout_s=7)
+    try:
+        assert saved.config.storage == StorageConfig(anonymous=True)
+        apply_settings(own)
+        assert saved.config.storage == replace(own, anonymous=True)
+        with caplog.at_level(logging.WARNING, logger="titanlite"):
+            name_endpoint(saved.path, saved.endpoint)
+            name_endpoint(saved.path, saved.endpoint)
+            name_endpoint(saved.path, own.endpoint)
+    finally:
+        apply_settings(StorageConfig())
+    (line,) = caplog.messages
+    assert "storage.endpoint = 'http://stranger:1': if you trust it, add --storage.endpoint http://stranger:1" in line
+
+
+@pytest.mark.parametrize("place", ["/nowhere", "../other", "s3://bucket/run"])
+def test_checkpoints_outside_of_the_dump_folder_need_permission(run: Path, place: str) -> None:
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace('folder = "saved/here"', f'folder = "{place}"'))
+    with pytest.raises(UserError, match=f"checkpoint.folder of its config.toml is '{place}', outside of it; .*--allow"):
+        checkpoints_in(run, run, allow_import=False)
+    assert str(checkpoints_in(run, run, allow_import=True)).endswith(place)
 
 
 def test_a_family_that_is_not_there_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
