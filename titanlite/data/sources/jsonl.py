@@ -17,6 +17,7 @@ from typing import IO, Any, ClassVar, NamedTuple, Protocol
 
 from titanlite.data.sources.base import HEAD_BYTES, TextSource, check_encoding, check_first_file
 from titanlite.data.sources.config import CHAT, CONVERSATION_FIELDS, SourceConfig
+from titanlite.data.sources.limits import MAX_ROW_BYTES, long_row
 from titanlite.data.sources.pieces import (
     BAD_FILE,
     ArrayError,
@@ -49,9 +50,6 @@ from titanlite.runtime.retry import is_transient
 
 CACHE_BYTES = 64 * 2**20
 """Memory for the texts of cut rows, so that a long row is not parsed again for each piece."""
-
-MAX_ROW_BYTES = 2**28
-"""Longest line that is parsed, which takes several times its size in memory. A longer one is a bad row."""
 
 CHECKED_ROWS = 100
 """Rows of the first file that are checked for the field before a run starts."""
@@ -180,7 +178,7 @@ class Jsonl(TextSource):
 
     def _read_text(self, path: SourceFile | Blocks, piece: Piece) -> bytes:
         if piece.size > MAX_ROW_BYTES:
-            raise BadRowError(f"the line has {piece.size:,} bytes, more than {MAX_ROW_BYTES:,}: divide its text")
+            raise long_row(piece.size)
         return self._text_of(read_range(path, piece.offset, piece.size))
 
     def _text_of(self, line: bytes) -> bytes:

@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import IO, Any
 
+from titanlite.data.sources.ipc import IpcReader, texts
 from titanlite.data.sources.jsonl import CHECKED_ROWS, UNPACKING_ERRORS, Jsonl, Output, is_damage, open_lines
-from titanlite.data.sources.parquet import as_bytes, text_type
+from titanlite.data.sources.limits import MAX_ROW_BYTES, long_row
+from titanlite.data.sources.parquet import text_type
 from titanlite.data.sources.pieces import BadRowError, FieldError
 from titanlite.data.sources.stored import SourceFile, open_file
 
@@ -131,18 +133,14 @@ class Arrow(Table):
         return b""  # binary
 
     def rows(self, opened: IO[bytes], name: str) -> Iterator[str | BadRowError | None]:  # noqa: ARG002
-        import pyarrow
-
-        try:
-            reader = pyarrow.ipc.open_stream(opened)
-            batches = iter(reader)
-        except pyarrow.ArrowInvalid:
-            reader = pyarrow.ipc.open_file(opened)
-            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
-        kind = text_type(reader.schema, self.field)
-        for batch in batches:
-            for text in as_bytes(batch.column(self.field), kind).to_pylist():
-                yield None if text is None else text.decode("utf-8", "surrogateescape")
+        reader = IpcReader(opened)
+        text_type(reader.schema, self.field)
+        for column in reader.columns(self.field):
+            for text in texts(column):
+                if text is not None and len(text) > MAX_ROW_BYTES:
+                    yield long_row(len(text))
+                else:
+                    yield None if text is None else str(text, "utf-8", "surrogateescape")
 
 
 def _json_line(value: Any) -> bytes:

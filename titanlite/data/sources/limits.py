@@ -1,0 +1,31 @@
+"""Limits for rows, and for small files of much data: their content would fill the memory or the disk."""
+
+from titanlite.data.sources.pieces import BadRowError
+
+MAX_ROW_BYTES = 2**28
+"""Longest line or text that is parsed, which takes several times its size in memory. A longer one is a bad row."""
+
+MAX_RATIO = 1000
+"""Content that is longer than its file by this factor, and longer than a limit, is damage. Text shrinks 3 to 20 times,
+logs up to 100 times."""
+
+MAX_UNPACKED_BYTES = 2**30
+"""Limit for the content of a file that is written to a disk or read in order."""
+
+MAX_LOADED_BYTES = 2**28
+"""Limit for what is in memory at once: a batch, or the text of a row group."""
+
+
+class ExpansionError(ValueError):
+    """The content of a file is too long for its size."""
+
+
+def require_ratio(size: int, packed: int, limit: int, what: str) -> None:
+    """Raise ExpansionError if `size` bytes exceed the limit, and MAX_RATIO times the `packed` bytes they come from."""
+    if size > max(limit, MAX_RATIO * packed):
+        raise ExpansionError(f"{what} of {packed:,} bytes expands to more than {max(limit, MAX_RATIO * packed):,}")
+
+
+def long_row(size: int) -> BadRowError:
+    """The error of a row of more than MAX_ROW_BYTES."""
+    return BadRowError(f"the line has {size:,} bytes, more than {MAX_ROW_BYTES:,}: divide its text")
