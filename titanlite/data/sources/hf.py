@@ -32,7 +32,7 @@ from titanlite.data.sources.hub_files import (
     open_file,
     source_split,
 )
-from titanlite.data.sources.jsonl import UNPACKING_ERRORS, damage_after, is_damage, json_row, open_lines
+from titanlite.data.sources.jsonl import UNPACKING_ERRORS, damage_after, is_damage, json_row, numbered_lines, open_lines
 from titanlite.data.sources.parquet import as_bytes, damage, open_parquet, row_counts, text_of, text_type
 from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, no_lines
 from titanlite.data.sources.stored import SourceFile
@@ -232,12 +232,12 @@ def _json_rows(unit: ReadUnit, field: str, first: int, share: Share) -> Iterator
     number, blank = 0, True
     with open_file(unit.file) as opened, open_lines(opened, unit.file) as lines:
         try:
-            for number, line in enumerate(lines, start=1):
-                if line.isspace():
+            for number, line in numbered_lines(lines):
+                if isinstance(line, bytes) and line.isspace():
                     continue
                 blank = False
                 if number >= first and share.has(number):
-                    yield Row(number, json_row(line.rstrip(b"\r\n"), field))
+                    yield Row(number, json_row(line.rstrip(b"\r\n"), field) if isinstance(line, bytes) else line)
         except UNPACKING_ERRORS as error:
             if not is_damage(error):
                 raise

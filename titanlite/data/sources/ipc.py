@@ -8,6 +8,7 @@ import io
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import IO, Any
 
 from titanlite.data.sources.limits import MAX_LOADED_BYTES, require_ratio
@@ -124,9 +125,9 @@ class _Clamped(io.RawIOBase):
         left = max(0, self.size - self._opened.tell())
         return self._opened.read(left if size < 0 else min(size, left))
 
-    def number(self, at: int) -> int:
-        """The signed number in 8 bytes. Raises ValueError."""
-        self.seek(at)
+    def number(self, begin: int, at: int) -> int:
+        """The signed number in 8 bytes at a byte after `begin`. Raises ValueError."""
+        self.seek(begin + at)
         return _number(self.read(8), "q", 0)
 
 
@@ -160,7 +161,7 @@ class _CheckedStream(io.RawIOBase):
         if metadata:
             message = _Table.root(metadata)
             body = self._opened.read(message.integer(_BODY_BYTES, "q"))
-            _check_message(message, len(body), lambda at: _number(body, "q", at))
+            _check_message(message, len(body), partial(_number, body, "q"))
             self._parts = [part for part in (metadata, body) if part]
         return prefix
 
@@ -177,12 +178,8 @@ def _check_file(opened: _Clamped) -> None:
             offset, length, body = struct.unpack("<qi4xq", place)
             opened.seek(offset)
             metadata = opened.read(max(0, length))
-            begin = offset + length
-            _check_message(
-                _Table.root(metadata[8 if metadata.startswith(_CONTINUATION) else 4 :]),
-                min(opened.size, body),
-                lambda at, begin=begin: opened.number(begin + at),
-            )
+            message = _Table.root(metadata[8 if metadata.startswith(_CONTINUATION) else 4 :])
+            _check_message(message, min(opened.size, body), partial(opened.number, offset + length))
 
 
 def _check_message(message: "_Table", body_bytes: int, stated_at: Callable[[int], int]) -> None:

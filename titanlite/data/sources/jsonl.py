@@ -17,7 +17,14 @@ from typing import IO, Any, ClassVar, NamedTuple, Protocol
 
 from titanlite.data.sources.base import HEAD_BYTES, TextSource, check_encoding, check_first_file
 from titanlite.data.sources.config import CHAT, CONVERSATION_FIELDS, SourceConfig
-from titanlite.data.sources.limits import MAX_ROW_BYTES, long_row
+from titanlite.data.sources.limits import (
+    MAX_ROW_BYTES,
+    MAX_UNPACKED_BYTES,
+    ExpansionError,
+    long_row,
+    require_ratio,
+    require_rows,
+)
 from titanlite.data.sources.pieces import (
     BAD_FILE,
     ArrayError,
@@ -63,7 +70,7 @@ CHUNK_BYTES = 2**16
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 """Suffix -> name of a compression that can be read."""
 
-UNPACKING_ERRORS = (EOFError, zlib.error, OSError)
+UNPACKING_ERRORS = (EOFError, zlib.error, OSError, ExpansionError)
 """Exceptions of truncated or corrupt compressed data, among other errors: see is_damage."""
 
 logger = logging.getLogger("titanlite")
@@ -178,7 +185,7 @@ class Jsonl(TextSource):
 
     def _read_text(self, path: SourceFile | Blocks, piece: Piece) -> bytes:
         if piece.size > MAX_ROW_BYTES:
-            raise long_row(piece.size)
+            raise long_row(piece.size, MAX_ROW_BYTES)
         return self._text_of(read_range(path, piece.offset, piece.size))
 
     def _text_of(self, line: bytes) -> bytes:
@@ -242,10 +249,13 @@ def rows_fault(opened: IO[bytes], name: str, read: Callable[[bytes], object]) ->
     first: BadRowError | None = None
     with open_lines(opened, name) as lines:
         try:
-            for line in islice(filter(bytes.strip, lines), CHECKED_ROWS):
-                if first is None and line.lstrip().startswith(b"["):
+            rows = (line for _, line in numbered_lines(lines) if isinstance(line, BadRowError) or line.strip())
+            for line in islice(rows, CHECKED_ROWS):
+                if first is None and isinstance(line, bytes) and line.lstrip().startswith(b"["):
                     return ArrayError("the file is a JSON array")
                 try:
+                    if isinstance(line, BadRowError):
+                        raise line
                     read(line)
                 except BadRowError as bad:
                     first = first or bad
@@ -270,14 +280,51 @@ def open_lines(opened: IO[bytes], name: str) -> io.BufferedIOBase:
     them.
     """
     kind = compression(name)
+    if not kind:
+        return opened  # type: ignore[return-value]
+    packed_bytes = opened.seek(0, io.SEEK_END)
+    opened.seek(0)
     if kind == "gzip":
-        return gzip.open(opened, "rb")
-    if kind == "zstd":
+        read = gzip.GzipFile(fileobj=opened).read1
+    else:
         import pyarrow
 
-        stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(opened, "r"), "zstd")
-        return io.BufferedReader(stream, CHUNK_BYTES)
-    return opened  # type: ignore[return-value]
+        read = pyarrow.CompressedInputStream(pyarrow.PythonFile(opened, "r"), "zstd").read
+    return io.BufferedReader(_Unpacking(read, packed_bytes), CHUNK_BYTES)
+
+
+class _Unpacking(io.RawIOBase):
+    """Unpacked data, read by `read`. Raises ExpansionError if `packed_bytes` have too much or too many lines."""
+
+    def __init__(self, read: Callable[[int], bytes], packed_bytes: int) -> None:
+        self._read, self._packed_bytes = read, packed_bytes
+        self._size = self._lines = self._line_begin = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, out: Any, /) -> int:
+        data = self._read(len(out))
+        out[: len(data)] = data
+        self._lines += data.count(b"\n")
+        if last := data.rfind(b"\n") + 1:
+            self._line_begin = self._size + last
+        self._size += len(data)
+        require_ratio(self._size, self._packed_bytes, MAX_UNPACKED_BYTES, "it")
+        require_ratio(self._size - self._line_begin, self._packed_bytes, MAX_ROW_BYTES, "a line of it")
+        require_rows(self._lines, self._packed_bytes, "lines")
+        return len(data)
+
+
+def numbered_lines(opened: io.BufferedIOBase) -> Iterator[tuple[int, bytes | BadRowError]]:
+    """Yield number, from 1, and bytes of each line, or the error of a line above MAX_ROW_BYTES, which is not loaded."""
+    number = 0
+    while line := opened.readline(MAX_ROW_BYTES + 2):
+        number += 1
+        size, end = len(line), line
+        while not end.endswith(b"\n") and (end := opened.readline(CHUNK_BYTES)):
+            size += len(end)
+        yield number, line if size <= MAX_ROW_BYTES + 2 else long_row(size, MAX_ROW_BYTES)
 
 
 def is_damage(error: Exception) -> bool:
@@ -373,6 +420,8 @@ def unpack_lines(path: SourceFile, out: Output) -> tuple[int, str]:
         except UNPACKING_ERRORS as error:
             if not is_damage(error):
                 raise
+            if isinstance(error, ExpansionError):  # its lines are not worth the space
+                lines = complete_bytes = 0
             out.truncate(complete_bytes)
             return lines, damage_after(lines, error, path.name)
     return lines, ""
@@ -380,6 +429,8 @@ def unpack_lines(path: SourceFile, out: Output) -> tuple[int, str]:
 
 def damage_after(lines: int, error: Exception, name: str) -> str:
     """Describe the damage of compressed data after `lines` readable lines. name: of the file."""
+    if isinstance(error, ExpansionError):
+        return f"the {compression(name)} data is not unpacked: {error}"
     is_short = isinstance(error, EOFError) or "Truncated" in str(error)
     fault = "ends early" if is_short else f"is corrupt ({' '.join(str(error).split())})"
     return f"the {compression(name)} data {fault} after line {lines}"

@@ -15,9 +15,21 @@ MAX_UNPACKED_BYTES = 2**30
 MAX_LOADED_BYTES = 2**28
 """Limit for what is in memory at once: a batch, or the text of a row group."""
 
+MAX_SHORT_ROWS = 2**21
+MAX_ROWS_PER_BYTE = 10
+"""A file that has more rows than the first, and more for each of its bytes than the second, is damaged: each row takes
+time and 56 bytes of the index, also if it is empty."""
+
 
 class ExpansionError(ValueError):
-    """The content of a file is too long for its size."""
+    """A file has too much content for its size."""
+
+
+def require_rows(count: int, packed: int, what: str = "rows") -> None:
+    """Raise ExpansionError if a file of `packed` bytes has too many rows."""
+    if count > max(MAX_SHORT_ROWS, MAX_ROWS_PER_BYTE * packed):
+        most = max(MAX_SHORT_ROWS, MAX_ROWS_PER_BYTE * packed)
+        raise ExpansionError(f"its {packed:,} bytes have more than {most:,} {what}")
 
 
 def require_ratio(size: int, packed: int, limit: int, what: str) -> None:
@@ -26,6 +38,6 @@ def require_ratio(size: int, packed: int, limit: int, what: str) -> None:
         raise ExpansionError(f"{what} of {packed:,} bytes expands to more than {max(limit, MAX_RATIO * packed):,}")
 
 
-def long_row(size: int) -> BadRowError:
-    """The error of a row of more than MAX_ROW_BYTES."""
-    return BadRowError(f"the line has {size:,} bytes, more than {MAX_ROW_BYTES:,}: divide its text")
+def long_row(size: int, most: int) -> BadRowError:
+    """The error of a row of more than `most` bytes, MAX_ROW_BYTES."""
+    return BadRowError(f"the line has {size:,} bytes, more than {most:,}: divide its text")

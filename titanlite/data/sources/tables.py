@@ -6,7 +6,6 @@ The column is written once as JSON lines into the cache folder, so that any row 
 import csv
 import io
 import json
-import sys
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator
@@ -14,10 +13,17 @@ from typing import IO, Any
 
 from titanlite.data.sources.ipc import IpcReader, texts
 from titanlite.data.sources.jsonl import CHECKED_ROWS, UNPACKING_ERRORS, Jsonl, Output, is_damage, open_lines
-from titanlite.data.sources.limits import MAX_ROW_BYTES, long_row
+from titanlite.data.sources.limits import (
+    MAX_ROW_BYTES,
+    MAX_UNPACKED_BYTES,
+    ExpansionError,
+    long_row,
+    require_ratio,
+    require_rows,
+)
 from titanlite.data.sources.parquet import text_type
 from titanlite.data.sources.pieces import BadRowError, FieldError
-from titanlite.data.sources.stored import SourceFile, open_file
+from titanlite.data.sources.stored import SourceFile, open_file, size_of
 
 CONVERSION_ERRORS = (*UNPACKING_ERRORS, ValueError)
 """Exceptions of damaged data, among other errors: see is_damage. Those of pyarrow are ValueErrors."""
@@ -55,14 +61,19 @@ class Table(Jsonl):
         return [self.kind, self.field]
 
     def _copy_lines(self, path: SourceFile, out: Output) -> tuple[int, str]:
-        count = 0
+        count, size = 0, size_of(path)
         with open_file(path) as opened:
             try:
                 for row in self.rows(opened, path.name):
                     out.write(_json_line(str(row) if isinstance(row, BadRowError) else {self.field: row}))
                     count += 1
+                    require_ratio(out.tell(), size, MAX_UNPACKED_BYTES, "its text")
+                    require_rows(count, size)
             except BadRowError as bad:
                 return count, str(bad)
+            except ExpansionError as error:  # its rows are not worth the space
+                out.truncate(0)
+                return 0, f"the file is not read: {error}"
             except CONVERSION_ERRORS as error:
                 if not is_damage(error):
                     raise
@@ -82,11 +93,11 @@ class Csv(Table):
     suffixes = (".csv", ".csv.gz", ".csv.zst")
 
     def rows(self, opened: IO[bytes], name: str) -> Iterator[str | BadRowError | None]:
-        csv.field_size_limit(sys.maxsize)
+        csv.field_size_limit(MAX_ROW_BYTES)
         # Invalid UTF-8 becomes surrogates, for which Jsonl reports the row.
         with (
             open_lines(opened, name) as unpacked,
-            io.TextIOWrapper(unpacked, "utf-8-sig", "surrogateescape", newline="") as text,  # type: ignore[type-var]
+            io.TextIOWrapper(_ShortLines(unpacked), "utf-8-sig", "surrogateescape", newline="") as text,  # type: ignore[type-var]
         ):
             reader = csv.reader(text, strict=True)
             header = _next_row(reader)
@@ -102,6 +113,26 @@ class Csv(Table):
                     fault = f"{len(row)} values, but the header has {len(header)}"
                     row = BadRowError(f"the row that ends at line {reader.line_num} has {fault}")
                 yield row[column] if isinstance(row, list) else row
+
+
+class _ShortLines(io.BufferedIOBase):
+    """The bytes of a file. Raises ValueError in a line of more than MAX_ROW_BYTES, before it is in memory."""
+
+    def __init__(self, opened: io.BufferedIOBase) -> None:
+        self._opened, self._line_bytes = opened, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def read1(self, size: int | None = -1, /) -> bytes:
+        data = self._opened.read1(-1 if size is None else size)
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        self._line_bytes = len(data) - end if end else self._line_bytes + len(data)
+        if self._line_bytes > MAX_ROW_BYTES:
+            raise ValueError(f"a line has more than {MAX_ROW_BYTES:,} bytes: divide its text")
+        return data
+
+    read = read1
 
 
 def _columns(header: list[str], reader: Any) -> list[str]:
@@ -138,7 +169,7 @@ class Arrow(Table):
         for column in reader.columns(self.field):
             for text in texts(column):
                 if text is not None and len(text) > MAX_ROW_BYTES:
-                    yield long_row(len(text))
+                    yield long_row(len(text), MAX_ROW_BYTES)
                 else:
                     yield None if text is None else str(text, "utf-8", "surrogateescape")
 
