@@ -198,7 +198,7 @@ class StartFinder:
 
     def _load_weights(self, found: Found) -> None:
         tensors, facts = self.state.model(), found.manifest.facts
-        absent = self.state.buffers - read_shapes(found.path).keys() if self.state.buffers else set()
+        absent = self.state.buffers - self._shapes(found).keys()
         if absent:
             log.info("Not in the checkpoint, so they begin at 0: %s", ", ".join(sorted(absent)))
             tensors = {name: tensor for name, tensor in tensors.items() if name not in absent}
@@ -306,12 +306,16 @@ class StartFinder:
         ):
             warn_on_rank_0([line], self.group)
 
-    def _load_all(self, found: Found) -> None:
-        manifest = found.manifest
+    def _shapes(self, found: Found) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Name -> (shape, dtype) of the tensors of a checkpoint. Raises UserError on all ranks."""
         try:
-            saved = run_on_rank_0(lambda: read_shapes(found.path), self.group)
+            return run_on_rank_0(lambda: read_shapes(found.path), self.group)
         except RanksError as error:
             raise UserError(f"{found.path} cannot be loaded: {error}") from None
+
+    def _load_all(self, found: Found) -> None:
+        manifest = found.manifest
+        saved = self._shapes(found)
         (_, width), _ = saved[STREAMS]  # there may be more sources now
         restarts = bool(optimizer_differences(manifest.facts.get("optimizer"), self.about.facts.get("optimizer")))
         tensors = self.state.model() if restarts else self.state.model_and_optimizer()

@@ -2,11 +2,12 @@
 only tensors, and are read without executing code."""
 
 import io
+import logging
 import os
 import pickle
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -225,7 +226,7 @@ def load_tensors(place: Place, tensors: Mapping[str, Tensor], group: dist.Proces
     A collective over `group`; None: this process alone. Raises dcp.CheckpointException, a BaseException, on all ranks
     if a tensor is missing or has another shape.
     """
-    with _ignore_no_group_warning():
+    with _ignore_no_group_warning(), _no_logged_tracebacks():
         dcp.load(
             dict(tensors),
             storage_reader=_Reader(place, group),
@@ -246,6 +247,21 @@ def _ignore_no_group_warning() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
+
+
+@contextmanager
+def _no_logged_tracebacks() -> Iterator[None]:
+    """DCP raises the error of unreadable metadata, and before logs it twice, with tracebacks, by the root logger."""
+    root = logging.getLogger()
+
+    def has_no_traceback(record: logging.LogRecord) -> bool:
+        return not record.exc_info
+
+    root.addFilter(has_no_traceback)  # only for lines of the root logger itself
+    try:
+        yield
+    finally:
+        root.removeFilter(has_no_traceback)
 
 
 def read_shapes(place: Place) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -360,7 +376,7 @@ class _Reader(dcp.FileSystemReader):
         try:
             with self._open_metadata() as file:
                 metadata = _MetadataUnpickler(file).load()
-            if not isinstance(metadata, Metadata):
+            if not isinstance(metadata, Metadata) or not _has_fitting_values(metadata):
                 raise InvalidCheckpointError(f"{METADATA_FILE} does not contain the metadata of a checkpoint")
             for name in (stored.relative_path for stored in metadata.storage_data.values()):
                 if not is_safe_name(name) or "/" in name:
@@ -372,6 +388,33 @@ class _Reader(dcp.FileSystemReader):
         return metadata
 
 
+def _has_fitting_values(found: Metadata) -> bool:
+    """Whether all values that are read have their types: a pickle can give any. An attribute may even be missing."""
+    return (
+        all(isinstance(name, str) and _is_tensor(entry) for name, entry in found.state_dict_metadata.items())
+        and all(isinstance(index, MetadataIndex) for index in found.storage_data)
+        and all(
+            isinstance(stored.relative_path, str) and _are_sizes((stored.offset, stored.length))
+            for stored in found.storage_data.values()
+        )
+    )
+
+
+def _is_tensor(entry: Any) -> bool:
+    return (
+        isinstance(entry, dcp.metadata.TensorStorageMetadata)
+        and entry.properties.dtype in _DTYPES
+        and _are_sizes(entry.size)
+        and all(_are_sizes(chunk.offsets) and _are_sizes(chunk.sizes) for chunk in entry.chunks)
+    )
+
+
+def _are_sizes(values: Iterable[Any]) -> bool:
+    return all(type(value) is int and 0 <= value < 2**63 for value in values)
+
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
+"""Those of the tensors of a run."""
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {
     (f"{_DCP}.metadata", "Metadata"),
@@ -383,7 +426,7 @@ _ALLOWED = {
     (f"{_DCP}.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
-    *(("torch", name) for name in ("float64", "float32", "bfloat16", "int64")),
+    *(("torch", str(dtype).removeprefix("torch.")) for dtype in _DTYPES),
 }
 
 

@@ -215,9 +215,23 @@ class _About(TypedDict):
     device: str
 
 
+_COLUMNS = {
+    "step": (np.int64, 1),
+    "first_sequence": (np.int64, 1),
+    "num_valid": (np.int64, 1),
+    "skipped": (np.bool_, 1),
+    "grad_norm": (np.float64, 1),
+    "gradient_norms": (np.float64, 2),
+    "row_losses": (np.float64, 2),
+}
+"""Type and number of dimensions of each array of a record but `about`."""
+
+
 def _read_record(file: Path) -> Record:
     content = io.BytesIO(read_regular(file, MAX_BYTES))
     with zipfile.ZipFile(content) as checked:
+        if sum(member.file_size for member in checked.infolist()) > MAX_BYTES:
+            raise ValueError(f"its arrays have more than {MAX_BYTES} bytes")
         if checked.testzip() is not None:
             raise ValueError("its checksums do not match")
     content.seek(0)
@@ -225,6 +239,8 @@ def _read_record(file: Path) -> Record:
         arrays = {name: archive[name] for name in archive.files}
     about = parse_json(arrays.pop("about").tobytes(), _About)
     names = about.pop("parameters")
+    if {name: (array.dtype.type, array.ndim) for name, array in arrays.items()} != _COLUMNS:
+        raise ValueError("its arrays have other names, types or dimensions than those of steps")
     steps = {}
     for row in range(len(arrays["step"])):
         values = {name: column[row].tolist() for name, column in arrays.items()}

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from titanlite.checkpoint.manifest import Computation, computed_by
 from titanlite.checkpoint.state import AVERAGE, MODEL, OPTIMIZER
-from titanlite.checkpoint.storage import read_shapes
 from titanlite.hf.folder import CONFIG_FILE, open_folder
 from titanlite.parallel.digest import combine, sum_of_bits
 from titanlite.runtime.environment import expand_home
@@ -21,7 +20,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.settings import setting
 from titanlite.storage.address import place
 from titanlite.tools.command import AllowImport, print_lines, read_options, run_command
-from titanlite.tools.saved_run import open_run, stored_tensors
+from titanlite.tools.saved_run import open_run, stored_shapes, stored_tensors
 
 PARTS = {"weights": MODEL, "buffers": MODEL, "average": AVERAGE, "optimizer": OPTIMIZER}
 """Part of a checkpoint -> prefix of its tensors. buffers: such as the biases of experts."""
@@ -96,7 +95,7 @@ def sums_of(text: str, *, allow_import: bool) -> Sums:
     model.tie_weights()
     parameters = {name for name, _ in model.named_parameters()}
 
-    stored = read_shapes(run.path)
+    stored = stored_shapes(run.path)
     parts = {}
     for part, prefix in PARTS.items():
         own = [name for name in stored if name.startswith(prefix)]

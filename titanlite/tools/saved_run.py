@@ -177,11 +177,8 @@ class SavedRun:
 
     def _shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
         """The shapes of the tensors below `prefix`, by their names without it. Raises UserError."""
-        try:
-            found = read_shapes(self.path)
-        except InvalidCheckpointError as error:
-            raise UserError(f"{self.path} is damaged: {error}; {_ANOTHER}") from None
-        return {name.removeprefix(prefix): shape for name, (shape, _) in found.items() if name.startswith(prefix)}
+        found = stored_shapes(self.path).items()
+        return {name.removeprefix(prefix): shape for name, (shape, _) in found if name.startswith(prefix)}
 
     def _tokenizer_copies(self) -> list[Path]:
         """Candidate paths of the dump folder's copy: above the path as given, and above it with links resolved."""
@@ -392,10 +389,18 @@ def _position_problems(model: Any, stored: Mapping[str, tuple[int, ...]]) -> lis
     return [] if model.max_seq_len <= most else [Problem("model.max_seq_len", model.max_seq_len, rule, "")]
 
 
+def stored_shapes(path: Place) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Name -> (shape, dtype) of the tensors of a checkpoint. Raises UserError."""
+    try:
+        return read_shapes(path)
+    except InvalidCheckpointError as error:
+        raise UserError(f"{path} is damaged: {error}; {_ANOTHER}") from None
+
+
 def stored_tensors(path: Place, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint by their names there. About BATCH_BYTES are read at a time: each read opens files, in
-    a store it costs whole parts of them."""
-    stored, batch = read_shapes(path), dict[str, Tensor]()
+    a store it costs whole parts of them. Raises UserError."""
+    stored, batch = stored_shapes(path), dict[str, Tensor]()
     for name in names:
         shape, dtype = stored[name]
         batch[name] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))

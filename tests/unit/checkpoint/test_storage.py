@@ -5,6 +5,7 @@ import os
 import pickle
 import resource
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,33 @@ def test_names_not_on_the_allow_list_are_refused(tmp_path: Path, module: str, na
 )
 def test_invalid_metadata_is_reported(tmp_path: Path, data: bytes) -> None:
     (tmp_path / METADATA_FILE).write_bytes(data)
+    with pytest.raises(InvalidCheckpointError, match=r"^\.metadata (cannot be read: |does not contain the metadata)"):
+        read_shapes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("owner", "attribute", "value"),
+    [
+        (lambda found: found, "state_dict_metadata", {"a": 3}),
+        (lambda found: found, "storage_data", {"a": 3}),
+        (lambda found: found, "state_dict_metadata", None),
+        (lambda found: found.state_dict_metadata["a"], "size", torch.Size([2**62, -1])),
+        (lambda found: found.state_dict_metadata["a"], "size", "x"),
+        (lambda found: found.state_dict_metadata["a"].properties, "dtype", 3),
+        (lambda found: found.state_dict_metadata["a"].chunks[0], "offsets", [None]),
+        (lambda found: next(iter(found.storage_data.values())), "relative_path", 7),
+        (lambda found: next(iter(found.storage_data.values())), "offset", -1),
+        (lambda found: next(iter(found.storage_data.values())), "length", 0.5),
+    ],
+)
+def test_a_value_of_another_type_is_reported(
+    tmp_path: Path, group: dist.ProcessGroup, owner: Callable[[Metadata], Any], attribute: str, value: Any
+) -> None:
+    save_tensors(tmp_path, {"a": torch.ones(2)}, {"a": torch.ones(2)}, group)
+    path = tmp_path / METADATA_FILE
+    metadata = pickle.loads(path.read_bytes())
+    object.__setattr__(owner(metadata), attribute, value)
+    path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(InvalidCheckpointError, match=r"^\.metadata (cannot be read: |does not contain the metadata)"):
         read_shapes(tmp_path)
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from tests.unit.planted import planted_at
 from titanlite.config.schema import JobConfig
+from titanlite.faults import record as module
 from titanlite.faults.record import (
     RECORD_FOLDER,
     UNFINISHED,
@@ -35,12 +36,12 @@ from titanlite.tools.replay.compute import require_same_settings, require_start,
 ABOUT = {"parameters": ["a", "b"], "config": {}, "code": {"torch": "2"}, "world_size": 2, "device": "cpu"}
 
 
-def write(folder: Path, name: str, about: Any = ABOUT) -> Path:
+def write(folder: Path, name: str, about: Any = ABOUT, **changed: Any) -> Path:
     file = folder / RECORD_FOLDER / f"{name}.npz"
     file.parent.mkdir(exist_ok=True)
     steps: dict[str, Any] = {"step": [4, 5], "num_valid": [8, 9], "skipped": [False, True], "grad_norm": [0.5, np.nan]}
     steps |= {"gradient_norms": np.ones((2, 2)), "row_losses": np.ones((2, 3)), "first_sequence": [9, 12]}
-    np.savez(file, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **steps)
+    np.savez_compressed(file, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **steps | changed)
     return file
 
 
@@ -62,6 +63,35 @@ def test_damaged_records_are_reported_and_left_out(tmp_path: Path, caplog: pytes
     assert [message.partition(" is not a record of steps: ")[0] for message in caplog.messages] == [
         str(tmp_path / RECORD_FOLDER / f"{name}.npz") for name in ("3", "1")
     ]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"grad_norm": np.ones((2, 1))},
+        {"row_losses": np.ones(2)},
+        {"row_losses": np.full((2, 3), "x")},
+        {"step": np.array(["4", "5"])},
+        {"gradient_norms": np.ones((2, 3))},
+        {"more": np.ones(2)},
+    ],
+)
+def test_arrays_of_other_types_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, Any]
+) -> None:
+    write(tmp_path, "1", **changed)
+    assert read_records(tmp_path) == []
+    assert " is not a record of steps: " in caplog.text
+
+
+def test_a_record_is_not_unpacked_beyond_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert write(tmp_path, "1", row_losses=np.zeros((2, 20_000))).stat().st_size < 10_000
+    assert len(read_records(tmp_path)) == 1
+    monkeypatch.setattr(module, "MAX_BYTES", 100_000)
+    assert read_records(tmp_path) == []
+    assert "its arrays have more than 100000 bytes" in caplog.text
 
 
 def recorder(folder: Path, group: dist.ProcessGroup) -> StepRecorder:

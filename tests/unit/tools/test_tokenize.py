@@ -742,3 +742,15 @@ def test_ray_that_does_not_start(
 def test_invalid_options(arguments: str, problem: str, config: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=problem):
         tokenize.main([str(config), "--out", str(tmp_path / "out"), *arguments.split()])
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"tokens": "x"}'])
+def test_a_damaged_entry_of_a_part_is_named(content: bytes, config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run_tasks(config, out, tmp_path / "my.sbatch", (2, 0))
+    (out / "tokens-00000.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"out/tokens-00000\.json .*: remove it, and run the same command again"):
+        tokenize.main([str(config), "--out", str(out), "--tasks", "3", "--part", "1"])
+    (out / "tokens-00000.json").unlink()
+    tokenize.main([str(config), "--out", str(out), "--workers", "0"])
+    assert (out / "tokens.json").exists()

@@ -7,11 +7,10 @@ import torch
 
 from titanlite.checkpoint.folder import published_steps, step_folder
 from titanlite.checkpoint.state import AVERAGE, MODEL
-from titanlite.checkpoint.storage import read_shapes
 from titanlite.hf.folder import ModelFolder, open_folder
 from titanlite.runtime.errors import UserError
 from titanlite.storage.address import Place
-from titanlite.tools.saved_run import stored_tensors
+from titanlite.tools.saved_run import stored_shapes, stored_tensors
 
 
 def origin_of(exported: Path, checkpoints: Place) -> int:
@@ -20,7 +19,7 @@ def origin_of(exported: Path, checkpoints: Place) -> int:
     differing = ""
     for step in reversed(published_steps(checkpoints)):
         path = step_folder(checkpoints, step)
-        stored = read_shapes(path)
+        stored = stored_shapes(path)
         plain = [MODEL + name for name in folder.tensors]
         averages = [AVERAGE + name if AVERAGE + name in stored else MODEL + name for name in folder.tensors]
         for names in (plain, averages)[: 1 + (plain != averages)]:

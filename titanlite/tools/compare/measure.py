@@ -12,12 +12,11 @@ from torch import Tensor
 
 from titanlite.checkpoint.folder import published_steps, step_folder
 from titanlite.checkpoint.state import MODEL
-from titanlite.checkpoint.storage import read_shapes
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import read_series
 from titanlite.storage.address import Place
 from titanlite.tools.compare.envelope import relative
-from titanlite.tools.saved_run import open_run, stored_tensors
+from titanlite.tools.saved_run import open_run, stored_shapes, stored_tensors
 
 NUMBERS = ("loss", "grad_norm", "validation/loss")
 Pairs = Mapping[tuple[int, int], dict[str, dict[int, float]]]
@@ -49,7 +48,7 @@ def differences(runs: Sequence[Trained], last: int, parts: Sequence[str] = (MODE
                 found.setdefault(name, {})[step] = relative(rows[first][name][step], rows[second][name][step])
     for step in _common([{*published_steps(run.checkpoints)} for run in runs], last):
         saved = [open_run(step_folder(run.checkpoints, step), allow_import=allow_import) for run in runs]
-        names = [name for name in read_shapes(saved[0].path) if name.startswith((*parts,))]
+        names = [name for name in stored_shapes(saved[0].path) if name.startswith((*parts,))]
         for of_runs in zip(*(stored_tensors(run.path, names) for run in saved), strict=True):
             name, tensors = of_runs[0][0].removeprefix(MODEL), [tensor.double() for _, tensor in of_runs]
             for (first, second), found in pairs.items():

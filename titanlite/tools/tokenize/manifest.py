@@ -6,7 +6,7 @@ from typing import Any
 from titanlite.data.config import DataConfig
 from titanlite.data.sources.tokens import MANIFEST, UNFINISHED, Shard
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.json_files import parse_json
+from titanlite.runtime.json_files import JsonError, parse_json
 from titanlite.runtime.text import counted
 from titanlite.tools.tokenize.plan import ENTRY, Job
 
@@ -18,11 +18,12 @@ def finish(job: Job) -> dict[str, Any]:
     """
     names = [job.name(part, ENTRY) for part in range(len(job.plan["parts"]))]
     try:
-        entries: list[Shard] = [parse_json(entry, Shard) for entry in job.out.read_all(names)]
+        contents = job.out.read_all(names)
     except FileNotFoundError:  # another process was faster
-        found: dict[str, Any] = parse_json(job.out.read(MANIFEST))
+        found: dict[str, Any] = _parsed(job, MANIFEST, job.out.read(MANIFEST), dict[str, Any])
         job.out.delete(names)
         return found
+    entries: list[Shard] = [_parsed(job, *each, Shard) for each in zip(names, contents, strict=True)]
     shards = [entry for entry in entries if entry["tokens"]]
     if not shards:
         raise UserError(f"there is nothing to tokenize: no document of {counted(len(entries), 'part')} has a token")
@@ -38,6 +39,14 @@ def finish(job: Job) -> dict[str, Any]:
     job.out.delete([UNFINISHED])  # before the entries: they are those of a plan
     job.out.delete(names)
     return manifest
+
+
+def _parsed(job: Job, name: str, content: bytes, schema: Any) -> Any:
+    """The content of a file in the folder. Raises UserError."""
+    try:
+        return parse_json(content, schema)
+    except JsonError as error:
+        raise UserError(f"{job.out}/{name} {error}: remove it, and run the same command again") from None
 
 
 def check_bad_rows(section: DataConfig, bad_rows: int) -> None:
