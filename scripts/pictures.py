@@ -65,7 +65,7 @@ def train(folder: Path, starts: Starts, *options: str) -> list[dict[str, Any]]:
     file = folder / "metrics.jsonl"
     own = ("--training.steps", str(STEPS), "--metrics.log_freq", "1", "--validation.enable", "false")
     for index, (ranks, arguments) in enumerate(starts):
-        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "titanlite.train")
+        launcher = ("-m", "titanlite.torchrun", "--standalone", f"--nproc-per-node={ranks}", "-m", "titanlite.train")
         command = (*launcher, "quickstart", "--job.dump_folder", str(folder), *own, *options, *arguments)
         with subprocess.Popen([sys.executable, *command], start_new_session=True) as process:
             while index < len(starts) - 1 and process.poll() is None:

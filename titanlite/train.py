@@ -1,4 +1,4 @@
-"""Command: train. On one process `titanlite train CONFIG`, on several `torchrun ... -m titanlite.train CONFIG`.
+"""Command: train. On one process `titanlite train CONFIG`, on several by `titanlite.torchrun`.
 
 The training loop: start, data, logs, checkpoints, validation, end. The step itself is Trainer.train_step (trainer.py).
 """

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from tests.distributed.reference import GLOBAL_BATCH, MODEL, SEQ_LEN, TOKENS
 from titanlite.data.bpe import train_bpe
 from titanlite.ranks.launch import end_with_parent, fork_context
+from titanlite.ranks.network import LISTENS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE_S = 300.0  # on a busy machine, for tests that do not measure time
@@ -131,6 +133,23 @@ class Program:
         environments = {pid: read(Path(f"/proc/{pid}/environ")) for pid in self.processes()}
         found = {pid: re.search(r"(?:^|\0)RANK=(\d+)\0", text) for pid, text in environments.items()}
         return {int(match[1]): pid for pid, match in found.items() if match}
+
+    def listeners(self) -> list[str]:
+        """The addresses on which running processes of this program accept connections, such as 127.0.0.1. Linux."""
+        found = []
+        for pid in self.processes():
+            links = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()}
+            for name in ("tcp", "tcp6"):
+                for line in read(Path(f"/proc/{pid}/net/{name}")).splitlines()[1:]:
+                    fields = line.split()
+                    if fields[3] == LISTENS and f"socket:[{fields[9]}]" in links:
+                        words = bytes.fromhex(fields[1].partition(":")[0])  # of 32 bits, in the order of this machine
+                        parts = [
+                            words[start : start + 4][:: 1 if sys.byteorder == "big" else -1]
+                            for start in range(0, len(words), 4)
+                        ]
+                        found.append(str(ip_address(b"".join(parts))))
+        return found
 
     def processes(self) -> list[int]:
         """PIDs of all running processes started by this program, including orphans. Linux only."""

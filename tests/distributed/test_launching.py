@@ -13,14 +13,19 @@ import pytest
 
 from tests.distributed.program import (
     CONFIG,
+    PYTHON,
     REPOSITORY,
     clean_environment,
     own_tracebacks,
     start_command,
     start_program,
+    write_text,
 )
-from titanlite.tools.sweep.combinations import combinations
-from titanlite.tools.sweep.training import state_of
+from titanlite.config.schema import JobConfig
+from titanlite.data.processes import WorkerProcess
+from titanlite.runtime.errors import UserError
+from titanlite.tools.sweep.combinations import Run, combinations
+from titanlite.tools.sweep.training import start_run, state_of, wait_for
 
 
 def run(*command: str | Path, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -105,6 +110,69 @@ def test_an_interrupt_ends_the_sweep_and_its_run_which_saves(tmp_path: Path) -> 
     assert [state_of(run) for run in runs] == ["interrupted", "new"]
     (saved,) = (out / "lr-0.001" / "checkpoint").glob("step-*")
     assert int(saved.name.removeprefix("step-")) >= 3
+
+
+HOSTILE = ("socket", "selectors", "json", "subprocess", "numpy", "xxhash", "tomli", "tyro", "torch", "titanlite")
+"""Modules that children import, of the standard library, of others and of titanlite."""
+
+
+def hostile_folder(folder: Path) -> Path:
+    """Write modules whose import creates `pwned`; return that path."""
+    for name in HOSTILE:
+        (folder / f"{name}.py").write_text(f"open({str(folder / 'pwned')!r}, 'w').close()\n")
+    return folder / "pwned"
+
+
+def console_script(folder: Path, statements: str) -> tuple[str]:
+    """A program whose own folder is first on Python's path, as `titanlite` has."""
+    folder.mkdir()
+    (folder / "console").write_text(statements)
+    return (str(folder / "console"),)
+
+
+@pytest.mark.slow
+def test_two_processes_listen_on_loopback_only_and_import_nothing_of_their_folder(tmp_path: Path) -> None:
+    """Also their data workers. The launcher does not: it is a console script."""
+    pwned = hostile_folder(tmp_path)
+    program = start_program(
+        tmp_path,
+        *(*write_text(tmp_path), "--data.num_workers", "1", "--training.steps", "100000"),
+        program=(*console_script(tmp_path / "bin", "from titanlite.torchrun.launcher import main\nmain()\n"), "--"),
+        launcher=PYTHON,
+        environment={"NGPU": "2", "DEVICE": "cpu", "PYTHONSAFEPATH": ""},
+    )
+    program.wait_for(r" 1/100000 ")
+    assert len(program.processes()) >= 5
+    addresses = program.listeners()
+    program.close()
+    assert program.wait() == 128 + signal.SIGTERM
+    assert addresses.count("127.0.0.1") >= 3, "the store, and gloo of each rank"
+    assert set(addresses) <= {"127.0.0.1", "::1"}
+    assert "listens on all addresses" not in program.output
+    assert not pwned.exists(), program.output
+
+
+@pytest.mark.slow
+def test_children_import_nothing_of_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainings of sweep, ladder, critical-batch, compare and audit; workers; the fork server of parity."""
+    pwned = hostile_folder(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+    assert wait_for(start_run(Run("a", {}, ("x.toml",), JobConfig()), 0)) == 2, "NGPU=0 is refused"
+    worker = WorkerProcess("titanlite.data.workers", {"x": 1}, "")
+    with pytest.raises(UserError, match="ended with exit code 1"):
+        worker.receive()
+    worker.close()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "forks.py").write_text(
+        "from multiprocessing import get_context\n"
+        "child = get_context('forkserver').Process(target=print)\nchild.start()\nchild.join()\n"
+    )
+    start = "from titanlite import __main__ as it\nit.COMMANDS['forks'] = ('forks', '')\nit.main()\n"
+    (tmp_path / "bin" / "console").write_text(start)
+    done = run(sys.executable, tmp_path / "bin" / "console", "forks", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not pwned.exists()
 
 
 TOO_LARGE = ("--model.dim", str(2**20), "--model.ffn_dim", str(2**30))

@@ -104,14 +104,14 @@ def train_command(processes: int) -> str:
     if processes == 1:
         return f"{titanlite()} train"
     python = program(Path(sys.executable).name)
-    return f"{python} -m titanlite.torchrun --standalone --nproc-per-node {processes} -m titanlite.train"
+    return f"{python} -P -m titanlite.torchrun --standalone --nproc-per-node {processes} -m titanlite.train"
 
 
 def titanlite() -> str:
     """The command `titanlite` of this Python."""
     if Path(sys.executable).with_name("titanlite").exists():
         return program("titanlite")
-    return f"{program(Path(sys.executable).name)} -m titanlite"
+    return f"{program(Path(sys.executable).name)} -P -m titanlite"
 
 
 def program(name: str) -> str:

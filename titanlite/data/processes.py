@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 import titanlite
 from titanlite.ranks.signals import STOP_SIGNALS
+from titanlite.runtime.environment import safe_imports
 from titanlite.runtime.errors import DataError, UserError
 from titanlite.runtime.plugins import load_plugins, loaded_plugins
 
@@ -32,9 +33,10 @@ logger = logging.getLogger("titanlite")
 
 
 def worker_environment() -> dict[str, str]:
-    """Variables of a worker: this installation of titanlite, and one thread for the tokenizer."""
+    """Variables of a worker: this installation of titanlite, nothing of the current folder, and one thread for the
+    tokenizer."""
     paths = [str(Path(titanlite.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PYTHONPATH": os.pathsep.join(paths), "RAYON_NUM_THREADS": "1"}
+    return safe_imports() | {"PYTHONPATH": os.pathsep.join(paths), "RAYON_NUM_THREADS": "1"}
 
 
 class WorkerProcess:

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from titanlite.hf.folder import CONFIG_FILE, PREFIX, ModelFolder, open_folder
 from titanlite.hf.hub import HubModel, download, open_snapshot, parse_hub_name, pinned
 from titanlite.models.family import Family
+from titanlite.ranks.agreement import parse_shared
 from titanlite.ranks.distributed import World
 from titanlite.runtime.errors import ConfigError, LateRanksError, Problem, UserError
 from titanlite.runtime.retry import may_pass
-from titanlite.runtime.waiting import waiting
+from titanlite.runtime.waiting import parse_value, waiting
 
 KEY = "checkpoint.initial_load_path"
 RULE = "hf:FOLDER, a model folder in the format of transformers, or hf:ORGANIZATION/NAME[@REVISION], a model on the hub"
@@ -141,12 +142,14 @@ def _share(rank: int, name: str, work: Callable[[], Any], world: World, store: d
                 sent = {"error": f"{KEY}: {error}", "may_pass": may_pass(error)}
             store.set(f"{name}/{rank}", json.dumps(sent))
     _wait(store, name, [rank], timeout_s)
-    sent = json.loads(store.get(f"{name}/{rank}"))
-    if "error" in sent:
-        failed = UserError(sent["error"])
-        failed.may_pass = sent["may_pass"]
+    shared = parse_value(store.get(f"{name}/{rank}"), parse_shared)
+    if shared is None:
+        raise LateRanksError([rank], timeout_s)
+    if "error" in shared:
+        failed = UserError(shared["error"])
+        failed.may_pass = shared["may_pass"]
         raise failed
-    return sent["result"]
+    return shared["result"]
 
 
 def _wait(store: dist.Store, name: str, ranks: Sequence[int], timeout_s: int) -> None:

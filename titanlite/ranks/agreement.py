@@ -21,7 +21,7 @@ from titanlite.runtime.logging import log, setup_logging, warn_in_lines
 from titanlite.runtime.memory import describe_out_of_memory, is_out_of_memory
 from titanlite.runtime.retry import may_pass
 from titanlite.runtime.text import visible
-from titanlite.runtime.waiting import waiting
+from titanlite.runtime.waiting import parse_value, waiting
 
 T = TypeVar("T")
 
@@ -68,7 +68,10 @@ def require_equal(name: str, facts: Mapping[str, str], world: World, store: dist
     keys = [f"facts/{rank}" for rank in examples]
     with waiting(lambda: f"the facts of ranks {examples}, which differ: see their logs"):
         store.wait(keys, timedelta(seconds=timeout_s))
-    sent = [json.loads(text) for text in store.multi_get(keys)]
+    found = [parse_value(value, _parse_facts) for value in store.multi_get(keys)]
+    sent = [each for each in found if each is not None]
+    if len(sent) < len(found):
+        raise LateRanksError([rank for rank, each in zip(examples, found, strict=True) if each is None], timeout_s)
     lines = _describe_groups(groups, sent)
     if world.rank == 0 and (modules := _describe_modules(groups, sent)):
         log.warning("modules that only some ranks have imported are not compared: %s", modules)
@@ -85,14 +88,16 @@ def decide_on_rank_0(
     text: of this rank. store: for this decision only. Errors: as share_from_rank_0; LateRanksError names late ranks.
     """
     keys = [f"text/{rank}" for rank in range(world.size)]
+
+    def decide_here() -> T:
+        return decide([each.decode(errors="replace") for each in store.multi_get(keys)])
+
     store.set(keys[world.rank], text)
     try:
         if world.rank == 0:
             with waiting(lambda: f"the start of all {world.size} ranks: see their logs"):
                 store.wait(keys, timedelta(seconds=timeout_s))
-        return share_from_rank_0(
-            "decision", lambda: decide([each.decode() for each in store.multi_get(keys)]), world, store, timeout_s
-        )
+        return share_from_rank_0("decision", decide_here, world, store, timeout_s)
     except (dist.DistStoreError, LateRanksError):
         late = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise LateRanksError(late or [0], timeout_s) from None
@@ -116,13 +121,28 @@ def share_from_rank_0(name: str, work: Callable[[], T], world: World, store: dis
             store.wait([name], timedelta(seconds=timeout_s))
     except dist.DistStoreError:
         raise LateRanksError([0], timeout_s) from None
-    sent = json.loads(store.get(name))  # on rank 0, too: a tuple becomes a list on all ranks
+    sent = parse_value(store.get(name), parse_shared)  # on rank 0, too: a tuple becomes a list on all ranks
+    if sent is None:
+        raise LateRanksError([0], timeout_s)
     if "error" in sent:
         shared = (UsageError if sent["is_usage"] else UserError)(*sent["error"].split("\n"))
         shared.is_shared, shared.may_pass = True, sent["may_pass"]
         raise shared
     result: T = sent["result"]
     return result
+
+
+def parse_shared(value: bytes) -> dict[str, Any]:
+    """The result or the error that a rank has shared."""
+    sent: dict[str, Any] = json.loads(value)
+    if "result" in sent:
+        return {"result": sent["result"]}
+    return {"error": str(sent["error"]), "is_usage": bool(sent.get("is_usage")), "may_pass": bool(sent["may_pass"])}
+
+
+def _parse_facts(value: bytes) -> dict[str, Any]:
+    sent = json.loads(value)
+    return {"host": str(sent["host"]), "facts": {str(key): str(fact) for key, fact in sent["facts"].items()}}
 
 
 def _describe_groups(groups: Sequence[Sequence[int]], sent: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -35,7 +35,7 @@ from titanlite.runtime.errors import DataError, LateRanksError, UsageError, User
 from titanlite.runtime.logging import log_last_error
 from titanlite.runtime.retry import may_pass
 from titanlite.runtime.text import visible_lines
-from titanlite.runtime.waiting import ANSWER_S, SETTLE_S, call_within
+from titanlite.runtime.waiting import ANSWER_S, SETTLE_S, call_within, parse_value
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -180,7 +180,7 @@ class FailureReport:
         """
         assert self.store is not None
         assert self.positions is not None
-        if self.store.check([FIRST_FAILURE]) and self.store.get(FIRST_FAILURE).decode() == PRINTED:
+        if self.store.check([FIRST_FAILURE]) and self.store.get(FIRST_FAILURE) == PRINTED.encode():
             self.positions.on_beat = lambda: None
             in_thread(self._end_after_message)
 
@@ -270,7 +270,8 @@ class FailureReport:
         """The rank that prints, or PRINTED; "" if no rank has failed. Raises RuntimeError."""
         assert self.store is not None
         store = self.store
-        return call_within(ANSWER_S, lambda: store.get(FIRST_FAILURE).decode() if store.check([FIRST_FAILURE]) else "")
+        value = call_within(ANSWER_S, lambda: store.get(FIRST_FAILURE) if store.check([FIRST_FAILURE]) else b"")
+        return parse_value(value, _parse_failure) or ""
 
     def _print(self, message: str, detail: Detail) -> None:
         """Print the message of the job. detail: "brief" if the store is lost; else the other ranks are told."""
@@ -322,8 +323,9 @@ class FailureReport:
             return
         number = str(error.sequence)
         lowest = self.store.compare_set(LOWEST_SEQUENCE, "", number)
-        while int(lowest) > error.sequence:  # repeat: another rank may have replaced it meanwhile
-            lowest = self.store.compare_set(LOWEST_SEQUENCE, lowest.decode(), number)
+        # repeat: another rank may have replaced it meanwhile
+        while (other := parse_value(lowest, int)) is None or other > error.sequence:
+            lowest = self.store.compare_set(LOWEST_SEQUENCE, lowest, number)  # type: ignore[arg-type]
 
     def _detail(self, error: BaseException) -> Detail:
         """Decide how much this rank prints; before the ranks are connected, wait for rank 0 first."""
@@ -341,10 +343,13 @@ class FailureReport:
         store = self.store
 
         def register() -> Detail:
-            if sequence is not None and int(store.get(LOWEST_SEQUENCE)) < sequence:
+            lowest = None if sequence is None else parse_value(store.get(LOWEST_SEQUENCE), int)
+            if sequence is not None and lowest is not None and lowest < sequence:
                 return "silent"
             first = store.compare_set(FIRST_FAILURE, "", self._rank)
-            return "full" if first.decode() == self._rank else "silent"
+            if parse_value(first, _parse_failure) is None:
+                first = store.compare_set(FIRST_FAILURE, first, self._rank)  # type: ignore[arg-type]
+            return "full" if first == self._rank.encode() else "silent"
 
         try:
             return call_within(ANSWER_S, register)
@@ -379,6 +384,11 @@ class EmbeddedReport(FailureReport):
 
     def record_stops(self, stop: StopRequest) -> None:
         self._cleanup.enter_context(stop.recorded())
+
+
+def _parse_failure(value: bytes) -> str:
+    """A rank, or PRINTED."""
+    return PRINTED if value == PRINTED.encode() else str(int(value))
 
 
 def describe_user_error(error: UserError) -> str:

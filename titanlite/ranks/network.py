@@ -15,10 +15,18 @@ import torch.distributed as dist
 from titanlite.ranks.distributed import UNREACHED, CommConfig, ConnectError, World, enable_flight_recorder
 from titanlite.runtime.environment import read_system
 from titanlite.runtime.errors import UsageError
-from titanlite.runtime.waiting import ANSWER_S, NoAnswerError, call_within, waiting
+from titanlite.runtime.logging import log
+from titanlite.runtime.waiting import ANSWER_S, NoAnswerError, call_within, parse_value, waiting
 
 LOOPBACK = "772"
 """Linux's type of a loopback interface."""
+LOOPBACK_ADDRESS = "127.0.0.1"
+LISTENS = "0A"
+"""State of a listening socket in /proc/net/tcp."""
+OPEN_TO_ALL = (
+    "torchrun listens on all addresses of this host, and a program that connects can run code in it: "
+    "python -m titanlite.torchrun, with the same options, listens on 127.0.0.1 only"
+)
 JOIN_POLL_S = 0.02
 REACH_POLL_S = 0.2
 
@@ -59,6 +67,27 @@ def is_loopback(address: str) -> bool:
     return address == "localhost"
 
 
+def loopback_store(
+    address: str, port: int, size: int | None = None, timeout: timedelta = timedelta(seconds=300)
+) -> dist.TCPStore:
+    """A store that this process hosts on a loopback address only: torch's own listens on all addresses.
+
+    port: 0 for a free one. size: number of processes, for which this one then waits. Raises OSError if the port is in
+    use, or the loopback interface is down.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(address, port, size, True, timeout, size is not None, master_listen_fd=listener.detach())
+
+
+def listens_everywhere(port: int) -> bool:
+    """Whether a program of this host listens on the port on all addresses. False where the system cannot say."""
+    everywhere = [f"{address}:{port:04X}" for address in ("0" * 8, "0" * 32)]
+    lines = [line.split() for name in ("tcp", "tcp6") for line in read_system(f"/proc/net/{name}").splitlines()]
+    return any(line[1] in everywhere and line[3] == LISTENS for line in lines)
+
+
 def is_loopback_interface(name: str) -> bool:
     return read_system(f"/sys/class/net/{name}/type") == LOOPBACK
 
@@ -86,7 +115,7 @@ def connect(world: World, section: CommConfig) -> dist.Store:
     check = "start all ranks, or check MASTER_ADDR and MASTER_PORT"
     remedy = f"{check}; for a run in one process, unset RANK, LOCAL_RANK, WORLD_SIZE"
     others = f"the other ranks at {address} (RANK={world.rank} of WORLD_SIZE={world.size})"
-    found: tuple[dist.Store, int, int] | None = None
+    found: dist.Store | None = None
     cause = ""
     with waiting(lambda: f"{others}: {cause and f'{cause}; '}{remedy}"):
         while not has_store and (cause := unreachable(host, port)) and time.monotonic() < end:
@@ -94,7 +123,7 @@ def connect(world: World, section: CommConfig) -> dist.Store:
         try:
             if not cause:
                 limit = timedelta(seconds=timeout_s)
-                found = call_within(timeout_s + ANSWER_S, lambda: next(dist.rendezvous("env://", timeout=limit)))
+                found = call_within(timeout_s + ANSWER_S, lambda: _ranks_store(world, host, port, limit, has_store))
         except (dist.DistNetworkError, dist.DistStoreError, NoAnswerError) as error:
             cause = f"{error}".partition("\n")[0]
     if found is None:
@@ -102,10 +131,36 @@ def connect(world: World, section: CommConfig) -> dist.Store:
             f"rank {world.rank} cannot connect to the other ranks at {address}, the address of rank 0, within "
             f"comm.init_timeout_s = {timeout_s}: {cause}; {remedy}"
         )
-    store = dist.PrefixStore("titanlite", found[0])
+    store = dist.PrefixStore("titanlite", found)
     store = dist.PrefixStore(agree_on_attempt(store, world.rank, world.size, timeout_s), store)
+    if is_one_node(world):
+        use_loopback()
+        if world.rank == 0 and "TORCHELASTIC_RUN_ID" in os.environ and listens_everywhere(port):
+            log.warning("%s", OPEN_TO_ALL)
     require_gloo_address(world, store)
     return store
+
+
+def _ranks_store(world: World, host: str, port: int, timeout: timedelta, is_host: bool) -> dist.Store:
+    """The store at MASTER_ADDR and MASTER_PORT. is_host: whether this rank has it."""
+    if is_host and is_loopback(host):
+        with suppress(OSError):  # in use: torch shares it with an earlier run of this process, or raises the error
+            return loopback_store(LOOPBACK_ADDRESS if host == "localhost" else host, port, world.size, timeout)
+    store: dist.Store = next(dist.rendezvous("env://", timeout=timeout))[0]
+    return store
+
+
+def is_one_node(world: World) -> bool:
+    """Whether all ranks are on this host, by what their launcher says."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == str(world.size)
+
+
+def use_loopback() -> None:
+    """Let gloo accept connections on the loopback interface only, unless the user has chosen an interface. For ranks
+    that are all on this host."""
+    names = [name for _, name in socket.if_nameindex() if is_loopback_interface(name)]
+    if names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
 
 
 def require_gloo_address(world: World, store: dist.Store) -> None:
@@ -132,7 +187,7 @@ def require_gloo_address(world: World, store: dist.Store) -> None:
     if not is_own:
         return
     names = store.multi_get([f"network/{rank}" for rank in range(world.size)])
-    if {name.decode() for name in names} != {network_name()}:
+    if set(names) != {network_name().encode()}:
         name = up[0] if len(up) == 1 else f"NAME, the one of {', '.join(up) or 'ip address'} that the others reach"
         raise UsageError(
             f"{place}: ranks of other hosts cannot reach {address}. On each such host, export "
@@ -158,6 +213,11 @@ def init_process_group(world: World, store: dist.Store, section: CommConfig) -> 
     return dist.group.WORLD
 
 
+def _parse_name(value: bytes) -> str:
+    """A name that a rank has drawn."""
+    return uuid.UUID(value.decode()).hex
+
+
 def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: int) -> str:
     """Return a name that is unique to this attempt and equal on all its ranks. Waits for all ranks. Raises UserError.
 
@@ -178,7 +238,9 @@ def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: int) ->
                 f"comm.init_timeout_s = {timeout_s}: rank 0 did not answer in time. Check its log, or increase "
                 "comm.init_timeout_s if it starts slowly"
             ) from None
-        attempt = store.get(f"answer/{own}").decode()
+        attempt = parse_value(store.get(f"answer/{own}"), _parse_name)
+        if attempt is None:
+            raise ConnectError("rank 0 did not answer: another program has written into the store of the ranks")
         store.set(f"{attempt}/joined/{rank}", "")
         return attempt
     missing = list(range(1, size))
@@ -186,8 +248,8 @@ def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: int) ->
     with waiting(lambda: f"{len(missing)} of {size} ranks to connect, such as {missing[:1]}: see their logs"):
         while missing:
             for other in missing:
-                if store.check([f"asks/{other}"]):
-                    store.set(f"answer/{store.get(f'asks/{other}').decode()}", own)
+                if store.check([f"asks/{other}"]) and (name := parse_value(store.get(f"asks/{other}"), _parse_name)):
+                    store.set(f"answer/{name}", own)
             missing = [other for other in missing if not store.check([f"{own}/joined/{other}"])]
             if missing and time.monotonic() > deadline:
                 raise ConnectError(

@@ -20,13 +20,15 @@ from titanlite.runtime.errors import LateRanksError
 from titanlite.runtime.files import no_link
 from titanlite.runtime.logging import log
 from titanlite.runtime.torch_internals import recorded_collectives
-from titanlite.runtime.waiting import AGAIN_S, ANSWER_S, FIRST_S, SETTLE_S, call_within, waiting
+from titanlite.runtime.waiting import AGAIN_S, ANSWER_S, FIRST_S, SETTLE_S, call_within, parse_value, waiting
 
 INTERVAL_S = 0.5
 """Seconds between two heartbeats of a process."""
 MAX_READERS = 64
 """With more ranks, only the first of each node keeps a view of the others."""
 FAULTS_FOLDER = "faults"
+STACKS_NAME = "%Y%m%d-%H%M%S"
+"""Of a folder in FAULTS_FOLDER: when its stacks were asked for."""
 FINISHED = "finished"
 """The last phase, in which a rank waits for the others; see waiting."""
 
@@ -167,12 +169,11 @@ class Positions:
 
         behind: ranks that others wait for, if known; else the last collectives tell.
         """
-        folder = None if self._folder is None else self._folder / f"{datetime.now():%Y%m%d-%H%M%S}"
+        folder = None if self._folder is None else self._folder / f"{datetime.now():{STACKS_NAME}}"
         try:
             # Another rank may have asked for stacks before, and been killed.
-            own = "" if folder is None else str(folder)
-            asked = call_within(ANSWER_S, lambda: self.background.compare_set("stacks", "", own)).decode()
-            folder = Path(asked) if asked else None
+            own = "" if folder is None else folder.name
+            folder = self._stacks_folder(call_within(ANSWER_S, lambda: self.background.compare_set("stacks", "", own)))
             last = call_within(SETTLE_S + ANSWER_S, self._settle)
             behind = behind or ranks_behind(last)
         except RuntimeError:
@@ -192,7 +193,14 @@ class Positions:
             self._read()
             time.sleep(INTERVAL_S / 5)
         keys = {rank: f"collectives/{rank}" for rank in range(self.size)}
-        return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+        values = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
+        found = {rank: parse_value(value, _parse_numbers) for rank, value in values.items()}
+        return {rank: numbers for rank, numbers in found.items() if numbers is not None}
+
+    def _stacks_folder(self, value: bytes) -> Path | None:
+        """The folder for stacks, whose name is the value; None if there is no dump folder."""
+        name = parse_value(value, lambda text: f"{datetime.strptime(text.decode(), STACKS_NAME):{STACKS_NAME}}")
+        return None if self._folder is None or name is None else self._folder / name
 
     def _beat(self, reads: bool) -> None:
         """Run the thread that uses the store, until the store is lost."""
@@ -209,9 +217,9 @@ class Positions:
                     dumped = True
                     recorded = recorded_collectives()
                     store.set(f"collectives/{self._rank}", json.dumps(last_numbers(recorded)))
-                    folder = store.get("stacks").decode()
-                    if folder:
-                        self._write(Path(folder), recorded)
+                    folder = self._stacks_folder(store.get("stacks"))
+                    if folder is not None:
+                        self._write(folder, recorded)
                 self._answered_tick = self._ticks
                 time.sleep(INTERVAL_S / 5 if awaits_others else INTERVAL_S)
 
@@ -248,11 +256,12 @@ class Positions:
         with self._guard:
             for other, (position, beats) in enumerate(zip(values[: self.size], values[self.size :], strict=True)):
                 seen = self._seen[other]
-                count, *where = json.loads(position)
-                if count != seen.count:
-                    seen.count, (seen.step, seen.phase, seen.host), seen.changed_at = count, where, now
-                if int(beats) != seen.beats:
-                    seen.beats, seen.alive_at, seen.alive_tick = int(beats), now, self._ticks
+                place, count = parse_value(position, _parse_position), parse_value(beats, int)
+                if place is not None and place[0] != seen.count:
+                    seen.count, seen.step, seen.phase, seen.host = place
+                    seen.changed_at = now
+                if count is not None and count != seen.beats:
+                    seen.beats, seen.alive_at, seen.alive_tick = count, now, self._ticks
         return True
 
     def _write(self, folder: Path, recorded: Mapping[str, str]) -> None:
@@ -268,6 +277,15 @@ class Positions:
             for backend, text in recorded.items():
                 with open(folder / f"rank-{self._rank}.{backend}.json", "w", opener=no_link) as file:
                     file.write(text)
+
+
+def _parse_position(value: bytes) -> tuple[int, int, str, str]:
+    count, step, phase, host = json.loads(value)
+    return int(count), int(step), str(phase), str(host)
+
+
+def _parse_numbers(value: bytes) -> dict[str, int]:
+    return {group: int(number) for group, number in json.loads(value).items()}
 
 
 def describe(

@@ -10,6 +10,11 @@
 # Seconds that a save may take after a signal before torchrun kills its ranks (torch 2.11: 30 seconds, fixed).
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240
 
+# Import nothing from the current folder, except this titanlite.
+export PYTHONSAFEPATH=1
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+[[ $root != "$(pwd)" ]] || export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+
 # A task of an array is named by the array: the number of its first task alone names all tasks.
 job=$SLURM_JOB_ID
 [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID

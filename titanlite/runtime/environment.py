@@ -43,6 +43,17 @@ def raise_open_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
+def safe_imports() -> dict[str, str]:
+    """Variables with which a Python process imports nothing from its current folder, which `python -m` has first on its
+    path. This titanlite is still found if it is in that folder.
+
+    Plugins that are modules of the current folder are found, too: runtime.plugins adds the folder, at the end.
+    """
+    folder = str(Path(__file__).parents[2])
+    paths = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+    return {"PYTHONSAFEPATH": "1"} | ({"PYTHONPATH": paths} if folder == os.getcwd() else {})
+
+
 def chooses_threads(environment: Mapping[str, str]) -> bool:
     """Whether the user has given the number of threads of a process. environment: at program start."""
     return "OMP_NUM_THREADS" in environment and CHOSE_THREADS not in environment

@@ -1,6 +1,7 @@
 """Text of messages and tables."""
 
 import re
+import sys
 import unicodedata
 from collections.abc import Sequence
 
@@ -29,6 +30,11 @@ def visible(text: str, keep: str = "") -> str:
 def visible_lines(text: str) -> str:
     """`visible` of a text of several lines, which may have tabs."""
     return visible(text, "\n\t")
+
+
+def for_stdout(text: str) -> str:
+    """The exact text; `visible_lines` of it if stdout is a terminal, so that a model or a file cannot control it."""
+    return visible_lines(text) if sys.stdout.isatty() else text
 
 
 _USERINFO = re.compile(r"(?<=://)(?!arn:)(?=[^/@\s]*[:@])\S*@")

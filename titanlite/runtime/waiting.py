@@ -1,4 +1,4 @@
-"""Waits for other processes: with a line that says for what, and with a time limit."""
+"""Waits for other processes: with a line that says for what, and with a time limit. Their answers."""
 
 import logging
 import os
@@ -58,3 +58,12 @@ def call_within(seconds: float, call: Callable[[], T]) -> T:
         return ThreadPoolExecutor(1).submit(call).result(seconds)
     except TimeoutError:
         raise NoAnswerError(f"no answer within {seconds:g} s") from None
+
+
+def parse_value(value: bytes, parse: Callable[[bytes], T]) -> T | None:
+    """`parse` of a value of the store, which every program that reaches its port may have written; None, as for a key
+    that is absent, if the value is not as expected."""
+    try:
+        return parse(value)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
+        return None

@@ -37,7 +37,7 @@ class Options:
     bandwidth of the memory, each collective, and the overhead of operations.
 
     Takes about a minute; nothing else should run. On several nodes, start it by torchrun on each, with as many
-    processes as training has: torchrun ... -m titanlite.tools.calibrate --out FILE.
+    processes as training has: titanlite.torchrun ... -m titanlite.tools.calibrate --out FILE.
     """
 
     out: File = None

@@ -79,11 +79,6 @@ def print_text(text: str) -> None:
     print(visible_lines(text), flush=True)
 
 
-def for_stdout(text: str) -> str:
-    """The exact text; `visible_lines` of it if stdout is a terminal, so that a model or a file cannot control it."""
-    return visible_lines(text) if sys.stdout.isatty() else text
-
-
 def read_options(kind: Any, argv: Sequence[str], command: str, *, reads_stores: bool = False) -> Any:
     """The command's options: an instance of the dataclass `kind`, or of one of a union of subcommands.
 

@@ -17,7 +17,7 @@ INTRODUCTION = """\
 A TOML file configures a run; the command line overrides single keys:
 
 ```
-torchrun --nproc-per-node 2 -m titanlite.train my.toml --training.steps 50
+python -m titanlite.torchrun --nproc-per-node 2 -m titanlite.train my.toml --training.steps 50
 ```
 
 [Writing, checking and sharing configurations](configuration.md) says how the two are read and checked.

@@ -1,4 +1,4 @@
-"""Command: evaluate a saved run; on several processes by `torchrun -m titanlite.tools.evaluate`."""
+"""Command: evaluate a saved run; on several processes by `titanlite.torchrun`."""
 
 from titanlite.ranks.failure import FailureReport, end_process, prepare_process
 from titanlite.tools.command import print_lines

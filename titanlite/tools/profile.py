@@ -1,4 +1,4 @@
-"""Command: profile some steps of a configuration; on several processes by `torchrun -m titanlite.tools.profile`."""
+"""Command: profile some steps of a configuration; on several processes by `titanlite.torchrun`."""
 
 from titanlite.ranks.failure import FailureReport, end_process, prepare_process
 from titanlite.tools.command import print_lines

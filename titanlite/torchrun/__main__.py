@@ -53,13 +53,14 @@ from titanlite.assembly.facts import program_facts
 from titanlite.config.load import most_ranks, read_command_line, resolve
 from titanlite.ranks.distributed import ELASTIC, World
 from titanlite.ranks.signals import stop_signals
-from titanlite.runtime.environment import raise_open_file_limit
+from titanlite.runtime.environment import raise_open_file_limit, safe_imports
 from titanlite.runtime.errors import ConfigError, Rules, UsageError, UserError
 from titanlite.runtime.gpus import set_allocator
 from titanlite.runtime.torch_internals import hosts_of_nodes, set_join_timeout
 from titanlite.runtime.waiting import waiting
 from titanlite.tools.plan.preview import preview
 from titanlite.torchrun.nodes import RESTART_S, Meeting, has_meeting
+from titanlite.torchrun.one_node import stay_on_node
 
 TRAIN = "titanlite.train"
 RENDEZVOUS = {"last_call_timeout": 5, "keep_alive_interval": 3, "keep_alive_max_attempt": 5}
@@ -93,8 +94,9 @@ class Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         handler: Any = worker_group.spec.rdzv_handler
-        # torch 2.13 publishes it in the first round only: a node that joins later would wait for it.
-        handler._bootstrap_store_info = None
+        if isinstance(handler, DynamicRendezvousHandler):
+            # torch 2.13 publishes it in the first round only: a node that joins later would wait for it.
+            handler._bootstrap_store_info = None
         if ELASTIC in os.environ:
             Path(os.environ[ELASTIC]).unlink(missing_ok=True)
         if self._meeting is not None and not Agent.has_met:
@@ -178,6 +180,8 @@ def main() -> None:
         forwarded = ",".join(number.name for number in stop_signals())
         arguments = parse_args([f"--signals-to-handle={forwarded}", *sys.argv[1:]])
         facts = check(arguments)
+        if arguments.module and arguments.training_script.partition(".")[0] == "titanlite":
+            os.environ.update(safe_imports())  # for the ranks; a program of the user may import files beside it
         raise_open_file_limit()
         set_allocator()
         raise_on_interrupt()
@@ -208,6 +212,7 @@ def check(arguments: Namespace) -> dict[str, str]:
                 facts = program_facts(config, World(0, 0, used, device_type), os.environ)
     if fewest < nodes:
         set_up_elastic(arguments)
+    stay_on_node(arguments)
     return facts
 
 

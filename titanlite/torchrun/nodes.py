@@ -16,7 +16,7 @@ from torch.distributed.run import get_rdzv_endpoint, parse_min_max_nnodes
 from titanlite.ranks.agreement import describe_differences
 from titanlite.ranks.network import is_loopback, network_name, own_address, unreachable
 from titanlite.runtime.errors import UsageError, UserError
-from titanlite.runtime.waiting import NoAnswerError, call_within, waiting
+from titanlite.runtime.waiting import NoAnswerError, call_within, parse_value, waiting
 
 POLL_S = 0.5
 PATIENCE_S = 600
@@ -27,6 +27,7 @@ STORE_S = 60.0
 """A program that has accepted a connection, and does not answer for so long, is no launcher."""
 TRUE = ("1", "true", "t", "yes", "y")
 """torch's values of is_host."""
+NO_LAUNCHER = "a program listens there that does not answer as a launcher: choose another port on all nodes"
 PORT, STATIC_PORT = 29400, 29500
 """torch's default ports of rdzv-backend c10d, and with --master-addr."""
 
@@ -37,6 +38,15 @@ def has_meeting(arguments: Namespace) -> bool:
         return not arguments.standalone and parse_min_max_nnodes(arguments.nnodes)[1] > 1
     is_file = "store_type=file" in arguments.rdzv_conf
     return arguments.rdzv_backend == "c10d" and not is_file and not arguments.rdzv_endpoint.endswith(":0")
+
+
+def _parse_facts(value: bytes) -> dict[str, str]:
+    return {str(key): str(fact) for key, fact in json.loads(value).items()}
+
+
+def _parse_host(value: bytes) -> str:
+    host, _ = json.loads(value)
+    return str(host)
 
 
 class Meeting:
@@ -121,7 +131,7 @@ class Meeting:
                 if time.monotonic() > end:
                     raise self.failed(cause, self.patience_s)
                 time.sleep(POLL_S)
-            cause = "a program listens there that does not answer as a launcher: choose another port on all nodes"
+            cause = NO_LAUNCHER
             limit = timedelta(seconds=STORE_S)
             try:
                 return call_within(
@@ -140,14 +150,17 @@ class Meeting:
             return store.get(key) if store.check([key]) else b""  # a store without a launcher
 
         with self._connected(lambda: "this node was about to join"):
-            run = call_within(STORE_S, read).decode() or self._id
+            run = call_within(STORE_S, read).decode(errors="replace") or self._id
         if run != self._id:
             remedy = "give all nodes of a run one name, and another run another port"
             raise UsageError(f"the store at {self.endpoint} is that of --rdzv-id {run}, here {self._id}: {remedy}")
 
     def _require_equal(self, store: dist.Store, facts: Mapping[str, str]) -> None:
         with self._connected(lambda: "this node was about to join"):
-            first = json.loads(call_within(STORE_S, lambda: store.compare_set("facts", "", json.dumps(facts))))
+            value = call_within(STORE_S, lambda: store.compare_set("facts", "", json.dumps(facts)))
+        first = parse_value(value, _parse_facts)
+        if first is None:
+            raise self.failed(NO_LAUNCHER, STORE_S)
         if lines := describe_differences(facts, first, "on the first node"):
             head = "this node differs from the first one, so it does not join; make them equal on all nodes:"
             raise UsageError(head, *lines)
@@ -163,13 +176,14 @@ class Meeting:
 
         def look() -> None:
             for number in [each for each in missing if store.check([f"node/{each}"])]:
-                come.append(json.loads(store.get(f"node/{number}"))[0])
-                missing.remove(number)
+                if (host := parse_value(store.get(f"node/{number}"), _parse_host)) is not None:
+                    come.append(host)
+                    missing.remove(number)
 
         with self._connected(describe):
-            first = call_within(STORE_S, lambda: store.compare_set(f"node/{rank}", "", own)).decode()
-            if first != own:
-                hosts = f"{json.loads(first)[0]} and {socket.gethostname()}"
+            first = call_within(STORE_S, lambda: store.compare_set(f"node/{rank}", "", own))
+            if first != own.encode():
+                hosts = f"{parse_value(first, _parse_host) or 'an unknown host'} and {socket.gethostname()}"
                 raise UsageError(f"two nodes have --node-rank {rank}: {hosts}; number the nodes from 0")
             with waiting(lambda: f"the other nodes at {self.endpoint}: {describe()}"):
                 while missing:

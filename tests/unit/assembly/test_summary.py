@@ -51,7 +51,7 @@ def test_a_run_with_checkpoints_can_generate_and_train_longer() -> None:
     assert commands(SAVING) == {
         "generate text": 'titanlite generate outputs --prompt "def __init__(self"',
         "train longer": "titanlite train outputs/config.toml --training.steps 4000",
-        "on two processes": "python -m titanlite.torchrun --standalone --nproc-per-node 2 -m titanlite.train "
+        "on two processes": "python -P -m titanlite.torchrun --standalone --nproc-per-node 2 -m titanlite.train "
         "outputs/config.toml --job.dump_folder outputs-2",
         "on your own text": "set data.sources in a TOML file; all keys: titanlite train --help",
         "see its curves": "titanlite report outputs",
@@ -100,12 +100,12 @@ def test_what_cannot_continue_is_not_suggested() -> None:
 
 def test_programs_that_are_not_on_path_are_called_by_their_path(tmp_path: Path, monkeypatch: Any) -> None:
     assert commands(SAVING)["see its curves"] == ".venv/bin/titanlite report outputs"
-    assert commands(SAVING)["on two processes"].startswith(".venv/bin/python -m titanlite.torchrun ")
+    assert commands(SAVING)["on two processes"].startswith(".venv/bin/python -P -m titanlite.torchrun ")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     assert commands(SAVING)["see its curves"] == f"{tmp_path}/.venv/bin/titanlite report outputs"
     (tmp_path / ".venv" / "bin" / "titanlite").unlink()
-    assert commands(SAVING)["see its curves"] == f"{tmp_path}/.venv/bin/python -m titanlite report outputs"
+    assert commands(SAVING)["see its curves"] == f"{tmp_path}/.venv/bin/python -P -m titanlite report outputs"
 
 
 @pytest.mark.usefixtures("on_path")
@@ -127,7 +127,7 @@ def test_runs_on_several_processes_and_nodes(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     found = commands(SAVING)
-    assert found["train longer"].startswith("python -m titanlite.torchrun --standalone --nproc-per-node 2 -m ")
+    assert found["train longer"].startswith("python -P -m titanlite.torchrun --standalone --nproc-per-node 2 -m ")
     assert "on two processes" not in found
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert "train longer" not in commands(SAVING)

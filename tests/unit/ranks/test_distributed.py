@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import torch.distributed as dist
@@ -104,7 +105,7 @@ def client(port: int) -> dist.Store:
 def test_ranks_of_an_attempt_share_a_unique_name(first: int) -> None:
     """All attempts use one store, as with torchrun; it has a request of a killed rank of an earlier attempt."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    client(server.port).set("asks/2", "killed")
+    client(server.port).set("asks/2", uuid4().hex)
     names = []
     with ThreadPoolExecutor(3) as threads:
         for _ in range(4):

@@ -15,8 +15,8 @@ from titanlite.ranks.agreement import RanksError
 from titanlite.ranks.failure import FailureReport
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.logging import log, setup_logging, warn_in_lines
-from titanlite.runtime.text import aligned, visible, visible_lines
-from titanlite.tools.command import for_stdout, print_lines, print_text, run_command
+from titanlite.runtime.text import aligned, for_stdout, visible, visible_lines
+from titanlite.tools.command import print_lines, print_text, run_command
 
 HOSTILE = "x\ntitanlite: verified\r\x1b[2K\x9b2J\u202e\u2066\u2028\udc9b\U000e0041\tend"
 SHOWN = r"x\ntitanlite: verified\r\x1b[2K\x9b2J\u202e\u2066\u2028\udc9b\U000e0041\tend"

@@ -13,8 +13,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.generation.generate import Sampling, TextStream, Transcript
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
-from titanlite.runtime.text import visible
-from titanlite.tools.command import for_stdout
+from titanlite.runtime.text import for_stdout, visible
 
 DEFAULT_CHAT_TOKENS = 1024
 CONTINUED = "\\"

@@ -8,7 +8,7 @@ from titanlite.data.sources.base import wide_encoding
 from titanlite.generation.generate import Prompt, TextStream
 from titanlite.runtime.errors import Problem
 from titanlite.runtime.json_files import JsonError, read_regular
-from titanlite.tools.command import for_stdout
+from titanlite.runtime.text import for_stdout
 
 STDIN = "-"
 

@@ -20,7 +20,8 @@ from titanlite.planning.step_time import predict
 from titanlite.runtime.errors import ConfigError, Problem, UsageError
 from titanlite.runtime.memory import GIB
 from titanlite.runtime.settings import setting
-from titanlite.tools.command import ConfigFile, Count, for_stdout, read_options_and_overrides, run_command
+from titanlite.runtime.text import for_stdout
+from titanlite.tools.command import ConfigFile, Count, read_options_and_overrides, run_command
 from titanlite.tools.plan.choices import describe_choices
 from titanlite.tools.plan.report import DEFAULT_GIB, Price, describe_time, estimate_largest, report, stage_heading
 

@@ -19,8 +19,7 @@ from titanlite.planning.hardware.machine import load_profile
 from titanlite.planning.search import SEARCHED, search, with_settings
 from titanlite.runtime.errors import UsageError
 from titanlite.runtime.memory import GIB, device_memory_bytes
-from titanlite.runtime.text import counted
-from titanlite.tools.command import for_stdout
+from titanlite.runtime.text import counted, for_stdout
 from titanlite.tools.plan.report import DEFAULT_GIB, estimate_largest, report, stage_heading
 from titanlite.tools.sequences import sequences_as_text
 

@@ -18,6 +18,7 @@ from titanlite.assembly.summary import titanlite
 from titanlite.checkpoint.folder import latest_manifest
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import Series, has_validation, last_row, read_series
+from titanlite.runtime.environment import safe_imports
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.text import aligned, visible
 from titanlite.storage.address import place
@@ -40,7 +41,7 @@ class Process(Protocol):
 def start_run(run: Run, processes: int, error_file: Path | None = None) -> Process:
     """Start the training in a session of its own: Ctrl-C reaches it through this process only. error_file: for the
     message of a failure, which error_in reads."""
-    environment = {**os.environ, "NGPU": str(processes)}
+    environment = {**os.environ, **safe_imports(), "NGPU": str(processes)}
     if error_file is not None:
         error_file.unlink(missing_ok=True)
         environment["TORCHELASTIC_ERROR_FILE"] = str(error_file)

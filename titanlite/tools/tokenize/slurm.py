@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from titanlite.runtime.environment import safe_imports
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.text import visible
 from titanlite.tools.command import new_output
@@ -43,6 +44,7 @@ def write_script(path: Path, *, out: str, parts: int, tasks: int, arguments: Seq
     """Write the script. arguments: of titanlite tokenize, for each task. What its comments quote begins no line.
     Raises UserError."""
     tasks = min(tasks, parts)
+    variables = [f"{name}={value}" for name, value in safe_imports().items()]
     text = SCRIPT.format(
         parts=f"{parts:,}",
         out=visible(shlex.quote(out)),
@@ -50,7 +52,7 @@ def write_script(path: Path, *, out: str, parts: int, tasks: int, arguments: Seq
         last=tasks - 1,
         script=visible(shlex.quote(str(path))),
         folder=shlex.quote(os.getcwd()),
-        command=shlex.join([sys.executable, "-m", "titanlite", "tokenize", *arguments]),
+        command=shlex.join(["env", *variables, sys.executable, "-m", "titanlite", "tokenize", *arguments]),
     )
     with new_output(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
