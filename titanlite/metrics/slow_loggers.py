@@ -3,6 +3,7 @@
 W&B and MLflow leave out records of experts: the columns of Record have the largest and the smallest loads.
 """
 
+import configparser
 import os
 import queue
 import re
@@ -10,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import unquote, urlsplit
 
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import MLFLOW_FOLDER, MetricsConfig
@@ -106,7 +108,9 @@ class WandbLogger:
         self._run: Any = None
 
     def open(self) -> None:
-        """Begin or resume W&B's run. Raises RuntimeError if there is no API key; never asks for one."""
+        """Begin or resume W&B's run. Raises RuntimeError if there is no API key, which it never asks for, or if only a
+        file of the current folder names the server that would get it."""
+        _require_own_server(Path.cwd())
         if os.environ.get("WANDB_MODE", "online") == "online" and not self._wandb.login(prompt=False):
             raise RuntimeError("there is no API key: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
         self._run = self._wandb.init(
@@ -136,6 +140,16 @@ class WandbLogger:
         self._run.finish()
 
 
+def _require_own_server(folder: Path) -> None:
+    """Raise RuntimeError if W&B's settings in the folder, which may have come with a run, choose the server."""
+    for file in (folder / "wandb/settings", folder / ".wandb/settings"):
+        settings = configparser.ConfigParser(interpolation=None, strict=False)
+        settings.read(file)  # none if absent
+        url = settings.get("default", "base_url", fallback="")
+        if url and not os.environ.get("WANDB_BASE_URL"):
+            raise RuntimeError(f"{file} would send your API key to {url}: if you trust it, set WANDB_BASE_URL")
+
+
 class MlflowLogger:
     """Logs the rows of metrics.jsonl as metrics of the MLflow run that has this run's id as a tag.
 
@@ -155,18 +169,26 @@ class MlflowLogger:
         self._about = about
         self._uri = os.environ.get("MLFLOW_TRACKING_URI", "")
         self._run_name = folder.absolute().name
+        self._files: Path | None = None
         if not self._uri:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow's other store needs more packages
-            self._uri = (folder / MLFLOW_FOLDER).absolute().as_uri()
+            self._files = (folder / MLFLOW_FOLDER).absolute()
+            self._uri = self._files.as_uri()
 
     def open(self) -> None:
-        """Find or create the experiment and the run."""
+        """Find or create the experiment and the run. Raises RuntimeError if MLflow's files in the dump folder, which
+        may have come with the run, would have it write elsewhere, such as into a bucket."""
+        if self._files and (links := [file for file in self._files.rglob("*") if file.is_symlink()]):
+            raise RuntimeError(f"{links[0]} is a link: remove it")
         self._client = client = self._mlflow.MlflowClient(self._uri)
         name = self._section.project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "titanlite"
         experiment = client.get_experiment_by_name(name)
+        if experiment:
+            self._require_inside(experiment.artifact_location)
         experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
         found = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{self._about.run_id}'")
         if found:
+            self._require_inside(found[0].info.artifact_uri)
             self._id = found[0].info.run_id
             client.update_run(self._id, status="RUNNING")
         else:
@@ -182,6 +204,15 @@ class MlflowLogger:
             client.set_tag(self._id, key, text[:MAX_TEXT])
         client.log_text(self._id, self._about.config_toml, "config.toml")
         log.info("MLflow: run %s at %s", self._id, re.sub("//.*@", "//", self._uri))
+
+    def _require_inside(self, place: str) -> None:
+        """Raise RuntimeError if MLflow's files in the dump folder name another place for the files of the run."""
+        url = urlsplit(place)
+        is_file = url.scheme in ("", "file") and not url.netloc
+        if self._files and not (is_file and Path(unquote(url.path)).resolve().is_relative_to(self._files.resolve())):
+            raise RuntimeError(
+                f"{self._files} writes to {place}, another place: move {MLFLOW_FOLDER} away, or set MLFLOW_TRACKING_URI"
+            )
 
     def write(self, record: LogRecord) -> None:
         if isinstance(record, SamplesRecord):

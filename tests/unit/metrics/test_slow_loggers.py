@@ -2,6 +2,8 @@
 
 import json
 import logging
+import re
+import shutil
 import struct
 import threading
 import time
@@ -231,6 +233,48 @@ def test_mlflow_on_files_has_metrics_params_and_tags_in_one_run(
         f"samples/step-{step}.txt" for step in (20, 30)
     ]
     assert {"titanlite.run_id", "git_commit", "hosts", "torch", "group", "t1", "t2"} <= {*run.data.tags}
+
+
+@pytest.mark.slow
+def test_mlflow_files_of_a_run_send_nothing_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    BackgroundLogger(MlflowLogger(SECTION, folder, ABOUT)).close()
+    of_experiment, of_run = sorted(folder.glob("mlruns/[!0]*/**/meta.yaml"), key=lambda file: len(file.parts))
+    shutil.copytree(folder, tmp_path / "clean")
+    for file, place in (
+        (of_experiment, "s3://bucket/there"),
+        (of_run, elsewhere.as_uri()),
+        (of_run, f"{(folder / 'mlruns').as_uri()}/../../elsewhere"),
+    ):
+        old = file.read_text()
+        file.write_text(re.sub("(artifact_.*): .*", f"\\1: {place}", old))
+        assert file.read_text() != old
+        caplog.clear()
+        BackgroundLogger(MlflowLogger(SECTION, folder, ABOUT)).close()
+        (warning,) = warnings_of(caplog)
+        assert f"writes to {place}" in warning
+        file.write_text(old)
+    (of_run.parent / "tags" / "git_commit").unlink()
+    (of_run.parent / "tags" / "git_commit").symlink_to(elsewhere)
+    caplog.clear()
+    BackgroundLogger(MlflowLogger(SECTION, folder, ABOUT)).close()
+    (warning,) = warnings_of(caplog)
+    assert "git_commit is a link: remove it" in warning
+    assert not elsewhere.exists()
+
+
+def test_wandb_settings_of_the_current_folder_choose_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb/settings").write_text("[default]\nbase_url = http://127.0.0.1:9\n")
+    logger = WandbLogger.__new__(WandbLogger)  # W&B itself reads its settings once per process
+    with pytest.raises(RuntimeError, match=r"to http://127\.0\.0\.1:9: if you trust it, set WANDB_BASE_URL"):
+        logger.open()
 
 
 def test_a_missing_package_is_a_problem_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
