@@ -4,7 +4,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from titanlite.runtime.errors import ConfigError, UsageError, UserError
 from titanlite.runtime.logging import keep_for_log_file, log
 from titanlite.runtime.process_state import restored_process
 from titanlite.storage.address import Address
+from titanlite.storage.config import StorageConfig
 from titanlite.tools import evaluate
 from titanlite.tools.command import check_options
 from titanlite.tools.convert import __main__ as convert
@@ -258,7 +259,9 @@ def evaluate_run(
             chat_template="" if chat_template is None else expand_home(chat_template),
             allow_import=isinstance(run, TrainedRun),  # this program has named its code
         )
-        arguments = _arguments(overrides or {})
+        own = asdict(run.config.storage) if isinstance(run, TrainedRun) else {}
+        of_run = {f"storage.{key}": value for key, value in own.items() if value != getattr(StorageConfig, key)}
+        arguments = _arguments(of_run | {**(overrides or {})})
         evaluate.check_arguments(options, arguments)
         raise_open_file_limit()
         store = connect(world, CommConfig())

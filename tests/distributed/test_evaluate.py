@@ -30,8 +30,8 @@ from titanlite.data.bpe import train_bpe
 from titanlite.ranks.distributed import World
 from titanlite.ranks.job_lock import job_lock
 from titanlite.runtime.errors import ConfigError, UserError
-from titanlite.tools.evaluate import conditions, evaluated_config, read_arguments, reading, require_names
-from titanlite.tools.saved_run import open_run
+from titanlite.tools.evaluate import conditions, evaluated_config, read_arguments, reading
+from titanlite.tools.saved_run import open_run, require_names
 
 pytestmark = pytest.mark.slow
 
@@ -133,14 +133,12 @@ def test_ranks_with_other_files_are_refused(trained: Path, tmp_path: Path, key: 
 
 
 def test_files_of_tasks_that_the_run_names_need_permission(trained: Path) -> None:
-    files = [str(trained / name) for name in ("which.yaml", "next.yaml")]
-    saved = open_run(trained / "out")
-    with pytest.raises(UserError, match=f"out/checkpoint/step-4 names files of tasks: .*--tasks {files[0]} --tasks"):
-        require_names(saved, ("hellaswag", *files))
-    require_names(saved, ("hellaswag",))
+    require_names(trained, ("hellaswag",), "")
+    with pytest.raises(UserError, match=r"out names files of tasks: '.*which.yaml'; .* add --allow-import, or leave"):
+        require_names(trained / "out", ("hellaswag", str(trained / "which.yaml")), "leave it out")
     program = start_command(trained, str(trained / "out"), program=("-m", "titanlite.tools.evaluate"))
     assert program.wait() == 1
-    assert "to evaluate with them, if you trust them, add --allow-import" in program.output
+    assert "add --allow-import, or name each of them yourself, as --tasks FILE" in program.output
 
 
 def test_other_data_match_plain_torch_and_the_bytes_of_the_text(trained: Path) -> None:

@@ -23,7 +23,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.storage.address import Address
 from titanlite.storage.config import StorageConfig
 from titanlite.storage.store import Store, apply_settings
-from titanlite.tools.saved_run import checkpoints_in, name_endpoint, open_run
+from titanlite.tools.saved_run import checkpoints_in, name_storage, open_run
 
 TEMPLATE = "{{ messages[0].content }}"
 STEPS = 3
@@ -174,13 +174,14 @@ def test_a_saved_storage_is_not_used_but_for_anonymous(run: Path, caplog: pytest
         apply_settings(own)
         assert saved.config.storage == replace(own, anonymous=True)
         with caplog.at_level(logging.WARNING, logger="titanlite"):
-            name_endpoint(saved.path, saved.endpoint)
-            name_endpoint(saved.path, saved.endpoint)
-            name_endpoint(saved.path, own.endpoint)
+            name_storage(saved.path, saved.storage)
+            name_storage(saved.path, saved.storage)
+            name_storage(saved.path, own)
     finally:
         apply_settings(StorageConfig())
     (line,) = caplog.messages
-    assert "storage.endpoint = 'http://stranger:1': if you trust it, add --storage.endpoint http://stranger:1" in line
+    assert "storage.endpoint = 'http://stranger:1', storage.region = 'there', storage.profile = 'other'" in line
+    assert "not used here: if you trust it, add --storage.endpoint http://stranger:1 --storage.region there" in line
 
 
 @pytest.mark.parametrize("place", ["/nowhere", "../other", "s3://bucket/run"])

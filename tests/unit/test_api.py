@@ -29,6 +29,8 @@ from titanlite.api import AnyRun, TrainedRun
 from titanlite.config.toml import dump_config
 from titanlite.ranks import signals
 from titanlite.runtime.errors import ConfigError, UsageError, UserError
+from titanlite.storage.config import StorageConfig
+from titanlite.tools import evaluate
 from titanlite.tools.convert.__main__ import main as convert
 from titanlite.tools.generate.__main__ import main as generate
 from titanlite.train import Trainer
@@ -353,6 +355,24 @@ def test_evaluate_run_has_the_loss_of_validation(spoken: TrainedRun, capsys: pyt
 
 
 @pytest.mark.slow
+def test_evaluate_run_reaches_stores_as_this_program_has_trained(
+    spoken: TrainedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """[storage] of the run's files is not used: others may have written them."""
+    stored = replace(spoken, config=replace(spoken.config, storage=StorageConfig(endpoint="http://mine:1")))
+    seen = []
+
+    def evaluate_saved(_: Any, overrides: list[str], *__: Any) -> None:
+        seen.extend(overrides)
+        raise UserError("seen")
+
+    monkeypatch.setattr(evaluate, "evaluate_saved", evaluate_saved)
+    for run in stored, stored.folder:
+        with pytest.raises(UserError, match="seen"):
+            titanlite.evaluate_run(run)
+    assert seen == ["--storage.endpoint=http://mine:1"]
+
+
 def test_evaluate_run_on_conversations(spoken: TrainedRun, tmp_path: Path) -> None:
     answers = ("the model", "says it again " * 40)
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": one}]} for one in answers]

@@ -9,7 +9,6 @@ if __name__ == "__main__":  # before the imports that take seconds
 import json
 import math
 import os
-import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -39,7 +38,7 @@ from titanlite.data.kinds import open_source, source_from_path
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.evaluation.evaluator import share_tasks
-from titanlite.evaluation.harness import CLOSE, Generate, task_file
+from titanlite.evaluation.harness import CLOSE, Generate
 from titanlite.generation.generate import Sampling, generate
 from titanlite.generation.model import gather_model
 from titanlite.metrics.scores import SetTotals, TaskScores, sum_of
@@ -52,7 +51,7 @@ from titanlite.ranks.distributed import CommConfig, World, set_timeout
 from titanlite.ranks.network import connect, init_process_group
 from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.determinism import apply_determinism
-from titanlite.runtime.errors import ConfigError, Problem, Rules, UserError, raise_problems
+from titanlite.runtime.errors import ConfigError, Problem, Rules, raise_problems
 from titanlite.runtime.logging import log
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import aligned, counted
@@ -69,7 +68,7 @@ from titanlite.tools.command import (
     read_options_and_overrides,
     write_json,
 )
-from titanlite.tools.saved_run import SavedRun, Weights, name_endpoint, open_run, reading
+from titanlite.tools.saved_run import SavedRun, Weights, name_storage, open_run, reading, require_names
 
 SECTIONS = ("validation", "data", "training", "parallelism", "compile", "float8", "loss", "comm", "storage")
 """Sections whose keys may be overridden; the model, its tokenizer and its training stay as saved."""
@@ -156,12 +155,12 @@ def evaluate_saved(
     """
     apply_storage(overrides)
     saved = verified_run(options, world, store)
-    name_endpoint(saved.path, saved.endpoint)
+    name_storage(saved.path, saved.storage)
     with reading(saved.path):
         tokenizer = saved.tokenizer_for(options.tokenizer, options.chat_template)
         config = evaluated_config(saved, options, overrides, world, has_tokenizer=tokenizer is not None)
         if not (options.tasks or options.allow_import or any(word.startswith(TASKS_KEY) for word in overrides)):
-            require_names(saved, config.validation.tasks)
+            require_names(saved.path, config.validation.tasks, f"name each of them yourself, as {TASKS} FILE")
         require_chat_template(saved, config, tokenizer)
         if failure.positions is not None:
             failure.positions.silence_s = config.comm.train_timeout_s
@@ -262,16 +261,6 @@ def evaluated_config(
     raise_problems(_of_this_mesh(problem, overrides) for problem in problems)
     config = resolve_config(config, world_size=world.size, device_type=world.device_type)
     return replace(config, data=replace(config.data, sources=()))  # training data is not evaluated
-
-
-def require_names(saved: SavedRun, tasks: Sequence[str]) -> None:
-    """Raise UserError if a task of the run is a file, and not a name of the harness: it may be code."""
-    if files := [task for task in tasks if task_file(task)]:
-        given = " ".join(shlex.join([TASKS, file]) for file in files)
-        raise UserError(
-            f"{saved.path} names files of tasks: {', '.join(map(repr, files))}; to evaluate with them, if you trust "
-            f"them, add --allow-import, or name them yourself: {given}"
-        )
 
 
 def require_chat_template(saved: SavedRun, config: JobConfig, tokenizer: Tokenizer | None) -> None:

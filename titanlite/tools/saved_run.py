@@ -27,31 +27,41 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.start import generation_config_of, load
 from titanlite.checkpoint.state import AVERAGE, MODEL
 from titanlite.checkpoint.storage import read_shapes
-from titanlite.config.load import CONFIG_COPY, config_from_values, read_copy
+from titanlite.config.files import CONFIG_FILE
+from titanlite.config.load import CONFIG_COPY, config_from_values, parse, read_copy
 from titanlite.config.plugins import import_plugins_of
 from titanlite.config.schema import JobConfig
 from titanlite.config.stages import rope_at
+from titanlite.config.toml import tables_of
 from titanlite.config.values import read_values
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.data.tokenizer_files import tokenizer_file
+from titanlite.evaluation.harness import task_file
 from titanlite.generation.model import empty_model
 from titanlite.hf.generation_defaults import GenerationDefaults, read_generation_defaults
 from titanlite.models.family import Family, LanguageModel, ModelConfig, resolve_model, saved_tensors
 from titanlite.models.registry import FAMILIES, check_model, full_model
 from titanlite.precision import DTYPES
 from titanlite.runtime.environment import expand_home
-from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.errors import ConfigError, Problem, UserError, raise_problems
 from titanlite.runtime.logging import log
+from titanlite.runtime.text import without_userinfo
 from titanlite.storage.address import Address, Place, is_address, is_below, place
+from titanlite.storage.config import StorageConfig
 from titanlite.storage.store import Store, settings
 from titanlite.tools.dump_folder import local_dump_folder
 
 Weights = Literal["last", "ema"]
 """last: the weights of the checkpoint's step. ema: the average of the weights, see WeightAverage."""
 
-ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "STORAGE_EMULATOR_HOST")
-"""Environment variables that choose the server of a store, read by its client."""
+VARIABLES = {
+    "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "STORAGE_EMULATOR_HOST"),
+    "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
+    "profile": ("AWS_PROFILE",),
+    "ca_file": ("AWS_CA_BUNDLE",),
+}
+"""Keys of [storage] that are never taken from a saved run -> environment variables of the clients for the same."""
 MOST_POSITIONS = 2**26
 """Elements of a table of rotary embeddings that any model may have: 262,144 positions of 256, for example."""
 BATCH_BYTES = 2**30
@@ -82,9 +92,9 @@ class SavedRun:
         return with_own_storage(self._saved_config)
 
     @property
-    def endpoint(self) -> str:
-        """storage.endpoint of the configuration in the checkpoint, which is not used. Raises UserError."""
-        return self._saved_config.storage.endpoint
+    def storage(self) -> StorageConfig:
+        """[storage] of the configuration in the checkpoint, which is not used. Raises UserError."""
+        return self._saved_config.storage
 
     @property
     def _saved_config(self) -> JobConfig:
@@ -205,13 +215,39 @@ def with_own_storage(config: JobConfig) -> JobConfig:
 
 
 @cache
-def name_endpoint(where: Place, endpoint: str) -> None:
-    """Say that the store of a saved configuration is not used, unless this process uses it, too; once."""
-    if endpoint and endpoint not in (settings().endpoint, *map(os.environ.get, ENDPOINT_VARIABLES)):
-        shown = endpoint.rpartition("@")[2]
-        log.warning(
-            "%s was trained with another store, storage.endpoint = %r: if you trust it, add --storage.endpoint %s",
-            *(where, shown, shlex.quote(shown)),
+def name_storage(where: Place, saved: StorageConfig) -> None:
+    """Name what a saved configuration says about stores and this process does not use, and how to use it; once."""
+    own = settings()
+    ignored = {
+        key: without_userinfo(text)
+        for key, variables in VARIABLES.items()
+        if (text := getattr(saved, key)) and text not in (getattr(own, key), *map(os.environ.get, variables))
+    }
+    if ignored:
+        found = ", ".join(f"storage.{key} = {text!r}" for key, text in ignored.items())
+        words = shlex.join(word for key, text in ignored.items() for word in (f"--storage.{key}", text))
+        log.warning("%s was trained with %s, which is not used here: if you trust it, add %s", where, found, words)
+
+
+def saved_config(file: Path, overrides: Sequence[str], where: Place, *, allow_import: bool) -> JobConfig:
+    """The configuration in a TOML file that was saved with the run `where`, with overrides `--section.key=value` and
+    the [storage] of this process. allow_import: whether to import its plugins. Raises UserError, ConfigError."""
+    of_file = [f"--{CONFIG_FILE}={file}"]
+    arguments = [*of_file, *overrides]
+    import_plugins_of(tables_of(parse(arguments, imports=False).config), where, allowed=allow_import)
+    parsed = parse(arguments)
+    raise_problems(parsed.problems)
+    name_storage(where, parse(of_file, imports=False).config.storage)
+    return with_own_storage(parsed.config)
+
+
+def require_names(where: Place, tasks: Sequence[str], remedy: str) -> None:
+    """Raise UserError if a task of a saved run is a file, and not a name of the harness: it may be code. remedy: what
+    else to write than --allow-import."""
+    if files := [task for task in tasks if task_file(task)]:
+        raise UserError(
+            f"{where} names files of tasks: {', '.join(map(repr, files))}; to evaluate with them, if you trust them, "
+            f"add --allow-import, or {remedy}"
         )
 
 

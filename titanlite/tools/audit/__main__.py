@@ -56,7 +56,7 @@ from titanlite.tools.command import (
 from titanlite.tools.compare.measure import Trained
 from titanlite.tools.compare.repeats import check_overrides
 from titanlite.tools.dump_folder import local_dump_folder
-from titanlite.tools.saved_run import checkpoints_in, name_endpoint, open_run
+from titanlite.tools.saved_run import checkpoints_in, name_storage, open_run
 from titanlite.tools.sweep.combinations import Run, checked_runs
 from titanlite.tools.sweep.command import RunsOptions, write_script
 from titanlite.tools.sweep.training import error_in, start_run, wait_for
@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> None:
         found = {steps: _open(checkpoints, steps, command, allow_import=options.allow_import) for steps in chosen}
         intervals = [each for each in found.values() if isinstance(each, Interval)]
         for each in intervals:
-            name_endpoint(where, each.end.endpoint)
+            name_storage(where, each.end.storage)
         runs: Sequence[Run] = []
         if not options.results:
             runs = _prepare(intervals, out, overrides, command, options)

@@ -7,8 +7,6 @@ from pathlib import Path
 import torch
 
 from titanlite.checkpoint.state import AVERAGE, MODEL, OPTIMIZER
-from titanlite.config.files import CONFIG_FILE
-from titanlite.config.load import parse
 from titanlite.config.schema import JobConfig
 from titanlite.precision import DTYPES
 from titanlite.runtime.errors import UserError
@@ -17,6 +15,7 @@ from titanlite.tools.audit.result import Verdict
 from titanlite.tools.compare.envelope import compare, first_outside
 from titanlite.tools.compare.measure import Trained, differences
 from titanlite.tools.compare.repeats import repeats_of, train
+from titanlite.tools.saved_run import saved_config
 from titanlite.tools.sweep.combinations import Run
 from titanlite.tools.sweep.command import RunsOptions
 from titanlite.tools.sweep.training import Process
@@ -43,7 +42,7 @@ def within_rounding(
     file = config_file(out, steps)
     folder, last = out / f"{file.stem}-repeats", steps[-1]
     folder.mkdir(exist_ok=True)
-    config = _accepting(parse([f"--{CONFIG_FILE}={file}"]).config)
+    config = _accepting(saved_config(file, (), sides[RUN].folder, allow_import=allow_import))
     runs = repeats_of(config, folder, count, last, options.processes, options.device_type)
     train(runs, last, lambda run: start(run, options.processes))
     repeats = [Trained(run.folder, run.folder / run.config.checkpoint.folder) for run in runs]

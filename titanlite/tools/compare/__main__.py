@@ -10,11 +10,8 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from titanlite.config.files import CONFIG_FILE
-from titanlite.config.load import CONFIG_COPY, parse, read_copy
-from titanlite.config.plugins import import_plugins_of
+from titanlite.config.load import CONFIG_COPY
 from titanlite.config.schema import JobConfig
-from titanlite.config.toml import tables_of
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import last_row
 from titanlite.precision import DTYPES
@@ -36,7 +33,7 @@ from titanlite.tools.compare.envelope import FACTOR, FLOOR_EPS, Compared, compar
 from titanlite.tools.compare.measure import NUMBERS, Pairs, Trained, common_steps, differences
 from titanlite.tools.compare.repeats import check_overrides, repeats_of, setting_differences, train
 from titanlite.tools.dump_folder import local_dump_folder
-from titanlite.tools.saved_run import checkpoints_in, name_endpoint, with_own_storage
+from titanlite.tools.saved_run import checkpoints_in, saved_config
 from titanlite.tools.sweep.combinations import Run
 from titanlite.tools.sweep.command import MAX_PROCESSES
 from titanlite.tools.sweep.training import start_run
@@ -124,12 +121,7 @@ def _config_of(folder: Path, overrides: Sequence[str], *, allow_import: bool) ->
     """The configuration in a dump folder, with overrides. Raises UserError, ConfigError."""
     if not (folder / CONFIG_COPY).is_file():
         raise UserError(f"{folder} has no {CONFIG_COPY}: pass the dump folder of a run")
-    arguments = [f"--{CONFIG_FILE}={folder / CONFIG_COPY}", *overrides]
-    import_plugins_of(tables_of(parse(arguments, imports=False).config), folder, allowed=allow_import)
-    parsed = parse(arguments)
-    raise_problems(parsed.problems)
-    name_endpoint(folder, read_copy(folder).storage.endpoint)
-    return with_own_storage(parsed.config)
+    return saved_config(folder / CONFIG_COPY, overrides, folder, allow_import=allow_import)
 
 
 def _trained(config: JobConfig, a: Trained, out: Path, last: int, options: Options) -> Sequence[Run]:

@@ -19,7 +19,7 @@ from titanlite.checkpoint.start import StartFinder
 from titanlite.checkpoint.state import RunState
 from titanlite.config.check import check_config, resolve_config
 from titanlite.config.fields import keys_that_affect
-from titanlite.config.load import CONFIG_COPY, config_from_values, parse, read_copy
+from titanlite.config.load import CONFIG_COPY, config_from_values
 from titanlite.config.plugins import import_plugins_of
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import Loader
@@ -39,7 +39,7 @@ from titanlite.runtime.torch_internals import local_part
 from titanlite.storage.address import Place, place
 from titanlite.tools.parity.layouts import ONE_PROCESS, config_of
 from titanlite.tools.parity.measure import passes
-from titanlite.tools.saved_run import SavedRun, initial_checkpoint, name_endpoint, with_own_storage
+from titanlite.tools.saved_run import SavedRun, initial_checkpoint, name_storage, saved_config, with_own_storage
 from titanlite.trainer import Trainer
 
 AVERAGE_KEY = "optimizer.ema_decay"
@@ -76,20 +76,13 @@ def launch_config(folder: Path, records: Sequence[Record], saved: SavedRun | Non
     if records:
         values = records[0].about["config"]
         import_plugins_of(values, folder, allowed=allow_import)
-        return _of_this_machine(config_from_values(values), folder)
+        config = config_from_values(values)
+        name_storage(folder, config.storage)
+        return with_own_storage(config)
     if saved is not None:
-        name_endpoint(folder, saved.endpoint)
+        name_storage(folder, saved.storage)
         return saved.config
-    copy = read_copy(folder)
-    import_plugins_of({"job": {"plugins": copy.job.plugins}}, folder, allowed=allow_import)
-    parsed = parse(["--job.config_file", str(folder / CONFIG_COPY)])
-    raise_problems(parsed.problems)
-    return _of_this_machine(parsed.config, folder)
-
-
-def _of_this_machine(config: JobConfig, folder: Path) -> JobConfig:
-    name_endpoint(folder, config.storage.endpoint)
-    return with_own_storage(config)
+    return saved_config(folder / CONFIG_COPY, (), folder, allow_import=allow_import)
 
 
 def start_of_run(config: JobConfig, step: int, *, allow_import: bool) -> SavedRun | None:

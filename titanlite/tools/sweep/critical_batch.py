@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -17,17 +17,20 @@ from titanlite.config.arguments import split_arguments
 from titanlite.config.load import CONFIG_COPY, parse, read_copy, resolve
 from titanlite.config.schema import JobConfig
 from titanlite.config.stages import batch_stages
+from titanlite.config.value_types import text_of
 from titanlite.data.steps import BatchStage, stage_index
 from titanlite.optim.schedule import build_schedule
 from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, raise_problems
 from titanlite.runtime.settings import setting
-from titanlite.storage.address import Place, is_address, place
-from titanlite.tools.command import RunFolder, print_lines, run_command
+from titanlite.storage.address import Place, is_address
+from titanlite.tools.command import AllowImport, RunFolder, apply_storage, print_lines, run_command
+from titanlite.tools.saved_run import checkpoints_in, require_names, saved_config
 from titanlite.tools.sweep.combinations import DUMP_FOLDER, Run, arguments_of, checked_runs, parse_texts
 from titanlite.tools.sweep.command import RunsOptions, carry_out, raise_failed, read_runs_options
 from titanlite.tools.sweep.training import final_loss, folders, report_line, table
 
+TASKS = "validation.tasks"
 VALIDATIONS = 8
 """Of each branch, after equal numbers of tokens."""
 
@@ -52,6 +55,7 @@ class Options(RunsOptions):
     """the checkpoint to continue from; -1: the latest one"""
     tolerance: Annotated[float, tyro.conf.arg(metavar="LOSS")] = setting(0.01, "0.01 is usual", least=0, below=math.inf)
     """increase of the validation loss that counts as none"""
+    allow_import: AllowImport = False
 
 
 def main(argv: Sequence[str]) -> None:
@@ -79,12 +83,15 @@ def branches(options: Options, overrides: Sequence[str]) -> list[Run]:
     folder = Path(expand_home(options.run))
     if not (folder / CONFIG_COPY).is_file():
         raise UserError(f"{folder} has no {CONFIG_COPY}: pass the dump folder of a run")
+    apply_storage(overrides)
     arguments = split_arguments(overrides)
     raise_problems(arguments.problems)
     given = {key: text or "true" for key, text in arguments.texts.items()}
     switches = ["--strict"] if arguments.options.strict else []
-    config = read_copy(folder)
-    path, manifest = _checkpoint(place(config.checkpoint.folder, folder), options.step)
+    config = saved_config(folder / CONFIG_COPY, (), folder, allow_import=options.allow_import)
+    if not options.allow_import and TASKS not in given:
+        require_names(folder, config.validation.tasks, f"leave them out: --{TASKS} '[]'")
+    path, manifest = _checkpoint(checkpoints_in(folder, folder, allow_import=options.allow_import), options.step)
     stage = _stage(config, manifest.step)
     if config.optimizer.weight_decay_end != -1 and "optimizer.weight_decay_end" not in given:
         rule = "left out: the weight decay of a step depends on the run's last step, which differs between branches"
@@ -93,7 +100,7 @@ def branches(options: Options, overrides: Sequence[str]) -> list[Run]:
         raise ConfigError([Problem("optimizer.weight_decay_end", value, rule, remedy)])
     step_tokens = math.lcm(*sizes) * stage.seq_len
     tokens = -(-options.tokens // step_tokens) * step_tokens
-    shared = {**_constants(config, manifest, path), **given}
+    shared = {**_constants(config, manifest, path), **_own_storage(folder, config), **given}
     shared.setdefault(DUMP_FOLDER, str(folder / f"critical_batch_step-{manifest.step}"))
 
     def make(size: int) -> Run:
@@ -165,6 +172,12 @@ def _constants(config: JobConfig, manifest: Manifest, path: Place) -> dict[str, 
         "checkpoint.initial_load_model_only": "false",
         **{f"lr_schedule.{key}": text for key, text in constant.items()},
     }
+
+
+def _own_storage(folder: Path, config: JobConfig) -> dict[str, str]:
+    """The values of [storage] that a branch takes from this process, and not from the run's file."""
+    saved, own = asdict(read_copy(folder).storage), asdict(config.storage)
+    return {f"storage.{key}": str(text_of(value)) for key, value in own.items() if value != saved[key]}
 
 
 def schedule_of(config: JobConfig) -> Callable[[int], float]:

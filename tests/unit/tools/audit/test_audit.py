@@ -28,6 +28,8 @@ from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.tools.audit import __main__ as audit
 from titanlite.tools.audit.computer import starts_of
 from titanlite.tools.audit.result import read_results
+from titanlite.tools.audit.rounding import within_rounding
+from titanlite.tools.compare.measure import Trained
 from titanlite.tools.report import __main__ as report
 
 pytestmark = pytest.mark.slow
@@ -107,6 +109,16 @@ def test_an_audit_does_not_write_through_links(name: str, tmp_path: Path) -> Non
     with pytest.raises(UserError, match=f"{link} is a link to '{precious}', through which an audit does not write"):
         audit.main([str(tmp_path / "out")])
     assert not [*precious.iterdir()]
+
+
+def test_a_configuration_in_the_folder_of_an_audit_needs_permission_for_its_plugins(tmp_path: Path) -> None:
+    """The folder may have come with the run."""
+    (tmp_path / "evil.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'pwned')!r}).touch()\n")
+    (tmp_path / "steps-1-2.toml").write_text(f'[job]\nplugins = ["{tmp_path}/evil.py"]\n')
+    sides, options = [Trained(tmp_path, tmp_path)] * 2, audit.Options(run=str(tmp_path))
+    with pytest.raises(UserError, match=r"needs code that job.plugins of its run names: '.*evil.py'; .*--allow-import"):
+        within_rounding(sides, range(1, 3), tmp_path, 3, options, TrainingHere, allow_import=False)
+    assert not (tmp_path / "pwned").exists()
 
 
 def test_intervals_are_drawn_by_the_seed_that_is_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,11 @@ import titanlite
 from tests.distributed.program import CONFIG
 from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN, TOKENS
 from tests.unit.tools.sweep.test_training import FakeProcess
+from titanlite.config.load import parse
 from titanlite.metrics.jsonl import read_rows, read_series
 from titanlite.runtime.errors import UserError
+from titanlite.storage.config import StorageConfig
+from titanlite.storage.store import apply_settings
 from titanlite.tools.sweep import command, critical_batch
 from titanlite.tools.sweep.combinations import Run
 from titanlite.tools.sweep.critical_batch import Options, branches, compared, main
@@ -72,6 +75,31 @@ def test_branches_continue_the_run(
         branches(options(folder), ["--optimizer.name=Lion"])
     longer = branches(Options(run=str(folder), batches=tuple(sizes), tokens=2 * int(tokens), step=3), [])
     assert [state_of(run) for run in (*runs, *longer)] == ["finished"] * 3 + ["new"] * 3
+    require_own_stores_and_tasks(folder)
+
+
+def require_own_stores_and_tasks(folder: Path) -> None:
+    """The run may come from another person: its store would get this user's keys, and files of tasks may be code."""
+    file, task = folder / "config.toml", folder / "task.yaml"
+    text = file.read_text()
+    task.write_text("")
+    file.write_text(text.replace('\nendpoint = ""\n', '\nendpoint = "http://stranger:1"\n'))
+    assert "http://stranger:1" in file.read_text()
+    for overrides, endpoint in ([], ""), (["--storage.endpoint=http://mine:1"], "http://mine:1"):
+        for run in branches(options(folder), overrides):
+            assert run.config.storage.endpoint == parse(run.arguments).config.storage.endpoint == endpoint
+    apply_settings(StorageConfig())
+    file.write_text(text.replace("\ntasks = []\n", f'\ntasks = ["{task}"]\n'))
+    with pytest.raises(UserError, match=r"names files of tasks: '.*task.yaml'.*add --allow-import, or leave them out"):
+        branches(options(folder), [])
+
+
+def test_plugins_of_the_run_need_permission(tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'pwned')!r}).touch()\n")
+    (tmp_path / "config.toml").write_text(f'[job]\nplugins = ["{tmp_path}/evil.py"]\n')
+    with pytest.raises(UserError, match=r"needs code that job.plugins of its run names: '.*evil.py'; .*--allow-import"):
+        main([str(tmp_path), "--batches", "4", "8", "--tokens", "1"])
+    assert not (tmp_path / "pwned").exists()
 
 
 @pytest.mark.slow
