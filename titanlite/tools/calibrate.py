@@ -18,15 +18,8 @@ from titanlite.ranks.network import connect
 from titanlite.runtime.errors import Problem, UserError, raise_problems
 from titanlite.runtime.logging import setup_logging
 from titanlite.runtime.settings import setting
-from titanlite.tools.command import (
-    File,
-    OptionalCount,
-    check_output_file,
-    for_stdout,
-    print_lines,
-    read_options,
-    run_command,
-)
+from titanlite.runtime.text import for_stdout
+from titanlite.tools.command import File, OptionalCount, check_output_file, print_lines, read_options, run_command
 
 DEFAULT_DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16",)}
 
