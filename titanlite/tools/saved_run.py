@@ -399,7 +399,7 @@ def _hyper_parameters(path: Place, family: Family, values: Mapping[str, Any]) ->
         raise UserError(f"{path}: MANIFEST.json has {each.key} = {each.value!r}; it must be {each.rule}{_EDITED}")
     try:
         model = full_model(section)
-    except (RuntimeError, ValueError) as error:  # sizes whose product is no number of elements
+    except (RuntimeError, ValueError, ArithmeticError) as error:  # sizes or factors whose product is no number
         raise UserError(f"{path}: MANIFEST.json has a model that cannot be built: {error}") from None
     for name, tensor in saved_tensors(model).items():
         shape = tuple(tensor.shape)
