@@ -3,8 +3,8 @@
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,11 @@ class Tokenizer:
         except UserError:
             raise
         except (AttributeError, KeyError, TypeError):
-            reason = "it is not a JSON object with a valid normalizer"
+            reason = "it is not a JSON object with valid steps"
             raise UserError(f"{file} is not a readable tokenizer.json: {reason}") from None
-        except Exception as error:  # the library raises bare Exceptions
+        except BaseException as error:  # the library raises bare Exceptions, and panics
+            if not is_error(error):
+                raise
             raise UserError(f"{file} is not a readable tokenizer.json: {error}") from None
         self._tokenizer.encode_special_tokens = True
         # It adds special tokens, and those that trim offsets may move one behind that of the next token.
@@ -156,7 +158,8 @@ class Tokenizer:
         transformers adds them where this class does not, and documents of a run have none of them.
         """
         for text in ("a", *self._tokenizer.get_vocab()) if self._post_processor else ():
-            with suppress(Exception):  # of the library, if it has no tokens for this text
+            # Exceptions: of the library, if it has no tokens for this text.
+            with library_errors(f"the tokenizer {self.arguments['file']} cannot encode"), suppress(Exception):
                 encoded = self._post_processor.process(self._tokenizer.encode(text))
                 if 0 in (is_special := encoded.special_tokens_mask):
                     return tuple(encoded.ids[: is_special.index(0)])
@@ -201,12 +204,8 @@ class Tokenizer:
         return ids[first : _tokens_until(encoded, len(before) + len(text)) if after else len(ids)]
 
     def _encodings(self, encode: Callable[..., list[Any]], texts: Sequence[str]) -> list[Any]:
-        try:
+        with library_errors(f"the tokenizer {self.arguments['file']} cannot encode it"):
             return encode(list(texts), add_special_tokens=False)
-        except BaseException as error:
-            if not is_error(error):
-                raise
-            raise UserError(f"the tokenizer {self.arguments['file']} cannot encode it: {error}") from None
 
     def has_text(self, ids: Sequence[int]) -> bool:
         """Whether the tokens of a text have a visible character, see is_visible."""
@@ -215,8 +214,9 @@ class Tokenizer:
         return any(is_visible(text.strip(_SPACES)) for text in texts) or is_visible(self.decode(ids))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids, special tokens included."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+        """The text of the ids, special tokens included. Raises UserError."""
+        with library_errors(f"the tokenizer {self.arguments['file']} cannot decode tokens"):
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def token_bytes(self) -> list[int] | None:
         """Number of text bytes per token id; None unless the tokenizer is byte-level.
@@ -266,9 +266,10 @@ class Tokenizer:
         """Whether a text is divided at its spaces, or no token has a space after another character, "▁" and "Ġ" too:
         the tokens of a word then do not depend on other words."""
         normalizer, divider = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
-        words = "a b" if normalizer is None else normalizer.normalize_str("a b")
-        if divider is not None and len(divider.pre_tokenize_str(words)) > 1:
-            return True
+        with library_errors(f"the tokenizer {self.arguments['file']} cannot encode text"):
+            words = "a b" if normalizer is None else normalizer.normalize_str("a b")
+            if divider is not None and len(divider.pre_tokenize_str(words)) > 1:
+                return True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
         return not any(space in token.lstrip(space) for token in vocabulary for space in " ▁Ġ")
 
@@ -282,6 +283,17 @@ class Tokenizer:
             return None, f"none{reason}"
         token_id = self._tokenizer.token_to_id(text)
         return token_id, f"{text!r} = {token_id} ({self._files.names[name][1]})"
+
+
+@contextmanager
+def library_errors(fault: str) -> Iterator[None]:
+    """Raise UserError with `fault` in place of any error of the `tokenizers` library, also a panic."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_error(error):
+            raise
+        raise UserError(f"{fault}: {error}") from None
 
 
 def _tokens_until(encoded: Any, place: int) -> int:

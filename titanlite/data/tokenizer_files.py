@@ -3,6 +3,7 @@
 tokenizer.json is a tokenizer; the files beside it add tokens, name BOS and EOS, and have the chat templates.
 """
 
+import base64
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,10 @@ TOKENIZER_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_T
 UNKNOWN = "for a character that the vocabulary lacks"
 """Unknown token of a BPE without one. It is in no vocabulary, and the library raises an exception that names it."""
 MAX_GROWTH = 10_000
-"""Limit of how many times longer normalization may make a text."""
+"""Limit of how many times longer the steps of one kind may make a text."""
+_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
+_FORM_GROWTH = 18
+"""How many times longer a Unicode normal form makes a text at most."""
 _DECODER = "added_tokens_decoder"
 _SEPARATORS = ("bos_token", "eos_token")
 _NOT_WRITTEN = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -229,7 +233,7 @@ def read_tokenizer_files(file: Path, chosen: Mapping[str, str], chat_template: s
     """
     content = read_regular(file)
     definition = json.loads(content)
-    _require_bounded_normalizer(definition)
+    _require_bounded_growth(definition)
     config = _read_beside(file, TOKENIZER_CONFIG)
     _check_config(config, definition, file.with_name(TOKENIZER_CONFIG))
     beside = file.with_name(CHAT_TEMPLATE)
@@ -323,31 +327,78 @@ def _check_config(config: Mapping[str, Any], definition: Mapping[str, Any], file
 
 
 def _steps(definition: Mapping[str, Any], *parts: str) -> Iterator[Mapping[str, Any]]:
-    """The normalizers or pre-tokenizers of a tokenizer.json, also those of sequences."""
-    waiting = [definition.get(part) for part in parts]
+    """The steps of these parts of a tokenizer.json in their order, also those of sequences."""
+    waiting = [definition.get(part) for part in reversed(parts)]
     while waiting:
         step = waiting.pop()
         if step:
-            waiting += [*step.get("normalizers", ()), *step.get("pretokenizers", ())]
             yield step
+            for key in ("normalizers", "pretokenizers", "processors", "decoders"):
+                waiting += reversed(step.get(key, ()))
 
 
-def _require_bounded_normalizer(definition: Mapping[str, Any]) -> None:
-    """Raise ValueError if normalization may make a text more than MAX_GROWTH times longer.
+def _require_bounded_growth(definition: Mapping[str, Any]) -> None:
+    """Raise ValueError if the steps before the model, those after it, or the decoder may make a text more than
+    MAX_GROWTH times longer.
 
-    Chained replacements multiply: a small file could request any amount of memory. Unicode normal forms, which grow
-    a text at most 18 times, and the tables of SentencePiece ("Precompiled") are not counted.
+    Chained steps multiply: a small file could request any amount of memory.
     """
-    growth = 1
-    for step in _steps(definition, "normalizer"):
-        if step.get("type") == "Replace":
+    for parts in (("normalizer", "pre_tokenizer"), ("post_processor",), ("decoder",)):
+        growth, previous_is_form = 1, False
+        for step in _steps(definition, *parts):
+            kind = step.get("type", "")
+            is_form = kind in _FORMS
+            if not (is_form and previous_is_form):  # a form of a form is hardly longer
+                growth *= _growth(step, kind)
+            previous_is_form = is_form
+            if growth > MAX_GROWTH:
+                named = " and ".join(part.replace("_", "-") for part in parts)
+                raise ValueError(f"its {named} may make a text more than {MAX_GROWTH:,} times longer: remove steps")
+
+
+def _growth(step: Mapping[str, Any], kind: str) -> int:
+    """How many times longer one step may make a long text, or a token."""
+    match kind:
+        case "Replace":
             literal = step["pattern"].get("String")
             # A regular expression may match the empty string between all characters.
-            growth *= max(1, -(-len(step["content"]) // len(literal))) if literal else len(step["content"]) + 1
-        elif step.get("type") == "Prepend":
-            growth *= max(1, len(step["prepend"]))
-        if growth > MAX_GROWTH:
-            raise ValueError(f"its normalizer may make a text more than {MAX_GROWTH:,} times longer: remove steps")
+            return max(1, -(-len(step["content"]) // len(literal))) if literal else len(step["content"]) + 1
+        case "Prepend":
+            return max(1, len(step["prepend"]))
+        case _ if kind in _FORMS:
+            return _FORM_GROWTH
+        case "Precompiled":
+            return _longest_replacement(step["precompiled_charsmap"])
+        case "ByteLevel":
+            return 4  # a character for each byte
+        case "BertNormalizer":
+            return 3  # a space on both sides of a Chinese character
+        case "Metaspace":
+            return 2  # before each word, which may be a character
+        case "BPEDecoder" if not step.get("suffix"):
+            return 2
+        case "CTC" if not step.get("word_delimiter_token"):
+            return 2
+        case "TemplateProcessing":
+            return _template_growth(step)
+    return 1
+
+
+def _longest_replacement(table: str) -> int:
+    """The bytes of the longest text in a table of SentencePiece: the size of its trie, the trie, texts that end with
+    NUL. Raises ValueError if it is not one."""
+    content = base64.b64decode(table)
+    begin = 4 + int.from_bytes(content[:4], "little")
+    if not 8 <= begin <= len(content):
+        raise ValueError("its normalizer Precompiled has a damaged table")
+    return max(1, *map(len, content[begin:].split(b"\0")))
+
+
+def _template_growth(step: Mapping[str, Any]) -> int:
+    """The copies of the text in a template, and the tokens that it adds to each."""
+    texts = sum("Sequence" in piece for piece in step["single"])
+    added = [piece["SpecialToken"]["id"] for piece in step["single"] if "SpecialToken" in piece]
+    return max(1, texts) + sum(len(step["special_tokens"][name]["ids"]) for name in added)
 
 
 def _read_beside(file: Path, name: str, schema: Any = dict[str, Any]) -> dict[str, Any]:

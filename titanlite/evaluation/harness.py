@@ -26,7 +26,7 @@ from tokenizers import Tokenizer as Library
 
 from titanlite.data.chat.template import ChatTemplate, unmarked
 from titanlite.data.config import ValidationConfig
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer import Tokenizer, library_errors
 from titanlite.metrics.scores import TaskScores
 from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import UserError
@@ -78,10 +78,8 @@ class Encoder:
         begun = {text for text in texts if self._start and text.startswith(self._start)}
         for group, adds_here in ((begun, False), (texts.keys() - begun, adds)):
             ordered = [text for text in texts if text in group]
-            try:
+            with library_errors("the tokenizer cannot encode a text of a task"):
                 encoded = self._library.encode_batch(ordered, add_special_tokens=adds_here)
-            except Exception as error:  # the library raises bare Exceptions
-                raise UserError(f"the tokenizer cannot encode a text of a task: {error}") from None
             found |= zip(ordered, (one.ids for one in encoded), strict=True)
         return found
 
@@ -117,8 +115,9 @@ class Encoder:
         return rows
 
     def decode(self, ids: Sequence[int], *, skips_special: bool) -> str:
-        """The text of the ids. skips_special: without special tokens."""
-        return str(self._library.decode(ids, skip_special_tokens=skips_special))
+        """The text of the ids. skips_special: without special tokens. Raises UserError."""
+        with library_errors("the tokenizer cannot decode tokens"):
+            return str(self._library.decode(ids, skip_special_tokens=skips_special))
 
     def _row(self, context: Sequence[Any], end: Sequence[int], where: str) -> Row:
         if not context or context[0] is None:

@@ -1,9 +1,12 @@
+import base64
 import json
 import os
 import random
 import shutil
+import struct
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -331,6 +334,61 @@ def test_a_normalizer_that_may_need_gigabytes_is_refused(folder: Path, steps: St
         Tokenizer(file)
 
 
+def table(text: bytes) -> str:
+    """A table of SentencePiece with one text."""
+    return base64.b64encode(struct.pack("<II", 4, 0) + text).decode()
+
+
+def with_steps(folder: Path, part: str, steps: list[dict[str, Any]]) -> None:
+    """Write a sequence of steps into tokenizer.json."""
+    key = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors"}
+    file = folder / "tokenizer.json"
+    found = json.loads(file.read_text())
+    found[part] = {"type": "Sequence", key.get(part, "decoders"): steps}
+    file.write_text(json.dumps(found))
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+EACH = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+WORDS = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False}
+DELIMITER = {"type": "CTC", "pad_token": "p", "word_delimiter_token": "", "cleanup": True}
+SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": "\ufdfa"}
+LONGER = {"type": "Replace", "pattern": {"String": ""}, "content": "x" * 10}
+TWICE = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2, "pair": [],
+         "special_tokens": {}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("part", "steps"),
+    [
+        ("decoder", [LONGER] * 8),
+        ("decoder", [{"type": "Sequence", "decoders": [LONGER] * 4}] * 2),
+        ("decoder", [{"type": "BPEDecoder", "suffix": ""}] * 40),
+        ("decoder", [DELIMITER] * 40),
+        ("normalizer", [{"type": "ByteLevel"}] * 40),
+        ("normalizer", [SPACE, {"type": "NFKD"}] * 10),
+        ("pre_tokenizer", [BYTES] * 40),
+        ("pre_tokenizer", [EACH, WORDS, EACH, WORDS | {"replacement": "x"}] * 20),
+        ("post_processor", [TWICE] * 40),
+        ("normalizer", [{"type": "Precompiled", "precompiled_charsmap": table(b"x" * 20_000)}]),
+    ],
+)
+def test_steps_that_multiply_a_text_are_refused(part: str, steps: list[dict[str, Any]], folder: Path) -> None:
+    with_steps(folder, part, steps)
+    named = "normalizer and pre-tokenizer" if part in ("normalizer", "pre_tokenizer") else part.replace("_", "-")
+    with pytest.raises(UserError, match=f"its {named} may make a text more than 10,000 times longer: remove steps"):
+        Tokenizer(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize("content", [b"", b"\0", struct.pack("<I", 100) + b"abc", struct.pack("<II", 4, 5)])
+def test_a_damaged_table_of_sentencepiece_is_one_line(content: bytes, folder: Path) -> None:
+    """The last one is read, and panics when a text is encoded."""
+    text = base64.b64encode(content).decode()
+    with_steps(folder, "normalizer", [{"type": "Precompiled", "precompiled_charsmap": text}])
+    with pytest.raises(UserError, match=r"damaged table|cannot encode text: index out of bounds"):
+        Tokenizer(folder / "tokenizer.json")
+
+
 class PanicException(BaseException):
     """As the library raises it."""
 
@@ -339,9 +397,12 @@ class PanicException(BaseException):
 def test_a_panic_of_the_library_is_an_error_of_the_text(
     raised: BaseException, seen: type[BaseException] | None, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer, "_tokenizer", Mock(encode_batch_fast=Mock(side_effect=raised)))
+    failing = Mock(encode_batch_fast=Mock(side_effect=raised), decode=Mock(side_effect=raised))
+    monkeypatch.setattr(tokenizer, "_tokenizer", failing)
     with pytest.raises(seen or type(raised), match="cannot encode it: bad split" if seen else None):
         tokenizer.encode("a")
+    with pytest.raises(seen or type(raised), match="cannot decode tokens: bad split" if seen else None):
+        tokenizer.decode([1])
 
 
 @pytest.mark.parametrize("model", ["WordLevel", "WordPiece", "Unigram"])
