@@ -6,9 +6,11 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -34,8 +36,34 @@ SMALL_BYTES = 2**20
 def cache_folder() -> Path:
     """Return $TITANLITE_CACHE, else $XDG_CACHE_HOME/titanlite, else ~/.cache/titanlite. It may not exist yet.
 
-    Raises UserError if a home folder is unknown.
+    Raises UserError if a home folder is unknown. Warns once if other users may write to it.
     """
+    folder = _named_cache_folder()
+    _warn_if_others_write(folder)
+    return folder
+
+
+@lru_cache
+def _warn_if_others_write(folder: Path) -> None:
+    try:
+        found = folder.stat()
+    except OSError:
+        return  # it does not exist yet, or an access to it reports the error
+    if found.st_uid != os.geteuid():
+        fault = f"belongs to another user (uid {found.st_uid})"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        fault = "may be written to by other users"
+    else:
+        return
+    log.warning(
+        "The cache folder %s %s, who can change what a run reads: use it only if you trust all who write there, "
+        "or set TITANLITE_CACHE to a folder of your own",
+        folder,
+        fault,
+    )
+
+
+def _named_cache_folder() -> Path:
     own = os.environ.get("TITANLITE_CACHE")
     if own:
         try:
@@ -62,8 +90,8 @@ def cached_folder(kind: str, facts: Any) -> Path:
 
 def file_facts(files: list[Path]) -> list[tuple[str, int, int, int]]:
     """Return (path, size in bytes, modification time in ns, inode) of each file, as facts of a content_key."""
-    stats = [(file, os.stat(file)) for file in files]
-    return [(str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino) for file, stat in stats]
+    found = [(file, os.stat(file)) for file in files]
+    return [(str(file), each.st_size, each.st_mtime_ns, each.st_ino) for file, each in found]
 
 
 def hash_of(path: Path) -> str:

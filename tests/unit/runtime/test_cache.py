@@ -181,3 +181,21 @@ def test_a_killed_process_does_not_block_the_others(file: Path) -> None:
             assert not waiting.done()
             process.send_signal(signal.SIGKILL)
             assert waiting.result(timeout=10)
+
+
+@pytest.mark.parametrize(("mode", "other", "said"), [
+    (0o700, 0, ""), (0o770, 0, "may be written to by other users"), (0o702, 0, "may be written to by other users"),
+    (0o700, 1, "belongs to another user"),
+])  # fmt: skip
+def test_a_cache_that_others_may_write_to_is_named_once(
+    mode: int, other: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path))
+    user = tmp_path.stat().st_uid + other
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    tmp_path.chmod(mode)
+    warnings: list[str] = []
+    monkeypatch.setattr(cache.log, "warning", lambda text, *values: warnings.append(text % values))
+    assert cache_folder() == cache_folder() == tmp_path
+    assert len(warnings) == bool(said)
+    assert all(said in each for each in warnings)
