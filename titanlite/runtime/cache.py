@@ -2,9 +2,11 @@
 
 import errno
 import fcntl
+import grp
 import hashlib
 import json
 import os
+import pwd
 import shutil
 import stat
 from collections import OrderedDict
@@ -36,10 +38,11 @@ SMALL_BYTES = 2**20
 def cache_folder() -> Path:
     """Return $TITANLITE_CACHE, else $XDG_CACHE_HOME/titanlite, else ~/.cache/titanlite. It may not exist yet.
 
-    Raises UserError if a home folder is unknown. Warns once if other users may write to it.
+    Raises UserError if a home folder is unknown. Rank 0 warns once if other users may write to it.
     """
     folder = _named_cache_folder()
-    _warn_if_others_write(folder)
+    if os.environ.get("RANK", "0") == "0":
+        _warn_if_others_write(folder)
     return folder
 
 
@@ -49,9 +52,9 @@ def _warn_if_others_write(folder: Path) -> None:
         found = folder.stat()
     except OSError:
         return  # it does not exist yet, or an access to it reports the error
-    if found.st_uid != os.geteuid():
+    if found.st_uid not in (0, os.geteuid()):
         fault = f"belongs to another user (uid {found.st_uid})"
-    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    elif found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_group_of_one(found)):
         fault = "may be written to by other users"
     else:
         return
@@ -61,6 +64,15 @@ def _warn_if_others_write(folder: Path) -> None:
         folder,
         fault,
     )
+
+
+def _is_group_of_one(found: os.stat_result) -> bool:
+    """Whether the group is that of the owner alone, as most systems make one for each user."""
+    try:
+        group, owner = grp.getgrgid(found.st_gid), pwd.getpwuid(found.st_uid)
+    except KeyError:
+        return False
+    return group.gr_name == owner.pw_name and not set(group.gr_mem) - {owner.pw_name}
 
 
 def _named_cache_folder() -> Path:

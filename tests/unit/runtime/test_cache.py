@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -183,17 +184,20 @@ def test_a_killed_process_does_not_block_the_others(file: Path) -> None:
             assert waiting.result(timeout=10)
 
 
-@pytest.mark.parametrize(("mode", "other", "said"), [
-    (0o700, 0, ""), (0o770, 0, "may be written to by other users"), (0o702, 0, "may be written to by other users"),
-    (0o700, 1, "belongs to another user"),
+@pytest.mark.parametrize(("mode", "other", "group", "said"), [
+    (0o755, 0, "team", ""), (0o775, 0, "me", ""), (0o770, 0, "team", "may be written to by other users"),
+    (0o702, 0, "me", "may be written to by other users"), (0o700, 1, "me", "belongs to another user"),
 ])  # fmt: skip
 def test_a_cache_that_others_may_write_to_is_named_once(
-    mode: int, other: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: int, other: int, group: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path))
-    user = tmp_path.stat().st_uid + other
+    user = 1000 + other
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    tmp_path.chmod(mode)
+    monkeypatch.setattr(cache.pwd, "getpwuid", lambda _: SimpleNamespace(pw_name="me"))
+    monkeypatch.setattr(cache.grp, "getgrgid", lambda _: SimpleNamespace(gr_name=group, gr_mem=[]))
+    found = SimpleNamespace(st_uid=1000, st_gid=1000, st_mode=mode)
+    monkeypatch.setattr(cache.Path, "stat", lambda _: found)
     warnings: list[str] = []
     monkeypatch.setattr(cache.log, "warning", lambda text, *values: warnings.append(text % values))
     assert cache_folder() == cache_folder() == tmp_path
