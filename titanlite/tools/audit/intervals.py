@@ -13,6 +13,7 @@ from titanlite.config.toml import dump_config, tables_of
 from titanlite.parallel.microbatches import rows_together
 from titanlite.runtime.durability import replace_file
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import open_regular
 from titanlite.runtime.text import visible
 from titanlite.storage.address import Place
 from titanlite.tools.compare.repeats import without_outputs
@@ -21,6 +22,7 @@ from titanlite.tools.sweep.combinations import Run
 
 CHECKPOINTS = CheckpointConfig.folder
 """Of a recomputation, in its dump folder."""
+MAX_COMMAND_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,12 @@ def config_file(out: Path, steps: range) -> Path:
 
 
 def command_in(file: Path) -> str:
-    """The command of the audit that has written this configuration."""
-    return file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    """The command of the audit that has written this configuration. Raises UserError."""
+    try:
+        with open_regular(file) as opened:
+            return opened.readline(MAX_COMMAND_BYTES).decode(errors="replace").rstrip("\n").removeprefix("# ")
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror or error}") from None
 
 
 def intervals_of(checkpoints: Place) -> list[range]:

@@ -6,6 +6,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from titanlite.runtime.errors import UserError
 from titanlite.tools.audit import intervals
 from titanlite.tools.sweep.combinations import Run
 from titanlite.tools.sweep.slurm import array_script
@@ -57,3 +58,13 @@ def test_the_command_in_the_configuration_of_an_audit_is_one_comment(
     intervals.recomputation(interval, tmp_path, [], command, processes=1, device_type="cpu")
     (file,) = tmp_path.iterdir()
     assert file.read_text() == "# titanlite audit 'x\\n[job]\\nplugins = [\"evil\"]'\n[training]\n"
+
+
+def test_an_odd_configuration_of_an_audit_has_a_command_all_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "steps-1-2.toml"
+    file.write_bytes(b"# titanlite \xff audit\n[job]\n")
+    assert intervals.command_in(file) == "titanlite \ufffd audit"
+    file.write_bytes(bytes(2**20))
+    assert len(intervals.command_in(file)) == intervals.MAX_COMMAND_BYTES
+    with pytest.raises(UserError, match="cannot read"):
+        intervals.command_in(tmp_path / "none.toml")
