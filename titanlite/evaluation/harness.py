@@ -26,6 +26,7 @@ from tokenizers import Tokenizer as Library
 
 from titanlite.data.chat.template import ChatTemplate, unmarked
 from titanlite.data.config import ValidationConfig
+from titanlite.data.sources.hub_files import import_datasets
 from titanlite.data.tokenizer import Tokenizer, library_errors
 from titanlite.metrics.scores import TaskScores
 from titanlite.runtime.environment import expand_home
@@ -445,11 +446,10 @@ def _on_the_side() -> Iterator[None]:
 
     lm_eval estimates the error of a perplexity by 100,000 resamplings, in processes of its own.
     """
-    import datasets
     from lm_eval import utils
     from lm_eval.api import metrics, task
 
-    datasets.disable_progress_bars()
+    import_datasets()
     states = random.getstate(), np.random.get_state()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of its defaults for metrics
     bar, resample, templates = task.tqdm, metrics.bootstrap_stderr, utils.env

@@ -100,7 +100,7 @@ def open_file(url: str) -> IO[bytes]:
 
 def load_builder(source: SourceConfig, key: str = "data.sources") -> "DatasetBuilder":
     """The `datasets` builder of the source's subset. Raises ConfigError."""
-    datasets = _datasets()
+    datasets = import_datasets()
     folder = hub_folder(source)
     where = str(folder) if folder is not None else source.path
     try:
@@ -130,11 +130,13 @@ def _problem_of(error: Exception, source: SourceConfig, key: str, where: str) ->
     return Problem(f"{key}.path", source.path, "a dataset that `datasets` can read", remedy)
 
 
-def _datasets() -> Any:
-    """Import `datasets`, which takes a second, when a source of this kind is opened."""
+def import_datasets() -> Any:
+    """Import `datasets`, which takes a second, when it is needed: without progress bars, and without its request to a
+    server that counts uses of data, also of local files."""
     import datasets
 
     datasets.disable_progress_bars()
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     return datasets
 
 
