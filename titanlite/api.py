@@ -320,7 +320,7 @@ def _in_this_process() -> Iterator[tuple[World, ExitStack]]:
         if ELASTIC in os.environ:
             raise UserError(
                 "titanlite.run needs a fixed number of ranks: start the program with --nnodes N, or train with "
-                "python -m titanlite.torchrun ... -m titanlite.train"
+                "python -P -m titanlite.torchrun ... -m titanlite.train"
             )
         world = world_from_environment()
         with restored_process(world.device), ExitStack() as cleanup:

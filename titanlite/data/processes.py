@@ -49,7 +49,7 @@ class WorkerProcess:
     def __init__(self, module: str, arguments: Mapping[str, Any], remedy: str) -> None:
         """arguments: of the function that the module passes to run_worker."""
         environment = os.environ | worker_environment()
-        command = [sys.executable, "-m", module]
+        command = [sys.executable, "-P", "-m", module]
         self._remedy = remedy
         self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.send({"plugins": loaded_plugins(), "arguments": arguments})

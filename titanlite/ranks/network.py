@@ -25,7 +25,7 @@ LISTENS = "0A"
 """State of a listening socket in /proc/net/tcp."""
 OPEN_TO_ALL = (
     "torchrun listens on all addresses of this host, and a program that connects can run code in it: "
-    "python -m titanlite.torchrun, with the same options, listens on 127.0.0.1 only"
+    "python -P -m titanlite.torchrun, with the same options, listens on 127.0.0.1 only"
 )
 JOIN_POLL_S = 0.02
 REACH_POLL_S = 0.2

@@ -46,7 +46,7 @@ def forget_rank() -> None:
 def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
     """(torchrun's options, arguments of the training): the words before and after the first "--". Raises UsageError."""
     if "--" not in argv:
-        command = "python -m titanlite.torchrun.launcher [--nnodes N ...] -- CONFIG"
+        command = "python -P -m titanlite.torchrun.launcher [--nnodes N ...] -- CONFIG"
         raise UsageError(f'write "--" before the configuration: {command}')
     end = argv.index("--")
     return argv[:end], argv[end + 1 :]

@@ -139,7 +139,7 @@ def test_torchrun_is_told_that_its_port_is_open(
         os.environ["RANK"] = str(rank)
         connect(World(rank, rank, 2, "cpu", 2), CommConfig())
     assert caplog.messages == [network.OPEN_TO_ALL] * is_open
-    assert "python -m titanlite.torchrun" in network.OPEN_TO_ALL
+    assert "python -P -m titanlite.torchrun" in network.OPEN_TO_ALL
 
 
 def test_the_system_may_not_say_who_listens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

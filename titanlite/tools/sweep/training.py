@@ -45,7 +45,7 @@ def start_run(run: Run, processes: int, error_file: Path | None = None) -> Proce
     if error_file is not None:
         error_file.unlink(missing_ok=True)
         environment["TORCHELASTIC_ERROR_FILE"] = str(error_file)
-    command = [sys.executable, "-m", "titanlite.torchrun.launcher", "--", *run.arguments]
+    command = [sys.executable, "-P", "-m", "titanlite.torchrun.launcher", "--", *run.arguments]
     return subprocess.Popen(command, env=environment, start_new_session=True)
 
 

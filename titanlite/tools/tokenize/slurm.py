@@ -52,7 +52,7 @@ def write_script(path: Path, *, out: str, parts: int, tasks: int, arguments: Seq
         last=tasks - 1,
         script=visible(shlex.quote(str(path))),
         folder=shlex.quote(os.getcwd()),
-        command=shlex.join(["env", *variables, sys.executable, "-m", "titanlite", "tokenize", *arguments]),
+        command=shlex.join(["env", *variables, sys.executable, "-P", "-m", "titanlite", "tokenize", *arguments]),
     )
     with new_output(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
