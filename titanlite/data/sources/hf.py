@@ -30,6 +30,7 @@ from titanlite.data.sources.hub_files import (
     hub_folder,
     load_builder,
     open_file,
+    require_plain_members,
     source_split,
 )
 from titanlite.data.sources.jsonl import UNPACKING_ERRORS, damage_after, is_damage, json_row, numbered_lines, open_lines
@@ -149,7 +150,10 @@ class ConvertedDataset(HubDataset, TextSource):
         split = source_split(self.config)
         folder = into / "arrow"
         try:
+            require_plain_members(builder)
             builder.download_and_prepare(str(folder), file_format="arrow")
+        except UserError:
+            raise
         except Exception as error:  # the library raises many types and wraps the cause
             fault = reason(error.__cause__ or error)
             remedy = "set streaming = true to read it row by row, with data.on_bad_row for bad rows"

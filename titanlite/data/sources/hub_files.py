@@ -2,15 +2,18 @@
 
 import os
 import re
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
 
 from titanlite.data.sources.base import cached_json, fault_problem
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.jsonl import Jsonl, json_text, rows_fault
 from titanlite.data.sources.parquet import column_fault
 from titanlite.data.sources.pieces import BadRowError
-from titanlite.runtime.errors import ConfigError, Problem, Rules
+from titanlite.runtime.errors import ConfigError, Problem, Rules, UserError
 from titanlite.runtime.files import open_regular
 from titanlite.runtime.retry import http_status, is_transient, reason
 from titanlite.runtime.waiting import waiting
@@ -99,17 +102,46 @@ def open_file(url: str) -> IO[bytes]:
 
 
 def load_builder(source: SourceConfig, key: str = "data.sources") -> "DatasetBuilder":
-    """The `datasets` builder of the source's subset. Raises ConfigError."""
+    """The `datasets` builder of the source's subset, whose files are all inside the dataset. Raises ConfigError."""
     datasets = import_datasets()
     folder = hub_folder(source)
     where = str(folder) if folder is not None else source.path
-    try:
-        with waiting(
-            lambda: f"{key}: the description of {where}, on a disk or the hub: without a network, write a folder"
-        ):
-            return datasets.load_dataset_builder(where, source.subset or None, revision=source.revision or None)
-    except Exception as error:  # the library raises many types
-        raise ConfigError([_problem_of(error, source, key, where)]) from None
+    with waiting(lambda: f"{key}: the description of {where}, on a disk or the hub: without a network, write a folder"):
+        if folder is not None:
+            _check_cards(source, key, folder)
+        try:
+            builder: DatasetBuilder = datasets.load_dataset_builder(
+                where, source.subset or None, revision=source.revision or None
+            )
+        except Exception as error:  # the library raises many types
+            raise ConfigError([_problem_of(error, source, key, where)]) from None
+    for file in _files_of_all_splits(builder):
+        if not _is_inside(file, source):
+            raise _outside(source, key, file)
+    return builder
+
+
+def require_plain_members(builder: "DatasetBuilder") -> None:
+    """Raise UserError if a local zip file has a member whose name `datasets` would take for a path to another file.
+
+    "zip://a::/b.zip" is a chain: the member a of /b.zip. Raises OSError and the errors of `zipfile`, too.
+    """
+    for file in _files_of_all_splits(builder):
+        if "://" in file:
+            continue
+        with open_file(file) as opened:
+            names = zipfile.ZipFile(opened).namelist() if zipfile.is_zipfile(opened) else []
+        for name in names:
+            if "::" in name:
+                raise UserError(
+                    f"{file} contains {name!r}, which `datasets` takes for a path to another file: rename it"
+                )
+
+
+def _files_of_all_splits(builder: "DatasetBuilder") -> Iterator[str]:
+    """A conversion reads all of them."""
+    for files in (builder.config.data_files or {}).values():
+        yield from map(str, files)
 
 
 def _problem_of(error: Exception, source: SourceConfig, key: str, where: str) -> Problem:
@@ -158,7 +190,6 @@ def _resolve(source: SourceConfig, key: str) -> HubFiles:
         remedy = f"write split = {' or '.join(map(repr, data_files))}"
         raise _config_error(key, "split", source.split, "one of the dataset's splits", remedy)
     files = tuple(str(file) for file in data_files[split])
-    _require_inside(source, key, files)
     if source.streaming:
         for file in files:
             if not file.lower().endswith(STREAMED_SUFFIXES):
@@ -168,18 +199,75 @@ def _resolve(source: SourceConfig, key: str) -> HubFiles:
     return HubFiles(files, commit)
 
 
-def _require_inside(source: SourceConfig, key: str, files: tuple[str, ...]) -> None:
-    """Raise ConfigError if the dataset's list of files (in its README.md) names a file outside the dataset."""
+def _check_cards(source: SourceConfig, key: str, folder: Path) -> None:
+    """Raise ConfigError if README.md or .huggingface.yaml give `datasets` a name outside the folder.
+
+    Before `datasets` resolves the names: it would send requests to URLs.
+    """
+    try:
+        names = list(_names_in_cards(folder))
+    except Exception as error:  # many types for text that is no card
+        remedy = f"fix its README.md or .huggingface.yaml: {reason(error)}"
+        raise _config_error(key, "path", source.path, "a dataset that `datasets` can read", remedy) from None
+    for name in names:
+        if not isinstance(name, str):  # not shown: references of YAML can make it endlessly long
+            remedy = (
+                f"fix the data_files and data_dir of its README.md or .huggingface.yaml: one is a {type(name).__name__}"
+            )
+            raise _config_error(key, "path", source.path, "a dataset that `datasets` can read", remedy)
+        if not _stays_inside(name, folder):
+            raise _outside(source, key, name)
+
+
+def _names_in_cards(folder: Path) -> Iterator[Any]:
+    """The names of files and folders that the configurations of a local dataset give to `datasets`."""
+    import yaml
+    from datasets import config
+    from huggingface_hub import DatasetCard
+
+    cards = []
+    if (folder / config.REPOCARD_FILENAME).is_file():
+        cards.append(DatasetCard.load(folder / config.REPOCARD_FILENAME).data.to_dict())
+    if (folder / config.REPOYAML_FILENAME).exists():
+        with open_regular(folder / config.REPOYAML_FILENAME) as file:
+            cards.append(dict(yaml.safe_load(file.read().decode()) or {}))  # `datasets` reads a list of pairs, too
+    for card in cards:
+        for configuration in card.get("configs") or ():
+            if isinstance(configuration, dict):  # `datasets` refuses others
+                yield from _names_in(configuration)
+
+
+def _names_in(configuration: dict[str, Any]) -> Iterator[Any]:
+    """Only as deep as `datasets` reads: references of YAML can make a short text endlessly deep. Any can be no str."""
+    data_files = configuration.get("data_files") or []
+    for entry in data_files if isinstance(data_files, list) else [data_files]:
+        paths = entry.get("path") if isinstance(entry, dict) else entry
+        yield from paths if isinstance(paths, list) else [paths]
+    yield configuration.get("data_dir") or ""
+
+
+def _stays_inside(name: str, folder: Path) -> bool:
+    """Whether `datasets` takes the name for a path in the folder: not for a URL, a chain of URLs or another path."""
+    if "://" in name or "::" in name or urlsplit(name).scheme:
+        return False
+    # Lexically: links of the user to other disks are followed, and "link/.." leads to the parent of another folder.
+    return ".." not in name.split("/") and Path(os.path.abspath(folder / name)).is_relative_to(folder)
+
+
+def _is_inside(file: str, source: SourceConfig) -> bool:
+    """Whether a file of the resolved list belongs to the dataset."""
     folder = hub_folder(source)
-    for file in files:
-        if folder is not None:
-            # abspath keeps symbolic links: folders written by the hub's client consist of links to files elsewhere.
-            inside = "://" not in file and Path(os.path.abspath(file)).is_relative_to(folder)
-        else:
-            inside = file.startswith(f"hf://datasets/{source.path}@") and ".." not in file.split("/")
-        if not inside:
-            rule = "a dataset whose files are inside it"
-            raise _config_error(key, "path", source.path, rule, f"{file} is outside: fix the README.md that names it")
+    if folder is not None:
+        # abspath keeps symbolic links: folders written by the hub's client consist of links to files elsewhere.
+        inside = "://" not in file and Path(os.path.abspath(file)).is_relative_to(folder)
+    else:
+        inside = file.startswith(f"hf://datasets/{source.path}@")
+    return inside and "::" not in file and ".." not in file.split("/")
+
+
+def _outside(source: SourceConfig, key: str, name: str) -> ConfigError:
+    remedy = f"{name!r} is outside: fix the README.md or .huggingface.yaml that names it; no name may contain '::'"
+    return _config_error(key, "path", source.path, "a dataset whose files are inside it", remedy)
 
 
 def _check_fields(source: SourceConfig, key: str, found: HubFiles) -> None:
