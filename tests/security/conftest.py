@@ -1,0 +1,65 @@
+"""Fixtures of the tests with hostile inputs."""
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.security.guarded import Guard
+from tests.security.workplace import Workplace, write_clean
+
+
+class Server(ThreadingHTTPServer):
+    """Answers 404 to everything, and counts."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _NotFound)
+        self.requests: list[str] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _NotFound(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        assert isinstance(self.server, Server)
+        self.server.requests.append(f"{self.command} {self.path} {self.headers}")
+        self.send_response(404)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def _serving() -> Iterator[Server]:
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def stranger() -> Iterator[Server]:
+    """A server that no command may ask."""
+    yield from _serving()
+
+
+@pytest.fixture(scope="session")
+def own_server() -> Iterator[Server]:
+    """The server that the user names by AWS_ENDPOINT_URL."""
+    yield from _serving()
+
+
+@pytest.fixture(scope="session")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guard]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hub")))  # libraries read it when they are imported
+        with Guard() as guard:
+            yield guard
