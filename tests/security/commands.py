@@ -28,13 +28,15 @@ STARTS: Mapping[str, Mapping[Kind, str]] = {
         **dict.fromkeys(("corpus", "tokenizer", "name", "cache", "folder"), "{config} --job.dump_folder " + OUT),
         "template": f"{{config}} --job.dump_folder {OUT} --tokenizer.chat_template template.jinja {CHAT}",
         "model": f"{{config}} --job.dump_folder {OUT} --checkpoint.initial_load_path hf:model --model.n_layers 2 --model.ffn_dim 32",
-        "task": f"{{config}} --job.dump_folder {OUT} --validation.tasks [\"task.yaml\"]",
+        "task": f'{{config}} --job.dump_folder {OUT} --validation.tasks ["task.yaml"]',
     },
     "sweep": dict.fromkeys(
         ("corpus", "tokenizer", "name", "cache", "folder"),
         f"{{config}} --optimizer.lr 0.1,0.2 --job.dump_folder {OUT} --write-slurm ../out/array.sbatch",
     ),
-    "ladder": dict.fromkeys(("corpus", "tokenizer", "cache", "folder"), "ladder.toml --write-slurm ../out/array.sbatch"),
+    "ladder": dict.fromkeys(
+        ("corpus", "tokenizer", "cache", "folder"), "ladder.toml --write-slurm ../out/array.sbatch"
+    ),
     "critical-batch": {
         "run": "{run} --batches 4 8 --tokens 64 --job.dump_folder " + OUT,
         "folder": "run --batches 4 8 --tokens 64 --write-slurm ../out/array.sbatch --job.dump_folder " + OUT,
@@ -67,7 +69,9 @@ STARTS: Mapping[str, Mapping[Kind, str]] = {
         "template": f"{{config}} --tokenizer.chat_template template.jinja {CHAT}",
     },
     "schema": {"folder": "", "name": "{config}"},
-    "tokenize": dict.fromkeys(("corpus", "tokenizer", "name", "cache", "folder"), f"{{config}} --workers 0 --out {OUT}"),
+    "tokenize": dict.fromkeys(
+        ("corpus", "tokenizer", "name", "cache", "folder"), f"{{config}} --workers 0 --out {OUT}"
+    ),
     "replay": dict.fromkeys(("run", "bucket", "folder"), "{run} --step 4"),
     "audit": dict.fromkeys(("run", "bucket", "folder"), f"{{run}} --seed 1 --out {OUT} --repeats 0"),
     "compare": dict.fromkeys(("run", "bucket", "folder"), f"{{run}} {{run}} --repeats 3 --steps 2 --out {OUT}"),

@@ -1,16 +1,12 @@
 """Fixtures of the tests with hostile inputs."""
 
-import os
-import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
 from tests.security.guarded import Guard
-from tests.security.workplace import Workplace, write_clean
 
 
 class Server(ThreadingHTTPServer):

@@ -35,13 +35,24 @@ DEADLY_BYTES = 4 * 2**30
 """Limits beyond those that are checked: a hole ends its own process, not the tests."""
 LIBRARIES = (
     *("datasets", "fsspec.implementations.http", "huggingface_hub", "jinja2.sandbox", "lm_eval.api.task", "matplotlib"),
-    *("lm_eval.evaluator", "lm_eval.tasks", "matplotlib.pyplot", "pyarrow.parquet", "s3fs", "safetensors.torch", "tests.unsynced", "tokenizers"),
+    *(
+        "lm_eval.evaluator",
+        "lm_eval.tasks",
+        "matplotlib.pyplot",
+        "pyarrow.parquet",
+        "s3fs",
+        "safetensors.torch",
+        "tests.unsynced",
+        "tokenizers",
+    ),
     "torch.utils.tensorboard",
 )
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _CHANGES = {  # audit event -> which of its arguments are paths that it changes
-    **dict.fromkeys(("os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod", "os.chown", "shutil.rmtree"), (0,)),
+    **dict.fromkeys(
+        ("os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod", "os.chown", "shutil.rmtree"), (0,)
+    ),
     **dict.fromkeys(("os.link", "os.symlink", "shutil.copyfile"), (1,)),
     "os.rename": (0, 1),
 }
@@ -238,7 +249,7 @@ def _watch(case: Case, notes: int) -> None:
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
             if args[2] & _WRITES:
-                check(event, args[0], follows=True)
+                check(event, args[0], follows=not args[2] & os.O_NOFOLLOW)  # which fails for a link
         elif event in _CHANGES:
             for position in _CHANGES[event]:
                 folder = args[-1] if event in _BELOW_FOLDER else -1

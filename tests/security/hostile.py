@@ -1,14 +1,12 @@
 """The table of hostile inputs: what a stranger may put where a careful user expects data."""
 
-import csv
-import io
 import json
 import os
 import pickle
 import shutil
-import stat
 import struct
-from collections.abc import Callable, Mapping
+import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tests.security.commands import Kind
-from tests.security.running import FORGED
+from tests.security.running import FORGED, SCRIPT
 from tests.security.workplace import ROWS, Workplace
 from tests.task_files import TASK
 
-NASTY = f"x\n{FORGED}: verified\r\x1b[2J\x1b]0;title\x07\u202e\u2028\x9b31m</title><script>alert(1)</script>"
+NASTY = f"x\n{FORGED}: verified\r\x1b[2J\x1b]0;title\x07\u202e\u2028\x9b31m</title><script>{SCRIPT}</script><b onclick={SCRIPT}>"
 """A text that forges a line, changes the terminal and leaves an HTML element."""
 
 
@@ -38,7 +36,9 @@ class Hostile:
 HOSTILE: dict[str, Hostile] = {}
 
 
-def hostile(name: str, kind: Kind, command: str) -> Callable[[Callable[[Workplace], None]], Callable[[Workplace], None]]:
+def hostile(
+    name: str, kind: Kind, command: str
+) -> Callable[[Callable[[Workplace], None]], Callable[[Workplace], None]]:
     """Add a hostile input to the table."""
 
     def add(build: Callable[[Workplace], None]) -> Callable[[Workplace], None]:
@@ -227,8 +227,14 @@ def _(place: Workplace) -> None:
 
 @hostile("a record of steps that unpacks to gigabytes", "run", "replay")
 def _(place: Workplace) -> None:
-    for file in (place.here / "run" / "records").glob("*.npz"):
-        np.savez_compressed(file, step=np.zeros(2**28, np.int64))
+    (file,) = (place.here / "run" / "records").glob("*.npz")
+    with (
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+        archive.open("step.npy", "w") as npy,
+    ):
+        np.lib.format.write_array_header_1_0(npy, {"descr": "|u1", "fortran_order": False, "shape": (96 * 2**24,)})
+        for _ in range(96):
+            npy.write(bytes(2**24))
 
 
 @hostile("HTML and escapes in rows of a report", "run", "report")
@@ -258,7 +264,11 @@ _odd(
     "run.json",
     json.dumps({"run_id": "a", "starts": [{"step": 0, "time": t, "mesh": {}} for t in (_TIME, f"{_TIME}+02:00")]}),
 )
-_odd("a list as step of a start", "run.json", json.dumps({"run_id": "a", "starts": [{"step": [], "time": _TIME, "mesh": {}}]}))
+_odd(
+    "a list as step of a start",
+    "run.json",
+    json.dumps({"run_id": "a", "starts": [{"step": [], "time": _TIME, "mesh": {}}]}),
+)
 _odd("a list as step", "metrics.jsonl", '{"step": [], "loss": 1.0}\n{"step": 2, "loss": 1.0}\n')
 _odd("ragged loads", "metrics.jsonl", '{"step": 1, "loss": 1.0, "experts/load": [[1.0], []]}\n')
 _odd("huge losses", "metrics.jsonl", '{"step": 1, "loss": 1e308}\n{"step": 2, "loss": -1e308}\n')
@@ -289,7 +299,9 @@ def _(place: Workplace) -> None:
 
 @hostile("code of a model folder", "model", "convert")
 def _(place: Workplace) -> None:
-    _change_json(place.here / "model" / "config.json", auto_map={"AutoModel": "modeling.Model", "AutoConfig": "modeling.C"})
+    _change_json(
+        place.here / "model" / "config.json", auto_map={"AutoModel": "modeling.Model", "AutoConfig": "modeling.C"}
+    )
     for name in ("modeling.py", "configuration.py", "tokenization.py", "__init__.py"):
         (place.here / "model" / name).write_text(place.python)
     _change_json(place.here / "model" / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization.T", None]})
@@ -586,7 +598,12 @@ def _write_task(place: Workplace, path: Path, more: str) -> None:
     own = {line.partition(":")[0] for line in more.splitlines()}
     lines = TASK.format(name=path.stem, data=data).splitlines()
     kept = [line for line in lines if line.partition(":")[0] not in own]
-    choice = ["output_type: multiple_choice", "doc_to_choice: choices", "doc_to_target: answer", "metric_list: [{metric: acc}]"]
+    choice = [
+        "output_type: multiple_choice",
+        "doc_to_choice: choices",
+        "doc_to_target: answer",
+        "metric_list: [{metric: acc}]",
+    ]
     path.write_text("\n".join([*kept, *choice, more]))
 
 

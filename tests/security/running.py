@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
+from html.parser import HTMLParser
 from pathlib import Path
 
 from tests.security.commands import STARTS, Kind
@@ -14,6 +15,8 @@ PEAK_BYTES = 2**30
 """Above those of the guard itself, which has imported all modules; a clean input takes less than a tenth of both."""
 FORGED = "FORGED"
 """What a stranger's text begins its own line with."""
+
+SCRIPT = "stranger()"
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _RESUMES = {"train", "critical-batch"}
@@ -48,6 +51,8 @@ def problems_of(guard: Guard, place: Workplace, case: Case) -> tuple[list[str], 
     written = [each.read_text(errors="replace") for each in _text_files(place.out)]
     if any(line.lstrip("# ").startswith(FORGED) for text in (outcome.output, *written) for line in text.splitlines()):
         problems.append("a line that a stranger wrote")
+    if any(_runs_scripts(each.read_text(errors="replace")) for each in place.out.rglob("*.html")):
+        problems.append("a page with a stranger's script")
     if outcome.cpu_s > CPU_S:
         problems.append(f"{outcome.cpu_s:.0f} s of CPU time")
     if outcome.peak_bytes > guard.idle_bytes + PEAK_BYTES:
@@ -56,5 +61,25 @@ def problems_of(guard: Guard, place: Workplace, case: Case) -> tuple[list[str], 
 
 
 def _text_files(folder: Path) -> Sequence[Path]:
-    names = {".sbatch", ".toml", ".log", ".html", ".json"}
+    names = {".sbatch", ".toml", ".log", ".json"}
     return [path for path in folder.rglob("*") if path.suffix in names and path.is_file() and not path.is_symlink()]
+
+
+def _runs_scripts(page: str) -> bool:
+    """Whether an element of a page has SCRIPT as its code."""
+    found: list[str] = []
+
+    class Elements(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            self.is_script = tag == "script"
+            found.extend(f"{value}" for name, value in attrs if name.startswith("on"))
+
+        def handle_data(self, data: str) -> None:
+            if getattr(self, "is_script", False):
+                found.append(data)
+
+        def handle_endtag(self, tag: str) -> None:
+            self.is_script = self.is_script and tag != "script"
+
+    Elements().feed(page)
+    return any(SCRIPT in each for each in found)

@@ -21,9 +21,7 @@ from tests.security.workplace import Workplace, write_clean
 from titanlite.__main__ import COMMANDS
 
 pytestmark = pytest.mark.slow
-PRODUCT = [
-    (name, command) for name, each in HOSTILE.items() for command, kinds in STARTS.items() if each.kind in kinds
-]
+PRODUCT = [(name, command) for name, each in HOSTILE.items() for command, kinds in STARTS.items() if each.kind in kinds]
 FIRST = {command: next(iter(kinds)) for command, kinds in STARTS.items() if kinds and command != "parity"}
 """A clean input of each command; parity starts ranks, which takes long."""
 
@@ -39,9 +37,7 @@ def clean(guard: Guard, own_server: Server, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture
-def place(
-    clean: Workplace, stranger: Server, own_server: Server, tmp_path: Path
-) -> Iterator[Workplace]:
+def place(clean: Workplace, stranger: Server, own_server: Server, tmp_path: Path) -> Iterator[Workplace]:
     """A copy of the clean workplace, to be changed."""
     shutil.copytree(clean.root, tmp_path / "place", symlinks=True)
     yield Workplace(tmp_path / "place", stranger.url, own_server.url)

@@ -23,7 +23,15 @@ TEMPLATE = "{% for message in messages %}{{ message.role + ': ' + message.conten
 TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
 CONFIG = {
     "job": {"dump_folder": "run"},
-    "model": {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 24, "vocab_size": 300, "max_seq_len": 64},
+    "model": {
+        "dim": 16,
+        "n_layers": 1,
+        "n_heads": 2,
+        "n_kv_heads": 2,
+        "ffn_dim": 24,
+        "vocab_size": 300,
+        "max_seq_len": 64,
+    },
     "tokenizer": {"path": "tokenizer"},
     "training": {"steps": 4, "seq_len": 16, "local_batch_size": 2, "global_batch_size": 4, "bit_equal": True},
     "checkpoint": {"enable": True, "interval": 2},
@@ -35,7 +43,9 @@ LADDER = {
     "config": "mine.toml",
     "rule": "fixed",
     "common": {"job": {"dump_folder": "../out/ladder"}, "training": {"bit_equal": False}},
-    "rungs": [{"name": f"dim-{dim}", "model": {"dim": dim, "ffn_dim": dim}, "tokens": [128, 256, 512]} for dim in (8, 12, 16)],
+    "rungs": [
+        {"name": f"dim-{dim}", "model": {"dim": dim, "ffn_dim": dim}, "tokens": [128, 256, 512]} for dim in (8, 12, 16)
+    ],
     "target": {"tokens": 2048, "model": {"dim": 32, "ffn_dim": 32}},
 }
 
@@ -157,7 +167,16 @@ def write_toml(file: Path, changes: dict[str, Any]) -> None:
 
 def write_clean(place: Workplace) -> None:
     """Everything but the run, which is trained from it."""
-    for folder in ("home", "home/.ssh", "home/runs/mine/checkpoint/step-2", "here/data", "here/tokenizer", "out", "cache", "tmp"):
+    for folder in (
+        "home",
+        "home/.ssh",
+        "home/runs/mine/checkpoint/step-2",
+        "here/data",
+        "here/tokenizer",
+        "out",
+        "cache",
+        "tmp",
+    ):
         (place.root / folder).mkdir(parents=True)
     for name in (".bashrc", ".ssh/config", "runs/mine/metrics.jsonl", "runs/mine/checkpoint/step-2/weights"):
         (place.home / name).write_text("of the user\n")
