@@ -27,7 +27,8 @@ STARTS: Mapping[str, Mapping[Kind, str]] = {
         "run": "{config} --training.steps 6",
         **dict.fromkeys(("corpus", "tokenizer", "name", "cache", "folder"), "{config} --job.dump_folder " + OUT),
         "template": f"{{config}} --job.dump_folder {OUT} --tokenizer.chat_template template.jinja {CHAT}",
-        "model": f"{{config}} --job.dump_folder {OUT} --checkpoint.initial_load_path hf:model --model.n_layers 2 --model.ffn_dim 32",
+        "model": f"{{config}} --job.dump_folder {OUT} --checkpoint.initial_load_path hf:model "
+        "--model.n_layers 2 --model.ffn_dim 32",
         "task": f'{{config}} --job.dump_folder {OUT} --validation.tasks ["task.yaml"]',
     },
     "sweep": dict.fromkeys(

@@ -249,7 +249,9 @@ def _watch(case: Case, notes: int) -> None:
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
             if args[2] & _WRITES:
-                check(event, args[0], follows=not args[2] & os.O_NOFOLLOW)  # which fails for a link
+                # os.open has no mode. The flags of an `opener` are not in the event of open(), whose writes through
+                # a link are found by files_of.
+                check(event, args[0], follows=args[1] is None and not args[2] & os.O_NOFOLLOW)
         elif event in _CHANGES:
             for position in _CHANGES[event]:
                 folder = args[-1] if event in _BELOW_FOLDER else -1

@@ -20,7 +20,8 @@ from tests.security.running import FORGED, SCRIPT
 from tests.security.workplace import ROWS, Workplace
 from tests.task_files import TASK
 
-NASTY = f"x\n{FORGED}: verified\r\x1b[2J\x1b]0;title\x07\u202e\u2028\x9b31m</title><script>{SCRIPT}</script><b onclick={SCRIPT}>"
+NASTY = f"x\n{FORGED}: verified\r\x1b[2J\x1b]0;title\x07\u202e\u2028\x9b31m"
+NASTY += f"</title><script>{SCRIPT}</script><b onclick={SCRIPT}>"
 """A text that forges a line, changes the terminal and leaves an HTML element."""
 
 
@@ -68,7 +69,7 @@ def payload(place: Workplace) -> bytes:
 
 @hostile("a task that the run's configuration names", "run", "evaluate")
 def _(place: Workplace) -> None:
-    _write_task(place, place.here / "run" / "task.yaml", f'doc_to_text: "{place.expression}"\n')
+    _write_task(place.here / "run" / "task.yaml", f'doc_to_text: "{place.expression}"\n')
     place.change_run(validation__tasks=["run/task.yaml"])
 
 
@@ -85,7 +86,7 @@ def _(place: Workplace) -> None:
 @hostile("a task of code that the run's configuration names", "run", "evaluate")
 def _(place: Workplace) -> None:
     (place.here / "run" / "util.py").write_text(place.python)
-    _write_task(place, place.here / "run" / "task.yaml", "doc_to_text: !function util.f\n")
+    _write_task(place.here / "run" / "task.yaml", "doc_to_text: !function util.f\n")
     place.change_run(validation__tasks=["run/task.yaml"])
 
 
@@ -159,7 +160,6 @@ def _link(name: str, target: str, command: str) -> None:
 
 for _name in ("train.log", "job.lock", "metrics.jsonl", "run.json", "config.toml", "ledger/x", "samples.jsonl"):
     _link(_name, ".bashrc", "train")
-_link("checkpoint", "runs/mine/checkpoint", "train")
 _link("records", "runs/mine", "train")
 _link("faults", "runs/mine", "train")
 _link("ledger", "runs/mine", "train")
@@ -360,7 +360,7 @@ def _(place: Workplace) -> None:
 
 @hostile("escapes in rows", "corpus", "inspect")
 def _(place: Workplace) -> None:
-    (place.here / "data" / "rows.jsonl").write_text((json.dumps({"text": NASTY * 9}) + "\n") * 40)
+    (place.here / "data" / "rows.jsonl").write_text((json.dumps({"text": NASTY.replace("\n", " ") * 9}) + "\n") * 40)
 
 
 @hostile("escapes in the keys of a row", "corpus", "train")
@@ -456,7 +456,8 @@ def _(place: Workplace) -> None:
 @hostile("a README of data that names a server and other folders", "corpus", "inspect")
 def _(place: Workplace) -> None:
     HOSTILE["a script beside data"].build(place)
-    names = f"---\nconfigs:\n- config_name: default\n  data_files: ['{place.stranger}/rows.jsonl', '../../../home/.bashrc']\n---\n"
+    files = f"['{place.stranger}/rows.jsonl', '../../../home/.bashrc']"
+    names = f"---\nconfigs:\n- config_name: default\n  data_files: {files}\n---\n"
     (place.here / "data" / "set" / "README.md").write_text(names)
 
 
@@ -501,7 +502,7 @@ _template("escapes in an error", "{{ raise_exception('a\\nFORGED: fine\\x1b[2J')
 
 @hostile("a template of a task", "task", "evaluate")
 def _(place: Workplace) -> None:
-    _write_task(place, place.here / "task.yaml", f'doc_to_text: "{place.expression}"\n')
+    _write_task(place.here / "task.yaml", f'doc_to_text: "{place.expression}"\n')
 
 
 @hostile("a link to a task with code below include", "task", "evaluate")
@@ -509,9 +510,9 @@ def _(place: Workplace) -> None:
     real = place.here / "real"
     real.mkdir()
     (real / "util.py").write_text(f"{place.python}\ndef f(doc): return 'x'\n")
-    _write_task(place, real / "base.yaml", "doc_to_text: !function util.f\n")
-    _write_task(place, place.here / "base.yaml", "")
-    _write_task(place, real / "task.yaml", "include: base.yaml\n")
+    _write_task(real / "base.yaml", "doc_to_text: !function util.f\n")
+    _write_task(place.here / "base.yaml", "")
+    _write_task(real / "task.yaml", "include: base.yaml\n")
     place.link("task.yaml", real / "task.yaml")
 
 
@@ -520,13 +521,13 @@ def _(place: Workplace) -> None:
     real = place.here / "real"
     (real / "lm_eval").mkdir(parents=True)
     (real / "lm_eval" / "x.py").write_text(f"{place.python}\ndef f(doc): return 'x'\n")
-    _write_task(place, real / "task.yaml", "doc_to_text: !function lm_eval.x.f\n")
+    _write_task(real / "task.yaml", "doc_to_text: !function lm_eval.x.f\n")
     place.link("task.yaml", real / "task.yaml")
 
 
 @hostile("a task that includes itself", "task", "evaluate")
 def _(place: Workplace) -> None:
-    _write_task(place, place.here / "task.yaml", "include: task.yaml\n")
+    _write_task(place.here / "task.yaml", "include: task.yaml\n")
 
 
 # Ladders, profiles, names, the current folder, the cache
@@ -568,7 +569,7 @@ def _shadowed(command: str) -> None:
         (place.here / "titanlite" / "__init__.py").write_text(place.python)
 
 
-for _name in ("audit", "critical-batch", "ladder", "parity", "convert", "ledger"):
+for _name in ("audit", "critical-batch", "ladder", "convert", "ledger"):
     _shadowed(_name)
 
 
@@ -590,7 +591,7 @@ def _(place: Workplace) -> None:
 # Making them
 
 
-def _write_task(place: Workplace, path: Path, more: str) -> None:
+def _write_task(path: Path, more: str) -> None:
     """A task on data beside it. more: lines in place of the template's."""
     rows = [{"context": "the model", "choices": [" reads", " says"], "answer": 0, "q": "x"}] * 3
     data = path.with_suffix(".jsonl")
