@@ -5,7 +5,9 @@ compared before and after (`files_of`).
 """
 
 import json
+import multiprocessing
 import os
+import re
 import resource
 import runpy
 import signal
@@ -135,7 +137,7 @@ def _serve(connection: Connection) -> None:
         if name.startswith("titanlite.") and find_spec(f"{name}.__main__" if _is_package(name) else name):
             import_module(f"{name}.__main__" if _is_package(name) else name)
     import_module("tests.frozen")
-    connection.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    connection.send(_own_bytes(os.getpid()))
     while True:
         try:
             case = connection.recv()
@@ -163,26 +165,35 @@ def _guarded(case: Case) -> Outcome:
             code = _exit_code(case.argv)
         finally:
             os._exit(code)
-    status, usage = _wait(pid)
+    status, usage, peak_bytes = _wait(pid)
     code = None if status is None else os.waitstatus_to_exitcode(status)
     noted = list(dict.fromkeys(notes.read_text(errors="replace").splitlines()))
     cpu_s = usage.ru_utime + usage.ru_stime
-    return Outcome(code, output.read_bytes().decode(errors="replace"), cpu_s, usage.ru_maxrss * 1024, noted)
+    return Outcome(code, output.read_bytes().decode(errors="replace"), cpu_s, peak_bytes, noted)
 
 
-def _wait(pid: int) -> tuple[int | None, resource.struct_rusage]:
-    end = time.monotonic() + HANGS_S
+def _wait(pid: int) -> tuple[int | None, resource.struct_rusage, int]:
+    """(status, None if it hung; usage; peak of its own memory)."""
+    end, peak_bytes = time.monotonic() + HANGS_S, 0
     while time.monotonic() < end:
+        peak_bytes = max(peak_bytes, _own_bytes(pid))
         found, status, usage = os.wait4(pid, os.WNOHANG)
         if found:
-            return status, usage
+            return status, usage, peak_bytes
         time.sleep(0.005)
     os.killpg(pid, signal.SIGKILL)
-    return None, os.wait4(pid, 0)[2]
+    return None, os.wait4(pid, 0)[2], peak_bytes
+
+
+def _own_bytes(pid: int) -> int:
+    """Resident memory of a process without mapped files, whose pages the system takes back when it needs them."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) * 1024 if found else 0  # none: it has ended
 
 
 def _enter(case: Case, output: Path) -> None:
     os.setsid()
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # parity starts ranks
     os.chdir(case.folder)
     os.environ.clear()
     os.environ.update(case.environment)

@@ -630,7 +630,7 @@ def _bucket_names(place: Workplace) -> None:
         for folder in ("faults", "records", "ledger")
         for name in (
             *("../../../home/.bashrc", "../" * 30 + f"{place.root}/pwned".lstrip("/"), f"/{place.root}/pwned"),
-            *(f"x/../../../{FORGED}", f"a\n{FORGED}: fine\x1b[2J", "./x", "x//y", "a\\..\\b"),
+            *(f"x/../../../{FORGED}", "./x", "x//y", "a\\..\\b"),
         )
     }
 

@@ -61,7 +61,8 @@ def problems_of(guard: Guard, place: Workplace, case: Case) -> tuple[list[str], 
 
 
 def _text_files(folder: Path) -> Sequence[Path]:
-    names = {".sbatch", ".toml", ".log", ".json"}
+    # In an .sbatch, a quoted name may have several lines: tests/unit/tools/sweep/test_slurm.py runs these scripts.
+    names = {".toml", ".log", ".json"}
     return [path for path in folder.rglob("*") if path.suffix in names and path.is_file() and not path.is_symlink()]
 
 
