@@ -2,30 +2,36 @@
 
 import gzip
 import io
+import itertools
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.unit.data.test_bad_rows import zstd
 from tests.unit.data.test_readers import read_all
 from tests.unit.data.test_tables import arrow, write_stream
 from titanlite.data.kinds import open_source
-from titanlite.data.sources import limits
+from titanlite.data.sources import limits, parquet
 from titanlite.data.sources.base import Share, StreamedSource, TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.jsonl import numbered_lines
+from titanlite.data.sources.parquet_pages import batch_rows
 from titanlite.data.sources.pieces import BadRowError
 
 MEBIBYTE = 2**20
-MODULES = ("limits", "jsonl", "tables", "ipc", "parquet")
+TOO_LONG = "its text is more than 1,000 times as long as its data; if you trust it, "
+MODULES = ("limits", "jsonl", "tables", "ipc", "parquet", "parquet_pages")
 LINE = b'{"text": "the model reads"}\n'
 
 
 @pytest.fixture(autouse=True)
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits of 1 MiB in place of 256 MiB and 1 GiB, and of 2,000 rows."""
-    small = dict.fromkeys(("MAX_ROW_BYTES", "MAX_UNPACKED_BYTES", "MAX_LOADED_BYTES"), MEBIBYTE)
+    small = dict.fromkeys(("MAX_ROW_BYTES", "MAX_UNPACKED_BYTES", "MAX_LOADED_BYTES", "MAX_BATCH_BYTES"), MEBIBYTE)
     for name, value in (small | {"MAX_SHORT_ROWS": 2000}).items():
         for module in MODULES:
             monkeypatch.setattr(f"titanlite.data.sources.{module}.{name}", value, raising=False)
@@ -116,3 +122,84 @@ def test_a_dictionary_of_arrow_is_not_expanded(tmp_path: Path) -> None:
     (row,) = [text for _, text, _ in read_all(arrow(), tmp_path / "a.arrow", 1000)][-1:]
     assert row.startswith(("x", "BAD the file is not read: its text of "))
     assert pa.total_allocated_bytes() - before < MEBIBYTE
+
+
+def repeated(count: int, size: int) -> pa.Table:
+    """A table of `count` rows with the same text of `size` bytes."""
+    return pa.table({"text": pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), ["x" * size])})
+
+
+PARQUET_BOMBS: dict[str, tuple[pa.Table, dict[str, object], str]] = {
+    "a dictionary": (repeated(60, 2**16), {}, TOO_LONG),
+    "prefixes": (
+        pa.table({"text": ["x" * 2**16] * 60}),
+        {"use_dictionary": False, "column_encoding": "DELTA_BYTE_ARRAY"},
+        TOO_LONG,
+    ),
+    "a page": (pa.table({"text": ["x" * 2**22]}), {"use_dictionary": False}, TOO_LONG),
+    "row groups": (pa.concat_tables([repeated(16, 2**15)] * 40), {"row_group_size": 16}, TOO_LONG),
+    "empty rows": (pa.table({"text": [""] * 20_000}), {}, "have more than "),
+}
+
+
+@pytest.mark.parametrize("name", PARQUET_BOMBS)
+def test_a_parquet_bomb_is_a_bad_row(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, options, reason = PARQUET_BOMBS[name]
+    sizes = [0]
+    convert = parquet.as_bytes
+    monkeypatch.setattr(parquet, "as_bytes", lambda batch, kind: [sizes.append(batch.nbytes), convert(batch, kind)][-1])
+    path = tmp_path / "train-0.parquet"
+    pq.write_table(table, path, compression="zstd", **options)
+    assert path.stat().st_size < 2**14
+    *good, bad = texts(path, "parquet", 2**20)
+    assert bad.startswith("BAD ")
+    assert reason in bad
+    assert {len(text) for text in good} <= {2**15}
+    source = open_source(SourceConfig("hf", path=str(tmp_path)))
+    assert isinstance(source, StreamedSource)
+    rows = [str(row.text)[-300:] for unit in source.row_groups() for row in source.rows(unit, 1, Share())]
+    # A streamed source reads one row group after another: those that are good by themselves are good.
+    assert (reason in rows[-1]) == (name != "row groups")
+    assert max(sizes) < 1.1 * MEBIBYTE
+
+
+def test_a_batch_of_rows_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in memory at once depends on the longest value that may repeat, and on nothing for other values."""
+    asked: list[int] = []
+    monkeypatch.setattr(parquet, "batch_rows", lambda column: [asked.append(batch_rows(column)), asked[-1]][-1])
+    rows = [f"row {n} of the text" * (n % 50) for n in range(1500)]
+    for version, packed in itertools.product(("1.0", "2.0"), ("none", "zstd")):
+        for options in ({"use_dictionary": False}, {"write_page_checksum": True, "dictionary_pagesize_limit": 2**12}):
+            path = tmp_path / "a.parquet"
+            pq.write_table(pa.table({"n": [1] * 1500, "text": rows}), path, compression=packed, data_page_size=2**12,
+                           data_page_version=version, **options)  # fmt: skip
+            assert texts(path, "parquet", 2**20) == [row or "BAD the text is empty" for row in rows]
+            assert set(asked) == {1024} if "use_dictionary" in options else 1 < min(asked) <= max(asked) < 1024
+            asked.clear()
+
+
+CHANGES = """
+from pathlib import Path
+from titanlite.data.sources.parquet import Parquet, BadRowError
+from titanlite.data.sources.config import SourceConfig
+file, bad = Path("a.parquet"), 0
+content = file.read_bytes()
+for place in range(len(content) - 8 - int.from_bytes(content[-8:-4], "little"), len(content) - 8):
+    for value in (2, 6, 0x7E):
+        file.write_bytes(content[:place] + bytes([value]) + content[place + 1 :])
+        source = Parquet(SourceConfig("parquet", path=str(file)))
+        for piece in source.scan(file, 0, 1000):
+            try:
+                source.read(file, piece)
+            except BadRowError:
+                bad += 1
+print(bad)
+"""
+
+
+@pytest.mark.slow
+def test_no_number_in_the_metadata_ends_the_process(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["one", "two"]}), tmp_path / "a.parquet")
+    child = subprocess.run([sys.executable, "-c", CHANGES], capture_output=True, text=True, cwd=tmp_path)
+    assert child.returncode == 0, child.stderr
+    assert int(child.stdout) > 50

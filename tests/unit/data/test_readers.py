@@ -223,7 +223,7 @@ def test_an_operating_system_error_is_not_a_bad_row(tmp_path: Path, monkeypatch:
     def fail(*_: object, **__: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", fail)
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", fail)
     with pytest.raises(OSError, match="Input/output error"):
         parquet("text").read(tmp_path / "rows.parquet", piece)
 

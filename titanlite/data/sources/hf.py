@@ -34,14 +34,14 @@ from titanlite.data.sources.hub_files import (
     source_split,
 )
 from titanlite.data.sources.jsonl import UNPACKING_ERRORS, damage_after, is_damage, json_row, numbered_lines, open_lines
-from titanlite.data.sources.parquet import as_bytes, damage, open_parquet, row_counts, text_of, text_type
+from titanlite.data.sources.limits import ExpansionError
+from titanlite.data.sources.parquet import TOO_LONG, damage, open_parquet, read_batches, row_counts, text_of
 from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, no_lines
 from titanlite.data.sources.stored import SourceFile
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.retry import reason, retrying
 
 ROW_GROUPS_VERSION = 1
-BATCH_ROWS = 1024
 
 
 class HubDataset(Source):
@@ -213,7 +213,7 @@ def _row_group_sizes(file: str) -> list[int]:
 
     def read() -> list[int]:
         with open_file(file) as opened:
-            return row_counts(open_parquet(opened))
+            return row_counts(open_parquet(opened), opened.seek(0, 2))
 
     try:
         return retrying(file, read) if ReadUnit(file).row_name == "row" else []
@@ -255,36 +255,40 @@ def _parquet_rows(unit: ReadUnit, field: str, first: int, share: Share) -> Itera
     with open_file(unit.file) as opened:
         try:
             file = open_parquet(opened)
+            sizes = dict(enumerate(row_counts(file, opened.seek(0, 2))))
         except BadRowError as bad:
             yield Row(1, bad)
             return
-        sizes = dict(enumerate(row_counts(file)))
         if unit.group >= 0:
             sizes = {unit.group: sizes[unit.group]}
         number = unit.first_row
         for group, size in sizes.items():
             if number + size > first:
-                yield from _group_rows(file, group, range(number, number + size), field, first, share)
+                batches = read_batches(opened, file, group, field)
+                yield from _group_rows(batches, group, range(number, number + size), field, first, share)
             number += size
         if not sum(sizes.values()):
             yield Row(1, BadRowError("the file has no rows"))
 
 
-def _group_rows(file: Any, group: int, numbers: range, field: str, first: int, share: Share) -> Iterator[Row]:
+def _group_rows(
+    batches: Iterator[Any], group: int, numbers: range, field: str, first: int, share: Share
+) -> Iterator[Row]:
     """Yield the rows of one row group, decoded in batches. After a read error, all remaining rows are bad rows."""
     import pyarrow
 
     done = 0
     try:
-        kind = text_type(file.schema_arrow, field)
-        # Without threads: threads that read Python file objects can outlive the interpreter and crash it.
-        for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=[field], use_threads=False):
+        for batch in batches:
             in_batch = numbers[done : done + len(batch)]
             selected = [number for number in in_batch if number >= first and share.has(number)]
-            texts = as_bytes(batch.column(0), kind).take([number - in_batch.start for number in selected]).to_pylist()
+            texts = batch.take([number - in_batch.start for number in selected]).to_pylist()
             for number, text in zip(selected, texts, strict=True):
                 yield Row(number, BadRowError(f"field {field!r} is null") if text is None else text)
             done += len(batch)
+        return
+    except ExpansionError:
+        bad = BadRowError(f"row group {group} is not read further: {TOO_LONG}")
     except (pyarrow.ArrowException, OSError, BadRowError) as error:
         bad = damage(error, f"row group {group} cannot be read")
-        yield from (Row(number, bad) for number in numbers[done:])
+    yield from (Row(number, bad) for number in numbers[done:])

@@ -430,7 +430,8 @@ def unpack_lines(path: SourceFile, out: Output) -> tuple[int, str]:
 def damage_after(lines: int, error: Exception, name: str) -> str:
     """Describe the damage of compressed data after `lines` readable lines. name: of the file."""
     if isinstance(error, ExpansionError):
-        return f"the {compression(name)} data is not unpacked: {error}"
+        unpack = {"gzip": "gzip -d", "zstd": "zstd -d"}[compression(name)]
+        return f"the {compression(name)} data is not unpacked: {error}; if you trust it, unpack it: {unpack} FILE"
     is_short = isinstance(error, EOFError) or "Truncated" in str(error)
     fault = "ends early" if is_short else f"is corrupt ({' '.join(str(error).split())})"
     return f"the {compression(name)} data {fault} after line {lines}"

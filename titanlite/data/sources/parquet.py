@@ -1,12 +1,23 @@
 """Parquet files: a document is one row of a text column."""
 
-from collections.abc import Iterator
+import io
+from collections.abc import Iterable, Iterator
+from itertools import repeat
 from typing import IO, Any
 
 from titanlite.data.sources.base import TextSource, check_first_file
 from titanlite.data.sources.config import CHAT, CONVERSATION_FIELDS, SourceConfig
+from titanlite.data.sources.limits import (
+    MAX_LOADED_BYTES,
+    MAX_RATIO,
+    MAX_UNPACKED_BYTES,
+    ExpansionError,
+    require_ratio,
+    require_rows,
+)
+from titanlite.data.sources.parquet_pages import batch_rows
 from titanlite.data.sources.pieces import BAD_FILE, BadRowError, FieldError, KindError, Piece, utf8_text
-from titanlite.data.sources.stored import BLOCK_BYTES, SourceFile, StoredFile, open_file
+from titanlite.data.sources.stored import BLOCK_BYTES, SourceFile, StoredFile, open_file, size_of
 from titanlite.runtime.cache import Recent
 from titanlite.runtime.errors import Problem
 from titanlite.runtime.retry import is_transient
@@ -18,6 +29,11 @@ BUFFER_BYTES = 2**20
 
 FOOTER_BYTES = 2**16
 """What Arrow reads first of a Parquet file: its end, with the metadata."""
+
+TOO_LONG = (
+    f"its text is more than {MAX_RATIO:,} times as long as its data; if you trust it, write it again without "
+    'compression and dictionary: pyarrow.parquet.write_table(table, file, compression="none", use_dictionary=False)'
+)
 
 TEXT_TYPES = ("string", "large_string", "string_view")
 """Arrow types of a text column. The column may also be dictionary-encoded."""
@@ -47,18 +63,25 @@ class Parquet(TextSource):
     def scan(self, path: SourceFile, file: int, max_piece_bytes: int) -> Iterator[Piece]:
         try:
             with open_file(path) as opened:
-                counts = row_counts(open_parquet(opened))
+                counts = row_counts(open_parquet(opened), size_of(path))
         except BadRowError:
             counts = []
-        row = 0
+        row = size = 0
         for group, row_count in enumerate(counts):
+            texts: Iterable[Any] = repeat(None, row_count)
             try:
-                texts = _load(path, group, self.field)
-            except BadRowError:
-                texts = [None] * row_count
-            for place in range(row_count):
+                loaded = _load(path, group, self.field)
+                size += loaded.nbytes
+                require_ratio(size, size_of(path), MAX_UNPACKED_BYTES, "its text")
+                texts = loaded
+            except BadRowError:  # read() raises it for each row
+                pass
+            except ExpansionError:  # the following row groups would take as long
+                yield Piece(file, row + 1, group, 1, flags=BAD_FILE)
+                return
+            for place, value in enumerate(texts):
                 row += 1
-                text = None if texts[place] is None else texts[place].as_py()
+                text = None if value is None else value.as_py()
                 uncut = Piece(file, row, group, place, 0, len(text or b""))
                 if text is None or len(text) <= max_piece_bytes or not _is_utf8(text):
                     yield uncut
@@ -70,10 +93,13 @@ class Parquet(TextSource):
     def read(self, path: SourceFile, piece: Piece) -> str:
         if piece.flags & BAD_FILE:
             with open_file(path) as opened:
-                open_parquet(opened)  # raises the reason, if it is not an empty table
-            raise BadRowError("the file has no rows")
+                row_counts(open_parquet(opened), size_of(path))  # raises the reason, if it is not an empty table
+            raise _too_long(piece.offset) if piece.size else BadRowError("the file has no rows")
         group = piece.offset
-        texts = self._row_groups.get((path, group), lambda: _load(path, group, self.field))
+        try:
+            texts = self._row_groups.get((path, group), lambda: _load(path, group, self.field))
+        except ExpansionError:
+            raise _too_long(group) from None
         return text_of(piece, texts[piece.size], self.field)
 
 
@@ -89,9 +115,21 @@ def open_parquet(opened: IO[bytes]) -> Any:
         raise damage(error, "not a readable Parquet file") from None
 
 
-def row_counts(file: Any) -> list[int]:
-    """Number of rows of each row group of an open Parquet file."""
-    return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+def row_counts(file: Any, packed_bytes: int) -> list[int]:
+    """Number of rows of each row group of an open Parquet file. Raises BadRowError for too many for its bytes."""
+    counts = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+    if min(counts, default=0) < 0:
+        raise BadRowError("a row group has a negative number of rows")
+    try:
+        require_rows(sum(counts), packed_bytes)
+    except ExpansionError as error:
+        raise BadRowError(f"the file is not read: {error}; divide its rows among several files") from None
+    return counts
+
+
+def _too_long(group: int) -> BadRowError:
+    """The error of a row group whose text, with that of the row groups before it, is too long for its data."""
+    return BadRowError(f"the file is not read from row group {group} on: {TOO_LONG}")
 
 
 def text_of(piece: Piece, row: Any, field: str) -> str:
@@ -102,18 +140,97 @@ def text_of(piece: Piece, row: Any, field: str) -> str:
 
 
 def _load(path: SourceFile, group: int, field: str) -> Any:
-    """A row group's text column as an array of bytes. Raises BadRowError if it is missing, unreadable or not text."""
+    """A row group's text column as a chunked array of bytes.
+
+    Raises BadRowError if it is missing, unreadable or not text, and ExpansionError if it is too long for its data.
+    """
     import pyarrow
 
     cached = _footer(path) if isinstance(path, StoredFile) else []
     with path.open(cached) if isinstance(path, StoredFile) else open_file(path) as opened:
-        file = open_parquet(opened)
-        kind = text_type(file.schema_arrow, field)
-        cached += _column_chunk(file.metadata.row_group(group), field)
         try:
-            return as_bytes(file.read_row_group(group, columns=[field]).column(field), kind).combine_chunks()
+            batches = list(read_batches(opened, open_parquet(opened), group, field, cached))
         except (pyarrow.ArrowException, OSError) as error:
             raise damage(error, f"row group {group} cannot be read") from None
+    return pyarrow.chunked_array(batches, pyarrow.large_binary())
+
+
+def read_batches(
+    opened: IO[bytes], file: Any, group: int, field: str, cached: list[tuple[int, int]] | None = None
+) -> Iterator[Any]:
+    """Yield arrays of bytes: the text of consecutive rows of a row group of a Parquet file, and the open file of it.
+
+    cached: where to add the ranges that are read. Raises BadRowError, ExpansionError, and errors of pyarrow for damaged
+    data.
+    """
+    kind, rows, size = text_type(file.schema_arrow, field), 0, 0
+    part = _Part(opened.seek(0, io.SEEK_END))
+    try:
+        next(part.batches(file, 1, group, field), None)
+    except _NeededError as needed:
+        begin, end = needed.begin, needed.end
+        if cached is not None:
+            cached += [(first, min(end, first + BLOCK_BYTES)) for first in range(begin, end, BLOCK_BYTES)]
+        opened.seek(begin)
+        part.begin, part.data = begin, opened.read(end - begin)
+        if len(part.data) != end - begin:
+            raise OSError("the file became shorter after it was opened") from None
+    for batch in part.batches(file, batch_rows(part.data), group, field):
+        texts = as_bytes(batch.column(0), kind)
+        rows += len(texts)
+        size += texts.nbytes
+        require_ratio(size, len(part.data), MAX_LOADED_BYTES, "its text")
+        yield texts
+    stated = file.metadata.row_group(group).num_rows
+    if rows != stated:
+        raise BadRowError(f"row group {group} has {rows:,} rows, not {stated:,} as its metadata state")
+
+
+class _NeededError(Exception):
+    """pyarrow reads the bytes [begin, end) of a file."""
+
+    def __init__(self, begin: int, end: int) -> None:
+        super().__init__(begin, end)
+        self.begin, self.end = begin, end
+
+
+class _Part(io.RawIOBase):
+    """A Parquet file of `size` bytes, of which there are only `data`, from byte `begin` on.
+
+    With it, pyarrow tells which bytes a column has: to ask its metadata can abort the interpreter for a damaged file.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size, self._position = size, 0
+        self.begin, self.data = 0, b""
+
+    def batches(self, file: Any, rows: int, group: int, field: str) -> Iterator[Any]:
+        """The text column of a row group in batches of `rows`. file: the open Parquet file. Raises _NeededError."""
+        import pyarrow.parquet
+
+        reader = pyarrow.parquet.ParquetFile(self, metadata=file.metadata)
+        # Without threads: threads that read Python file objects can outlive the interpreter and crash it.
+        yield from reader.iter_batches(rows, row_groups=[group], columns=[field], use_threads=False)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int = -1, /) -> bytes:
+        begin = self._position - self.begin
+        if begin < 0 or begin + size > len(self.data):
+            raise _NeededError(self._position, self._position + size)
+        self._position += size
+        return self.data[begin : begin + size]
 
 
 def _footer(file: StoredFile) -> list[tuple[int, int]]:
@@ -124,16 +241,6 @@ def _footer(file: StoredFile) -> list[tuple[int, int]]:
     begin = size - FOOTER_BYTES
     length = 8 + int.from_bytes(file.range(begin, size)[FOOTER_BYTES - 8 : FOOTER_BYTES - 4], "little")
     return [(begin, size), *([(size - length, begin)] if begin > size - length >= 0 else [])]
-
-
-def _column_chunk(group: Any, field: str) -> list[tuple[int, int]]:
-    """The ranges of a Parquet file that have the column of a row group."""
-    for column in (group.column(n) for n in range(group.num_columns)):
-        if column.path_in_schema == field:
-            begin = min(filter(None, (column.dictionary_page_offset, column.data_page_offset)))
-            end = begin + column.total_compressed_size
-            return [(first, min(end, first + BLOCK_BYTES)) for first in range(begin, end, BLOCK_BYTES)]
-    return []
 
 
 def text_type(schema: Any, field: str) -> Any:

@@ -73,7 +73,7 @@ class Table(Jsonl):
                 return count, str(bad)
             except ExpansionError as error:  # its rows are not worth the space
                 out.truncate(0)
-                return 0, f"the file is not read: {error}"
+                return 0, f"the file is not read: {error}; if you trust it, write it as uncompressed JSON lines"
             except CONVERSION_ERRORS as error:
                 if not is_damage(error):
                     raise
