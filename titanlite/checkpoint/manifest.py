@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
 import xxhash
-from pydantic import ConfigDict, GetPydanticSchema, with_config
+from pydantic import AfterValidator, ConfigDict, GetPydanticSchema, with_config
 from typing_extensions import TypedDict
 
 from titanlite.runtime.cache import content_key, hash_of
@@ -117,6 +117,22 @@ class _Facts(TypedDict):
     model: NotRequired[dict[str, Any]]
 
 
+def _with_fitting_values(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Raise ValueError unless what is looked into before a configuration is read has its type."""
+    sources, plugins = config.get("data", {}).get("sources", []), config.get("job", {}).get("plugins", [])
+    if not isinstance(config.get("model", {}).get("overrides", {}), dict):
+        raise ValueError("model.overrides is not a table")
+    if not isinstance(sources, list) or not all(isinstance(source, dict) for source in sources):
+        raise ValueError("data.sources is not a list of tables")
+    if not isinstance(plugins, list) or not all(isinstance(plugin, str) for plugin in plugins):
+        raise ValueError("job.plugins is not a list of strings")
+    return config
+
+
+StoredConfig = Annotated[dict[str, dict[str, Any]], AfterValidator(_with_fitting_values)]
+"""Schema of a resolved configuration in a stored file, by section."""
+
+
 class _Seal(TypedDict):
     """What describes MANIFEST.json itself. hash: its own, by HASH."""
 
@@ -145,7 +161,7 @@ class Manifest:
     lineage: tuple[Branch, ...]
     counts: Annotated[Mapping[str, Any], _stored(_Counts)]
     facts: Annotated[Mapping[str, Any], _stored(_Facts)]
-    config: Annotated[Mapping[str, Any], _stored(dict[str, dict[str, Any]])]
+    config: Annotated[Mapping[str, Any], _stored(StoredConfig)]
     versions: Mapping[str, Any]
     created: str
     files: Mapping[str, FileRecord]

@@ -260,7 +260,8 @@ def config_from_values(values: Mapping[str, Mapping[str, Any]], argv: Sequence[s
     """
     arguments = split_arguments(argv)
     tables = {name: dict(table) for name, table in values.items()}
-    tables["model"] |= tables["model"].pop("overrides", {})
+    model = tables.setdefault("model", {})
+    model |= model.pop("overrides", {})
     tables.setdefault("data", {}).setdefault("stream_version", WITHOUT_STREAM_VERSION)
     problems = [*remove_dropped(tables), *arguments.problems]
     config = read_tables(tables, arguments.texts, {}, problems)

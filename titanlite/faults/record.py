@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from typing_extensions import TypedDict
 
 from titanlite.batch import StepStats
+from titanlite.checkpoint.manifest import StoredConfig
 from titanlite.data.preparation import Int64s
 from titanlite.faults.replicas import is_replicated
 from titanlite.models.family import copies_in, parameters_of
@@ -210,7 +211,7 @@ class _About(TypedDict):
     """Schema of `about` in a record."""
 
     parameters: list[str]
-    config: dict[str, Any]
+    config: StoredConfig
     code: dict[str, str]
     world_size: int
     device: str

@@ -101,7 +101,7 @@ def defaults_of_config(fields: Mapping[str, Any]) -> bytes | None:
 
 
 def _is_id(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < 2**31
 
 
 def _is_number(value: Any) -> bool:

@@ -218,13 +218,14 @@ def evaluated_config(
     apply_stores(of_run)
     sources = [source_from_path(text, DATA) for text in options.data]
     raise_problems([*(each for each in sources if isinstance(each, Problem)), *check_tasks(TASKS, options.tasks)])
-    values = {name: dict(table) for name, table in saved.manifest.config.items()}
+    values: dict[str, dict[str, Any]] = {"model": {}, "data": {}, "tokenizer": {}}
+    values |= {name: dict(table) for name, table in saved.manifest.config.items()}
     values["storage"] = asdict(of_run.storage)
     rope = rope_at(values["training"], saved.manifest.step)
     values["model"]["overrides"] = {**values["model"].get("overrides", {}), **rope}
     values["training"]["stages"] = []
     # without stages, no source may have a weight of 0
-    values["data"]["sources"] = [source | {"weight": 1.0} for source in values["data"]["sources"]]
+    values["data"]["sources"] = [source | {"weight": 1.0} for source in values["data"].get("sources", [])]
     validation = values.get("validation", {})
     if sources or options.tasks or any(word.startswith("--validation.sources") for word in overrides):
         tables = [asdict(source) for source in sources if isinstance(source, SourceConfig)]

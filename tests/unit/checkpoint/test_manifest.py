@@ -210,7 +210,9 @@ def test_a_manifest_without_a_branch_is_invalid(tmp_path: Path) -> None:
         *({"step": "3"}, {"lineage": [{"id": "a"}]}, {"files": {METADATA_FILE: {"rank": 0}}}, {"config": []}),
         *({"counts": {"tokens_seen": "xxx", "skipped_steps": 0}}, {"counts": {"tokens_seen": 1}}),
         *({"facts": {"data": "x"}}, {"facts": {"data": {"sources": 1.5}}}, {"facts": {"data": {"sources": ["x"]}}}),
-        {"facts": {"model": 1}},
+        *({"facts": {"model": 1}}, {"config": {"job": {"plugins": "x"}}}, {"config": {"job": {"plugins": [1]}}}),
+        *({"config": {"model": {"overrides": "x"}}}, {"config": {"model": 3}}),
+        *({"config": {"data": {"sources": {}}}}, {"config": {"data": {"sources": ["x"]}}}),
     ],
 )
 def test_content_with_other_types_is_corrupted(tmp_path: Path, change: dict[str, object]) -> None:

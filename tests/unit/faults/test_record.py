@@ -54,7 +54,7 @@ def test_damaged_records_are_reported_and_left_out(tmp_path: Path, caplog: pytes
         damaged.write_bytes(changed)
         assert read_records(tmp_path)[0].steps[4].row_losses == [1.0, 1.0, 1.0]
     damaged.write_bytes(b"")
-    write(tmp_path, "3", {**ABOUT, "config": 3})
+    write(tmp_path, "3", {**ABOUT, "config": {"model": {"overrides": "x"}}})
     caplog.clear()
     (record,) = read_records(tmp_path)
     assert (record.file.stem, list(record.steps)) == ("2", [4, 5])

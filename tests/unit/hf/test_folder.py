@@ -394,8 +394,8 @@ def test_settings_that_are_not_applied_are_named() -> None:
         "min_p = 0.05",
     }
     assert (found.eos_ids, found.temperature, found.top_k, found.top_p) == ((), 1.0, 50, 0.9)
-    found = read(eos_token_id=True, temperature=10**400)
-    assert {*found.not_applied} == {"eos_token_id = true", f"temperature = {10**400}"}
+    found = read(eos_token_id=True, temperature=10**400, top_k=10**400)
+    assert {*found.not_applied} == {"eos_token_id = true", f"temperature = {10**400}", f"top_k = {10**400}"}
 
 
 def test_the_ids_that_end_a_text() -> None:

@@ -63,8 +63,8 @@ def intervals_of(checkpoints: Place) -> list[range]:
     """
     saved = published_steps(checkpoints)
     manifest = read_or_none(step_folder(checkpoints, saved[0])) if saved else None
-    section = manifest.config["checkpoint"] if manifest is not None else {}
-    continued = not section or (section["initial_load_path"] and not section["initial_load_model_only"])
+    section = manifest.config.get("checkpoint", {}) if manifest is not None else {}
+    continued = not section or (section.get("initial_load_path") and not section.get("initial_load_model_only"))
     ends = [*([] if continued else [0]), *saved]
     if len(ends) < 2:
         raise UserError(f"{checkpoints} has no two checkpoints, between which steps could be computed again")
