@@ -203,3 +203,11 @@ def test_no_number_in_the_metadata_ends_the_process(tmp_path: Path) -> None:
     child = subprocess.run([sys.executable, "-c", CHANGES], capture_output=True, text=True, cwd=tmp_path)
     assert child.returncode == 0, child.stderr
     assert int(child.stdout) > 50
+
+
+def test_a_name_of_a_column_that_is_not_text_is_a_bad_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["x"], "nnnn": ["y"]}), file, store_schema=False)
+    file.write_bytes(file.read_bytes().replace(b"nnnn", b"n\xff\xffn"))
+    with pytest.raises(BadRowError, match="not a readable Parquet file"), file.open("rb") as opened:
+        parquet.open_parquet(opened)

@@ -111,7 +111,7 @@ def open_parquet(opened: IO[bytes]) -> Any:
         raise BadRowError("the file is empty")
     try:
         return pyarrow.parquet.ParquetFile(opened, buffer_size=BUFFER_BYTES)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last one: of the name of a column
         raise damage(error, "not a readable Parquet file") from None
 
 
