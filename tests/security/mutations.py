@@ -108,6 +108,8 @@ class _Raw(str):
 
 
 _DEEP = 3000
+_LONG = 20_000
+"""Characters of a document in which nothing is repeated any more: some changes would make terabytes."""
 _VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 7, 0.5, -0.5, 1e308, -1e308, 5e-324, *EXTREMES),
     *(2**63, 2**64, -(2**63) - 1, [], {}, [None], [[]], {"": None}, "", "x", "0", "\0", "\u202e", "é", "\x1b[2J"),
@@ -153,7 +155,8 @@ def _change_json(rng: Random, root: list[Any]) -> None:
     if action == 0:
         del container[at]
     elif action == 1:
-        container[at:at] = [container[at]] * rng.choice((1, 1, 3, 1000))
+        times = rng.choice((1, 1, 3, 1000))
+        container[at:at] = [container[at]] * (times if len(_dumped(root[0])) < _LONG else 1)
     elif action == 2 and named:
         container[at] = (rng.choice(("", "x", name + "s", name[:-1], "__class__", name.upper())), value)
     elif action == 3:
