@@ -17,7 +17,7 @@ from tests.security.kinds import KINDS, Call, Kind
 from tests.security.mutations import MUTATIONS, mutated
 from titanlite.runtime.errors import UserError
 
-QUICK = ("jsonl", "arrow", "tokenizer", "token-files", "lock")
+QUICK = ("jsonl", "arrow", "tokenizer", "lock")
 """Kinds whose valid files are made and read in a second or less."""
 
 
