@@ -175,7 +175,17 @@ def _new_value(rng: Random, root: list[Any], value: Any) -> Any:
         picked = rng.choice(other) if other else None
         return deepcopy(picked[1] if isinstance(other, _Pairs) and picked else picked)
     if action == 1 and isinstance(value, int | float):
-        return rng.choice((value + 1, value - 1, -value, value * 2, value * 1000, float(value), str(value)))
+        return rng.choice(
+            (
+                value + 1,
+                value - 1,
+                -value,
+                value * 2,
+                value * 1000,
+                float(value) if abs(value) < 2**99 else 0.5,
+                str(value),
+            )
+        )
     if action == 1 and isinstance(value, str):
         at = rng.randrange(len(value) + 1)
         change = rng.choice(("", "x", "\0", "é", "\udc80", " ", "-", "9"))
