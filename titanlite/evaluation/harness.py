@@ -26,11 +26,12 @@ from tokenizers import Tokenizer as Library
 
 from titanlite.data.chat.template import ChatTemplate, unmarked
 from titanlite.data.config import ValidationConfig
-from titanlite.data.sources.hub_files import import_datasets
+from titanlite.data.sources.hub_files import import_datasets, names_outside
 from titanlite.data.tokenizer import Tokenizer, library_errors
 from titanlite.metrics.scores import TaskScores
 from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import open_regular
 from titanlite.runtime.plugins import loaded_plugins, split_entry
 
 SEED = 1234
@@ -40,6 +41,8 @@ NEW_TOKENS = 256
 CLOSE = 1e-5
 """Nats between two choices whose order may depend on the mesh."""
 GENERATES = "generate_until"
+DATA_SETTINGS = {"data_dir", "data_files", "delimiter", "field", "name", "revision", "sep", "split", "storage_options"}
+"""Arguments of `datasets.load_dataset` that choose what is read, and not where it is written."""
 
 Generate = Callable[[Sequence[int], int], Iterator[int]]
 """(prompt, maximum number of tokens) -> the greedy tokens, without EOS."""
@@ -375,8 +378,10 @@ def _check_file(spec: str, file: Path, *, allows_code: bool) -> None:
     from lm_eval.tasks._yaml_loader import load_yaml
 
     try:
+        _require_regular_files(file)
         config = load_yaml(file, resolve_func=False, recursive=True)
         settings = dict(config.get("dataset_kwargs") or {})
+        elsewhere = [] if allows_code else _data_elsewhere(str(config.get("dataset_path")), settings)
     except Exception as error:
         raise _unusable(spec, error) from error
     if "group" in config:
@@ -391,9 +396,53 @@ def _check_file(spec: str, file: Path, *, allows_code: bool) -> None:
             f"validation.tasks: {spec} has storage_options, which choose who gets this machine's keys of a store: set "
             f"its environment instead, as AWS_ENDPOINT_URL; {allows}"
         )
+    if others := sorted(settings.keys() - DATA_SETTINGS):
+        raise UserError(
+            f"validation.tasks: {spec} has dataset_kwargs that may write files or reach other servers: "
+            f"{', '.join(map(repr, others))}; leave them out; {allows}"
+        )
+    if elsewhere:
+        raise UserError(
+            f"validation.tasks: {spec} reads {elsewhere[0]!r}, of a server or another data set: copy it here "
+            f"and name the file; {allows}"
+        )
     prompt = str(config.get("use_prompt") or "")
     if prompt and prompt.partition(":")[0] not in PROMPT_REGISTRY:
         _require_permission(spec, prompt, f"{prompt}, a prompt of another file or package")
+
+
+def _data_elsewhere(path: str, settings: Mapping[str, Any]) -> list[str]:
+    """The names in dataset_path, dataset_kwargs and the card of a local data set that `datasets` would ask a server
+    for, other than the hub, or would take from outside of the data set. Raises errors of many types."""
+    names = [path, *_texts(settings)]
+    found = [name for name in names if "::" in name or ("://" in name and not name.startswith("hf://"))]
+    return found + (list(map(str, names_outside(Path(path).absolute()))) if Path(path).is_dir() else [])
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in a value of YAML, whose references may form a loop or repeat a list very often."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, list | Mapping) and id(each) not in seen:
+            seen.add(id(each))
+            waiting += [*each, *each.values()] if isinstance(each, Mapping) else each
+
+
+def _require_regular_files(file: Path) -> None:
+    """Raise OSError if a task, or what it includes, is a pipe or a device: lm_eval could wait for it forever."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    waiting, seen = [file], set()
+    while waiting:
+        path = waiting.pop().resolve()
+        if path not in seen:
+            seen.add(path)
+            open_regular(path).close()
+            includes = load_yaml(path, resolve_func=False, recursive=False).get("include") or ()
+            waiting += [path.parent / each for each in ([includes] if isinstance(includes, str) else includes)]
 
 
 @contextmanager

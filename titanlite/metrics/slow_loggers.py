@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import MLFLOW_FOLDER, MetricsConfig
 from titanlite.metrics.records import LogRecord, Record, SamplesRecord, ValidationRecord, scalars
+from titanlite.runtime.files import open_regular
 from titanlite.runtime.logging import log
 from titanlite.runtime.text import one_line
 
@@ -26,6 +27,10 @@ SHOWN_AFTER_S = 2.0
 RUN_TAG = "titanlite.run_id"
 MAX_PARAMS = 100
 """Of one request."""
+MAX_SETTINGS_BYTES = 2**20
+HARMLESS_SETTINGS = {"entity", "mode", "project"}
+WANDB_URL = "https://api.wandb.ai"
+"""`wandb init` writes it into a folder's settings, with entity and project."""
 MAX_TEXT = 500
 """Characters of a parameter or a tag that every server accepts."""
 
@@ -141,13 +146,23 @@ class WandbLogger:
 
 
 def _require_own_server(folder: Path) -> None:
-    """Raise RuntimeError if W&B's settings in the folder, which may have come with a run, choose the server."""
+    """Raise RuntimeError if W&B's settings in the folder, which may have come with a run, could send the API key to
+    another server, as by a proxy. Raises OSError."""
     for file in (folder / "wandb/settings", folder / ".wandb/settings"):
+        try:
+            with open_regular(file) as opened:
+                text = opened.read(MAX_SETTINGS_BYTES).decode()
+        except FileNotFoundError:
+            continue
         settings = configparser.ConfigParser(interpolation=None, strict=False)
-        settings.read(file)  # none if absent
-        url = settings.get("default", "base_url", fallback="")
-        if url and not os.environ.get("WANDB_BASE_URL"):
-            raise RuntimeError(f"{file} would send your API key to {url}: if you trust it, set WANDB_BASE_URL")
+        settings.read_string(text)
+        values = {(name, value) for section in settings.values() for name, value in section.items()}
+        own = {("base_url", url) for url in (WANDB_URL, os.environ.get("WANDB_BASE_URL"))}
+        if others := sorted({name for name, _ in values - own} - HARMLESS_SETTINGS):
+            raise RuntimeError(
+                f"{file} sets {', '.join(others)}, which could send your API key to another server: if you trust it, "
+                "set the same by W&B's environment variables, as WANDB_BASE_URL, and move the file away"
+            )
 
 
 class MlflowLogger:

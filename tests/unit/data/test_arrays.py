@@ -41,12 +41,18 @@ def test_a_descriptor_is_closed_with_its_array(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def npy_header(shape: str) -> bytes:
+    text = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}}}".encode()
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
 @pytest.mark.parametrize(
     ("content", "dtype", "reason"),
     [
         (b"", "", "magic string"),
         (b"\x93NUMPY\x01", "", "expected"),
         (b"\x93NUMPY\x09\x00", "", "version"),
+        (npy_header(f"({'-' * 9000}1,)"), "", ""),
         (b"", "uint16", "0 bytes are not a multiple of 2"),
         (b"123", "uint16", "3 bytes are not a multiple of 2, the size of uint16"),
     ],

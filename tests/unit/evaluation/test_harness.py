@@ -1,5 +1,6 @@
 """Tasks of lm-evaluation-harness, judged by its HFLM: the same tokens, scores and texts from the same model."""
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -422,6 +423,17 @@ def hostile_files(folder: Path, case: str) -> str:
         path.write_text(path.read_text().replace("dataset_path: json", "dataset_path: pandas"))
     if case == "storage of another server":
         path.write_text(path.read_text().replace("{data_files:", "{storage_options: {endpoint_url: x}, data_files:"))
+    if case in DATA_KWARGS:
+        path.write_text(path.read_text().replace("dataset_kwargs: {", f"dataset_kwargs: {{{DATA_KWARGS[case]}, "))
+    if case == "URL in the card of a folder":
+        (folder / "set").mkdir()
+        (folder / "set/README.md").write_text(
+            "---\nconfigs: [{config_name: x, data_files: 'http://127.0.0.1:9/x'}]\n---\n"
+        )
+        path.write_text(path.read_text().replace("dataset_path: json", f"dataset_path: {folder / 'set'}"))
+    if case == "pipe":
+        os.mkfifo(folder / "pipe.yaml")
+        path.write_text(f"include: {folder / 'pipe.yaml'}\n" + path.read_text())
     if case == "in the home folder":
         path.write_text(FUNCTION.format("util.f") + path.read_text())
         path.rename(folder / "task.txt")
@@ -431,7 +443,19 @@ def hostile_files(folder: Path, case: str) -> str:
     return str(folder / "task.yaml")
 
 
+DATA_KWARGS = {
+    "another cache": "cache_dir: /elsewhere",
+    "URL": "data_dir: 'http://127.0.0.1:9/x'",
+    "chain of URLs": "data_dir: 'zip://x::y'",
+    "references": "field: &a [&b [*a, *a], *b, 'ftp://127.0.0.1:9/x']",
+}
 HOSTILE = {
+    "another cache": "has dataset_kwargs that may write files or reach other servers: 'cache_dir'; leave them out; if",
+    "URL": "task.yaml reads 'http://127.0.0.1:9/x', of a server or another data set: copy it here and name",
+    "chain of URLs": "task.yaml reads 'zip://x::y', of a server or another data set",
+    "references": "task.yaml reads 'ftp://127.0.0.1:9/x', of a server or another data set",
+    "URL in the card of a folder": "task.yaml reads 'http://127.0.0.1:9/x', of a server or another data set",
+    "pipe": "task.yaml cannot be used: NotRegularError",
     "include beside the target of a link": r"task.yaml runs the code of .*real/util.py; if you trust it",
     "name of the harness beside the target of a link": r"task.yaml runs the code of .*real/lm_eval/x.py; if you trust",
     "function of the harness": r"task.yaml runs the code of lm_eval.tasks._yaml_loader; if you trust it",

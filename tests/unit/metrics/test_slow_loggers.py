@@ -266,14 +266,27 @@ def test_mlflow_files_of_a_run_send_nothing_elsewhere(
     assert not elsewhere.exists()
 
 
-def test_wandb_settings_of_the_current_folder_choose_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("base_url = http://127.0.0.1:9", "sets base_url, "),
+        ("https_proxy = http://127.0.0.1:9\ninsecure_disable_ssl = true", "sets https_proxy, insecure_disable_ssl, "),
+    ],
+)
+def test_wandb_settings_of_the_current_folder_choose_no_server(
+    line: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.delenv("WANDB_BASE_URL", raising=False)
     (tmp_path / "wandb").mkdir()
-    (tmp_path / "wandb/settings").write_text("[default]\nbase_url = http://127.0.0.1:9\n")
+    settings = tmp_path / "wandb/settings"
     logger = WandbLogger.__new__(WandbLogger)  # W&B itself reads its settings once per process
-    with pytest.raises(RuntimeError, match=r"to http://127\.0\.0\.1:9: if you trust it, set WANDB_BASE_URL"):
+    settings.write_text("[default]\nentity = me\nproject = mine\nbase_url = https://api.wandb.ai\n")
+    with pytest.raises(AttributeError, match="_wandb"):  # the check is passed
+        logger.open()
+    settings.write_text(f"[default]\nentity = me\n{line}\n")
+    with pytest.raises(RuntimeError, match=named):
         logger.open()
 
 

@@ -42,7 +42,7 @@ class ArrayFile:
                 self._read_header(file, self._opened.st_size, raw)
                 self._descriptor = os.dup(file.fileno())
                 self._read_at: Callable[[memoryview, int], int] = partial(read_at, self._descriptor)
-        except (ValueError, SyntaxError, TokenError) as error:  # numpy parses the header as a Python literal
+        except (ValueError, SyntaxError, TokenError, MemoryError, RecursionError) as error:  # the header is Python
             raise UserError(f"{path} is not a 1-D array of integers: {error}") from None
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror or error}") from None

@@ -205,18 +205,23 @@ def _check_cards(source: SourceConfig, key: str, folder: Path) -> None:
     Before `datasets` resolves the names: it would send requests to URLs.
     """
     try:
-        names = list(_names_in_cards(folder))
+        outside = names_outside(folder)
     except Exception as error:  # many types for text that is no card
         remedy = f"fix its README.md or .huggingface.yaml: {reason(error)}"
         raise _config_error(key, "path", source.path, "a dataset that `datasets` can read", remedy) from None
-    for name in names:
+    for name in outside:
         if not isinstance(name, str):  # not shown: references of YAML can make it endlessly long
             remedy = (
                 f"fix the data_files and data_dir of its README.md or .huggingface.yaml: one is a {type(name).__name__}"
             )
             raise _config_error(key, "path", source.path, "a dataset that `datasets` can read", remedy)
-        if not _stays_inside(name, folder):
-            raise _outside(source, key, name)
+        raise _outside(source, key, name)
+
+
+def names_outside(folder: Path) -> list[Any]:
+    """What README.md and .huggingface.yaml of a local dataset give to `datasets` that is not the name of a file or
+    folder inside of it. folder: absolute. Raises errors of many types for text that is no card."""
+    return [name for name in _names_in_cards(folder) if not (isinstance(name, str) and _stays_inside(name, folder))]
 
 
 def _names_in_cards(folder: Path) -> Iterator[Any]:

@@ -24,6 +24,8 @@ def starts_of(starts: Sequence[Started], steps: range) -> Sequence[Started]:
     kept: list[Started] = []
     for start in starts:
         kept = [*(each for each in kept if each.step < start.step), start]
+    if not kept:  # run.json is lost or damaged
+        return []
     ends = [*(start.step for start in kept[1:]), steps.stop]
     return [start for start, end in zip(kept, ends, strict=True) if start.step < steps[-1] and end >= steps[0]]
 

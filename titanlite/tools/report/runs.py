@@ -235,8 +235,8 @@ def _faults(names: Sequence[str], starts: Sequence[Started], last_step: int) -> 
     for name in names:
         try:
             moment = datetime.strptime(name, "%Y%m%d-%H%M%S").astimezone()  # the folder's name is in local time
-        except ValueError:
-            continue  # a snapshot of the allocator
+        except (ValueError, OverflowError):
+            continue  # a snapshot of the allocator, or a year that no clock has
         step = next((start.step for start in starts if start.moment > moment), last_step)
         events.append(Event("fault", step, f"a rank ended or hung, {moment:%Y-%m-%d %H:%M:%S}: {FAULTS_FOLDER}/{name}"))
     return events

@@ -265,6 +265,7 @@ def test_the_meshes_of_an_interval_are_those_of_the_starts_that_computed_it() ->
     found = [[start.mesh["dp_shard"] for start in starts_of(starts, steps)] for steps in
              (range(1, 3), range(2, 5), range(3, 7), range(5, 9), range(7, 9))]  # fmt: skip
     assert found == [[1], [1, 3], [3], [3, 4], [4]]
+    assert starts_of([], range(1, 3)) == []
 
 
 def test_the_step_of_an_export_is_named_and_audited(
