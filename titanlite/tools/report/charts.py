@@ -324,9 +324,10 @@ class Drawing:
         for number, limit in (chart.limits or {}).items():
             axes.axhline(limit, color=_color(number), linewidth=0.8, linestyle=(0, (4, 3)))
         if len(self._runs) == 1 and not chart.x:
-            for event in self._runs[0].events:
-                if event.kind != "skipped steps":
-                    axes.axvline(event.step, color=MARKS[event.kind][1], linewidth=0.7, alpha=0.6)
+            for kind, (_, color) in MARKS.items():
+                if kind != "skipped steps":
+                    height, options = axes.get_xaxis_transform(), {"linewidth": 0.7, "alpha": 0.6}
+                    axes.vlines(self._places(self._runs[0], kind), 0, 1, color, transform=height, **options)
         self._scale(axes, chart)
         if marked:
             axes.tick_params(axis="x", length=0, labelbottom=False)
@@ -393,20 +394,21 @@ class Drawing:
             axes.xaxis.set_major_locator(ticker.MaxNLocator(10 if chart.wide else 5, integer=True, steps=[1, 2, 5, 10]))
         axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number_text(value)))
 
+    def _places(self, run: RunFiles, kind: Kind) -> list[int]:
+        """The steps of the events of a kind, one for each place that can be told from others."""
+        events = [event for event in run.events if event.kind == kind]
+        return list({event.step * 2 * BUCKETS // max(self._steps, 1): event.step for event in events}.values())
+
     def _draw_strip(self, axes: Any, marked: Sequence[RunFiles]) -> None:
         """A row per run with a symbol per event."""
         for row, run in enumerate(marked):
             for kind, (marker, color) in MARKS.items():
-                pixels = {
-                    event.step * 2 * BUCKETS // max(self._steps, 1): event.step
-                    for event in run.events
-                    if event.kind == kind
-                }
-                if not pixels:
+                places = self._places(run, kind)
+                if not places:
                     continue  # an empty line that is not clipped would widen the margins
                 size = 9 if marker == "|" else 4.5  # a restart stays visible below a fault of the same step
                 options = {"color": color, "marker": marker, "markersize": size, "linestyle": "", "clip_on": False}
-                axes.plot(list(pixels.values()), [row] * len(pixels), **options)
+                axes.plot(places, [row] * len(places), **options)
         axes.set_ylim(len(marked) - 0.4, -0.6)
         names = ["events"] if len(self._runs) == 1 else [shortened(run.name, 16) for run in marked]
         axes.set_yticks(range(len(marked)), names, fontsize=7)

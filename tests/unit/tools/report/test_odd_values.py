@@ -214,3 +214,11 @@ def test_a_pipe_in_place_of_an_output_is_not_waited_for(tmp_path: Path, place: s
         os.mkfifo(out / "loss.png")
         main([str(folder), "--png", str(out), "--out", str(tmp_path / "other.html")])
         assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_marks_that_cannot_be_told_apart_are_drawn_once(tmp_path: Path) -> None:
+    starts = [(2 * number, number / 20, 1 + number % 2) for number in range(2000)]
+    folder = write_run(tmp_path / "run", [row(step) for step in range(1, 4001, 10)], starts=starts)
+    main([str(folder), "--out", str(tmp_path / "report.html")])
+    assert (tmp_path / "report.html").stat().st_size < 1_200_000  # 2.5 MB with all
