@@ -1,7 +1,6 @@
 """Command: evaluate a saved run; on several processes by `titanlite.torchrun`."""
 
 from titanlite.ranks.failure import FailureReport, end_process, prepare_process
-from titanlite.tools.command import print_lines
 
 if __name__ == "__main__":  # before the imports that take seconds
     prepare_process()
@@ -65,6 +64,7 @@ from titanlite.tools.command import (
     check_chat_template,
     check_options,
     check_output_file,
+    print_lines,
     read_options_and_overrides,
     write_json,
 )

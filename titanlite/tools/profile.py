@@ -1,7 +1,6 @@
 """Command: profile some steps of a configuration; on several processes by `titanlite.torchrun`."""
 
 from titanlite.ranks.failure import FailureReport, end_process, prepare_process
-from titanlite.tools.command import print_lines
 
 if __name__ == "__main__":  # before the imports that take seconds
     prepare_process()
@@ -41,7 +40,14 @@ from titanlite.runtime.errors import UserError, raise_problems
 from titanlite.runtime.process_state import PacedGarbageCollection
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import aligned, counted
-from titanlite.tools.command import ConfigFile, Count, cannot_write, read_options_and_overrides, require_new
+from titanlite.tools.command import (
+    ConfigFile,
+    Count,
+    cannot_write,
+    print_lines,
+    read_options_and_overrides,
+    require_new,
+)
 
 WARMUP_STEPS = 3
 """Steps before those that are measured: they compile, allocate and fill caches."""
