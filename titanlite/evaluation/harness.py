@@ -41,7 +41,10 @@ NEW_TOKENS = 256
 CLOSE = 1e-5
 """Nats between two choices whose order may depend on the mesh."""
 GENERATES = "generate_until"
-DATA_SETTINGS = {"data_dir", "data_files", "delimiter", "field", "name", "revision", "sep", "split", "storage_options"}
+DATA_SETTINGS = {
+    *("column_names", "data_dir", "data_files", "delimiter", "encoding", "field", "header", "keep_in_memory", "name"),
+    *("names", "quotechar", "revision", "sep", "skiprows", "split", "storage_options", "streaming"),
+}
 """Arguments of `datasets.load_dataset` that choose what is read, and not where it is written."""
 
 Generate = Callable[[Sequence[int], int], Iterator[int]]
