@@ -1,12 +1,15 @@
 """Fixtures of the tests with hostile inputs."""
 
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
-from tests.security.guarded import Guard
+from tests.security.guarded import Case, Guard
+from tests.security.workplace import Workplace, write_clean
 
 
 class Server(ThreadingHTTPServer):
@@ -59,3 +62,24 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guard]:
         patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hub")))  # libraries read it when they are imported
         with Guard() as guard:
             yield guard
+
+
+@pytest.fixture(scope="session")
+def clean(guard: Guard, own_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """A workplace with a trained run, which no command may change."""
+    place = Workplace(tmp_path_factory.mktemp("clean") / "place", own=own_server.url)
+    write_clean(place)
+    trained = guard.run(Case(("train", "mine.toml"), place.here, place.environment(), (place.root,)))
+    assert trained.code == 0, trained.output
+    return place
+
+
+@pytest.fixture
+def place(clean: Workplace, stranger: Server, own_server: Server, tmp_path: Path) -> Iterator[Workplace]:
+    """A copy of the clean workplace, to be changed."""
+    shutil.copytree(clean.root, tmp_path / "place", symlinks=True)
+    yield Workplace(tmp_path / "place", stranger.url, own_server.url)
+    requests, stranger.requests[:] = stranger.requests[:], []
+    assert requests == []
+    for folder in tmp_path.iterdir():
+        shutil.rmtree(folder)

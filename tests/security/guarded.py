@@ -4,6 +4,7 @@ Python's audit hooks see what Python code does. Libraries in C escape them, so t
 compared before and after (`files_of`).
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -28,7 +29,7 @@ from urllib.parse import urlsplit
 import torch
 
 from titanlite.__main__ import COMMANDS
-from titanlite.ranks.launch import fork_context
+from titanlite.ranks.launch import PRELOAD
 
 HANGS_S = 90.0
 """Wall time after which a command counts as hanging, on a busy machine."""
@@ -89,11 +90,15 @@ class Outcome:
 
 
 class Guard:
-    """Forks commands from a process that has imported all modules of all commands. A context."""
+    """Forks commands from a process that has imported all modules of all commands. A context.
+
+    The process is a new one: in a fork of the tests' fork server, libraries may have read HF_HOME before.
+    """
 
     def __enter__(self) -> Self:
-        self._connection, theirs = fork_context().Pipe()
-        self._process = fork_context().Process(target=_serve, args=(theirs,), daemon=True)
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
         self.idle_bytes: int = self._connection.recv()
         return self
@@ -131,12 +136,14 @@ def files_of(folder: Path, *without: Path) -> dict[str, bytes | str]:
 def _serve(connection: Connection) -> None:
     sys.dont_write_bytecode = True
     torch.set_num_threads(1)
-    for name in [*LIBRARIES, *(module for module, _ in COMMANDS.values())]:
+    for name in [*PRELOAD, *LIBRARIES, *(module for module, _ in COMMANDS.values())]:
         if find_spec(name) is not None:
             import_module(name)
         if name.startswith("titanlite.") and find_spec(f"{name}.__main__" if _is_package(name) else name):
             import_module(f"{name}.__main__" if _is_package(name) else name)
     import_module("tests.frozen")
+    gc.collect()
+    gc.freeze()  # otherwise each child's collections copy the pages of all modules
     connection.send(_own_bytes(os.getpid()))
     while True:
         try:

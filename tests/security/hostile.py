@@ -152,20 +152,23 @@ def _(place: Workplace) -> None:
 # Runs: links
 
 
-def _link(name: str, target: str, command: str) -> None:
-    @hostile(f"a link {name} out of the run, {command}", "run", command)
+def _links(name: str, command: str, targets: dict[str, str]) -> None:
+    """targets: a folder or file of the user by path in the run."""
+
+    @hostile(f"{name} out of the run, {command}", "run", command)
     def _(place: Workplace) -> None:
-        place.link(f"run/{name}", place.home / target)
+        for path, target in targets.items():
+            place.link(f"run/{path}", place.home / target)
 
 
-for _name in ("train.log", "job.lock", "metrics.jsonl", "run.json", "config.toml", "ledger/x", "samples.jsonl"):
-    _link(_name, ".bashrc", "train")
-_link("records", "runs/mine", "train")
-_link("faults", "runs/mine", "train")
-_link("ledger", "runs/mine", "train")
-_link("tokenizer", ".ssh", "train")
-_link("audit", "runs/mine", "audit")
-_link("checkpoint/step-4", "runs/mine/checkpoint/step-2", "digest")
+_WRITTEN = ("train.log", "metrics.jsonl", "run.json", "config.toml", "samples.jsonl")
+_links("links to files", "train", {**dict.fromkeys(_WRITTEN, ".bashrc"), "ledger/x": ".bashrc"})
+_links(
+    "links to folders", "train", {**dict.fromkeys(("records", "faults", "ledger"), "runs/mine"), "tokenizer": ".ssh"}
+)
+_links("a link job.lock", "train", {"job.lock": ".bashrc"})
+_links("a link audit", "audit", {"audit": "runs/mine"})
+_links("a link checkpoint/step-4", "digest", {"checkpoint/step-4": "runs/mine/checkpoint/step-2"})
 
 
 # Runs: damage and size
@@ -232,8 +235,8 @@ def _(place: Workplace) -> None:
         zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
         archive.open("step.npy", "w") as npy,
     ):
-        np.lib.format.write_array_header_1_0(npy, {"descr": "|u1", "fortran_order": False, "shape": (96 * 2**24,)})
-        for _ in range(96):
+        np.lib.format.write_array_header_1_0(npy, {"descr": "|u1", "fortran_order": False, "shape": (66 * 2**24,)})
+        for _ in range(66):
             npy.write(bytes(2**24))
 
 
@@ -280,11 +283,6 @@ _odd("not a number in the ledger", "metrics.jsonl", '{"step": 1, "loss": NaN}\n'
 
 
 @hostile("keys with ../ of a report", "bucket", "report")
-def _(place: Workplace) -> None:
-    _bucket_names(place)
-
-
-@hostile("keys with ../ of a replay", "bucket", "replay")
 def _(place: Workplace) -> None:
     _bucket_names(place)
 
@@ -400,7 +398,7 @@ def _(place: Workplace) -> None:
 @hostile("a long text without line ends", "corpus", "tokenize")
 def _(place: Workplace) -> None:
     # A text may be as long as its file, and is read at about 150 MB/s: it is to fit into the limit of time.
-    os.truncate(place.here / "data" / "text.txt", 2**29)
+    os.truncate(place.here / "data" / "text.txt", 2**28)
     place.use("text", "data/text.txt")
 
 
@@ -651,5 +649,5 @@ def _zstd(place: Workplace, byte: bytes) -> None:
 
 
 def _sparse(place: Workplace, name: str) -> None:
-    """A file of 3 GB of zero bytes without line ends, which takes no space."""
-    os.truncate(place.here / "data" / name, 3 * 2**30)
+    """A file of 1.5 GiB of zero bytes without line ends, which takes no space."""
+    os.truncate(place.here / "data" / name, 3 * 2**29)
