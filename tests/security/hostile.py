@@ -144,6 +144,12 @@ def _(place: Workplace) -> None:
     place.change_run(checkpoint__folder=str(place.home / "runs" / "mine" / "checkpoint"))
 
 
+@hostile("all files of the machine as data of a run", "run", "evaluate")
+def _(place: Workplace) -> None:
+    everything = [{"kind": "jsonl", "path": "/**/*"}]
+    place.change_run(data__sources=everything, validation__sources=everything)
+
+
 @hostile("checkpoints in a store", "run", "report")
 def _(place: Workplace) -> None:
     place.change_run(checkpoint__folder="s3://of-the-user/checkpoint")
@@ -436,6 +442,18 @@ def _(place: Workplace) -> None:
     (place.here / "data" / "loop").symlink_to(".")
     place.link("data/rows.jsonl", place.here / "data" / "rows.jsonl")
     place.use("jsonl", "data/**/*.jsonl")
+
+
+@hostile("all files of the machine as data", "corpus", "evaluate")
+def _(place: Workplace) -> None:
+    place.use("jsonl", "/**/*.jsonl")
+
+
+@hostile("links to all files of the machine as data", "corpus", "inspect")
+def _(place: Workplace) -> None:
+    (place.here / "data" / "root").symlink_to("/")
+    (place.here / "data" / "processes").symlink_to("/proc")
+    place.use("jsonl", "data")
 
 
 @hostile("200,000 levels of JSON", "corpus", "inspect")

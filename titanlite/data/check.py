@@ -90,6 +90,7 @@ def check_source(
         rules.needs(field.name, has_kind, f"kind = {' or '.join(map(repr, kinds))}, not {config.kind!r}")
     problems = [*rules.problems, *source.check_keys(key)]
     if checks_files:
+        problems = problems or source.check_folder(f"{key}.path")
         problems = problems or source.check_store(key)
         problems = problems or _check_formats(source, key)
         problems = problems or source.check_files(key)

@@ -59,6 +59,8 @@ def source_from_path(path: str, key: str) -> SourceConfig | Problem:
     Returns a Problem of `key` if no file matches or the files are not of one kind.
     """
     selected = Text(SourceConfig(Text.kind, path))
+    if problems := selected.check_folder(key):
+        return problems[0]
     if selected.is_stored:
         has_manifest = selected.is_folder and selected.listing.facts(selected.listing.base / MANIFEST) is not None
     else:

@@ -43,9 +43,10 @@ CLOSE = 1e-5
 GENERATES = "generate_until"
 DATA_SETTINGS = {
     *("column_names", "data_dir", "data_files", "delimiter", "encoding", "field", "header", "keep_in_memory", "name"),
-    *("names", "quotechar", "revision", "sep", "skiprows", "split", "storage_options", "streaming"),
+    *("names", "num_proc", "quotechar", "revision", "sep", "skiprows", "split", "storage_options", "streaming"),
+    *("trust_remote_code", "verification_mode"),  # `datasets` has run no code of data sets since 4.0
 }
-"""Arguments of `datasets.load_dataset` that choose what is read, and not where it is written."""
+"""Arguments of `datasets.load_dataset` that choose what is read and how, and not where it is written."""
 
 Generate = Callable[[Sequence[int], int], Iterator[int]]
 """(prompt, maximum number of tokens) -> the greedy tokens, without EOS."""
@@ -197,6 +198,8 @@ class Harness:
         except Exception as error:
             raise _unusable(name, error) from error
         task.build_all_requests = lambda **_: None
+        for method in ("apply_filters", "process_results"):
+            setattr(task, method, _naming(name, getattr(task, method)))
         if why_no_text and any(each.request_type == GENERATES for each in task.instances):
             raise UserError(f"validation.tasks: {name} generates text (output_type: {GENERATES}): {why_no_text}")
 
@@ -370,6 +373,18 @@ def _unusable(spec: str, error: Exception, remedy: str = "correct the task or it
     if isinstance(error, OSError):
         remedy = 'a data set must be on this machine or reachable; "dataset_path: json" reads local files'
     return UserError(f"validation.tasks: {spec} cannot be used: {reason}: {remedy}")
+
+
+def _naming(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method of a task, whose errors name the task."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return method(*args, **options)
+        except Exception as error:
+            raise _unusable(name, error) from error
+
+    return call
 
 
 def _check_file(spec: str, file: Path, *, allows_code: bool) -> None:

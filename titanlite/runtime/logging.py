@@ -118,6 +118,13 @@ def setup_logging(rank: int, stream: TextIO | None = None) -> None:
     log.propagate = False
 
 
+def format_library(name: str) -> None:
+    """Format what the handlers of a library's logger print as our lines, with the library's name: a stranger's text in
+    them is shown `visible`."""
+    for handler in logging.getLogger(name).handlers:
+        handler.setFormatter(_PlainFormatter(f"{name}: ", has_colors=False))
+
+
 def warn_in_lines(lines: Sequence[str]) -> None:
     """Log a warning of several lines."""
     log.warning("\n".join(map(visible, lines)))

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import logging
 import os
 import random
 import subprocess
@@ -25,7 +26,7 @@ from titanlite.data.config import DataConfig
 from titanlite.data.corpus import Encoder, open_index
 from titanlite.data.sources import hf
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.hub_files import hub_files
+from titanlite.data.sources.hub_files import hub_files, import_datasets
 from titanlite.data.sources.jsonl import Jsonl
 from titanlite.data.sources.pieces import BadRowError, Place, TokenPiece
 from titanlite.data.tokenizer import Tokenizer
@@ -75,6 +76,14 @@ def source_of(dataset: Path, **changes: object) -> SourceConfig:
 def problems(source: SourceConfig) -> list[str]:
     found = check_source(source, "data.sources.0", DataConfig(), vocab_size=0, checks_files=True)
     return [f"{problem.key.removeprefix('data.sources.0.')}: {problem.rule}; {problem.remedy}" for problem in found]
+
+
+def test_lines_of_the_libraries_show_control_characters() -> None:
+    import_datasets()
+    for library in ("datasets", "huggingface_hub"):
+        (handler,) = logging.getLogger(library).handlers
+        record = logging.makeLogRecord({"levelno": logging.WARNING, "levelname": "WARNING", "msg": "split \x1b[2J"})
+        assert handler.format(record).endswith(f"{library}: warning: split \\x1b[2J")
 
 
 def test_files_of_a_relative_folder(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:

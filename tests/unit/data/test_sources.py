@@ -261,6 +261,26 @@ def test_pipes_devices_and_dangling_links_are_named(kind: str, suffix: str, tmp_
     assert found == []
 
 
+@pytest.mark.timeout(30)
+def test_a_listing_stays_in_the_data(tmp_path: Path) -> None:
+    """Otherwise the data of a stranger lists all files of the machine, and those of processes without an end."""
+    for path in ("/", "/**/*.jsonl", "/*/**", "/proc/**/*.jsonl", "/proc/1", "/sys/**", "//**"):
+        (problem,) = problems(SourceConfig("jsonl", path), "data.sources.0")
+        assert problem.remedy.endswith("this path would list all files of the machine")
+    folder = tmp_path / "data"
+    (folder / "part").mkdir(parents=True)
+    (folder / "disk").mkdir()
+    (folder / "part" / "a.jsonl").write_text("{}\n")
+    for name, target in (("above", ".."), ("itself", "."), ("root", "/"), ("processes", "/proc/self/root")):
+        (folder / name).symlink_to(target)
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    (shards / "b.jsonl").write_text("{}\n")
+    (folder / "part" / "shards").symlink_to(shards)
+    source = open_source(SourceConfig("jsonl", str(folder)))
+    assert [file.name for file in source.files()] == ["a.jsonl", "b.jsonl"]
+
+
 def test_a_json_array_is_reported_before_the_start(tmp_path: Path) -> None:
     file = tmp_path / "my rows.json"
     file.write_text('\n[\n  {"text": "a"},\n  {"text": "b"}\n]\n')

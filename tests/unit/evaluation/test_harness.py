@@ -350,6 +350,13 @@ def test_unusable_tasks_are_named(plain: Tokenizer, tmp_path: Path, case: str) -
         Harness(section, plain, seq_len=SEQ_LEN, allows_code=False, why_no_text="not in a run")
 
 
+def test_an_error_while_a_task_is_scored_names_the_task(plain: Tokenizer, tmp_path: Path) -> None:
+    rows = [{"context": "a", "choices": ["b", "c"], "answer": {"index": 0}}]
+    path = write_task(tmp_path / "odd.yaml", rows)
+    with pytest.raises(UserError, match=r"validation\.tasks: odd cannot be used: TypeError: .*: correct the task or"):
+        answered(plain, path, [1.0, 2.0])
+
+
 def test_an_empty_context_needs_bos_or_eos(plain: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(plain.content)
     section = ValidationConfig(

@@ -138,11 +138,8 @@ class Source(ABC):
         if os.path.isfile(path):
             return [path]
         if os.path.isdir(path):
-            below = glob.iglob(os.path.join(glob.escape(path), "**", "*"), recursive=True)
-            return [entry for entry in below if entry.lower().endswith(self.suffixes)]
-        folder = path  # the part of the path that exists is no pattern
-        while folder and not os.path.isdir(folder):
-            folder = os.path.dirname(folder)
+            return [entry for entry in _entries_below(path) if entry.lower().endswith(self.suffixes)]
+        folder = _existing_part(path)
         return glob.glob(glob.escape(folder) + path[len(folder) :], recursive=True)
 
     def describe_unread(self) -> str:
@@ -161,6 +158,14 @@ class Source(ABC):
     def check_keys(self, key: str) -> list[Problem]:  # noqa: ARG002
         """Problems of the table at `key` ("data.sources.0") that are specific to this kind. Does not access files."""
         return []
+
+    def check_folder(self, key: str) -> list[Problem]:
+        """Problems of the folder that the path lists, before it is listed. key: of the path."""
+        if self.is_stored or not _is_machine(_listed_folder(self.config.path)):
+            return []
+        rule = "a folder of data, or a glob below one"
+        remedy = "name the folder of your files: this path would list all files of the machine"
+        return [Problem(key, self.config.path, rule, remedy)]
 
     def check_files(self, key: str) -> list[Problem]:
         """Problems of the list of files. Called if the keys have no problem; does not read the files."""
@@ -354,6 +359,45 @@ def conversations_as_lines(config: SourceConfig, kind: str = "") -> str:
         f"conversations are read from JSON lines: python -c {shlex.quote(code)}, then "
         f'kind = "{CHAT}" and path = "chat.jsonl"'
     )
+
+
+def _existing_part(path: str) -> str:
+    """The folder that a path begins with and that exists; no pattern, whatever its name. "": none."""
+    folder = path
+    while folder and not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    return folder
+
+
+def _listed_folder(path: str) -> str:
+    """The folder whose files at all depths a path lists; os.devnull: it lists only some folders, or none."""
+    if os.path.isdir(path):
+        return path
+    folder = _existing_part(path)
+    parts = path[len(folder) :].lstrip(os.sep).split(os.sep)
+    return folder if "**" in parts and glob.has_magic(parts[0]) else os.devnull
+
+
+def _is_machine(folder: str) -> bool:
+    """Whether a folder, behind all links, is one whose listing is endless: the root, devices, processes."""
+    real = os.path.realpath(folder).strip("/")  # it may begin with two
+    return real in {"", "dev"} or f"{real}/".startswith(("proc/", "sys/"))
+
+
+def _entries_below(folder: str) -> Iterator[str]:
+    """Files, folders and links at all depths, without hidden ones.
+
+    Links to folders are followed, except out of the data: to a folder that the link is in, or to files of the system.
+    """
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (os.path.join(parent, name) for name in (*folders, *names) if not name.startswith("."))
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        here = os.path.join(os.path.realpath(parent), "") if links else ""
+        for name in links:
+            target = os.path.realpath(os.path.join(parent, name))
+            if _is_machine(target) or here.startswith(os.path.join(target, "")):
+                folders.remove(name)
 
 
 def files_below(folder: str) -> Iterator[Path]:

@@ -15,6 +15,7 @@ from titanlite.data.sources.parquet import column_fault
 from titanlite.data.sources.pieces import BadRowError
 from titanlite.runtime.errors import ConfigError, Problem, Rules, UserError
 from titanlite.runtime.files import open_regular
+from titanlite.runtime.logging import format_library
 from titanlite.runtime.retry import http_status, is_transient, reason
 from titanlite.runtime.waiting import waiting
 
@@ -163,12 +164,14 @@ def _problem_of(error: Exception, source: SourceConfig, key: str, where: str) ->
 
 
 def import_datasets() -> Any:
-    """Import `datasets`, which takes a second, when it is needed: without progress bars, and without its request to a
-    server that counts uses of data, also of local files."""
+    """Import `datasets`, which takes a second, when it is needed: without progress bars and without its request to a
+    server that counts uses of data, also of local files. Its lines may have names of a stranger."""
     import datasets
 
     datasets.disable_progress_bars()
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    for library in ("datasets", "huggingface_hub"):
+        format_library(library)
     return datasets
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import IO, Any
 
 from titanlite.data.sources.limits import MAX_LOADED_BYTES, require_ratio
+from titanlite.data.sources.seekable import SeekableReader
 
 _FILE_MAGIC = b"ARROW1"
 _CONTINUATION = b"\xff\xff\xff\xff"
@@ -99,31 +100,19 @@ def _damage_is_value_error() -> Iterator[None]:
         raise ValueError(str(error)) from None
 
 
-class _Clamped(io.RawIOBase):
+class _Clamped(SeekableReader):
     """An open file that allocates no more bytes than it has, however many are requested."""
 
     def __init__(self, opened: IO[bytes]) -> None:
+        super().__init__(opened.seek(0, io.SEEK_END))
         self._opened = opened
-        self.size = opened.seek(0, io.SEEK_END)
-        self.seek(0)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Stay inside of the file: the system refuses some other places."""
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self.size}[whence]
-        return self._opened.seek(min(max(0, start + offset), self.size))
-
-    def tell(self) -> int:
-        return self._opened.tell()
 
     def read(self, size: int = -1, /) -> bytes:
-        left = max(0, self.size - self._opened.tell())
-        return self._opened.read(left if size < 0 else min(size, left))
+        begin = self._opened.seek(min(max(0, self.position), self.size))  # the system refuses some other places
+        left = self.size - begin
+        data = self._opened.read(left if size < 0 else min(size, left))
+        self.position = begin + len(data)
+        return data
 
     def number(self, begin: int, at: int) -> int:
         """The signed number in 8 bytes at a byte after `begin`. Raises ValueError."""

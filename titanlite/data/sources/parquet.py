@@ -17,6 +17,7 @@ from titanlite.data.sources.limits import (
 )
 from titanlite.data.sources.parquet_pages import batch_rows
 from titanlite.data.sources.pieces import BAD_FILE, BadRowError, FieldError, KindError, Piece, utf8_text
+from titanlite.data.sources.seekable import SeekableReader
 from titanlite.data.sources.stored import BLOCK_BYTES, SourceFile, StoredFile, open_file, size_of
 from titanlite.runtime.cache import Recent
 from titanlite.runtime.errors import Problem
@@ -194,14 +195,14 @@ class _NeededError(Exception):
         self.begin, self.end = begin, end
 
 
-class _Part(io.RawIOBase):
+class _Part(SeekableReader):
     """A Parquet file of `size` bytes, of which there are only `data`, from byte `begin` on.
 
     With it, pyarrow tells which bytes a column has: to ask its metadata can abort the interpreter for a damaged file.
     """
 
     def __init__(self, size: int) -> None:
-        self._size, self._position = size, 0
+        super().__init__(size)
         self.begin, self.data = 0, b""
 
     def batches(self, file: Any, rows: int, group: int, field: str) -> Iterator[Any]:
@@ -212,24 +213,11 @@ class _Part(io.RawIOBase):
         # Without threads: threads that read Python file objects can outlive the interpreter and crash it.
         yield from reader.iter_batches(rows, row_groups=[group], columns=[field], use_threads=False)
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
     def read(self, size: int = -1, /) -> bytes:
-        begin = self._position - self.begin
+        begin = self.position - self.begin
         if begin < 0 or begin + size > len(self.data):
-            raise _NeededError(self._position, self._position + size)
-        self._position += size
+            raise _NeededError(self.position, self.position + size)
+        self.position += size
         return self.data[begin : begin + size]
 
 

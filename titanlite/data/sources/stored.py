@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titanlite.data.sources.pieces import Bytes
+from titanlite.data.sources.seekable import SeekableReader
 from titanlite.runtime.cache import built_once, cache_folder, cached_folder, file_facts
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import open_regular
@@ -336,64 +337,51 @@ class Blocks:
         return part[key - first]
 
 
-class ObjectReader(io.RawIOBase):
+class ObjectReader(SeekableReader):
     """Reads an object by ranges into memory, larger ones while it is read in order.
 
     cached: ranges (begin, end) that are read through the cache folder; more may be added later.
     """
 
     def __init__(self, file: StoredFile, cached: list[tuple[int, int]]) -> None:
-        self._file, self._size, self._cached = file, file.facts.bytes, cached
-        self._position = self._begin = 0
+        super().__init__(file.facts.bytes)
+        self._file, self._cached, self._begin = file, cached, 0
         self._data: bytes | Part = b""
         self._length = 0
         self._step = FIRST_RANGE_BYTES // 4
         self._next: tuple[int, Future[bytes]] | None = None
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
     def readinto(self, out: Any, /) -> int:
         """Read up to the end of the range that has the position, so that no further one is fetched."""
-        if self._position >= self._size:
+        if self.position >= self.size:
             return 0
-        if not 0 <= self._position - self._begin < self._length:
+        if not 0 <= self.position - self._begin < self._length:
             self._load()
-        begin = self._position - self._begin
+        begin = self.position - self._begin
         with memoryview(out) as view, view.cast("B") as target:
             count = min(len(target), self._length - begin)
             target[:count] = self._data[begin : begin + count]
-        self._position += count
+        self.position += count
         return count
 
     def _load(self) -> None:
         """Get a range that begins at the position or before it."""
-        follows = self._position == self._begin + self._length
+        follows = self.position == self._begin + self._length
         for begin, end in self._cached:
-            if begin <= self._position < end:
+            if begin <= self.position < end:
                 self._data = self._file.range(begin, end)
                 self._begin, self._length = begin, end - begin
                 return
         self._step = min(4 * self._step, BLOCK_BYTES) if follows else FIRST_RANGE_BYTES
         ahead, self._next = self._next, None
-        if ahead is not None and ahead[0] == self._position:
+        if ahead is not None and ahead[0] == self.position:
             self._data = ahead[1].result()
         else:
-            self._data = self._file.fetch(self._position, min(self._size, self._position + self._step))
-        self._begin, self._length = self._position, len(self._data)
+            self._data = self._file.fetch(self.position, min(self.size, self.position + self._step))
+        self._begin, self._length = self.position, len(self._data)
         after = self._begin + self._length
-        if self._step == BLOCK_BYTES and after < self._size:
-            end = min(self._size, after + BLOCK_BYTES)
+        if self._step == BLOCK_BYTES and after < self.size:
+            end = min(self.size, after + BLOCK_BYTES)
             self._next = (after, _threads(os.getpid()).submit(self._file.fetch, after, end))
 
 

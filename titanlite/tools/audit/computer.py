@@ -23,7 +23,9 @@ def starts_of(starts: Sequence[Started], steps: range) -> Sequence[Started]:
     """The starts that computed these steps, in order. A start that resumed before another one has replaced it."""
     kept: list[Started] = []
     for start in starts:
-        kept = [*(each for each in kept if each.step < start.step), start]
+        while kept and kept[-1].step >= start.step:
+            kept.pop()
+        kept.append(start)
     if not kept:  # run.json is lost or damaged
         return []
     ends = [*(start.step for start in kept[1:]), steps.stop]
