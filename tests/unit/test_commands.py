@@ -102,6 +102,11 @@ def test_programs_handle_ctrl_c_before_they_import_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def test_options_of_commands_need_no_torch() -> None:
+    program = "import sys, titanlite.tools.ledger; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 SWALLOWED_INTERRUPT = """
     try:
         os.kill(os.getpid(), signal.SIGINT)

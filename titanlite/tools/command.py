@@ -14,7 +14,6 @@ from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hint
 import tyro
 
 from titanlite.config.arguments import HELP, Option, check_values, option_values, options_of, split
-from titanlite.config.load import parse
 from titanlite.ranks.failure import describe_user_error, prepare_streams, raise_on_interrupt
 from titanlite.ranks.signals import stop_signals
 from titanlite.runtime.durability import PARTIAL, appears_complete
@@ -112,6 +111,8 @@ def apply_storage(overrides: Sequence[str]) -> None:
     """Let this process reach stores as `--storage.KEY=VALUE` in overrides says; without any, as before, by its
     environment. Raises ConfigError."""
     if words := [word for word in overrides if word.startswith("--storage.")]:
+        from titanlite.config.load import parse  # imports torch, which takes seconds
+
         parsed = parse(words, imports=False)
         raise_problems([*parsed.problems, *check_storage(parsed.config.storage)])
         apply_settings(parsed.config.storage)
