@@ -292,6 +292,13 @@ def test_ci_lints_checks_types_builds_the_site_then_calls_the_test_script(checko
     assert calls[-1].startswith("-m pytest ")
 
 
+def test_quick_start_of_the_readme_names_the_test_script_that_ci_runs() -> None:
+    script = (REPOSITORY / ".ci/run").read_text().splitlines()[-1].removeprefix("exec ")
+    readme = (REPOSITORY / "README.md").read_text()
+    assert script == "./scripts/test.sh"
+    assert f"`{script}`" in readme.partition("\n## Quick start\n")[2].partition("\n## ")[0]
+
+
 def test_stated_pythons_agree() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     prefix = "Programming Language :: Python :: 3."
