@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -267,6 +268,21 @@ def test_run_on_tokens_needs_a_tokenizer_argument(trained: Path) -> None:
         else:
             with pytest.raises(ConfigError, match=r"remedy: use token files, or give --tokenizer PATH"):
                 evaluated_config(saved, options, overrides, ONE, has_tokenizer=False)
+
+
+def test_what_only_concerns_the_training_is_not_checked(trained: Path) -> None:
+    """Token files that it read, and ranks that it traced, do not limit the settings of an evaluation."""
+    saved = open_run(trained / "out")
+    saved.manifest.config["data"]["sources"] = [{"kind": "tokens", "path": "anywhere"}]
+    saved.manifest.config["profiling"] |= {"enable_trace": True, "interval": 9, "wait": 0, "warmup": 0, "ranks": [5]}
+    words = [str(trained / "out"), "--data.packing", "none", "--data"]
+    options, overrides = read_arguments([*words, str(trained / "text.txt")])
+    assert evaluated_config(saved, options, overrides, ONE, has_tokenizer=True).data.packing == "none"
+    np.save(trained / "ids.npy", np.zeros(99, np.uint16))
+    options, overrides = read_arguments([*words, str(trained / "ids.npy")])
+    with pytest.raises(ConfigError, match=r"not valid for token files \(validation.sources.0\)") as caught:
+        evaluated_config(saved, options, overrides, ONE, has_tokenizer=True)
+    assert len(caught.value.problems) == 1
 
 
 def test_checkpoint_deleted_while_reading_is_reported(trained: Path, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from titanlite.models.attention import pin_kernels
 from titanlite.models.family import LanguageModel, saved_tensors
 from titanlite.parallel.mesh import LAYOUT, Mesh, ParallelismConfig
 from titanlite.precision import DTYPES
+from titanlite.profiling.config import ProfilingConfig
 from titanlite.ranks.agreement import require_equal, share_from_rank_0, start_rank, watch_ranks
 from titanlite.ranks.distributed import CommConfig, World, set_timeout
 from titanlite.ranks.network import connect, init_process_group
@@ -224,8 +225,6 @@ def evaluated_config(
     rope = rope_at(values["training"], saved.manifest.step)
     values["model"]["overrides"] = {**values["model"].get("overrides", {}), **rope}
     values["training"]["stages"] = []
-    # without stages, no source may have a weight of 0
-    values["data"]["sources"] = [source | {"weight": 1.0} for source in values["data"].get("sources", [])]
     validation = values.get("validation", {})
     if sources or options.tasks or any(word.startswith("--validation.sources") for word in overrides):
         tables = [asdict(source) for source in sources if isinstance(source, SourceConfig)]
@@ -251,8 +250,11 @@ def evaluated_config(
         for n, source in enumerate(config.validation.sources)
         if open_source(source).holds == "text" and not has_tokenizer
     )
-    config = replace(config, job=JobSection(), checkpoint=CheckpointConfig())
-    problems = check_config(config, world_size=world.size, device_type=world.device_type, checks_files=False)
+    config = replace(config, job=JobSection(), checkpoint=CheckpointConfig(), profiling=ProfilingConfig())
+    data = replace(config.data, sources=(), document_mask=config.data.masks_documents)  # training data is not evaluated
+    of_mesh: dict[str, Any] = {"world_size": world.size, "device_type": world.device_type}
+    problems = check_config(replace(config, data=data), **of_mesh, checks_files=False)
+    problems = [problem for problem in problems if problem.key != "data.sources"]  # which only training needs
     given, rule = config.training.local_batch_size != -1, "at least 1 for an evaluation: -1 fits the memory of training"
     training = Rules("training", config.training, problems)
     training.require("local_batch_size", given, rule, "give the number of sequences per batch")
@@ -260,8 +262,8 @@ def evaluated_config(
         config.validation, config.data, vocab_size=saved.hyper_parameters.vocab_size, has_tokenizer=True
     )
     raise_problems(_of_this_mesh(problem, overrides) for problem in problems)
-    config = resolve_config(config, world_size=world.size, device_type=world.device_type)
-    return replace(config, data=replace(config.data, sources=()))  # training data is not evaluated
+    config = resolve_config(config, **of_mesh)
+    return replace(config, data=replace(config.data, sources=()))
 
 
 def require_chat_template(saved: SavedRun, config: JobConfig, tokenizer: Tokenizer | None) -> None:

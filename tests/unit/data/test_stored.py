@@ -281,6 +281,35 @@ def test_an_address_selects_the_files_of_a_path(
         ]
 
 
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("part[1].jsonl", ["part[1].jsonl"]),
+        ("part[12].jsonl", ["part1.jsonl"]),
+        ("part[[]1].jsonl", ["part[1].jsonl"]),
+        ("part*.jsonl", ["part1.jsonl", "part[1].jsonl"]),
+        ("day[1]", ["day[1]/a.jsonl", "day[1]/hour[1]/b.jsonl"]),
+        ("day[1]/", ["day[1]/a.jsonl", "day[1]/hour[1]/b.jsonl"]),
+        ("day[1]/a.jsonl", ["day[1]/a.jsonl"]),
+        ("day[1]/hour[1]/b.jsonl", ["day[1]/hour[1]/b.jsonl"]),
+        ("day[1]/*.jsonl", ["day[1]/a.jsonl"]),
+        ("day[1]/**/[ab].jsonl", ["day[1]/a.jsonl", "day[1]/hour[1]/b.jsonl"]),
+        ("day[12]/*", ["day1/c.jsonl"]),
+        ("day[1]/none.jsonl", []),
+    ],
+)
+def test_an_object_or_folder_that_exists_is_no_pattern(path: str, expected: list[str], tmp_path: Path) -> None:
+    for name in ("part1.jsonl", "part[1].jsonl", "day1/c.jsonl", "day[1]/a.jsonl", "day[1]/hour[1]/b.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(lines_of(name[-7]))
+    for root in (str(tmp_path), upload(tmp_path, f"memory://{uuid4().hex}/data")):
+        source = open_source(SourceConfig("jsonl", f"{root}/{path}"))
+        assert [str(file).removeprefix(f"{root}/") for file in source.files()] == expected
+        assert (source.check_files("data.sources.0") == []) == bool(expected)
+        found = source_from_path(f"{root}/{path}", "--data")
+        assert found == SourceConfig("jsonl", f"{root}/{path}") if expected else not isinstance(found, SourceConfig)
+
+
 def write(address: str, content: bytes) -> None:
     Store(Address.parse(address)).write("", content)
 

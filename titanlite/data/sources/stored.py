@@ -9,7 +9,7 @@ import mmap
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import astuple
@@ -66,30 +66,41 @@ def _parts(folder: Path, limit: int, process: int) -> Parts:  # noqa: ARG001 a f
 class Listing:
     """The objects that a path, an address, selects at the time of the call. Raises UserError.
 
-    base: the path without its pattern. is_folder: whether it is that of a folder. files: the objects that it selects,
-    sorted by address, without hidden ones; of a folder, all below it.
+    An object or a folder that exists is no pattern, whatever its name, as on a disk. base: the path without its
+    pattern. is_folder: whether it is that of a folder. files: the objects that it selects, sorted by address, without
+    hidden ones; of a folder, all below it.
     """
 
     def __init__(self, path: str) -> None:
         parts = path.rstrip("/").split("/")
         literal = max(3, next((n for n, part in enumerate(parts) if _MAGIC.search(part)), len(parts)))
-        self.base, pattern = Address.parse("/".join(parts[:literal])), parts[literal:]
-        self.is_folder = self._is_deep = False
         self._facts: dict[Address, Facts | None] = {}
-        store = Store(self.base)
-        if not pattern and self.base.path != self.base.bucket and not path.endswith("/"):
+        self._select(Address.parse("/".join(parts[:literal])), parts[literal:], names_folder=path.endswith("/"))
+
+    def _select(self, base: Address, pattern: list[str], *, names_folder: bool) -> None:
+        """Find the objects below `base` whose names match the parts of a pattern. names_folder: whether the path ends
+        with "/"."""
+        self.base = base
+        self.is_folder = self._is_deep = False
+        store = Store(base)
+        if not pattern and base.path != base.bucket and not names_folder:
             try:
-                self._facts = {self.base: store.facts()}
-                self.files = [StoredFile(self.base, self)]
+                self._facts = {base: store.facts()}
+                self.files = [StoredFile(base, self)]
                 return
             except FileNotFoundError:
                 pass
         self._is_deep = len(pattern) != 1 or pattern == ["**"]
-        listed = {name: facts for name, facts in (store.list if self._is_deep else store.children)().items() if facts}
-        self._facts = {self.base / name: facts for name, facts in listed.items()}
+        found = (store.list if self._is_deep else store.children)()
+        if existing := _existing_parts(pattern, found):
+            base = Address(base.protocol, "/".join([base.path, *pattern[:existing]]))
+            self._select(base, pattern[existing:], names_folder=names_folder)
+            return
+        listed = {name: facts for name, facts in found.items() if facts}
+        self._facts = {base / name: facts for name, facts in listed.items()}
         self.is_folder = bool(listed) and not pattern
         selected = (name for name in listed if _matches(name.split("/"), pattern or ["**", "*"]))
-        self.files = sorted(StoredFile(self.base / name, self) for name in selected)
+        self.files = sorted(StoredFile(base / name, self) for name in selected)
 
     def facts(self, address: Address) -> Facts | None:
         """Size and ETag of an object; None if it does not exist. Asks the store once if the object is not listed."""
@@ -101,6 +112,17 @@ class Listing:
             with suppress(FileNotFoundError):
                 self._facts[address] = Store(address).facts()
         return self._facts[address]
+
+
+def _existing_parts(pattern: Sequence[str], names: Iterable[str]) -> int:
+    """How many first parts of a pattern are the name of an object or a folder as they are written: "part[1].jsonl".
+
+    names: those below the place where the pattern begins."""
+    for count in range(len(pattern), 0, -1):
+        name = "/".join(pattern[:count])
+        if any((each == name and count == len(pattern)) or each.startswith(f"{name}/") for each in names):
+            return count
+    return 0
 
 
 def _matches(parts: list[str], pattern: list[str]) -> bool:

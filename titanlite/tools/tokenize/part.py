@@ -3,7 +3,6 @@
 A part depends only on the plan. It may be written again, also by two processes at once: the bytes are the same.
 """
 
-import glob
 import io
 import json
 from array import array
@@ -89,7 +88,7 @@ def _source_of(job: Job, part: int) -> TextSource:
 
 def _unchanged(planned: PlannedFile) -> SourceFile:
     path = planned["path"]
-    found: Sequence[SourceFile] = Listing(glob.escape(path)).files if is_address(path) else [Path(path)]
+    found: Sequence[SourceFile] = Listing(path).files if is_address(path) else [Path(path)]
     if not found or sampled_digest(found[0]).hex() != planned["digest"]:
         raise UserError(f"{path} has changed since the plan was written: restore it, or start with a new --out")
     return found[0]
