@@ -80,6 +80,7 @@ _NOT_OF_THE_MODEL = (
     # of the balance loss and of layouts of other code
     *("ep_size", "seq_aux"),
 )
+_KINDS_OF_WINDOWS = ("full_attention", "sliding_attention")
 _TOO_LARGE = 2**40
 """Integers from here on are invalid in any model; computing with them might not terminate."""
 
@@ -105,7 +106,13 @@ def unknown_fields(written: Collection[str], fields: Mapping[str, Any]) -> list[
     """Names of fields of config.json that no family reads, and that may change what the model computes. written: those
     that the family writes, and reads."""
     known = {*written, *_READ_ELSEWHERE, *_NOT_OF_THE_MODEL}
-    return sorted(name for name, value in fields.items() if value not in (None, []) and name not in known)
+    if "use_sliding_window" in written:  # of layers that the family does not have
+        known.add("sliding_window")
+    return sorted(
+        name
+        for name, value in fields.items()
+        if value not in (None, []) and name not in known and (name, value) != ("use_mrope", False)
+    )
 
 
 def refuse_other(fields: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
@@ -213,8 +220,52 @@ def window_fields(
         interval = read_field(fields, name, int, interval)
     interval = fixed_interval(fields, "layer_types", layer_kinds, interval)
     found = number_or_none(fields, "sliding_window", int, window)
+    if fields.get("sliding_window", found) is None and interval != 1:
+        raise UserError("config.json: sliding_window is null, but not all layers have full attention: write the window")
     is_unused = interval == 1 and found == fields.get("max_position_embeddings")  # see written_windows
     return {**fields, "layer_types": None, name: interval, "sliding_window": 0 if is_unused else found}
+
+
+def window_of_all_layers(fields: Mapping[str, Any], window: int) -> dict[str, Any]:
+    """The fields without `layer_types`, and with the window that all layers have; 0 for none. window: that of
+    transformers if the field is missing. Raises UserError if layers differ in it."""
+    found = number_or_none(fields, "sliding_window", int, window)
+    given, n_layers = read_field(fields, "layer_types", list, []), read_field(fields, "num_hidden_layers", int)
+    kind = given[0] if given else None
+    if given and (len(given) != n_layers or given != [kind] * len(given) or kind not in _KINDS_OF_WINDOWS):
+        raise UserError(
+            f"config.json: layer_types = {given!r}: this family supports only one kind for all {n_layers} layers, "
+            f"{' or '.join(_KINDS_OF_WINDOWS)}"
+        )
+    if kind == "sliding_attention" and not found:
+        raise UserError(
+            "config.json: layer_types has sliding_attention, but no sliding_window is set: write the window"
+        )
+    if kind == "full_attention" and found and "wrapper" in fields:
+        raise UserError(
+            f"config.json: sliding_window = {found}, but layer_types has full_attention only: transformers takes the "
+            "window in a model that wraps this one, and none in the text model alone: remove one of both fields"
+        )
+    return {**fields, "layer_types": None, "sliding_window": 0 if kind == "full_attention" else found}
+
+
+def without_unused_window(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields with `use_sliding_window` only if a layer has the window. For families in which `layer_types` decides,
+    and if it is missing, `max_window_layers`, the number of the first layer with a window, from 0."""
+    if fields.get("use_sliding_window") is not True:
+        return fields
+    kinds, n_layers = read_field(fields, "layer_types", list, []), read_field(fields, "num_hidden_layers", int)
+    first = read_field(fields, "max_window_layers", int, 28)  # 28: of transformers
+    has_window = any(kind != "full_attention" for kind in kinds) if kinds else first < n_layers
+    return {**fields, "use_sliding_window": has_window and fields.get("sliding_window", 4096) is not None}
+
+
+def with_head_dim(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields with a `head_dim`, for families of which transformers divides hidden_size if the field is missing."""
+    if fields.get("head_dim") is not None:
+        return fields
+    width, n_heads = (read_field(fields, name, int) for name in ("hidden_size", "num_attention_heads"))
+    return {**fields, "head_dim": width // max(n_heads, 1)}
 
 
 def written_windows(config: Any) -> dict[str, Any]:
@@ -249,7 +300,7 @@ def rope_of_full_layers(fields: Mapping[str, Any], local: str | None = None) -> 
     found = read_field(fields, name, dict, {})
     if local is not None and name == "rope_scaling" and fields.get("rope_parameters"):
         raise UserError("config.json: rope_scaling and rope_parameters: this family reads only one of both: remove one")
-    if {"full_attention", "sliding_attention"} & found.keys():
+    if set(_KINDS_OF_WINDOWS) & found.keys():
         full = read_field(found, "full_attention", dict, {})
         others = read_field(found, "sliding_attention", dict, {} if local else {"rope_theta": full.get("rope_theta")})
         is_other = local is None and others.get("rope_theta") != full.get("rope_theta")

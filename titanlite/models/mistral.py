@@ -15,7 +15,7 @@ from titanlite.models.decoder import (
     check_head_width,
     decoder_family,
 )
-from titanlite.models.hugging_face import DecoderFormat, number_or_none
+from titanlite.models.hugging_face import DecoderFormat, window_of_all_layers, with_head_dim
 from titanlite.models.layers import Attention
 from titanlite.runtime.errors import Problem
 
@@ -72,7 +72,7 @@ FORMAT = DecoderFormat(
     MistralConfig,
     check,
     fields={"sliding_window": "sliding_window"},
-    prepared=lambda fields: {**fields, "sliding_window": number_or_none(fields, "sliding_window", int, 4096)},
+    prepared=lambda fields: window_of_all_layers(with_head_dim(fields), 4096),
     written=lambda config: {"sliding_window": config.sliding_window or None},
 )
 

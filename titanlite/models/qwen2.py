@@ -1,8 +1,9 @@
 """Qwen2 and Qwen2.5 (Qwen Team, "Qwen2.5 Technical Report", 2024): the decoder with biases of queries, keys and
 values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -15,7 +16,7 @@ from titanlite.models.decoder import (
     check_width,
     decoder_family,
 )
-from titanlite.models.hugging_face import DecoderFormat
+from titanlite.models.hugging_face import DecoderFormat, refuse_other, without_unused_window
 from titanlite.models.layers import Attention
 from titanlite.runtime.errors import Problem
 
@@ -66,11 +67,18 @@ def check(config: Qwen2Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
     return [*check_decoder(config, seq_len, tp, pp), *check_width(config)]
 
 
+def _prepared(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without attention_bias, which transformers does not read: queries, keys and values have biases."""
+    refuse_other(fields, {"attention_bias": True})
+    return {**without_unused_window(fields), "attention_bias": None}
+
+
 FORMAT = DecoderFormat(
     Qwen2Config,
     check,
     biases=("attention.wq", "attention.wk", "attention.wv"),
     supported={"attention_bias": None, "use_sliding_window": False},
+    prepared=_prepared,
 )
 
 QWEN2 = decoder_family("qwen2", FLAVORS, check, Qwen2, TENSOR_STYLES, FORMAT.hugging_face("qwen2", "Qwen2ForCausalLM"))

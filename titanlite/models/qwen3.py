@@ -17,7 +17,7 @@ from titanlite.models.decoder import (
     check_head_width,
     decoder_family,
 )
-from titanlite.models.hugging_face import HEAD_NORM_NAMES, YARN, DecoderFormat
+from titanlite.models.hugging_face import HEAD_NORM_NAMES, YARN, DecoderFormat, without_unused_window
 from titanlite.models.layers import Attention, RMSNorm, YarnScaling
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Needs
@@ -99,7 +99,12 @@ def check_yarn(config: Any) -> list[Problem]:
 
 
 FORMAT = DecoderFormat(
-    Qwen3Config, check, block_names=HEAD_NORM_NAMES, supported={"use_sliding_window": False}, scaling=YARN
+    Qwen3Config,
+    check,
+    block_names=HEAD_NORM_NAMES,
+    supported={"use_sliding_window": False},
+    scaling=YARN,
+    prepared=without_unused_window,
 )
 
 _SCALES = Needs("model.rope_scaling_factor above 1", lambda config: config.rope_scaling_factor > 1)

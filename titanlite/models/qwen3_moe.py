@@ -1,10 +1,13 @@
 """Qwen3-MoE (Qwen Team, "Qwen3 Technical Report", 2025): Qwen3 with a mixture of experts in every block."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from titanlite.models import qwen3
 from titanlite.models.decoder import EXPERT_STYLES, HEAD_NORMS, Block, ExpertHyperParameters, decoder_family
 from titanlite.models.experts import MixtureOfExperts
+from titanlite.models.hugging_face import with_head_dim, without_unused_window
 from titanlite.models.qwen3 import NEEDS, Qwen3, Qwen3Config, attention
 
 
@@ -40,12 +43,19 @@ class Qwen3Moe(Qwen3):
         super().__init__(config, lambda _: Block(config, attention(config), MixtureOfExperts(config)))
 
 
+def _prepared(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers does not read layer_types or max_window_layers: any window is that of all layers."""
+    windows = without_unused_window({**fields, "layer_types": None, "max_window_layers": 0})
+    return {**with_head_dim(windows), "layer_types": fields.get("layer_types")}
+
+
 FORMAT = replace(
     qwen3.FORMAT,
     config_type=Qwen3MoeConfig,
     fields={"ffn_dim": "moe_intermediate_size"},
     supported={**qwen3.FORMAT.supported, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     required=("norm_topk_prob",),
+    prepared=_prepared,
     # the width of layers without experts, which no layer has
     written=lambda config: {"intermediate_size": config.ffn_dim * config.n_active_experts},
 )

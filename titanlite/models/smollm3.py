@@ -16,9 +16,15 @@ from titanlite.models.decoder import (
     check_width,
     decoder_family,
 )
-from titanlite.models.hugging_face import NO_SPECIAL_TOKENS, DecoderFormat, fixed_interval, read_field
+from titanlite.models.hugging_face import (
+    NO_SPECIAL_TOKENS,
+    DecoderFormat,
+    fixed_interval,
+    read_field,
+    without_unused_window,
+)
 from titanlite.models.layers import Attention
-from titanlite.runtime.errors import Problem
+from titanlite.runtime.errors import Problem, UserError
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,12 @@ def check(config: Smollm3Config, seq_len: int, tp: int, pp: int) -> list[Problem
 def _prepared(fields: Mapping[str, Any]) -> dict[str, Any]:
     """With the interval, which the list of layers, if there is one, must follow."""
     interval = read_field(fields, "no_rope_layer_interval", int, 4)
-    return {**fields, "no_rope_layer_interval": fixed_interval(fields, "no_rope_layers", _rotated, interval)}
+    found = fixed_interval(fields, "no_rope_layers", _rotated, interval)
+    if fields.get("no_rope_layers") and found == 1:
+        raise UserError("config.json: no_rope_layers has no 1: this family supports only models with rotary embeddings")
+    # without layer_types, all layers without rotary embeddings have the window; the default is none
+    windows = without_unused_window({"sliding_window": None, **fields, "max_window_layers": 0})
+    return {**windows, "no_rope_layer_interval": found}
 
 
 def _written(config: Smollm3Config) -> dict[str, Any]:
