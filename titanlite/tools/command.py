@@ -19,8 +19,6 @@ from titanlite.ranks.signals import stop_signals
 from titanlite.runtime.durability import PARTIAL, appears_complete
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, raise_problems
 from titanlite.runtime.text import visible, visible_lines
-from titanlite.storage.config import check_storage
-from titanlite.storage.store import apply_settings
 
 ConfigFile = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG")]
 RunFolder = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
@@ -78,44 +76,14 @@ def print_text(text: str) -> None:
     print(visible_lines(text), flush=True)
 
 
-def read_options(kind: Any, argv: Sequence[str], command: str, *, reads_stores: bool = False) -> Any:
+def read_options(kind: Any, argv: Sequence[str], command: str) -> Any:
     """The command's options: an instance of the dataclass `kind`, or of one of a union of subcommands.
-
-    reads_stores: also take `--storage.KEY VALUE`, and apply it.
 
     Prints the help and exits if argv has --help. Raises ConfigError with all problems.
     """
-    subcommands = {get_args(each)[1].name: get_args(each)[0] for each in get_args(kind)}
-    if argv and argv[0] in subcommands:
-        return read_options(subcommands[argv[0]], argv[1:], f"{command} {argv[0]}", reads_stores=reads_stores)
-    if subcommands and argv and argv[0] in HELP:
-        print_help(kind, command)
-    if subcommands:
-        problem = f"unknown subcommand {argv[0]!r}" if argv else "a subcommand is missing"
-        raise UsageError(f"{problem}: write {' or '.join(subcommands)}")
-    options, overrides, problems = read_options_and_overrides(kind, argv, command, takes_keys=reads_stores)
-    problems += check_sections(overrides, ("storage",))
+    options, _, problems = read_options_and_overrides(kind, argv, command, takes_keys=False)
     raise_problems(problems)
-    apply_storage(overrides)
     return options
-
-
-def check_sections(overrides: Sequence[str], sections: Sequence[str]) -> list[Problem]:
-    """Problems of overrides of other sections than those that the command takes."""
-    keys = [word[2:].partition("=")[0] for word in overrides]
-    rule, remedy = f"a key of {', '.join(sections)}", "leave it out"
-    return [Problem(key, None, rule, remedy) for key in keys if key.partition(".")[0] not in sections]
-
-
-def apply_storage(overrides: Sequence[str]) -> None:
-    """Let this process reach stores as `--storage.KEY=VALUE` in overrides says; without any, as before, by its
-    environment. Raises ConfigError."""
-    if words := [word for word in overrides if word.startswith("--storage.")]:
-        from titanlite.config.load import parse  # imports torch, which takes seconds
-
-        parsed = parse(words, imports=False)
-        raise_problems([*parsed.problems, *check_storage(parsed.config.storage)])
-        apply_settings(parsed.config.storage)
 
 
 def read_options_and_overrides(
@@ -123,9 +91,18 @@ def read_options_and_overrides(
 ) -> tuple[Any, list[str], list[Problem]]:
     """(options, overrides of the configuration in argv, `--section.key=value`, problems of the options).
 
-    An option with a problem has its default. takes_keys: False: overrides are problems. Raises ConfigError if an option
-    without a default has a problem.
+    kind: see read_options. An option with a problem has its default. takes_keys: False: overrides are problems. Raises
+    ConfigError if an option without a default has a problem, and UsageError without a known subcommand.
     """
+    subcommands = {get_args(each)[1].name: get_args(each)[0] for each in get_args(kind)}
+    if argv and argv[0] in subcommands:
+        name = f"{command} {argv[0]}"
+        return read_options_and_overrides(subcommands[argv[0]], argv[1:], name, takes_keys=takes_keys)
+    if subcommands and argv and argv[0] in HELP:
+        print_help(kind, command)
+    if subcommands:
+        problem = f"unknown subcommand {argv[0]!r}" if argv else "a subcommand is missing"
+        raise UsageError(f"{problem}: write {' or '.join(subcommands)}")
     known = command_options(kind)
     words = split(argv, known)
     if words.wants_help:

@@ -19,8 +19,9 @@ from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.settings import setting
 from titanlite.storage.address import place
-from titanlite.tools.command import AllowImport, print_lines, read_options, run_command
+from titanlite.tools.command import AllowImport, print_lines, run_command
 from titanlite.tools.saved_run import open_run, stored_shapes, stored_tensors
+from titanlite.tools.stores import read_options_of_stores
 
 PARTS = {"weights": MODEL, "buffers": MODEL, "average": AVERAGE, "optimizer": OPTIMIZER}
 """Part of a checkpoint -> prefix of its tensors. buffers: such as the biases of experts."""
@@ -58,7 +59,7 @@ class Sums:
 
 def main(argv: Sequence[str]) -> None:
     """Print and compare the digests. Raises UserError."""
-    options = read_options(Options, argv, "digest", reads_stores=True)
+    options = read_options_of_stores(Options, argv, "digest")
     if not options.runs:
         raise UserError("no run: write titanlite digest RUN [RUN ...]")
     found = []

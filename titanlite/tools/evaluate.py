@@ -61,7 +61,6 @@ from titanlite.tools.command import (
     File,
     OptionalCount,
     RunFolder,
-    apply_storage,
     check_chat_template,
     check_options,
     check_output_file,
@@ -70,6 +69,7 @@ from titanlite.tools.command import (
     write_json,
 )
 from titanlite.tools.saved_run import SavedRun, Weights, name_storage, open_run, reading, require_names
+from titanlite.tools.stores import apply_storage
 
 SECTIONS = ("validation", "data", "training", "parallelism", "compile", "float8", "loss", "comm", "storage")
 """Sections whose keys may be overridden; the model, its tokenizer and its training stay as saved."""

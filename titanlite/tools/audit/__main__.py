@@ -47,7 +47,6 @@ from titanlite.tools.command import (
     Count,
     OptionalCount,
     RunFolder,
-    apply_storage,
     print_lines,
     read_options_and_overrides,
     require_new,
@@ -57,6 +56,7 @@ from titanlite.tools.compare.measure import Trained
 from titanlite.tools.compare.repeats import check_overrides
 from titanlite.tools.dump_folder import local_dump_folder
 from titanlite.tools.saved_run import checkpoints_in, name_storage, open_run
+from titanlite.tools.stores import apply_storage
 from titanlite.tools.sweep.combinations import Run, checked_runs
 from titanlite.tools.sweep.command import RunsOptions, write_script
 from titanlite.tools.sweep.training import error_in, start_run, wait_for

@@ -20,20 +20,13 @@ from titanlite.runtime.errors import UsageError, UserError, raise_problems
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import aligned, counted, duration
 from titanlite.storage.address import place
-from titanlite.tools.command import (
-    AllowImport,
-    Count,
-    apply_storage,
-    print_lines,
-    read_options_and_overrides,
-    run_command,
-    write_json,
-)
+from titanlite.tools.command import AllowImport, Count, print_lines, read_options_and_overrides, run_command, write_json
 from titanlite.tools.compare.envelope import FACTOR, FLOOR_EPS, Compared, compare, first_outside
 from titanlite.tools.compare.measure import NUMBERS, Pairs, Trained, common_steps, differences
 from titanlite.tools.compare.repeats import check_overrides, repeats_of, setting_differences, train
 from titanlite.tools.dump_folder import local_dump_folder
 from titanlite.tools.saved_run import checkpoints_in, saved_config
+from titanlite.tools.stores import apply_storage
 from titanlite.tools.sweep.combinations import Run
 from titanlite.tools.sweep.command import MAX_PROCESSES
 from titanlite.tools.sweep.training import start_run

@@ -17,20 +17,12 @@ from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.plugins import load_plugins
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
-from titanlite.tools.command import (
-    AllowImport,
-    Folder,
-    RunFolder,
-    new_output,
-    print_lines,
-    read_options,
-    require_new,
-    run_command,
-)
+from titanlite.tools.command import AllowImport, Folder, RunFolder, new_output, print_lines, require_new, run_command
 from titanlite.tools.convert.export_run import write_folder
 from titanlite.tools.convert.import_folder import kept_dtype, write_run
 from titanlite.tools.convert.verify import check_tokenizer, format_owner, too_large, verify
 from titanlite.tools.saved_run import SavedRun, Weights, open_run
+from titanlite.tools.stores import read_options_of_stores
 
 EXPORT_DTYPES = DTYPES | {"float16": torch.float16}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -76,7 +68,7 @@ Options = (
 
 def main(argv: Sequence[str]) -> None:
     """Write a new folder, or nothing. Raises UserError."""
-    options = read_options(Options, argv, "convert", reads_stores=True)
+    options = read_options_of_stores(Options, argv, "convert")
     setup_logging(0)
     check_new(options.out)
     if isinstance(options, ExportOptions):

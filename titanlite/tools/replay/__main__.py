@@ -20,7 +20,7 @@ from titanlite.runtime.errors import UsageError, UserError
 from titanlite.runtime.logging import setup_logging
 from titanlite.runtime.settings import setting
 from titanlite.storage.address import place
-from titanlite.tools.command import AllowImport, Count, print_lines, read_options, run_command
+from titanlite.tools.command import AllowImport, Count, print_lines, run_command
 from titanlite.tools.dump_folder import local_dump_folder
 from titanlite.tools.parity.measure import own_dtypes
 from titanlite.tools.replay.compare import judge, report_lines
@@ -34,6 +34,7 @@ from titanlite.tools.replay.compute import (
     start_of_run,
 )
 from titanlite.tools.saved_run import checkpoints_in, latest_before
+from titanlite.tools.stores import read_options_of_stores
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Options:
 
 def main(argv: Sequence[str]) -> None:
     """Print the comparison; exit with 1 if the record is not reproduced. Raises UserError."""
-    options = read_options(Options, argv, "replay", reads_stores=True)
+    options = read_options_of_stores(Options, argv, "replay")
     world = world_from_environment()
     if world.size > 1:
         raise UsageError("replay runs on one process: start it without torchrun")

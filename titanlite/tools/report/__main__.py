@@ -14,11 +14,12 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import open_regular
 from titanlite.runtime.settings import setting
 from titanlite.storage.address import place
-from titanlite.tools.command import print_lines, read_options, run_command
+from titanlite.tools.command import print_lines, run_command
 from titanlite.tools.report.charts import Drawing, charts_of
 from titanlite.tools.report.ladder import with_ladders
 from titanlite.tools.report.page import FIRST_LINE, page
 from titanlite.tools.report.runs import over_tokens, read_runs
+from titanlite.tools.stores import read_options_of_stores
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Options:
 
 def main(argv: Sequence[str]) -> None:
     """Write the report. Raises UserError."""
-    options = read_options(Options, argv, "report", reads_stores=True)
+    options = read_options_of_stores(Options, argv, "report")
     require_report_or_new(options.out)
     folders, charts = with_ladders([place(expand_home(run)) for run in options.runs])
     runs = read_runs(folders)

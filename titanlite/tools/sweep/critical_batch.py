@@ -24,8 +24,9 @@ from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, raise_problems
 from titanlite.runtime.settings import setting
 from titanlite.storage.address import Place, is_address
-from titanlite.tools.command import AllowImport, RunFolder, apply_storage, print_lines, run_command
+from titanlite.tools.command import AllowImport, RunFolder, print_lines, run_command
 from titanlite.tools.saved_run import checkpoints_in, require_names, saved_config
+from titanlite.tools.stores import apply_storage
 from titanlite.tools.sweep.combinations import DUMP_FOLDER, Run, arguments_of, checked_runs, parse_texts
 from titanlite.tools.sweep.command import RunsOptions, carry_out, raise_failed, read_runs_options
 from titanlite.tools.sweep.training import final_loss, folders, report_line, table
