@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from titanlite.assembly.job import Job
+from titanlite.config.conventions import bos_of_data
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.chat.encoder import NO_END, ChatEncoder
@@ -31,7 +33,22 @@ def build_tokenizer(config: JobConfig) -> Tokenizer | None:
     hyper_parameters = config.hyper_parameters
     tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=hyper_parameters.vocab_size)
     log.info("Tokenizer: %s", tokenizer.description if tokenizer else "none, the sources hold tokens")
+    if tokenizer is not None and tokenizer.bos_id is not None:
+        _describe_bos(config, tokenizer)
     return tokenizer
+
+
+def _describe_bos(config: JobConfig, tokenizer: Tokenizer) -> None:
+    """Log what disagrees about BOS at the start of documents."""
+    of_data, of_run = bos_of_data(config), config.data.adds_bos
+    have = {True: "have it", False: "have none"}
+    if of_data is not None and of_data != of_run:
+        log.warning(
+            "BOS: the documents in the token files %s, prompts and tasks %s: data.add_bos = %s should be %s",
+            *(have[of_data], have[of_run], *(str(each).lower() for each in (of_run, of_data))),
+        )
+    elif tokenizer.adds_bos and not of_run:
+        log.info("BOS: the tokenizer adds it to a text; documents, prompts, tasks and exports of this run have none")
 
 
 def build_data(job: Job, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
@@ -103,12 +120,10 @@ def build_tasks(
 
     def load() -> None:
         log.info("Loading the tasks %s", ", ".join(section.tasks))
-        seq_len = config.training.seq_len
-        found.append(Harness(section, tokenizer, seq_len=seq_len, allows_code=allows_code, why_no_text=why_no_text))
+        build = partial(Harness, allows_code=allows_code, why_no_text=why_no_text)
+        found.append(build(section, tokenizer, seq_len=config.training.seq_len, adds_bos=config.data.adds_bos))
         for line in found[0].describe():
             log.info("Task: %s", line)
-        if config.data.add_bos and not tokenizer.prefix_ids:
-            log.warning("Tasks: no BOS before contexts, since tokenizer.json adds none, although data.add_bos = true")
 
     share_from_rank_0("tasks", load, world, store, config.comm.save_timeout_s)
     return found[0] if found else None

@@ -485,7 +485,7 @@ def build_samples(
     prompts = encode_prompts(
         given,
         tokenizer,
-        starts_with_bos=config.data.add_bos,
+        starts_with_bos=config.data.adds_bos,
         max_new_tokens=1,
         max_seq_len=hyper_parameters.max_seq_len,
     )

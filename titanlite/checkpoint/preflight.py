@@ -71,10 +71,21 @@ def earlier_config(section: CheckpointConfig, dump_folder: str) -> Mapping[str, 
         folders.append(place(path))
     for folder in folders:
         chosen = read_or_none(step_folder(folder, section.load_step)) if section.load_step >= 0 else None
-        manifest = chosen or read_or_none(folder) or latest_manifest(folder)
-        if manifest is not None:
-            return manifest.config
+        if found := chosen.config if chosen else _config_in(folder):
+            return found
     return {}
+
+
+def initial_config(section: CheckpointConfig) -> Mapping[str, Any]:
+    """The resolved configuration of the checkpoint in initial_load_path; {} if there is none. Reads a manifest only."""
+    path = section.initial_load_path
+    return _config_in(place(path)) if path and not path.startswith(PREFIX) else {}
+
+
+def _config_in(folder: Place) -> Mapping[str, Any]:
+    """That of a checkpoint, or of the latest one in a folder of checkpoints; {} if there is none."""
+    manifest = read_or_none(folder) or latest_manifest(folder)
+    return {} if manifest is None else manifest.config
 
 
 def _is_inside(path: Place, own: Place) -> bool:

@@ -325,7 +325,7 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
         optimizer = replace(optimizer, newton_schulz_dtype="bfloat16" if is_short else wide)
     if data.num_streams == -1:
         data = replace(data, num_streams=largest_batch(replace(config, training=training)))
-    data = replace(data, document_mask=data.masks_documents)
+    data = replace(data, document_mask=data.masks_documents, add_bos=data.adds_bos)
     if data.stream_version == -1:
         data = replace(data, stream_version=STREAM_VERSION)
     if data.max_piece_bytes == -1:

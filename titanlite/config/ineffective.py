@@ -89,7 +89,6 @@ ACROSS: Mapping[str, Needs] = {
     "data.stream_version": _DOCUMENTS,
     "data.packing": _TEXT,
     "data.on_bad_row": _TEXT,
-    "data.add_bos": Needs(_DOCUMENTS.condition, lambda facts: facts.separates() or facts.config.samples.prompts),
     "data.add_eos": Needs(_DOCUMENTS.condition, Facts.separates),
     "training.local_batch_size": Needs(
         'parallelism.pp = 1, gradient_sync = "every" or no training.global_batch_size', Facts.divides

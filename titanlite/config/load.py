@@ -20,8 +20,8 @@ from titanlite.config.check import (
     check_stores,
     one_rank,
     resolve_config,
-    with_model_tokenizer,
 )
+from titanlite.config.conventions import with_conventions
 from titanlite.config.fields import SECTIONS, columns_of, fields_of, keys_of
 from titanlite.config.files import CONFIG_FILE, Content, config_path, read_file, shipped_names
 from titanlite.config.ineffective import ineffective
@@ -163,7 +163,7 @@ def resolve(
     problems = [*parsed.problems, *unreadable]
     config = parsed.config
     if readable:
-        config = with_model_tokenizer(keep_earlier(config))
+        config = with_conventions(keep_earlier(config))
     if parsed.file_is_read:
         placed = one_rank(config) if any_layout else config
         found = check_config(placed, world_size=world_size, device_type=device_type, checks_files=readable)
@@ -213,9 +213,9 @@ def keep_earlier(config: JobConfig) -> JobConfig:
 
     A batch size or number of streams of -1: that of the checkpoint to resume from; before there is one, with
     checkpoint.enable, that of the configuration in the dump folder: a start that is lost before its first save has the
-    same batch again, on any number of ranks. data.document_mask, which depends on the sources, the version of the
-    streams, the dtype of Muon's orthogonalization, and with training.stages, of which later ones may be longer than all
-    of the checkpoint, data.max_piece_bytes: those of the checkpoint.
+    same batch again, on any number of ranks. data.document_mask and add_bos, which depend on the sources, the version
+    of the streams, the dtype of Muon's orthogonalization, and with training.stages, of which later ones may be longer
+    than all of the checkpoint, data.max_piece_bytes: those of the checkpoint.
     """
     training, data, optimizer = config.training, config.data, config.optimizer
     earlier = earlier_config(config.checkpoint, config.job.dump_folder)
@@ -223,6 +223,8 @@ def keep_earlier(config: JobConfig) -> JobConfig:
         raise ConfigError(problems)
     if earlier and data.document_mask == "auto":
         data = replace(data, document_mask=earlier["data"].get("document_mask", False))
+    if earlier and data.add_bos == "auto":
+        data = replace(data, add_bos=earlier["data"].get("add_bos", False))
     if earlier and data.max_piece_bytes == -1 and training.stages:
         data = replace(data, max_piece_bytes=earlier["data"]["max_piece_bytes"])
     if earlier and data.stream_version == -1:

@@ -208,7 +208,7 @@ def check_tokenizer(
         rules.require(name, is_token, "a token of the vocabulary", f"write a token of {file}, or leave {name} out")
     if not rules.problems and (section.bos or section.eos):  # in place of tokens that the files may add
         tokenizer = Tokenizer(file, bos=section.bos, eos=section.eos)
-    if section.path and data.add_bos and not section.bos and tokenizer.bos_id is None:
+    if section.path and data.adds_bos and not section.bos and tokenizer.bos_id is None:
         rule = "requires a tokenizer with a known BOS token"
         rules.problems.append(Problem("data.add_bos", True, rule, "write tokenizer.bos, or data.add_bos = false"))
     if section.path and 0 < vocab_size < tokenizer.vocab_size:
@@ -302,6 +302,8 @@ def _check_written_with(data: DataConfig) -> list[Problem]:
     problems: list[Problem] = []
     for name in ("add_bos", "add_eos"):
         value = getattr(data, name)
+        if value == "auto":
+            continue
         written = {folder: settings.get(name, value) for folder, settings in folders.items()}
         if written and value not in written.values():
             other = "false" if value else "true"
@@ -330,7 +332,7 @@ def _check_without_path(
         _require_chat_template(rules, data, validation, "the tokenizer trained at the start")
         of_data = Rules("data", data, rules.problems)
         rule = "false: the tokenizer trained at the start has no BOS"
-        of_data.require("add_bos", not data.add_bos, rule, "write false")
+        of_data.require("add_bos", not data.adds_bos, rule, "write false")
         if 0 < vocab_size < MIN_VOCAB_SIZE:
             rule = f"at least {MIN_VOCAB_SIZE}: 256 bytes and EOS"
             remedy = f"write vocab_size = {QUICKSTART_VOCAB_SIZE}"

@@ -51,8 +51,10 @@ class DataConfig:
     document_mask: bool | Literal["auto"] = setting("auto", automatic="true if a source of data is of kind chat")
     """Whether attention stays inside a document or conversation and positions restart at each. auto: true if a source
     of training data is of kind chat, resolved at the first start and kept in the checkpoints."""
-    add_bos: bool = False
-    """Whether each document starts with the tokenizer's BOS token. Conversations have those of the chat template."""
+    add_bos: bool | Literal["auto"] = setting("auto", automatic="as the model or the token files have it, else false")
+    """Whether each document starts with the tokenizer's BOS token, and with it each text that the run continues, scores
+    or exports a tokenizer for. Conversations have those of the chat template. auto: as in the token files; as the model
+    in checkpoint.initial_load_path has it; else false. Resolved at the first start and kept in the checkpoints."""
     add_eos: bool = True
     """Whether each document ends with the tokenizer's EOS token, if it has one."""
     on_bad_row: Literal["error", "skip"] = setting("error", affects="numbers")
@@ -90,6 +92,11 @@ class DataConfig:
     def reads_context(self) -> bool:
         """Whether the tokens of a part of a document are those of the entire document."""
         return self.stream_version != 2
+
+    @property
+    def adds_bos(self) -> bool:
+        """add_bos, resolved; see titanlite.config.conventions."""
+        return self.add_bos is True
 
     @property
     def masks_documents(self) -> bool:

@@ -231,7 +231,7 @@ def build_encoder(source: SourceConfig, tokenizer: Tokenizer, section: DataConfi
     """The encoder of the pieces of a source. section: has the settings of documents. Raises UserError."""
     if source.is_chat:
         return ConversationEncoder(tokenizer, source.loss_on)
-    settings = {"add_bos": section.add_bos, "add_eos": section.add_eos, "reads_context": section.reads_context}
+    settings = {"add_bos": section.adds_bos, "add_eos": section.add_eos, "reads_context": section.reads_context}
     return Encoder(tokenizer, **settings)
 
 

@@ -42,7 +42,7 @@ def data_fingerprint(
         facts["seed"] = section.seed
     facts |= {"packing": section.packing, "document_mask": section.masks_documents}
     if any(source.holds == "text" and not source.config.is_chat for source in sources):
-        facts |= {"max_piece_bytes": section.max_piece_bytes, "add_bos": section.add_bos, "add_eos": section.add_eos}
+        facts |= {"max_piece_bytes": section.max_piece_bytes, "add_bos": section.adds_bos, "add_eos": section.add_eos}
     if window and any(source.holds == "tokens" for source in sources):
         facts["window"] = window
     return facts | {"sources": [source_facts(source, section, tokenizer) for source in sources]}

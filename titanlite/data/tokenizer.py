@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from titanlite.data.post_processor import with_bos
 from titanlite.data.tokenizer_files import (
     ADDED_TOKENS,
     CHAT_TEMPLATE,
@@ -107,10 +108,11 @@ class Tokenizer:
                 "tokens may differ from those of the entire document"
             )
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, adds_bos: bool | None = None) -> None:
         """Write files that transformers' AutoTokenizer and this class can load. Raises OSError.
 
-        All files of the tokenizer are kept, with the BOS and EOS in use. tokenizer.json: unchanged.
+        All files of the tokenizer are kept, with the BOS and EOS in use. tokenizer.json: unchanged, but for BOS before
+        a text with adds_bos: whether it is added; None: as it was.
         chat_template.jinja: the chat template, if any; a list of templates in the original tokenizer_config.json stays
         there.
         """
@@ -125,13 +127,16 @@ class Tokenizer:
             if name in names and text_of(names[name]) != text:
                 names[name] = text
         config.pop("auto_map", None)  # it names code, which is not copied
+        if adds_bos is not None and "add_bos_token" in config:  # some versions of transformers follow it
+            config["add_bos_token"] = adds_bos
         templates = dict(files.templates)
         if isinstance(config.get("chat_template"), str):
             templates = files.chat_templates
         if templates:
             config.pop("chat_template", None)
         contents: dict[str, bytes | None] = dict.fromkeys(TOKENIZER_FILES)
-        contents |= {TOKENIZER_JSON: files.content, TOKENIZER_CONFIG: _json(config)}
+        own = files.content if adds_bos is None else self._with_bos(files.content, adds=adds_bos)
+        contents |= {TOKENIZER_JSON: own, TOKENIZER_CONFIG: _json(config)}
         contents |= {SPECIAL_TOKENS_MAP: _json(names)} if names else {}
         contents |= {ADDED_TOKENS: _json(files.ids)} if files.ids else {}
         contents |= {f"{TEMPLATES}/{path.name}": None for path in (folder / TEMPLATES).glob("*.jinja")}
@@ -152,11 +157,14 @@ class Tokenizer:
         return self._files.with_added(self._tokenizer.get_added_tokens_decoder())
 
     @property
-    def prefix_ids(self) -> tuple[int, ...]:
-        """The special tokens, such as BOS, that the post-processor of tokenizer.json puts before a text.
+    def adds_bos(self) -> bool:
+        """Whether the post-processor of tokenizer.json puts BOS before a text. This class does not; transformers does,
+        and so has a model that was trained with it."""
+        return self.bos_id is not None and self.prefix_ids[:1] == (self.bos_id,)
 
-        transformers adds them where this class does not, and documents of a run have none of them.
-        """
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """The special tokens, such as BOS, that the post-processor of tokenizer.json puts before a text."""
         for text in ("a", *self._tokenizer.get_vocab()) if self._post_processor else ():
             # Exceptions: of the library, if it has no tokens for this text.
             with library_errors(f"the tokenizer {self.arguments['file']} cannot encode"), suppress(Exception):
@@ -164,6 +172,19 @@ class Tokenizer:
                 if 0 in (is_special := encoded.special_tokens_mask):
                     return tuple(encoded.ids[: is_special.index(0)])
         return ()
+
+    def content_with_bos(self, *, adds: bool) -> bytes:
+        """`content` whose post-processor puts BOS before a text, or does not."""
+        return self._with_bos(self.content, adds=adds)
+
+    def _with_bos(self, content: bytes, *, adds: bool) -> bytes:
+        if self.bos_id is None or adds == self.adds_bos:
+            return content
+        found = json.loads(content)
+        found["post_processor"] = with_bos(
+            found["post_processor"], self.special_tokens["bos_token"], self.bos_id, adds=adds
+        )
+        return json.dumps(found).encode()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of one text."""

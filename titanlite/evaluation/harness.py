@@ -67,12 +67,13 @@ class Row:
 class Encoder:
     """Tokens by the rules of HFLM, the harness's model for transformers, in rows of at most seq_len inputs.
 
-    Unlike in training, the text of a special token is this token. The post-processor of tokenizer.json adds its special
-    tokens, such as BOS, unless the text begins with BOS (EOS without BOS).
+    Unlike in training, the text of a special token is this token. Added are BOS if the documents of the run begin with
+    it, and other special tokens of the post-processor of tokenizer.json; none if the text begins with BOS (EOS without
+    BOS).
     """
 
-    def __init__(self, tokenizer: Tokenizer, seq_len: int) -> None:
-        self._library = Library.from_str(tokenizer.content.decode())
+    def __init__(self, tokenizer: Tokenizer, seq_len: int, *, adds_bos: bool) -> None:
+        self._library = Library.from_str(tokenizer.content_with_bos(adds=adds_bos).decode())
         self._library.no_truncation()
         self._library.no_padding()
         self.seq_len = seq_len
@@ -153,11 +154,18 @@ class Harness:
     rank, world_size = 0, 1
 
     def __init__(
-        self, section: ValidationConfig, tokenizer: Tokenizer, *, seq_len: int, allows_code: bool, why_no_text: str
+        self,
+        section: ValidationConfig,
+        tokenizer: Tokenizer,
+        *,
+        seq_len: int,
+        adds_bos: bool,
+        allows_code: bool,
+        why_no_text: str,
     ) -> None:
-        """allows_code: whether the tasks may run any code of the user. why_no_text: why tasks cannot generate text; "":
-        they can. Raises UserError."""
-        self._tokenizer, self._encoder = tokenizer, Encoder(tokenizer, seq_len)
+        """adds_bos: see Encoder. allows_code: whether the tasks may run any code of the user. why_no_text: why tasks
+        cannot generate text; "": they can. Raises UserError."""
+        self._tokenizer, self._encoder = tokenizer, Encoder(tokenizer, seq_len, adds_bos=adds_bos)
         self._limit = None if section.task_limit == -1 else section.task_limit
         self._generate: Generate | None = None
         with _on_the_side():

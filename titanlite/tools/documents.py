@@ -6,7 +6,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from titanlite.config.check import apply_stores, start_model, with_model_tokenizer
+from titanlite.config.check import apply_stores, start_model
+from titanlite.config.conventions import with_conventions
 from titanlite.config.load import parse, without_consequences
 from titanlite.config.schema import JobConfig
 from titanlite.data.check import check_data, check_tokenizer
@@ -36,7 +37,7 @@ def config_of_data(
     config, problems = parsed.config, [*parsed.problems, *problems]
     if parsed.file_is_read:
         apply_stores(config)
-        config = with_model_tokenizer(config)
+        config = with_conventions(config)
         data, vocab_size = config.data, config.hyper_parameters.vocab_size
         room = vocab_size if reads_tokens else 0
         found = check_data(data, global_batch_size=0, data_degree=0, vocab_size=room)

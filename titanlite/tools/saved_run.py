@@ -150,6 +150,11 @@ class SavedRun:
             raise UserError(f"{self.path} was trained with a different tokenizer than {found.description}")
         return found
 
+    @property
+    def _is_import(self) -> bool:
+        """Whether the weights are those of a model folder."""
+        return self.manifest.step == 0 and "imported_from" in self.manifest.facts
+
     def tokenizer_for(self, path: str | None, chat_template: str = "") -> Tokenizer | None:
         """The tokenizer at `path`, a value of --tokenizer, with a warning if it is not the run's; None: the run's own.
 
@@ -173,6 +178,8 @@ class SavedRun:
             rule = f"at most the model's vocab_size = {vocab_size} tokens; it has {tokenizer.vocab_size}"
             remedy = "pass the path of the tokenizer that the run was trained with"
             raise ConfigError([Problem("--tokenizer", path, rule, remedy)])
+        if tokenizer is not None and tokenizer.adds_bos and not self.config.data.adds_bos and self._is_import:
+            log.warning("%s: an earlier version has not recorded that texts begin with BOS: import it again", self.path)
         if tokenizer is not None and chat_template:
             return Tokenizer(**{**tokenizer.arguments, "chat_template": chat_template})
         return tokenizer

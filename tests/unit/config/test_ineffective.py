@@ -48,6 +48,7 @@ ALWAYS = {
     *("model.v_head_dim", "model.n_dense_layers", "model.n_shared_experts", "model.n_groups", "model.route_scale"),
     # eos also stops the texts that the run's model generates later, and exported models name all
     *("tokenizer.path", "tokenizer.bos", "tokenizer.eos", "tokenizer.chat_template"),
+    "data.add_bos",  # also of prompts, tasks and exports
     *("data.num_streams", "data.shuffle", "data.document_mask", "data.num_workers", "data.ledger"),
     *("data.sources.kind", "data.sources.name", "data.sources.epochs"),
     # refused in [validation], if it is enabled
@@ -123,7 +124,6 @@ CASES = [
     ("data.packing concatenate", TEXT, TOKENS, 1),
     ("data.on_bad_row skip", TEXT, TOKENS, 1),
     ("data.max_bad_rows 5", "--data.on_bad_row skip", "", 1),
-    ("data.add_bos true", TEXT, TOKENS, 1),
     ("data.add_eos false", TEXT, TOKENS, 1),
     ("data.sources.0.weight 1.0", "--data.sources.1.kind python-stdlib --data.sources.1.weight 2", "", 1),
     ("data.sources.0.streaming true", "--data.sources.0.kind hf --data.sources.0.path x --tokenizer.path t", TEXT, 1),

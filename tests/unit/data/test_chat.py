@@ -196,10 +196,10 @@ def test_the_model_folder_of_the_start_has_the_tokenizer(folder: Path) -> None:
 
 
 def test_separators_have_no_effect_on_conversations(folder: Path) -> None:
-    keys = ("data.add_bos", "data.add_eos", "data.max_piece_bytes")
+    keys = ("data.add_eos", "data.max_piece_bytes")
     given = dict.fromkeys(keys, "config.toml")
-    for kind, file, count in (("chat", "chat.jsonl", 3), ("jsonl", "text.jsonl", 0)):
-        changes = {"add_bos": True, "add_eos": False, "max_piece_bytes": 100}
+    for kind, file, count in (("chat", "chat.jsonl", 2), ("jsonl", "text.jsonl", 0)):
+        changes = {"add_eos": False, "max_piece_bytes": 100}
         config = load(folder, kind, file)
         config = replace(config, data=replace(config.data, **changes))
         found = ineffective(config, config, given, 1)

@@ -82,22 +82,25 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     if style != "post-processor":
         return made
     library = tokenizers.Tokenizer.from_file(made.arguments["file"])
-    bos = library.token_to_id("<|begin_of_text|>")
-    library.post_processor = TemplateProcessing(
-        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", bos)]
-    )
+    library.post_processor = bos_template(library)
     library.save(made.arguments["file"])
     return Tokenizer(made.arguments["file"], bos="<|begin_of_text|>")
+
+
+def bos_template(library: tokenizers.Tokenizer) -> TemplateProcessing:
+    bos = "<|begin_of_text|>"
+    return TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, library.token_to_id(bos))])
 
 
 class Judge:
     """The harness with its HFLM on a small random model, whose logits also give the losses of rows."""
 
-    def __init__(self, tokenizer: Tokenizer, folder: Path) -> None:
+    def __init__(self, tokenizer: Tokenizer, folder: Path, *, adds_bos: bool) -> None:
         import transformers
         from lm_eval.models.huggingface import HFLM
 
-        tokenizer.save(folder)
+        self.adds_bos = adds_bos
+        tokenizer.save(folder, adds_bos=adds_bos)
         torch.manual_seed(0)
         sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
         config = transformers.LlamaConfig(
@@ -141,12 +144,13 @@ class Judge:
 
 @pytest.fixture(scope="module")
 def judge(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    return Judge(tokenizer, tmp_path_factory.mktemp("exported"))
+    return Judge(tokenizer, tmp_path_factory.mktemp("exported"), adds_bos=tokenizer.adds_bos)
 
 
 def scored(judge: Judge, tokenizer: Tokenizer, *specs: str, **settings: Any) -> dict[str, TaskScores]:
     section = ValidationConfig(enable=True, tasks=specs, **settings)
-    harness = Harness(section, tokenizer, seq_len=SEQ_LEN, allows_code=False, why_no_text="")
+    adds_bos = judge.adds_bos
+    harness = Harness(section, tokenizer, seq_len=SEQ_LEN, adds_bos=adds_bos, allows_code=False, why_no_text="")
     losses, misses = judge.losses(harness.rows)
     first = harness.scores(losses, misses, judge.greedy)
     assert harness.scores(losses, misses, judge.greedy) == first  # at a later interval, with the same requests
@@ -188,6 +192,21 @@ def test_scores_are_those_of_the_harness(judge: Judge, tokenizer: Tokenizer, tas
     assert len(found["shots"].log_likelihoods) == found["shots"].num_documents == 31
 
 
+@pytest.mark.parametrize("adds_bos", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_scores_with_bos_of_the_run(adds_bos: bool, tasks: dict[str, str], tmp_path: Path) -> None:
+    """Those of the harness on an export, whose tokenizer adds BOS as the run does, whatever its own one did."""
+    tokenizer = make_tokenizer("llama", STYLES["llama"], tmp_path)
+    if not adds_bos:
+        library = tokenizers.Tokenizer.from_file(tokenizer.arguments["file"])
+        library.post_processor = bos_template(library)
+        library.save(tokenizer.arguments["file"])
+        tokenizer = Tokenizer(tokenizer.arguments["file"], bos="<|begin_of_text|>")
+    assert tokenizer.adds_bos is not adds_bos
+    judge = Judge(tokenizer, tmp_path / "exported", adds_bos=adds_bos)
+    specs = [tasks[name] for name in ("choice", "texts")]
+    assert agrees(scored(judge, tokenizer, *specs), judge.results(specs, **QUIET))
+
+
 @mostly("post-processor")
 def test_a_group_has_the_mean_of_its_tasks(
     judge: Judge, tokenizer: Tokenizer, tasks: dict[str, str], monkeypatch: pytest.MonkeyPatch
@@ -216,7 +235,8 @@ def test_texts_are_those_of_the_harness(judge: Judge, tokenizer: Tokenizer, task
     right = [row["resps"][0][0] for row in sorted(samples, key=lambda row: row["doc_id"])]
     assert len(set(right)) > 3
     section = ValidationConfig(enable=True, tasks=(tasks["generated"],))
-    harness = Harness(section, tokenizer, seq_len=SEQ_LEN, allows_code=False, why_no_text="")
+    adds_bos = judge.adds_bos
+    harness = Harness(section, tokenizer, seq_len=SEQ_LEN, adds_bos=adds_bos, allows_code=False, why_no_text="")
     assert harness.scores([], [], judge.greedy)["generated"].numbers["exact_match"] == 0.0
     assert [each.resps for each in harness._loaded["tasks"]["generated"].instances] == [[text] for text in right]
 
@@ -283,7 +303,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def answered(tokenizer: Tokenizer, path: Path, losses: Sequence[float]) -> TaskScores:
     """Scores of one task, with the given loss of each choice."""
     section = ValidationConfig(enable=True, tasks=(str(path),))
-    harness = Harness(section, tokenizer, seq_len=SEQ_LEN, allows_code=False, why_no_text="")
+    harness = Harness(section, tokenizer, seq_len=SEQ_LEN, adds_bos=False, allows_code=False, why_no_text="")
     return harness.scores(losses, [1.0] * len(losses), None)[path.stem]
 
 
@@ -347,7 +367,7 @@ def test_unusable_tasks_are_named(plain: Tokenizer, tmp_path: Path, case: str) -
         path.write_text(path.read_text().replace("task.jsonl", "nowhere.jsonl"))
     section = ValidationConfig(enable=True, tasks=specs)
     with pytest.raises(UserError, match=RULES[case]):
-        Harness(section, plain, seq_len=SEQ_LEN, allows_code=False, why_no_text="not in a run")
+        Harness(section, plain, seq_len=SEQ_LEN, adds_bos=False, allows_code=False, why_no_text="not in a run")
 
 
 def test_an_error_while_a_task_is_scored_names_the_task(plain: Tokenizer, tmp_path: Path) -> None:
@@ -363,7 +383,14 @@ def test_an_empty_context_needs_bos_or_eos(plain: Tokenizer, tmp_path: Path) -> 
         enable=True, tasks=(str(write_task(tmp_path / "task.yaml", [{"context": "a"}], ROLLING)),)
     )
     with pytest.raises(UserError, match=r"task, document 0: the context has no tokens, .* set tokenizer\.eos"):
-        Harness(section, Tokenizer(tmp_path / "tokenizer.json"), seq_len=SEQ_LEN, allows_code=False, why_no_text="")
+        Harness(
+            section,
+            Tokenizer(tmp_path / "tokenizer.json"),
+            seq_len=SEQ_LEN,
+            adds_bos=False,
+            allows_code=False,
+            why_no_text="",
+        )
 
 
 @pytest.mark.parametrize(
@@ -376,7 +403,7 @@ def test_an_empty_context_needs_bos_or_eos(plain: Tokenizer, tmp_path: Path) -> 
 def test_texts_that_cannot_be_generated(plain: Tokenizer, tmp_path: Path, given: str, message: str) -> None:
     path = write_task(tmp_path / "task.yaml", [{"context": "a"}], GENERATED.replace("max_gen_toks: 9", given))
     section = ValidationConfig(enable=True, tasks=(str(path),))
-    harness = Harness(section, plain, seq_len=SEQ_LEN, allows_code=False, why_no_text="")
+    harness = Harness(section, plain, seq_len=SEQ_LEN, adds_bos=False, allows_code=False, why_no_text="")
     with pytest.raises(UserError, match=message):
         harness.scores([], [], lambda *_: iter(()))
 
@@ -393,7 +420,7 @@ def test_permitted_code_is_run(
         entry = f"{tmp_path.resolve() / 'first_docs.py'}@sha256:0123456789abcdef"
         monkeypatch.setattr(module, "loaded_plugins", lambda: (entry,))
     section = ValidationConfig(enable=True, tasks=(str(path),))
-    harness = Harness(section, plain, seq_len=SEQ_LEN, allows_code=allows_code, why_no_text="")
+    harness = Harness(section, plain, seq_len=SEQ_LEN, adds_bos=False, allows_code=allows_code, why_no_text="")
     assert len(harness.rows) == 4
     assert harness.describe() == ["task, multiple_choice: 2 documents, 4 requests, 0 examples"]
 
@@ -483,5 +510,5 @@ def test_a_task_runs_no_code_that_was_not_permitted(
     monkeypatch.setenv("HOME", str(tmp_path))
     section = ValidationConfig(enable=True, tasks=(hostile_files(tmp_path, case),))
     with pytest.raises(UserError, match=HOSTILE[case]):
-        Harness(section, plain, seq_len=SEQ_LEN, allows_code=False, why_no_text="")
+        Harness(section, plain, seq_len=SEQ_LEN, adds_bos=False, allows_code=False, why_no_text="")
     assert not (tmp_path / "pwned").exists()

@@ -581,7 +581,7 @@ def test_the_folder_has_the_tokenizer_with_its_bos_and_eos(
     printed = capsys.readouterr().out
     assert tomllib.loads(printed[printed.index("[model]") :]) == {
         "model": {"vocab_size": 300},
-        "data": {"add_bos": True, "sources": [{"kind": "tokens", "path": str(out)}]},
+        "data": {"sources": [{"kind": "tokens", "path": str(out)}]},
     }
     found = found_tokenizer(data_of(out, add_bos=True))
     assert found is not None

@@ -35,7 +35,7 @@ def write_folder(run: SavedRun, folder: Path, dtype: torch.dtype, shard_bytes: i
     eos_ids = read_generation_defaults(generation).eos_ids
     _write_json(folder / CONFIG_FILE, config_json(run, dtype, tokenizer, eos_ids))
     if tokenizer is not None:
-        tokenizer.save(folder)
+        tokenizer.save(folder, adds_bos=run.config.data.adds_bos)
     return _write_weights(run, folder, dtype, shard_bytes)
 
 

@@ -22,7 +22,7 @@ from titanlite.config.check import resolve_config
 from titanlite.config.load import CONFIG_COPY
 from titanlite.config.schema import JobConfig, JobSection, TrainingConfig
 from titanlite.config.toml import dump_config
-from titanlite.data.config import TokenizerConfig
+from titanlite.data.config import DataConfig, TokenizerConfig
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.hf.folder import ModelFolder
 from titanlite.hf.generation_defaults import GENERATION_FILE
@@ -98,6 +98,7 @@ def _config(source: ModelFolder, out: Path, dtype: DtypeName, tokenizer: Tokeniz
         job=JobSection(dump_folder=str(out.absolute()), description=f"weights of {source.name}"),
         model=ModelConfig(source.family.name, flavor, values),
         tokenizer=TokenizerConfig(path),
+        data=DataConfig(add_bos=tokenizer is not None and tokenizer.adds_bos),
         training=TrainingConfig(dtype=dtype, seq_len=min(TrainingConfig.seq_len, source.hyper_parameters.max_seq_len)),
         checkpoint=CheckpointConfig(enable=True),
     )

@@ -29,16 +29,15 @@ from titanlite.tools.command import (
     Count,
     OptionalCount,
     RunFolder,
-    apply_storage,
     check_chat_template,
     check_options,
-    check_sections,
     read_options_and_overrides,
     run_command,
 )
 from titanlite.tools.generate.chat import DEFAULT_CHAT_TOKENS, ChatModel, Dialog, answer_all, converse
 from titanlite.tools.generate.texts import print_texts, read_prompts
 from titanlite.tools.saved_run import SavedRun, Weights, open_run, reading
+from titanlite.tools.stores import apply_storage, check_sections
 
 DEFAULT_NEW_TOKENS = 200
 TEMPERATURE = 0.8
@@ -167,7 +166,7 @@ def prepare(run: SavedRun, prompts: Sequence[Prompt], options: Options) -> Conti
     prompts = encode_prompts(
         prompts,
         tokenizer,
-        starts_with_bos=run.config.data.add_bos,
+        starts_with_bos=run.config.data.adds_bos,
         max_new_tokens=options.max_new_tokens or 1,
         max_seq_len=max_seq_len,
     )

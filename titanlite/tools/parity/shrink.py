@@ -5,7 +5,8 @@ import tempfile
 from dataclasses import asdict, replace
 
 from titanlite.checkpoint.config import CheckpointConfig
-from titanlite.config.check import resolve_config, with_model_tokenizer
+from titanlite.config.check import resolve_config
+from titanlite.config.conventions import with_conventions
 from titanlite.config.lengths import UNSET
 from titanlite.config.schema import JobConfig, JobSection
 from titanlite.config.stages import SIZES
@@ -29,7 +30,7 @@ def comparable_config(config: JobConfig, ranks: int) -> JobConfig:
     local_batch_size x `ranks`, so that all layouts train on the same batch. ranks: a multiple of the number of ranks of
     each layout.
     """
-    config = with_model_tokenizer(config)
+    config = with_conventions(config)
     training = config.training
     if training.local_batch_size == -1:
         training = replace(training, local_batch_size=1)

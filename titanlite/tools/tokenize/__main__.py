@@ -180,7 +180,7 @@ def _report(out: OutputFolder, manifest: Mapping[str, Any]) -> None:
 def toml_lines(out: str, manifest: Mapping[str, Any]) -> str:
     """The TOML of a run on the token files: vocabulary, source, and the settings that are not the defaults."""
     settings, default = manifest["settings"], DataConfig()
-    different = [key for key in ("add_bos", "add_eos") if settings[key] != getattr(default, key)]
+    different = ["add_eos"] if settings["add_eos"] != default.add_eos else []
     tables = [
         f"[model]\nvocab_size = {manifest['tokenizer']['vocab_size']}",
         *(["\n".join(["[data]", *(f"{key} = {literal(settings[key])}" for key in different)])] if different else []),

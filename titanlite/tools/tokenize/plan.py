@@ -179,7 +179,7 @@ def _settings(section: DataConfig, tokenizer: Tokenizer, part_bytes: int) -> Set
             "vocab_size": tokenizer.vocab_size,
         },
         "settings": {
-            "add_bos": section.add_bos,
+            "add_bos": section.adds_bos,
             "add_eos": section.add_eos,
             "max_piece_bytes": section.max_piece_bytes,
             "stream_version": STREAM_VERSION if section.stream_version == -1 else section.stream_version,

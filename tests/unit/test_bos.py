@@ -1,0 +1,172 @@
+"""BOS before documents is a fact of a run: its ways in, and all that read it, judged by transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import tomli
+import tomli_w
+import torch
+from tokenizers import AddedToken, models, pre_tokenizers, processors
+from torch.nn.functional import cross_entropy
+
+import titanlite
+from tests.unit.hf.making import write_model
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.tools.convert import __main__ as convert
+from titanlite.tools.saved_run import open_run
+from titanlite.tools.tokenize import __main__ as tokenize
+
+SEQ_LEN = 16
+pytestmark = pytest.mark.slow
+BOS, EOS = ("<s>", 0), ("</s>", 1)
+
+
+def template(single: str, pair: str) -> processors.TemplateProcessing:
+    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=[BOS, EOS])
+
+
+KINDS: dict[str, Any] = {
+    "none": None,
+    "bos": template("<s> $A", "<s> $A <s> $B"),
+    "eos": template("$A </s>", "$A </s> $B </s>"),
+    "both": template("<s> $A </s>", "<s> $A </s> $B </s>"),
+    "bytes": processors.ByteLevel(trim_offsets=False),
+    "bytes and bos": processors.Sequence(
+        [processors.ByteLevel(trim_offsets=False), template("<s> $A", "<s> $A <s> $B")]
+    ),
+    "roberta": processors.RobertaProcessing(EOS, BOS),
+    "bert": processors.BertProcessing(EOS, BOS),
+}
+ADDING = ("bos", "both", "bytes and bos", "roberta", "bert")
+TEXT = "the model reads the text and the text ends"
+
+
+def write_tokenizer(kind: str, folder: Path) -> Tokenizer:
+    words = [*sorted({*TEXT.split(), "a", "b"}), *(f"word{n}" for n in range(131))][: 131 - 3]  # as many as the model
+    vocab = {"<s>": 0, "</s>": 1, "<unk>": 2} | {word: 3 + place for place, word in enumerate(words)}
+    library = tokenizers.Tokenizer(models.WordLevel(vocab, "<unk>"))
+    library.add_special_tokens([AddedToken(text, special=True) for text, _ in (BOS, EOS)])
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if KINDS[kind] is not None:
+        library.post_processor = KINDS[kind]
+    folder.mkdir(parents=True, exist_ok=True)
+    library.save(str(folder / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names | {"add_bos_token": kind in ADDING}))
+    return Tokenizer(folder / "tokenizer.json")
+
+
+def model_folder(kind: str, folder: Path) -> Path:
+    write_model(folder, n_layers=1)
+    write_tokenizer(kind, folder)
+    return folder
+
+
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exported_tokenizer_adds_bos_as_the_run_does(kind: str, adds: bool, tmp_path: Path) -> None:
+    """And its other special tokens as before. The run's own copy is unchanged."""
+    import transformers
+
+    tokenizer = write_tokenizer(kind, tmp_path / "own")
+    assert tokenizer.adds_bos == (kind in ADDING)
+    tokenizer.save(tmp_path / "copy")
+    assert (tmp_path / "copy" / "tokenizer.json").read_bytes() == (tmp_path / "own" / "tokenizer.json").read_bytes()
+    tokenizer.save(tmp_path / "exported", adds_bos=adds)
+    before, after = (transformers.AutoTokenizer.from_pretrained(tmp_path / name) for name in ("own", "exported"))
+    ends = [] if kind in ("none", "bos", "bytes", "bytes and bos") else [1]
+    plain = before(TEXT, add_special_tokens=False)["input_ids"]
+    assert before(TEXT)["input_ids"] == [0] * (kind in ADDING) + plain + ends
+    assert after(TEXT)["input_ids"] == [0] * adds + plain + ends
+    without = [each for each in before("a", "b")["input_ids"] if each != 0]
+    assert [each for each in after("a", "b")["input_ids"] if each != 0] == without
+    assert after("a", "b")["input_ids"][0] == (0 if adds else without[0])
+    content = tokenizer.content_with_bos(adds=adds).decode()
+    assert tokenizers.Tokenizer.from_str(content).encode(TEXT).ids == [0] * adds + plain + ends
+    config = json.loads((tmp_path / "exported" / "tokenizer_config.json").read_text())
+    assert config["add_bos_token"] == adds
+
+
+FEW = ["none", "both", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("bos", "eos"))]
+
+
+def imported(kind: str, folder: Path) -> Path:
+    """The dump folder of an import."""
+    convert.main(["import", str(model_folder(kind, folder / "model")), "--out", str(folder / "run")])
+    (folder / "text.txt").write_text(TEXT)
+    tables = {"model": tomli.loads((folder / "run" / "config.toml").read_text())["model"]}
+    tables["training"] = {"seq_len": SEQ_LEN, "dtype": "float64", "steps": 1, "local_batch_size": 1}
+    tables["data"] = {"sources": [{"kind": "text", "path": str(folder / "text.txt")}], "num_workers": 0}
+    tables |= {"job": {"dump_folder": str(folder / "new")}, "checkpoint": {"enable": True}}
+    (folder / "base.toml").write_text(tomli_w.dumps(tables))
+    return folder / "run"
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_ways_in(kind: str, tmp_path: Path) -> None:
+    """A model's documents begin with BOS if its tokenizer says so; those of a new run on this tokenizer do not."""
+    adds = kind in ADDING
+    run = imported(kind, tmp_path)
+
+    def add_bos(**overrides: Any) -> object:
+        changes = {name.replace("__", "."): value for name, value in overrides.items()}
+        return titanlite.load_config(tmp_path / "base.toml", changes).data.add_bos
+
+    model = tmp_path / "model"
+    checkpoint = {"checkpoint__initial_load_path": run / "checkpoint", "checkpoint__initial_load_model_only": True}
+    assert open_run(run).config.data.add_bos is adds
+    assert add_bos(checkpoint__initial_load_path=f"hf:{model}") is adds
+    assert add_bos(tokenizer__path=model, **checkpoint) is adds
+    assert add_bos(tokenizer__path=model) is False
+    for given in (True, False):
+        assert add_bos(checkpoint__initial_load_path=f"hf:{model}", data__add_bos=given) is given
+    titanlite.run(tmp_path / "base.toml", {"tokenizer.path": model, "data.add_bos": True})
+    assert add_bos(tokenizer__path=model) is True  # the resume
+    again = {"job__dump_folder": tmp_path / "again", "tokenizer__path": model}
+    assert add_bos(checkpoint__initial_load_path=tmp_path / "new" / "checkpoint", **again) is True
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_token_files_show_bos(adds: bool, tmp_path: Path) -> None:
+    """Those of titanlite in their tokens.json; those of others in the tokens after each end of a document."""
+    imported("none", tmp_path)
+    of_others = np.array([0, 5, 6, 1, 0, 7, 1, 0, 8] if adds else [5, 0, 6, 1, 7, 1, 0, 8], np.uint16)
+    np.save(tmp_path / "others.npy", of_others)
+    words = ["--tokenizer.path", str(tmp_path / "model"), f"--data.add_bos={str(adds).lower()}", "--workers", "0"]
+    tokenize.main([str(tmp_path / "base.toml"), "--out", str(tmp_path / "tokens"), *words])
+    others = {"kind": "tokens", "path": str(tmp_path / "others.npy"), "eos": 1}
+    for source, tokenizer in (({"kind": "tokens", "path": str(tmp_path / "tokens")}, ""), (others, tmp_path / "model")):
+        changes = {"data.sources": [source], "tokenizer.path": tokenizer}
+        assert titanlite.load_config(tmp_path / "base.toml", changes).data.add_bos is adds
+    model = {"checkpoint.initial_load_path": f"hf:{model_folder('bos', tmp_path / 'other')}"}
+    assert titanlite.load_config(tmp_path / "base.toml", {**changes, **model}).data.add_bos is adds
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_readers(kind: str, tmp_path: Path) -> None:
+    """The loss of a text is that of transformers, which adds BOS by its tokenizer; so are the prompts, and the texts of
+    the exported folder."""
+    import transformers
+
+    run = imported(kind, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    prompt = [each for each in tokenizer("the model reads")["input_ids"] if each != 1]
+    ids = [each for each in tokenizer(TEXT)["input_ids"] if each != 1] + [1]
+    assert prompt[0] == (0 if kind in ADDING else tokenizer("the", add_special_tokens=False)["input_ids"][0])
+
+    tokens = torch.tensor([ids])
+    with torch.no_grad():
+        loss = cross_entropy(theirs(tokens).logits[0, :-1], tokens[0, 1:])
+        following = int(theirs(torch.tensor([prompt])).logits[0, -1].argmax())
+    found = titanlite.evaluate_run(run, tmp_path / "text.txt", overrides={"training.seq_len": SEQ_LEN})
+    assert found.loss == pytest.approx(float(loss), rel=1e-8)  # transformers computes RoPE in float32
+    written = titanlite.generate_text(run, "the model reads", max_new_tokens=1, temperature=0, dtype="float64")
+    assert [each.strip() for each in written] == [tokenizer.decode([following])]
+    titanlite.export_run(run, tmp_path / "exported")
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert exported(TEXT)["input_ids"] == tokenizer(TEXT)["input_ids"]

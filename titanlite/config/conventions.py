@@ -1,0 +1,74 @@
+"""What a run takes over from the model or the token files that it starts from, if it does not say."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from titanlite.checkpoint.preflight import initial_config
+from titanlite.config.check import start_model, with_model_tokenizer
+from titanlite.config.schema import JobConfig
+from titanlite.data.bpe import kept_tokenizer
+from titanlite.data.sources.config import SourceConfig
+from titanlite.data.sources.formats import open_starts, open_tokens
+from titanlite.data.sources.tokens import CHECKED_TOKENS, Tokens, manifests_of
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer_files import tokenizer_file
+from titanlite.runtime.errors import UserError
+
+
+def with_conventions(config: JobConfig) -> JobConfig:
+    """The configuration of a new run with the tokenizer of the model that it starts from, if it names none, and with
+    data.add_bos: as in the token files, else as of that model, else false.
+
+    Files that cannot be read decide nothing: the checks name them.
+    """
+    config = with_model_tokenizer(config)
+    if config.data.add_bos != "auto":
+        return config
+    try:
+        found = _bos_of_model(config) if (of_data := bos_of_data(config)) is None else of_data
+    except UserError:
+        found = False
+    return replace(config, data=replace(config.data, add_bos=found))
+
+
+def _bos_of_model(config: JobConfig) -> bool:
+    """Whether the model that the run starts from was trained on documents that begin with BOS."""
+    if start_model(config):
+        tokenizer = _tokenizer(config)
+        return tokenizer is not None and tokenizer.adds_bos
+    return bool(initial_config(config.checkpoint).get("data", {}).get("add_bos", False))
+
+
+def bos_of_data(config: JobConfig) -> bool | None:
+    """Whether the documents in the token files begin with BOS; None if no files show it. Raises UserError."""
+    sources = [source for source in config.data.sources if source.kind == Tokens.kind]
+    for source in sources:
+        for manifest in manifests_of(Tokens(source).files()).values():
+            if "add_bos" in manifest["settings"]:
+                return bool(manifest["settings"]["add_bos"])
+    tokenizer = _tokenizer(config) if sources else None
+    if tokenizer is None or tokenizer.bos_id is None:
+        return None
+    found = [begins for source in sources if (begins := _begins_with(source, tokenizer.bos_id)) is not None]
+    return all(found) if found else None
+
+
+def _begins_with(source: SourceConfig, token_id: int) -> bool | None:
+    """Whether each document at the start of each token file begins with this token; None without known documents."""
+    opened = Tokens(source)
+    if not opened.has_documents:
+        return None
+    for file in opened.files():
+        tokens = open_tokens(file, source.dtype)
+        head = tokens.read(0, min(CHECKED_TOKENS, len(tokens)))
+        starts = open_starts(file, tokens, source.eos).between(0, len(head))
+        if not np.all(head[starts] == token_id):
+            return False
+    return True
+
+
+def _tokenizer(config: JobConfig) -> Tokenizer | None:
+    section = config.tokenizer
+    file = tokenizer_file(section.path) if section.path else kept_tokenizer(config.data.sources)
+    return Tokenizer(file, bos=section.bos, eos=section.eos) if file is not None and file.is_file() else None
