@@ -5,9 +5,10 @@ import io
 import logging
 import os
 import pickle
+import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -375,8 +376,10 @@ class _Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         try:
             with self._open_metadata() as file:
-                metadata = _MetadataUnpickler(file).load()
-            if not isinstance(metadata, Metadata) or not _has_fitting_values(metadata):
+                content = file.read()
+            _require_known_opcodes(content)
+            metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+            if not isinstance(metadata, Metadata) or not _has_fitting_values(metadata, len(content)):
                 raise InvalidCheckpointError(f"{METADATA_FILE} does not contain the metadata of a checkpoint")
             for name in (stored.relative_path for stored in metadata.storage_data.values()):
                 if not is_safe_name(name) or "/" in name:
@@ -388,10 +391,14 @@ class _Reader(dcp.FileSystemReader):
         return metadata
 
 
-def _has_fitting_values(found: Metadata) -> bool:
-    """Whether all values that are read have their types: a pickle can give any. An attribute may even be missing."""
+def _has_fitting_values(found: Metadata, num_bytes: int) -> bool:
+    """Whether all values that are read have their types: a pickle can give any. An attribute may even be missing.
+
+    num_bytes: of the pickle. Tensors that share a list of chunks could have many more chunks.
+    """
     return (
-        all(isinstance(name, str) and _is_tensor(entry) for name, entry in found.state_dict_metadata.items())
+        sum(len(entry.chunks) for entry in found.state_dict_metadata.values()) <= num_bytes
+        and all(isinstance(name, str) and _is_tensor(entry) for name, entry in found.state_dict_metadata.items())
         and all(isinstance(index, MetadataIndex) for index in found.storage_data)
         and all(
             isinstance(stored.relative_path, str) and _are_sizes((stored.offset, stored.length))
@@ -409,10 +416,11 @@ def _is_tensor(entry: Any) -> bool:
     )
 
 
-def _are_sizes(values: Iterable[Any]) -> bool:
-    return all(type(value) is int and 0 <= value < 2**63 for value in values)
+def _are_sizes(values: Collection[Any]) -> bool:
+    return len(values) <= _MAX_DIMS and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
+_MAX_DIMS = 64
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 """Those of the tensors of a run."""
 _DCP = "torch.distributed.checkpoint"
@@ -428,6 +436,32 @@ _ALLOWED = {
     ("torch.serialization", "_get_layout"),
     *(("torch", str(dtype).removeprefix("torch.")) for dtype in _DTYPES),
 }
+
+
+_OPCODES = re.compile(
+    rb"(?:[)\x85\x86\x87t(\x81b}suR\x88\x89\]ae\x93\x94N.]"  # without an argument
+    rb"|[\x80hK].|M..|[jJ].{4}|\x95.{8}){1,1000}",
+    re.DOTALL,
+)
+"""Opcodes with arguments of fixed sizes, of those that Python 3.8 and later write into metadata."""
+_COUNTED = {0x8A: 1, 0x8C: 1, ord("X"): 4}
+"""LONG1, SHORT_BINUNICODE and BINUNICODE -> the bytes of the size of their argument, which stands before it."""
+
+
+def _require_known_opcodes(content: bytes) -> None:
+    """Raise InvalidCheckpointError if a pickle has opcodes that no metadata have: LONG_BINPUT makes pickle allocate any
+    amount of memory."""
+    place = 0
+    while place < len(content):
+        if found := _OPCODES.match(content, place):
+            place = found.end()
+        elif (width := _COUNTED.get(content[place])) is not None:
+            place += 1 + width + int.from_bytes(content[place + 1 : place + 1 + width], "little")
+        else:
+            opcode = content[place : place + 1]
+            raise InvalidCheckpointError(
+                f"{METADATA_FILE} cannot be read: it has the opcode {opcode!r}, which is not allowed"
+            )
 
 
 class _MetadataUnpickler(pickle.Unpickler):
