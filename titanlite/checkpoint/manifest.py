@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
 import xxhash
-from pydantic import AfterValidator, ConfigDict, GetPydanticSchema, with_config
+from pydantic import AfterValidator, ConfigDict, Field, GetPydanticSchema, with_config
 from typing_extensions import TypedDict
 
 from titanlite.runtime.cache import content_key, hash_of
@@ -95,13 +95,16 @@ def computed_by(computations: Iterable[Computation]) -> str:
     return ", ".join(each.id for each in computations)
 
 
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
 class _Counts(TypedDict):
     """The fields of MeterState."""
 
-    tokens_seen: int
-    skipped_steps: int
+    tokens_seen: _Count
+    skipped_steps: _Count
     by_source: dict[str, list[float]]
-    interval: list[float]
+    interval: Annotated[list[float], Field(min_length=2, max_length=2)]
 
 
 @with_config(ConfigDict(extra="allow"))
@@ -110,11 +113,17 @@ class _DataFacts(TypedDict):
 
 
 @with_config(ConfigDict(extra="allow"))
+class _StageFacts(TypedDict):
+    from_step: int
+
+
+@with_config(ConfigDict(extra="allow"))
 class _Facts(TypedDict):
     """The facts that the start of a run looks into."""
 
     data: NotRequired[_DataFacts]
     model: NotRequired[dict[str, Any]]
+    stages: NotRequired[dict[str, _StageFacts]]
 
 
 def _with_fitting_values(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -30,6 +30,11 @@ UNKNOWN = "for a character that the vocabulary lacks"
 """Unknown token of a BPE without one. It is in no vocabulary, and the library raises an exception that names it."""
 MAX_GROWTH = 10_000
 """Limit of how many times longer the steps of one kind may make a text."""
+MAX_STEPS = 1_000
+"""Limit of the steps of one kind. Published tokenizers have less than twenty."""
+MAX_PIECE = 10_000
+"""Limit of the characters of a piece of a Unigram model. The library keeps them in a tree, and crashes when it frees a
+deep one."""
 _FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 _FORM_GROWTH = 18
 """How many times longer a Unicode normal form makes a text at most."""
@@ -97,9 +102,9 @@ class TokenizerFiles:
         found = self.config.get("chat_template")
         if self.templates or not found:
             return dict(self.templates)
-        templates: dict[Any, Any] = {"default": found}
+        templates: dict[str, Any] = {"default": found}
         if isinstance(found, list):
-            templates = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+            templates = {str(one.get("name")): one.get("template") for one in found if isinstance(one, dict)}
         for text in templates.values():
             if not isinstance(text, str):
                 raise self._error(TOKENIZER_CONFIG, "a chat_template that is not a text: fix or remove it")
@@ -108,7 +113,7 @@ class TokenizerFiles:
             except UnicodeEncodeError as error:
                 fault = f"a chat_template with an unpaired surrogate at character {error.start}"
                 raise self._error(TOKENIZER_CONFIG, fault) from None
-        return {str(name): text for name, text in templates.items()}
+        return templates
 
     def open(self) -> tuple[tokenizers.Tokenizer, dict[int, AddedToken]]:
         """The tokenizer of the `tokenizers` library with the added tokens of all files; and those of tokenizer.json
@@ -234,6 +239,7 @@ def read_tokenizer_files(file: Path, chosen: Mapping[str, str], chat_template: s
     content = read_regular(file)
     definition = json.loads(content)
     _require_bounded_growth(definition)
+    _require_short_pieces(definition["model"])
     config = _read_beside(file, TOKENIZER_CONFIG)
     _check_config(config, definition, file.with_name(TOKENIZER_CONFIG))
     beside = file.with_name(CHAT_TEMPLATE)
@@ -341,19 +347,30 @@ def _require_bounded_growth(definition: Mapping[str, Any]) -> None:
     """Raise ValueError if the steps before the model, those after it, or the decoder may make a text more than
     MAX_GROWTH times longer.
 
-    Chained steps multiply: a small file could request any amount of memory.
+    Chained steps multiply: a small file could request any amount of memory. Also raised for more than MAX_STEPS.
     """
     for parts in (("normalizer", "pre_tokenizer"), ("post_processor",), ("decoder",)):
         growth, previous_is_form = 1, False
-        for step in _steps(definition, *parts):
+        named = " and ".join(part.replace("_", "-") for part in parts)
+        for number, step in enumerate(_steps(definition, *parts), 1):
+            if number > MAX_STEPS:
+                raise ValueError(f"its {named} has more than {MAX_STEPS:,} steps: remove steps")
             kind = step.get("type", "")
             is_form = kind in _FORMS
             if not (is_form and previous_is_form):  # a form of a form is hardly longer
                 growth *= _growth(step, kind)
             previous_is_form = is_form
             if growth > MAX_GROWTH:
-                named = " and ".join(part.replace("_", "-") for part in parts)
                 raise ValueError(f"its {named} may make a text more than {MAX_GROWTH:,} times longer: remove steps")
+
+
+def _require_short_pieces(model: Mapping[str, Any]) -> None:
+    """Raise ValueError if a Unigram model has a piece of more than MAX_PIECE characters."""
+    if (
+        isinstance(model["vocab"], list)
+        and (longest := max((len(word) for word, _ in model["vocab"]), default=0)) > MAX_PIECE
+    ):
+        raise ValueError(f"a piece of its vocabulary has {longest:,} characters, more than {MAX_PIECE:,}")
 
 
 def _growth(step: Mapping[str, Any], kind: str) -> int:

@@ -193,7 +193,8 @@ class Meter:
     def load_state(self, state: MeterState) -> None:
         """Continue from the totals of an earlier start, whose batch size may have differed. Call before any step.
 
-        Sources are matched by name: a new source starts at 0, a removed one is dropped.
+        Sources are matched by name: a new source starts at 0, as one with another number of totals; a removed one is
+        dropped.
         """
         assert self._last is None, "load_state after a step"
         self._tokens_seen = state.tokens_seen
@@ -204,6 +205,7 @@ class Meter:
         if self._sources:
             zeros = (0.0,) * NUM_TOTALS
             totals = [state.by_source.get(name, zeros) for name in self._sources]
+            totals = [found if len(found) == NUM_TOTALS else zeros for found in totals]
             self._by_source.copy_(torch.tensor(totals, dtype=torch.float64).T)
 
     def update(

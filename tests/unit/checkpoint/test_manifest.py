@@ -24,6 +24,7 @@ from titanlite.checkpoint.manifest import (
 )
 
 ZEROS = "0" * 32
+COUNTS = {"tokens_seen": 1, "skipped_steps": 0, "by_source": {}, "interval": [0.0, 0.0]}
 
 
 def full_manifest() -> Manifest:
@@ -209,8 +210,15 @@ def test_a_manifest_without_a_branch_is_invalid(tmp_path: Path) -> None:
     [
         *({"step": "3"}, {"lineage": [{"id": "a"}]}, {"files": {METADATA_FILE: {"rank": 0}}}, {"config": []}),
         *({"counts": {"tokens_seen": "xxx", "skipped_steps": 0}}, {"counts": {"tokens_seen": 1}}),
+        *({"counts": COUNTS | {"skipped_steps": 10**400}}, {"counts": COUNTS | {"tokens_seen": -1}}),
+        *({"counts": COUNTS | {"interval": []}}, {"counts": COUNTS | {"interval": [1.0] * 3}}),
         *({"facts": {"data": "x"}}, {"facts": {"data": {"sources": 1.5}}}, {"facts": {"data": {"sources": ["x"]}}}),
         *({"facts": {"model": 1}}, {"config": {"job": {"plugins": "x"}}}, {"config": {"job": {"plugins": [1]}}}),
+        *(
+            {"facts": {"stages": []}},
+            {"facts": {"stages": {"a": {}}}},
+            {"facts": {"stages": {"a": {"from_step": "x"}}}},
+        ),
         *({"config": {"model": {"overrides": "x"}}}, {"config": {"model": 3}}),
         *({"config": {"data": {"sources": {}}}}, {"config": {"data": {"sources": ["x"]}}}),
     ],

@@ -325,7 +325,11 @@ def test_a_small_pickle_takes_little_memory_and_time(tmp_path: Path, group: dist
     for attribute, length in (("chunks", 100_000), ("size", 200_000)):
         metadata = pickle.loads((tmp_path / "saved" / METADATA_FILE).read_bytes())
         entry = metadata.state_dict_metadata["a"]
-        object.__setattr__(entry, attribute, (torch.Size if attribute == "size" else list)([1 if attribute == "size" else entry.chunks[0]] * length))
+        object.__setattr__(
+            entry,
+            attribute,
+            (torch.Size if attribute == "size" else list)([1 if attribute == "size" else entry.chunks[0]] * length),
+        )
         metadata.state_dict_metadata |= {str(number): entry for number in range(100_000)}
         (tmp_path / METADATA_FILE).write_bytes(pickle.dumps(metadata))
         with pytest.raises(InvalidCheckpointError, match="does not contain the metadata"):

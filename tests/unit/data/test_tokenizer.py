@@ -380,6 +380,23 @@ def test_steps_that_multiply_a_text_are_refused(part: str, steps: list[dict[str,
         Tokenizer(folder / "tokenizer.json")
 
 
+@pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer", "decoder"])
+def test_a_tokenizer_of_many_steps_is_refused(part: str, folder: Path) -> None:
+    step = {"normalizer": "Lowercase", "pre_tokenizer": "Whitespace", "decoder": "Fuse"}[part]
+    with_steps(folder, part, [{"type": step}] * 1000)
+    with pytest.raises(UserError, match="has more than 1,000 steps: remove steps"):
+        Tokenizer(folder / "tokenizer.json")
+
+
+def test_a_long_piece_of_a_unigram_is_refused(folder: Path) -> None:
+    """With 300,000 characters, the tokenizers library crashes when it frees the tree of pieces."""
+    file = folder / "tokenizer.json"
+    model = {"type": "Unigram", "unk_id": 0, "vocab": [["u", 0.0], ["e", -1.0], ["e" * 10_001, -1.0]]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model": model, "added_tokens": []}))
+    with pytest.raises(UserError, match="a piece of its vocabulary has 10,001 characters, more than 10,000"):
+        Tokenizer(file)
+
+
 @pytest.mark.parametrize("content", [b"", b"\0", struct.pack("<I", 100) + b"abc", struct.pack("<II", 4, 5)])
 def test_a_damaged_table_of_sentencepiece_is_one_line(content: bytes, folder: Path) -> None:
     """The last one is read, and panics when a text is encoded."""
@@ -454,6 +471,11 @@ def test_a_tokenizer_that_is_not_one_has_a_reason(content: str, folder: Path) ->
     with pytest.raises(UserError, match=r"is not a readable tokenizer\.json: "):
         Tokenizer(folder / "tokenizer.json")
     assert keys(TokenizerConfig(str(folder)), STDLIB) == ["tokenizer.path"]
+
+
+def test_a_list_of_templates_may_have_any_names(folder: Path) -> None:
+    write_config(folder, chat_template=[{"name": ["x"], "template": "a"}, {"name": {}, "template": "b"}])
+    assert Tokenizer(folder / "tokenizer.json").unused_templates == ("['x']", "{}")
 
 
 def test_a_broken_tokenizer_config_is_a_problem(folder: Path) -> None:

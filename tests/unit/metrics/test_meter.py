@@ -323,6 +323,8 @@ def test_state_by_source_is_matched_by_name(group: dist.ProcessGroup) -> None:
     meter = meter_of(group, clock, sources=("b", "new"))
     meter.load_state(MeterState(0, 0, {"a": [1.0, 2.0, 3.0], "b": [4.0, 5.0, 6.0]}))
     assert meter.state().by_source == {"b": [4.0, 5.0, 6.0], "new": [0.0, 0.0, 0.0]}
+    meter.load_state(MeterState(0, 0, {"b": [4.0]}))
+    assert meter.state().by_source == {"b": [0.0, 0.0, 0.0], "new": [0.0, 0.0, 0.0]}
 
 
 def _flush_on_a_rank() -> dict[str, Any]:

@@ -27,6 +27,10 @@ _NEXT = "What comes before?"
 
 NO_END = "an answer of the model ends only at EOS, which it may not learn to write, or at the length limit"
 """What follows from ChatEncoder.fault_of_end."""
+MAX_CHARACTERS = 4_000_000
+"""Limit of the text of a conversation, whose encoding takes up to 200 bytes for each character."""
+MAX_RENDERED = 1_000
+"""Limit of the turns of a conversation that are rendered one by one, each with those before it."""
 _UNKNOWN = (
     "it is not known which tokens the assistant writes: mark its text in the chat template with {% generation %} and "
     "{% endgeneration %}"
@@ -185,6 +189,11 @@ class ChatEncoder:
             text, spans = self._render(given, marked)
             self._require_roles(given, text, KNOWN_ROLES)
             finds_turns = loss_on == ASSISTANT and not self._template.marks_generation
+            if finds_turns and len(answers) > MAX_RENDERED:
+                raise BadRowError(
+                    f"it has {len(answers):,} turns of the assistant, more than {MAX_RENDERED:,}: mark their text in "
+                    "the chat template with {% generation %} and {% endgeneration %}"
+                )
             return _Draft(text, spans, [self._turn(given, index, text) for index in answers if finds_turns])
         except BadRowError as bad:
             return bad
@@ -203,10 +212,14 @@ class ChatEncoder:
 
         Such as a typing error, or instructions that a template ignores: with another content, the text is the same.
         """
-        for index, message in enumerate(messages):
-            role, content = message.get("role"), message.get("content")
-            if role in known or not content:
-                continue
+        unknown = [
+            index for index, each in enumerate(messages) if each.get("role") not in known and each.get("content")
+        ]
+        if len(unknown) > MAX_RENDERED:
+            raise BadRowError(f"it has {len(unknown):,} turns of unusual roles, more than {MAX_RENDERED:,}")
+        for index in unknown:
+            message = messages[index]
+            role, content = message.get("role"), message["content"]
             other = [*messages[:index], {**message, "content": content + PROBE[1]}, *messages[index + 1 :]]
             if self._render(other, full.marked, prompts=prompts).text == full:
                 raise BadRowError(f"turn {index + 1}: the chat template writes nothing for the role {role!r}")
@@ -214,6 +227,8 @@ class ChatEncoder:
     def _render(self, messages: Sequence[Message], marked: bool, *, prompts: bool = False) -> _Rendered:
         """Render the messages of SpecialTokens.mark. Raises BadRowError."""
         text = self._template.render(messages, prompts=prompts)
+        if len(text) > MAX_CHARACTERS:
+            raise BadRowError(f"its text has {len(text):,} characters, more than {MAX_CHARACTERS:,}")
         text, spans = unmarked(self._special_tokens.written(text) if marked else text)
         return _Rendered(_Text(text, marked), spans)
 
@@ -245,13 +260,12 @@ class ChatEncoder:
         )
 
     def _encode(self, texts: Iterable[_Text]) -> dict[_Text, Encoded | BadRowError]:
-        """Encode each text once, as two batches."""
+        """Encode each text once, in batches of up to MAX_CHARACTERS."""
         different = dict.fromkeys(texts)
         found: dict[_Text, Encoded | BadRowError] = {}
         for marked in (False, True):
-            chosen = [text for text in different if text.marked == marked]
-            if chosen:
-                found |= zip(chosen, self._special_tokens.encode([text.text for text in chosen], marked), strict=True)
+            for batch in _batches(text for text in different if text.marked == marked):
+                found |= zip(batch, self._special_tokens.encode([text.text for text in batch], marked), strict=True)
         return found
 
     def _removed(self, messages: Sequence[Message], encoded: Encoded | BadRowError) -> BadRowError | None:
@@ -333,6 +347,19 @@ class ChatEncoder:
             return 0
         ended = text.partition(_NEXT)[0].rpartition(probe[-1]["content"])[2]
         return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(written, ended, strict=False)))
+
+
+def _batches(texts: Iterable[_Text]) -> Iterator[list[_Text]]:
+    """The texts in lists of up to MAX_CHARACTERS together."""
+    batch, size = list[_Text](), 0
+    for text in texts:
+        if batch and size + len(text.text) > MAX_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+        batch.append(text)
+        size += len(text.text)
+    if batch:
+        yield batch
 
 
 def _cuts(draft: _Draft, encoded: Encoded | BadRowError) -> Iterator[_Cut]:

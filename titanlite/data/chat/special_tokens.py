@@ -16,6 +16,10 @@ from titanlite.data.sources.pieces import BadRowError
 from titanlite.runtime.errors import UserError, is_error
 from titanlite.runtime.text import is_visible
 
+MAX_PARTS = 20_000_000
+"""Limit of the sum of the squared lengths of all special tokens, whose beginnings and endings are kept. It is below two
+million for published tokenizers."""
+
 
 class Encoded(NamedTuple):
     """ids: int64 (n,). offsets: int64 (n, 2), begin and end of each token in characters. is_special: bool (n,).
@@ -55,6 +59,12 @@ class SpecialTokens:
             rf"(?<!\w){re.escape(text)}(?!\w)" if special[text][1].single_word else re.escape(text)
             for text in sorted(special, key=len, reverse=True)  # the tokenizers library finds the longest, too
         ]
+        if sum(len(text) ** 2 for text in special) > MAX_PARTS:
+            longest = max(special, key=len)
+            raise UserError(
+                "the tokenizer's special tokens are too long for conversations: the longest one, "
+                f"{longest[:40]!r}…, has {len(longest):,} characters"
+            )
         self.marks = {key: token.content.strip() for key, token in tokens.items() if token.content.strip()}
         self._beginnings = {text[:size] for text in special for size in range(1, len(text))}
         self._endings = {text[size:] for text in special for size in range(1, len(text))}

@@ -23,7 +23,7 @@ from tests.unit.data.chat.chat_templates import (
 from titanlite.data.bpe import EOS
 from titanlite.data.chat.encoder import ChatEncoder, EncodedChat
 from titanlite.data.chat.messages import Message
-from titanlite.data.chat.special_tokens import Encoded
+from titanlite.data.chat.special_tokens import Encoded, SpecialTokens
 from titanlite.data.chat.template import unmarked
 from titanlite.data.sources.pieces import BadRowError
 from titanlite.data.tokenizer import Tokenizer
@@ -412,3 +412,36 @@ def test_a_message_of_which_the_tokenizer_removes_all_text(style: str, tmp_path:
     )
     with pytest.raises(UserError, match=f"the conversation cannot be encoded: {fault}"):
         encoder.prompt([removed])
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> ChatEncoder:
+    """Without {% generation %}."""
+    return ChatEncoder(make_tokenizer("qwen", without_generation(QWEN), tmp_path))
+
+
+def test_conversations_that_take_gigabytes_or_hours_are_bad_rows(qwen: ChatEncoder) -> None:
+    turns = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "the"}]
+    long = [{"role": "user", "content": "the " * 1_000_000}, turns[1]]
+    odd = [{"role": "narrator", "content": "the"}] * 1001
+    found = [str(qwen.encode([each], "assistant")[0]) for each in (long, turns * 1001, [*odd, *turns])]
+    assert re.search(r"its text has 4,\d{3},\d{3} characters, more than 4,000,000$", found[0])
+    assert found[1].startswith("it has 1,001 turns of the assistant, more than 1,000: mark their text in the chat")
+    assert found[2] == "it has 1,001 turns of unusual roles, more than 1,000"
+
+
+def test_batches_are_of_limited_size(qwen: ChatEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    conversations = random_conversations(COUNT, seed=5)
+    expected = usable(qwen, conversations, loss_on="all")
+    limit, sizes, real = 2000, list[tuple[int, int]](), SpecialTokens.encode
+
+    def noting(self: SpecialTokens, texts: list[str], marked: bool) -> Any:
+        sizes.append((len(texts), sum(map(len, texts))))
+        return real(self, texts, marked)
+
+    monkeypatch.setattr("titanlite.data.chat.encoder.MAX_CHARACTERS", limit)
+    monkeypatch.setattr(SpecialTokens, "encode", noting)
+    for one, other in zip(usable(qwen, conversations, loss_on="all"), expected, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+    assert len(sizes) > 4
+    assert all(count == 1 or size <= limit for count, size in sizes)

@@ -7,6 +7,7 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from titanlite.data.chat.special_tokens import Encoded, SpecialTokens
+from titanlite.runtime.errors import UserError
 
 WORDS = ["<unk>", "the", "tools", "user", ":", "<", ">", "unk", "tool", "user:"]
 
@@ -36,6 +37,14 @@ def test_a_special_token_that_is_a_word_is_not_found_in_longer_words(special_tok
     assert has_text
     found = words(special_tokens, f"tools tool {messages[0]['content']}", True)
     assert found == ["tools", "[tool]", "the", "<unk>"]  # the vocabulary has the special token only
+
+
+def test_long_special_tokens_are_refused() -> None:
+    """Of 100,000 characters, all beginnings take 5 GB."""
+    library = Library(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    library.add_special_tokens(["x" * 100_000])
+    with pytest.raises(UserError, match=r"too long for conversations: the longest one, 'x+'…, has 100,000 characters"):
+        SpecialTokens(library.to_str().encode())
 
 
 def test_a_role_is_a_part_of_the_special_tokens_of_the_template(special_tokens: SpecialTokens) -> None:
