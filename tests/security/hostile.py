@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from tests.security.commands import Kind
 from tests.security.running import FORGED, SCRIPT
@@ -193,6 +194,16 @@ _model("long contexts and many tokens", max_seq_len=1_000_000_000, vocab_size=2_
 _model("a negative width", dim=-1)
 _model("a text as number", norm_eps="x")
 _model("an escape in its family", family=NASTY)
+
+
+@hostile("a position in the data of gigabytes", "run", "train")
+def _(place: Workplace) -> None:
+    def widen(content: bytes) -> bytes:
+        metadata = pickle.loads(content)
+        metadata.state_dict_metadata["data/streams"].size = torch.Size((4, 2**33))
+        return pickle.dumps(metadata)
+
+    _replace_files(place, lambda name: name == ".metadata", widen)
 
 
 @hostile("an unknown schedule in the manifest", "run", "train")
@@ -625,8 +636,10 @@ def _write_task(path: Path, more: str) -> None:
     path.write_text("\n".join([*kept, *choice, more]))
 
 
-def _replace_files(place: Workplace, is_replaced: Callable[[str], bool]) -> None:
-    """Replace files of the checkpoints by pickles, and seal the manifests again."""
+def _replace_files(
+    place: Workplace, is_replaced: Callable[[str], bool], change: Callable[[bytes], bytes] | None = None
+) -> None:
+    """Change files of the checkpoints, and seal the manifests again. change: None: replace them by a payload."""
     import dataclasses
 
     from titanlite.checkpoint.manifest import read_manifest
@@ -635,9 +648,9 @@ def _replace_files(place: Workplace, is_replaced: Callable[[str], bool]) -> None
     for manifest in (place.here / "run" / "checkpoint").glob("*/MANIFEST.json"):
         files = dict(read_manifest(manifest.parent).files)
         for name in filter(is_replaced, files):
-            (manifest.parent / name).write_bytes(payload(place))
-            size = len(payload(place))
-            files[name] = dataclasses.replace(files[name], bytes=size, hash=hash_of(manifest.parent / name))
+            file = manifest.parent / name
+            file.write_bytes(payload(place) if change is None else change(file.read_bytes()))
+            files[name] = dataclasses.replace(files[name], bytes=file.stat().st_size, hash=hash_of(file))
         place.seal(manifest, files=files)
 
 

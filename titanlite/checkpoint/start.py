@@ -4,6 +4,7 @@ checkpoint, a Hugging Face model, or initial weights.
 The functions that take a group are collectives over it.
 """
 
+import math
 import os
 import secrets
 import time
@@ -313,10 +314,17 @@ class StartFinder:
         except RanksError as error:
             raise UserError(f"{found.path} cannot be loaded: {error}") from None
 
+    def _width_of_streams(self, found: Found, shape: tuple[int, ...]) -> int:
+        """The columns of the position in the data: there may be more sources now. Raises UserError if it is none."""
+        stored = sum(file.bytes for file in found.manifest.files.values())
+        if len(shape) != 2 or shape[0] != len(self.state.empty_streams(0)) or 8 * math.prod(shape) > stored:
+            raise UserError(f"{found.path} cannot be loaded: {STREAMS} has the shape {shape}; choose another step")
+        return shape[1]
+
     def _load_all(self, found: Found) -> None:
         manifest = found.manifest
         saved = self._shapes(found)
-        (_, width), _ = saved[STREAMS]  # there may be more sources now
+        width = self._width_of_streams(found, saved[STREAMS][0] if STREAMS in saved else ())
         restarts = bool(optimizer_differences(manifest.facts.get("optimizer"), self.about.facts.get("optimizer")))
         tensors = self.state.model() if restarts else self.state.model_and_optimizer()
         tensors |= {STREAMS: self.state.empty_streams(width)}

@@ -127,7 +127,7 @@ def _parse_file(name: str, path: str, chain: tuple[str, ...], problems: list[Pro
         else:
             problems.append(Problem(CONFIG_FILE, name, rule, remedy))
 
-    if not path:
+    if not path or "\0" in path:
         refuse("the path of a TOML file", f"give the path of a TOML file, or one of {', '.join(shipped_names())}")
         return None
     places = [os.path.realpath(config_path(file)) for file in (*chain, path)]

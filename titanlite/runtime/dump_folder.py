@@ -12,17 +12,18 @@ from titanlite.runtime.text import counted
 _REMEDY = "give another folder with --job.dump_folder"
 
 
-def make_dump_folder(folder: str | Path) -> Path:
-    """Create `folder` if it does not exist. Raises UserError if it cannot be created or written."""
-    folder = Path(folder)
+def make_dump_folder(folder: str | Path, key: str = "job.dump_folder") -> Path:
+    """Create `folder` if it does not exist. Raises UserError if it cannot be created or written. key: of the option
+    that names it."""
+    folder, remedy = Path(folder), f"give another folder with --{key}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        raise UserError(f"job.dump_folder: {folder} is a file, not a folder; {_REMEDY}") from None
+        raise UserError(f"{key}: {folder} is a file, not a folder; {remedy}") from None
     except OSError as error:
-        raise UserError(f"job.dump_folder: cannot create {folder}: {error.strerror}; {_REMEDY}") from None
+        raise UserError(f"{key}: cannot create {folder}: {error.strerror}; {remedy}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"job.dump_folder: no permission to write in {folder}; {_REMEDY}")
+        raise UserError(f"{key}: no permission to write in {folder}; {remedy}")
     return folder
 
 

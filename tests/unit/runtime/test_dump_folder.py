@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.runtime.dump_folder import prepare_dump_folder
+from titanlite.runtime.dump_folder import make_dump_folder, prepare_dump_folder
 from titanlite.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("propagating_log")
@@ -97,6 +97,8 @@ def test_a_file_in_place_of_the_folder_raises_user_error(tmp_path: Path) -> None
         prepare_dump_folder(tmp_path / "file", OUTPUTS, rank=0)
     with pytest.raises(UserError, match=r"job\.dump_folder: cannot create .*sub: Not a directory"):
         prepare_dump_folder(tmp_path / "file" / "sub", OUTPUTS, rank=0)
+    with pytest.raises(UserError, match=r"out: .*file is a file, not a folder; give another folder with --out"):
+        make_dump_folder(tmp_path / "file", "out")
 
 
 def test_an_unwritable_folder_raises_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

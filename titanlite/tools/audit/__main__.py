@@ -23,6 +23,7 @@ from titanlite.faults.record import RECORD_FOLDER
 from titanlite.metrics.about import read_starts
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import last_row
+from titanlite.runtime.dump_folder import make_dump_folder
 from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import Rules, UsageError, UserError, raise_problems
 from titanlite.runtime.settings import setting
@@ -142,7 +143,7 @@ def main(argv: Sequence[str]) -> None:
             _compare(each, folder, out, codes.get(each.name, 0), options) if isinstance(each, Interval) else each
             for each in found.values()
         ]
-    out.mkdir(parents=True, exist_ok=True)
+    make_dump_folder(out, "out")
     add_results(out, str(where), results)
     lines = (line for result in results for line in str(result).split("\n"))
     print_lines("", *lines, "", f"Result: {out / AUDIT_FILE}")
@@ -197,7 +198,7 @@ def _prepare(
             f"{out} has {', '.join(old)} of an earlier audit: compare again with --results, remove these folders, or "
             "choose another --out"
         )
-    out.mkdir(parents=True, exist_ok=True)
+    make_dump_folder(out, "out")
     processes, device_type = options.processes, options.device_type
     make = partial(recomputation, processes=processes, device_type=device_type)
     return checked_runs({each.name: partial(make, each, out, overrides, command) for each in intervals})

@@ -15,6 +15,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import last_row
 from titanlite.precision import DTYPES
+from titanlite.runtime.dump_folder import make_dump_folder
 from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import UsageError, UserError, raise_problems
 from titanlite.runtime.settings import setting
@@ -90,7 +91,7 @@ def main(argv: Sequence[str]) -> None:
         logged = [step for step in common_steps(*sides) if options.steps == -1 or step <= options.steps]
         if not logged:
             raise UserError(f"{a} and {b} have logged no step in common: set the same metrics.log_freq")
-        out.mkdir(parents=True, exist_ok=True)
+        make_dump_folder(out, "out")
         runs = _trained(configs[0], sides[0], out, logged[-1], options)
         repeats = [Trained(run.folder, run.folder / run.config.checkpoint.folder) for run in runs]
         pairs = differences([*sides, *repeats], logged[-1], allow_import=options.allow_import)

@@ -19,7 +19,7 @@ from titanlite.data.steps import tokens_until
 from titanlite.models.decoder import idle_parameters
 from titanlite.models.registry import FAMILIES, full_parameters
 from titanlite.runtime.errors import ConfigError, Problem, raise_problems
-from titanlite.tools.sweep.combinations import Run, arguments_of, checked_runs, in_path, parse_texts
+from titanlite.tools.sweep.combinations import MAX_RUNS, Run, arguments_of, checked_runs, in_path, parse_texts
 
 TARGET = "target"
 RULES = ("fixed", "deepseek")
@@ -69,6 +69,9 @@ def read_ladder(path: str, overrides: Sequence[str], *, world_size: int, device_
     raise_problems([*_check_shared(shared), *_check_lengths(common), *_check_rule(rule, common)])
     strict = ["--strict"] if arguments.options.strict else []
     make = partial(_rung, config, common, shared, rule=rule, switches=strict, device_type=device_type)
+    counts = [len(row["tokens"]) if isinstance(row.get("tokens"), list) else 1 for row in tables["rungs"]]
+    if sum(counts) > MAX_RUNS:
+        raise ConfigError([Problem("rungs", sum(counts), f"at most {MAX_RUNS} runs", "write fewer rungs or tokens")])
     makes = {
         f"rung {row['name']}, {tokens:,} tokens": partial(make, row["name"], own, tokens, world_size=world_size)
         for row in tables["rungs"]
@@ -190,7 +193,12 @@ def _runs_of(row: Mapping[str, Any], config: str, common: Mapping[str, str]) -> 
 
 def parameters_of(config: JobConfig) -> int:
     """The number of parameters of the blocks that a token uses."""
-    parameters, structure = full_parameters(config.model)
+    try:
+        parameters, structure = full_parameters(config.model)
+    except RuntimeError as error:
+        raise ConfigError(
+            [Problem("model", None, f"a model that can be built: {error}", "use smaller sizes")]
+        ) from None
     in_blocks = tuple(f"{block}." for block in structure.blocks)
     count = sum(value.numel() for name, value in parameters.items() if name.startswith(in_blocks))
     return count - idle_parameters(config.hyper_parameters)

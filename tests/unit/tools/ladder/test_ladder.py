@@ -167,6 +167,9 @@ def test_experts_that_a_token_does_not_use_do_not_count() -> None:
         (("rule = 'best'\n", FILE, RUNGS, TARGET), "one of fixed, deepseek"),
         (("seq_len = 3\n", FILE, RUNGS, TARGET), "common.training.seq_len = 256"),
         (("rle = 'fixed'\n", FILE, RUNGS, TARGET), "did you mean rule"),
+        ((FILE.replace("quickstart", "\\u0000"), RUNGS, TARGET), "the path of a TOML file"),
+        ((FILE, RUNGS, TARGET.replace("dim = 128", "dim = 1_099_511_627_776")), "a model that can be built: "),
+        ((FILE, RUNGS.replace("8_000,", f"{','.join(map(str, range(1, 1000)))},", 1), TARGET), "at most 1000 runs"),
     ],
 )
 def test_refused_ladders(parts: tuple[str, ...], message: str, tmp_path: Path) -> None:
