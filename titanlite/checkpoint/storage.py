@@ -396,8 +396,10 @@ def _has_fitting_values(found: Metadata, num_bytes: int) -> bool:
 
     num_bytes: of the pickle. Tensors that share a list of chunks could have many more chunks.
     """
+    entries = found.state_dict_metadata.values()
+    tensors = [entry for entry in entries if isinstance(entry, dcp.metadata.TensorStorageMetadata)]
     return (
-        sum(len(entry.chunks) for entry in found.state_dict_metadata.values()) <= num_bytes
+        sum(len(entry.chunks) for entry in tensors) <= num_bytes
         and all(isinstance(name, str) and _is_tensor(entry) for name, entry in found.state_dict_metadata.items())
         and all(isinstance(index, MetadataIndex) for index in found.storage_data)
         and all(
