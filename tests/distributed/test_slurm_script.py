@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.program import REPOSITORY, Program, clean_environment
+from titanlite.config.load import read_command_line
+from titanlite.runtime.errors import UserError
+from titanlite.tools.plan.preview import preview
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +38,8 @@ sys.exit(max(abs(task.wait()) for task in tasks))
 NODE = f"""#!{sys.executable}
 import os, signal, sys, time
 from pathlib import Path
+if "-c" in sys.argv:
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 signals, end = [], Path("end")
 def say(*words):
     os.write(1, " ".join(["node", *words, "\\n"]).encode())  # at once: the nodes share the file
@@ -79,7 +84,7 @@ def start_job(tmp_path: Path) -> Iterator[Start]:
     output = tmp_path / "output"
     started: list[Program] = []
 
-    def start(*arguments: str, facts: str = NOT_PREEMPTED, **variables: str) -> Program:
+    def start(*arguments: str, facts: str = NOT_PREEMPTED, script: Path = SCRIPT, **variables: str) -> Program:
         (tmp_path / "facts").write_text(facts)
         environment = {
             "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
@@ -94,7 +99,7 @@ def start_job(tmp_path: Path) -> Iterator[Start]:
         }
         with output.open("wb") as file:
             process = subprocess.Popen(
-                ["bash", str(SCRIPT), *arguments],
+                ["bash", str(script), *arguments],
                 cwd=tmp_path,
                 env=clean_environment() | environment | variables,
                 stdout=file,
@@ -121,7 +126,13 @@ def requeues(job: Program) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def test_each_node_starts_torchrun_and_the_job_ends_with_them(start_job: Start) -> None:
+@pytest.mark.parametrize("has_checkout", [True, False])
+def test_each_node_starts_torchrun_and_the_job_ends_with_them(
+    start_job: Start, tmp_path: Path, has_checkout: bool
+) -> None:
+    """Also from a folder that has no checkout: titanlite is installed."""
+    if not has_checkout:
+        (tmp_path / "titanlite").unlink()
     job = start_job("my.toml", "--training.steps", "9", SLURM_GPUS_ON_NODE="4")
     for command in nodes(job, "started"):
         assert command.startswith(f"-m titanlite.torchrun --nnodes={NODES} --nproc-per-node=4 --rdzv-backend=c10d ")
@@ -129,6 +140,36 @@ def test_each_node_starts_torchrun_and_the_job_ends_with_them(start_job: Start) 
     (job.workplace / "end").write_text("0")
     assert job.wait() == 0
     assert requeues(job) == []
+
+
+def test_a_script_that_titanlite_has_written(
+    start_job: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """sbatch copies it: it names all it needs by absolute paths, and trains in the folder where it was written."""
+    (tmp_path / "titanlite").unlink()
+    (tmp_path / "a b").mkdir()
+    monkeypatch.chdir(tmp_path / "a b")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "node"))
+    words = ["quickstart", "--training.global_batch_size", "24", "--job.description", "it's one"]
+    parsed = read_command_line([*words, "--write-slurm", "job.sbatch", "--world-size", "12"])
+    with pytest.raises(SystemExit):
+        preview(parsed, [1], 1)
+    assert capsys.readouterr().out.startswith("Script: job.sbatch; see its first lines\nquickstart is valid for 12")
+    script = Path("job.sbatch").read_text()
+    assert "\n#SBATCH --nodes=2\n" in script
+    assert "\n#SBATCH --gpus-per-node=6\n" in script
+    with pytest.raises(UserError, match=r"job\.sbatch already exists"):
+        preview(parsed, [1], 1)
+    with pytest.raises(UserError, match="--write-slurm needs the number of GPUs of the job: add --world-size 16"):
+        preview(read_command_line([*words, "--write-slurm", "other.sbatch"]), [1], 1)
+    copy = shutil.copy("job.sbatch", tmp_path / "copy")
+    job = start_job(script=copy, SLURM_GPUS_ON_NODE="6")
+    for command in nodes(job, "started"):
+        assert command.startswith(f"-m titanlite.torchrun --nnodes={NODES} --nproc-per-node=6 ")
+        given = "--training.global_batch_size=24 --job.description=it's one --job.config_file=quickstart"
+        assert command.endswith(f" -m titanlite.train {given}")
+    (tmp_path / "a b" / "end").write_text("0")
+    assert job.wait() == 0
 
 
 @pytest.mark.parametrize(

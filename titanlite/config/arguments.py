@@ -196,7 +196,7 @@ def repeated(flag: str, times: Sequence[Sequence[str]]) -> Problem:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the training command that are no keys. The first three print, and train nothing: previews."""
+    """Options of the training command that are no keys. The first four train nothing: previews."""
 
     print_config: bool = False
     """Print the resolved configuration as TOML, with the origin of each value, and exit."""
@@ -204,20 +204,23 @@ class Options:
     """Check the configuration and its files, for --world-size processes, and exit."""
     dry_run: bool = False
     """Print the plan, the memory and the first sequences as text, and exit."""
+    write_slurm: Path | None = setting(None, "write --write-slurm job.sbatch", is_path=True)
+    """Check the configuration for --world-size processes, write the script of a Slurm job that trains it into this new
+    file, and exit."""
     strict: bool = False
     """Refuse settings that have no effect."""
     world_size: int | None = setting(None, "write --world-size 8 for 8 processes", least=1, most=MAX_WORLD_SIZE)
-    """With one of the first three: number of processes, in place of that of the launcher."""
+    """With one of the first four: number of processes, in place of that of the launcher."""
     device: Literal["cuda", "cpu"] | None = None
-    """With one of the first three: type of the devices, in place of this machine's."""
+    """With one of the first four: type of the devices, in place of this machine's."""
 
     @property
     def preview(self) -> str:
-        """The option that prints, "" without one."""
+        """The option in place of a training, "" without one."""
         return next((f"--{name.replace('_', '-')}" for name in PREVIEWS if getattr(self, name)), "")
 
 
-PREVIEWS = ("print_config", "check", "dry_run")
+PREVIEWS = ("print_config", "check", "dry_run", "write_slurm")
 TRAIN_OPTIONS = {name: option._replace(excludes=name in PREVIEWS) for name, option in options_of(Options).items()}
 
 
@@ -261,7 +264,7 @@ def split_arguments(argv: Sequence[str]) -> Arguments:
     options = Options(**values)
     problems += of_values
     if of_options.keys().isdisjoint(PREVIEWS):
-        rule = "only with --check, --print-config or --dry-run: the launcher decides for a training"
+        rule = "only with --check, --print-config, --dry-run or --write-slurm: the launcher decides for a training"
         remedy = "add --check, or start as many processes with torchrun or NGPU"
         alone = [name for name in ("device", "world_size") if name in values]
         problems += [Problem(f"--{name.replace('_', '-')}", values[name], rule, remedy) for name in alone]

@@ -52,7 +52,8 @@ class Parsed:
 
     config: keys with a problem have their default. origins: full key that is given -> the file that sets it, or
     COMMAND_LINE; also of keys inside arrays of tables. options: of the command line. file_is_read: False if a TOML
-    file could not be read. path: of the TOML file on the command line, as written.
+    file could not be read. path: of the TOML file on the command line, as written. words: that name the file and the
+    keys, `--section.key=value`.
     """
 
     config: JobConfig
@@ -61,6 +62,7 @@ class Parsed:
     options: Options = field(default_factory=Options)
     file_is_read: bool = True
     path: str = ""
+    words: tuple[str, ...] = ()
 
 
 def load_config(argv: Sequence[str], *, world_size: int, device_type: str, **settings: Any) -> JobConfig:
@@ -77,6 +79,7 @@ def parse(argv: Sequence[str], values: Mapping[str, Any] | None = None, *, impor
     values = dict(values or {})
     arguments = split_arguments(argv)
     problems = list(arguments.problems)
+    words = tuple("=".join([f"--{key}", *([] if text is None else [text])]) for key, text in arguments.texts.items())
     names_file, path = CONFIG_FILE in arguments.texts, arguments.texts.pop(CONFIG_FILE, None)
     problems += [missing_value(CONFIG_FILE, "")] if names_file and path is None else []
     content = Content() if path is None else read_file(path, problems)
@@ -96,7 +99,7 @@ def parse(argv: Sequence[str], values: Mapping[str, Any] | None = None, *, impor
     family = values.get("model.family", arguments.texts.get("model.family"))
     config = read_tables(tables, arguments.texts, values, problems, family)
     problems = [_with_file(problem, origins, path) for problem in problems]
-    return Parsed(config, problems, origins, arguments.options, content is not None, path or "")
+    return Parsed(config, problems, origins, arguments.options, content is not None, path or "", words)
 
 
 def _is_copy(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What `titanlite train` prints in place of training: --print-config, --check, --dry-run."""
+"""What `titanlite train` does in place of training: --print-config, --check, --dry-run, --write-slurm."""
 
 import os
 from collections.abc import Collection, Sequence
@@ -20,29 +20,37 @@ from titanlite.planning.search import SEARCHED, search, with_settings
 from titanlite.runtime.errors import UsageError
 from titanlite.runtime.memory import GIB, device_memory_bytes
 from titanlite.runtime.text import counted, for_stdout
+from titanlite.tools.command import new_output, require_new
 from titanlite.tools.plan.report import DEFAULT_GIB, estimate_largest, report, stage_heading
 from titanlite.tools.sequences import sequences_as_text
+from titanlite.tools.slurm import job_script
 
 SHOWN_SEQUENCES = 8
 """Sequences of the first step that --dry-run shows at most."""
 
 
 def preview(parsed: Parsed, world_sizes: Sequence[int], local_size: int) -> None:
-    """Print what an option of the command line asks for, on rank 0, and exit with 0; return if there is none.
+    """Print or write what an option of the command line asks for, on rank 0, and exit with 0; return if there is none.
 
     world_sizes: numbers of processes that the launcher may start; local_size: those on this machine. --world-size
-    replaces both. Starts nothing, and writes nothing into the dump folder. Raises ConfigError, UsageError.
+    replaces both. Starts nothing, and writes nothing into the dump folder. Raises ConfigError, UserError.
     """
     options = parsed.options
     if not options.preview:
         return
-    device_type = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    has_gpus = torch.cuda.is_available() or options.write_slurm is not None  # the nodes of a cluster have them
+    device_type = options.device or ("cuda" if has_gpus else "cpu")
+    if options.write_slurm is not None and options.world_size is None:
+        raise UsageError("--write-slurm needs the number of GPUs of the job: add --world-size 16")
     if options.world_size:
         world_sizes, local_size = [options.world_size], options.world_size
     for world_size in world_sizes:
         config = resolve(parsed, world_size=world_size, device_type=device_type)
         if os.environ.get("RANK", "0") == "0":
-            _print(_text(parsed, config, world_size, min(local_size, world_size), device_type))
+            text = _text(parsed, config, world_size, min(local_size, world_size), device_type)
+            if options.write_slurm is not None:
+                _write_job(options.write_slurm, parsed, world_size, device_type)
+            _print(text)
     raise SystemExit(0)
 
 
@@ -50,11 +58,23 @@ def _text(parsed: Parsed, config: JobConfig, world_size: int, local_size: int, d
     if parsed.options.print_config:
         chosen_later = SEARCHED if _is_auto(config) else ()
         return print_config(parsed.config, keep_earlier(parsed.config), config, parsed.origins, chosen_later)
-    lines = [_summary(parsed.path, config, world_size, device_type)] if parsed.options.check else []
+    options = parsed.options
+    has_summary = options.check or options.write_slurm is not None
+    lines = [_summary(parsed.path, config, world_size, device_type)] if has_summary else []
     unused = [f"Without effect: {describe(problem)}" for problem in without_effect(parsed, config, world_size)]
-    if parsed.options.dry_run:
+    if options.dry_run:
         lines += _dry_run(parsed, config, world_size, local_size, device_type)
     return "\n".join([*lines, *unused]) + "\n"
+
+
+def _write_job(file: Path, parsed: Parsed, world_size: int, device_type: str) -> None:
+    """Write the script of a Slurm job. Raises UserError."""
+    require_new(file, "--write-slurm")
+    words = [*parsed.words, *(["--strict"] if parsed.options.strict else [])]
+    text = job_script(words, config=parsed.path, script=str(file), world_size=world_size, device_type=device_type)
+    with new_output(file) as path:
+        path.write_text(text, encoding="utf-8")
+    _print(f"Script: {file}; see its first lines\n")
 
 
 def _print(text: str) -> None:

@@ -4,15 +4,12 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from titanlite.config.files import CONFIG_FILE
 from titanlite.runtime.text import visible
+from titanlite.tools.slurm import LAUNCH, REQUEUED
 from titanlite.tools.sweep.combinations import Run
 from titanlite.tools.sweep.training import describe
-
-LAUNCH = Path(__file__).parents[2] / "ranks" / "slurm.sh"
-"""What scripts/slurm.sbatch sources, too; the nodes see this installation."""
 
 HEAD = """\
 #!/usr/bin/env bash
@@ -28,13 +25,8 @@ HEAD = """\
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={processes}
-#SBATCH --time=24:00:00
 #SBATCH --output=%x-%A_%a.log
-#SBATCH --open-mode=append
-#SBATCH --requeue
-#SBATCH --signal=B:USR1@300
-set -euo pipefail
-cd {folder}
+{requeued}cd {folder}
 export PYTHON={python}
 
 case $SLURM_ARRAY_TASK_ID in
@@ -63,6 +55,7 @@ def array_script(runs: Sequence[Run], *, script: str, processes: int) -> str:
         script=visible(shlex.quote(script)),
         last=len(runs) - 1,
         processes=processes,
+        requeued=REQUEUED,
         folder=shlex.quote(os.getcwd()),
         python=shlex.quote(sys.executable),
     )
