@@ -66,6 +66,8 @@ _OF_TEXT = re.compile(r"(?:language_model\.|(model\.)language_model\.|(?=mtp\.))
 that predicts further tokens."""
 _STACKS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 """Ends of the names of the matrices of all experts of a block, if they are stored as one tensor."""
+_TIED = ("mistral3", "internvl")
+"""Models that wrap a text model, and tie its embeddings unless they say otherwise, whatever the text model does."""
 _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _FURTHER = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Fields with the number of layers that predict further tokens. The published folders of Qwen3-Next have neither, and
@@ -155,8 +157,8 @@ class ModelFolder:
             return
         if name == OUTPUT:
             raise UserError(
-                f"{self.name}: {OUTPUT} differs from {EMBEDDING}, but tie_word_embeddings in {CONFIG_FILE} is true: "
-                f"set tie_word_embeddings to false, or remove {OUTPUT}"
+                f"{self.name}: {OUTPUT} differs from {EMBEDDING}, but they are tied by tie_word_embeddings in "
+                f"{CONFIG_FILE}, or by its default: set tie_word_embeddings to false, or remove {OUTPUT}"
             )
         first = stored_names(self.family.exported.names(self.hyper_parameters)[ours])[0]
         raise UserError(
@@ -186,7 +188,8 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
     found = _read_shards(files, *_listed_shards(files))
     left_out: tuple[str, ...] = ()
     if isinstance(fields.get("text_config"), dict):
-        fields, (found, left_out) = _text_fields(fields), _text_tensors(found)
+        found, left_out = _text_tensors(found)
+        fields = _text_fields(fields, found)
     further = _of_further_layers(fields, found)
     number = next((fields[each] for each in _FURTHER if fields.get(each) is not None), 1) if further else 0
     # several are left out
@@ -340,11 +343,12 @@ def _model_of(name: str, fields: Mapping[str, Any], num_tensors: int) -> tuple[F
         raise UserError(f"{name}: {error}") from None
 
 
-def _text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _text_fields(fields: Mapping[str, Any], found: Collection[str]) -> dict[str, Any]:
     """Fields of the text model in those of a model that wraps it, such as one of text and images; "wrapper" is the type
-    of that."""
+    of that. found: its tensors."""
+    default = {"tie_word_embeddings": True} if OUTPUT not in found and fields.get("model_type") in _TIED else {}
     outside = {name: fields[name] for name in ("tie_word_embeddings", "quantization_config") if name in fields}
-    return {**fields["text_config"], **outside, "wrapper": fields.get("model_type")}
+    return {**default, **fields["text_config"], **outside, "wrapper": fields.get("model_type")}
 
 
 def _text_tensors(found: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:

@@ -285,6 +285,7 @@ _YARN = replace(
     YARN,
     fields=YARN.fields | {"rope_mscale": "mscale"},
     supported={name: value for name, value in YARN.supported.items() if "mscale" not in name},
+    attention_factor=lambda _: 1.0,  # with equal mscale and mscale_all_dim
 )
 FORMAT = DecoderFormat(
     DeepseekV3Config,

@@ -109,6 +109,8 @@ def prepared(fields: Mapping[str, Any], interval: int, caps: Mapping[str, float]
     """Fields of config.json with an interval for `layer_types`, and 0 for a window or cap that is null. interval, caps:
     where the fields are missing."""
     own = window_fields(fields, interval, 4096, "sliding_window_pattern")
+    if fields.get("hidden_activation") is not None:  # transformers reads no other
+        own["hidden_act"] = None
     return own | {name: number_or_none(fields, name, float, cap) for name, cap in caps.items()}
 
 

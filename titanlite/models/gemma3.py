@@ -99,7 +99,7 @@ def _prepared(fields: Mapping[str, Any]) -> dict[str, Any]:
         refuse_other(fields, {CAP: None})  # transformers does not cap the logits of models that wrap this one
     interval = read_field(fields, "sliding_window_pattern", int, 6)
     full = prepared(TEXT_DEFAULTS | given, interval=interval, caps={CAP: 0.0})
-    return rope_of_full_layers(full, "rope_local_base_freq")
+    return rope_of_full_layers(full, TEXT_DEFAULTS["rope_theta"], "rope_local_base_freq")
 
 
 FORMAT = DecoderFormat(

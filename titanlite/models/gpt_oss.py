@@ -131,6 +131,7 @@ FORMAT = DecoderFormat(
     biases=("attention.wq", "attention.wk", "attention.wv", "attention.wo", "feed_forward.router"),
     supported={"attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
     scaling=replace(YARN, supported=YARN.supported | {"truncate": False}, required=("truncate",)),
+    default_theta=GptOssConfig.rope_theta,
     prepared=_prepared,
     written=_written,
 )

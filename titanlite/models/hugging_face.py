@@ -119,7 +119,8 @@ def refuse_other(fields: Mapping[str, Any], supported: Mapping[str, Any]) -> Non
     """Raise UserError if a field is present with a value other than the supported one."""
     for name, value in supported.items():
         if fields.get(name, value) not in (value, None):
-            raise UserError(f"config.json: {name} = {fields[name]!r}: this family supports only {value!r}")
+            rule = "does not support it" if value is None else f"supports only {value!r}"
+            raise UserError(f"config.json: {name} = {fields[name]!r}: this family {rule}")
 
 
 def refuse_invalid(problems: Sequence[Problem], names: Mapping[str, str]) -> None:
@@ -134,12 +135,12 @@ def refuse_invalid(problems: Sequence[Problem], names: Mapping[str, str]) -> Non
 
 
 def rope_fields(
-    fields: Mapping[str, Any], scaled: str | None = None, *, partial: bool = False
+    fields: Mapping[str, Any], scaled: str | None = None, *, default: float, partial: bool = False
 ) -> tuple[float, Mapping[str, Any]]:
     """(theta, fields of the scaling or {}), from rope_parameters (transformers 5) or rope_theta and rope_scaling.
 
-    scaled: the supported type of scaling, if there is one. Raises UserError for any other type. partial: whether any
-    partial_rotary_factor is supported.
+    scaled: the supported type of scaling, if there is one. Raises UserError for any other type. default: theta of
+    transformers if the field is missing. partial: whether any partial_rotary_factor is supported.
     """
     # If both are present, transformers takes rope_scaling.
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
@@ -152,9 +153,15 @@ def rope_fields(
         raise UserError(f"config.json: {name}.rope_type = {kind!r}: this family supports only {supported}")
     if found.get("rope_theta") is None:
         raise UserError(
-            "config.json: rope_theta is missing: add the value that the model was trained with; transformers would "
-            "fall back to 10000.0, the value of Llama 1 and 2"
+            f"config.json: rope_theta is missing: add the value that the model was trained with; transformers would "
+            f"take {default}"
         )
+    for each in _KINDS_OF_WINDOWS:
+        if each in found:
+            raise UserError(
+                f"config.json: {name}.{each}: all layers of this family have the same rotary embeddings: write its "
+                f"fields into {name} itself"
+            )
     original = "original_max_position_embeddings"
     if kind == scaled and original in found:
         refuse_other(fields, {original: found[original]})  # transformers takes the field outside of the scaling
@@ -167,7 +174,8 @@ class Scaling:
 
     kind: its rope_type. fields: the field of each hyper-parameter. optional: hyper-parameters whose field may be
     absent. supported: further fields, with their single supported value. required: those of them that must be present,
-    and are written, since their default in transformers is another value.
+    and are written, since their default in transformers is another value. attention_factor(factor): what transformers
+    multiplies rotary embeddings by if the field is missing.
     """
 
     kind: str
@@ -175,6 +183,19 @@ class Scaling:
     optional: tuple[str, ...] = ()
     supported: dict[str, Any] = field(default_factory=dict)
     required: tuple[str, ...] = ()
+    attention_factor: Callable[[float], float] = lambda factor: 0.1 * math.log(factor) + 1.0
+
+    def read(self, scaling: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The fields without an attention_factor that is what transformers computes without one. Raises UserError."""
+        found, factor = scaling.get("attention_factor"), scaling.get("factor")
+        if not isinstance(found, float) or not isinstance(factor, int | float) or not factor > 0:
+            return scaling
+        usual = self.attention_factor(factor)
+        if not math.isclose(found, usual, rel_tol=1e-9):
+            raise UserError(
+                f"config.json: attention_factor = {found}: this family supports only {usual}, that of factor = {factor}"
+            )
+        return {name: value for name, value in scaling.items() if name != "attention_factor"}
 
     def written(self, config: Any) -> dict[str, Any] | None:
         """The fields for the hyper-parameters; None if the factor is 1."""
@@ -289,34 +310,80 @@ def fixed_interval(fields: Mapping[str, Any], name: str, layers: Callable[[int, 
     )
 
 
-def rope_of_full_layers(fields: Mapping[str, Any], local: str | None = None) -> dict[str, Any]:
+def rope_of_full_layers(fields: Mapping[str, Any], theta: float, local: str | None = None) -> dict[str, Any]:
     """The fields with the rotary embeddings of layers of full attention as those of all layers.
 
-    local: the field for the base of layers with a window, if it may be another. transformers 5 writes rotary embeddings
-    by kind of layer. Raises UserError if those of layers with a window are scaled, or have another base that may not.
-    An attention_factor that is the one of YaRN's formula is left out.
+    transformers 5 reads rotary embeddings by kind of layer, from rope_parameters, and those of layers of full attention
+    also from rope_scaling. theta: its base if a field is missing. local: the field for the base of layers with a
+    window, if it may be another. Raises UserError if those of layers with a window are scaled, or have another base
+    that may not, and if versions of transformers differ in what they read.
     """
-    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
-    found = read_field(fields, name, dict, {})
-    if local is not None and name == "rope_scaling" and fields.get("rope_parameters"):
+    scaling, given = (read_field(fields, name, dict, {}) for name in ("rope_scaling", "rope_parameters"))
+    by_kind = any(kind in given for kind in _KINDS_OF_WINDOWS)
+    if scaling and given and (local is not None or not by_kind):
         raise UserError("config.json: rope_scaling and rope_parameters: this family reads only one of both: remove one")
-    if set(_KINDS_OF_WINDOWS) & found.keys():
-        full = read_field(found, "full_attention", dict, {})
-        others = read_field(found, "sliding_attention", dict, {} if local else {"rope_theta": full.get("rope_theta")})
-        is_other = local is None and others.get("rope_theta") != full.get("rope_theta")
-        if is_other or {"default"} != {others.get(key) or "default" for key in ("rope_type", "type")}:
+    _refuse_unread_scaling(scaling)
+    outside = _theta(fields)
+    if given and not by_kind:
+        _refuse_unread_parameters(given, theta if outside is None else outside, "" if local else _IN_ALL_LAYERS)
+        outside = _theta({"rope_theta": outside, **given})
+    full = {"rope_theta": outside, **read_field(given, "full_attention", dict, {}), **scaling}
+    window = read_field(given, "sliding_attention", dict, {})
+    base, of_window = _theta(full), _theta(window)
+    is_other = local is None and of_window not in (None, base)
+    if is_other or any((window.get(key) or "default") != "default" for key in ("rope_type", "type")):
+        raise UserError(
+            f"config.json: rope_parameters.sliding_attention = {window!r}: this family supports only unscaled rotary "
+            f"embeddings{' with the base of full_attention' if local is None else ''}"
+        )
+    others = [theta if of_window is None else of_window, *([] if outside is None or not scaling else [outside])]
+    other = next((each for each in others if each != base), None)
+    if local is None and base is not None and other is not None:
+        raise UserError(
+            f"config.json: rope_theta = {base}: versions of transformers differ in the base of some layers, {base} or "
+            f"{other}: write rope_parameters with full_attention and sliding_attention, and the same rope_theta in "
+            "both and outside"
+        )
+    found = {**fields, "rope_scaling": None, "rope_parameters": None, "rope_theta": base}
+    if local is not None and of_window is not None:
+        found[local] = of_window
+    return found | {"rope_parameters" if given and not scaling else "rope_scaling": full}
+
+
+_IN_ALL_LAYERS = "transformers 5.0 to 5.3 take it in all layers, "
+
+
+def _theta(fields: Mapping[str, Any]) -> float | None:
+    theta: float | None = None if fields.get("rope_theta") is None else read_field(fields, "rope_theta", float)
+    return theta
+
+
+def _refuse_unread_scaling(scaling: Mapping[str, Any]) -> None:
+    """Raise UserError for a rope_scaling that transformers 5 does not read in families with kinds of layers."""
+    kind = scaling.get("type") or "default"
+    if not scaling.get("rope_type") and kind != "default":
+        raise UserError(
+            f"config.json: rope_scaling.type = {kind!r} without rope_type: transformers 4 scales by it, transformers 5 "
+            "does not scale: write the key rope_type in its place, or remove rope_scaling"
+        )
+    for each in _KINDS_OF_WINDOWS:
+        if each in scaling:
             raise UserError(
-                f"config.json: {name}.sliding_attention = {others!r}: this family supports only unscaled rotary "
-                f"embeddings{' with the base of full_attention' if local is None else ''}"
+                f"config.json: rope_scaling.{each}: transformers reads kinds of layers in rope_parameters only: rename "
+                "rope_scaling to rope_parameters"
             )
-        found = full
-        if local is not None and "rope_theta" in others:
-            fields = {**fields, local: others["rope_theta"]}
-    factor, scale = found.get("attention_factor"), found.get("factor")
-    if isinstance(factor, float) and isinstance(scale, int | float) and scale > 0:
-        is_usual = math.isclose(factor, 0.1 * math.log(scale) + 1.0, rel_tol=1e-9)
-        found = {key: value for key, value in found.items() if key != "attention_factor" or not is_usual}
-    return {**fields, name: found}
+
+
+def _refuse_unread_parameters(given: Mapping[str, Any], base: float, others: str) -> None:
+    """Raise UserError for rope_parameters of all layers, which transformers does not read in families with kinds of
+    layers, unless they are what it takes. base: its rope_theta. others: what other versions do."""
+    is_default = (given.get("rope_type") or given.get("type") or "default") == "default"
+    if not is_default or given.get("rope_theta", base) != base:
+        raise UserError(
+            f"config.json: rope_parameters has neither full_attention nor sliding_attention: {others}transformers 5.24 "
+            f"ignores it, and takes rope_theta = {base} without scaling: write rope_parameters for both kinds of "
+            "layers, each with rope_type and rope_theta"
+        )
 
 
 @dataclass(frozen=True)
@@ -331,8 +398,8 @@ class DecoderFormat:
     layer; "": it is stored as the other blocks, with copies.
     supported: fields with a single supported value, which are also written, in place of SUPPORTED_VALUES where both
     have them. required: those of them that must be present, since their default in transformers is another value.
-    scaling: the supported one, if any. prepared: the fields of config.json with one for each hyper-parameter, raising
-    UserError. written: further fields to write, or other values.
+    scaling: the supported one, if any. default_theta: transformers' own rope_theta. prepared: the fields of config.json
+    with one for each hyper-parameter, raising UserError. written: further fields to write, or other values.
     """
 
     config_type: type[Any]
@@ -347,6 +414,7 @@ class DecoderFormat:
     supported: dict[str, Any] = field(default_factory=dict)
     required: tuple[str, ...] = ()
     scaling: Scaling | None = None
+    default_theta: float = 10_000.0
     prepared: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: fields
     written: Callable[[Any], dict[str, Any]] = lambda _: {}
 
@@ -405,10 +473,12 @@ class DecoderFormat:
         for kind in read_field(fields, "layer_types", list, []):
             refuse_other({"layer_types": kind}, {"layer_types": "full_attention"})
         partial = "partial_rotary_factor" in self._fields()
-        theta, scaling = rope_fields(fields, self.scaling.kind if self.scaling else None, partial=partial)
+        kind = self.scaling.kind if self.scaling else None
+        theta, scaling = rope_fields(fields, kind, default=self.default_theta, partial=partial)
         values = {"rope_theta": theta} | self._values(fields)
         names = self._fields()
         if self.scaling is not None:
+            scaling = self.scaling.read(scaling)
             refuse_other(scaling, self.scaling.supported)
             for name in self.scaling.required if scaling else ():
                 read_field(scaling, name, type(self.scaling.supported[name]))

@@ -23,8 +23,6 @@ from titanlite.models.hugging_face import (
     POST_NORM_NAMES,
     YARN,
     DecoderFormat,
-    read_field,
-    rope_fields,
     rope_of_full_layers,
     window_fields,
     written_windows,
@@ -32,7 +30,7 @@ from titanlite.models.hugging_face import (
 from titanlite.models.layers import RotaryEmbedding
 from titanlite.models.olmo2 import Olmo2Config, attention
 from titanlite.models.qwen3 import NEEDS, check_yarn, yarn
-from titanlite.runtime.errors import Problem, UserError
+from titanlite.runtime.errors import Problem
 
 
 @dataclass(frozen=True)
@@ -82,14 +80,7 @@ def check(config: Olmo3Config, seq_len: int, tp: int, pp: int) -> list[Problem]:
 
 def _prepared(fields: Mapping[str, Any]) -> dict[str, Any]:
     """With the rotary embeddings of layers that see all positions."""
-    found = window_fields(rope_of_full_layers(fields), 4, 4096)
-    theta, _ = rope_fields(found, YARN.kind)
-    if theta != Olmo3Config.rope_theta and "full_attention" not in read_field(fields, "rope_parameters", dict, {}):
-        raise UserError(
-            f"config.json: rope_theta = {theta}: versions of transformers differ in the base of layers with a window: "
-            "write rope_parameters with full_attention and sliding_attention"
-        )
-    return found
+    return window_fields(rope_of_full_layers(fields, Olmo3Config.rope_theta), 4, 4096)
 
 
 def _written(config: Olmo3Config) -> dict[str, Any]:
@@ -107,6 +98,7 @@ FORMAT = DecoderFormat(
     norm_names=POST_NORM_NAMES,
     block_names=HEAD_NORM_NAMES,
     scaling=YARN,
+    default_theta=Olmo3Config.rope_theta,
     prepared=_prepared,
     written=_written,
 )

@@ -77,7 +77,8 @@ def _prepared(fields: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError("config.json: no_rope_layers has no 1: this family supports only models with rotary embeddings")
     # without layer_types, all layers without rotary embeddings have the window; the default is none
     windows = without_unused_window({"sliding_window": None, **fields, "max_window_layers": 0})
-    return {**windows, "no_rope_layer_interval": found}
+    tied = fields.get("tie_word_embeddings")
+    return {**windows, "no_rope_layer_interval": found, "tie_word_embeddings": True if tied is None else tied}
 
 
 def _written(config: Smollm3Config) -> dict[str, Any]:
@@ -89,6 +90,7 @@ FORMAT = DecoderFormat(
     check,
     fields={"no_rope_interval": "no_rope_layer_interval"},
     supported={"mlp_bias": False, "use_sliding_window": False},
+    default_theta=2_000_000.0,
     prepared=_prepared,
     written=_written,
 )

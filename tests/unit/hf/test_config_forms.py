@@ -1,6 +1,7 @@
 """Forms of config.json: logits of a folder as titanlite reads it, compared with those of transformers."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,18 @@ from titanlite.models.family import saved_tensors
 FULL, SLIDING = ["full_attention"] * 2, ["sliding_attention"] * 2
 WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 NARROW = {"head_dim": 8, "n_heads": 4, "dim": 32}
+WINDOWS = {"sliding_window": 7, "full_interval": 2}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+USUAL = 0.1 * math.log(4) + 1
+
+
+def kinds(*thetas: Any) -> dict[str, Any]:
+    """rope_parameters by kind of layer, with these bases; ...: without the field."""
+    names = ("full_attention", "sliding_attention")
+    bases = [{} if theta is ... else {"rope_theta": theta} for theta in (*thetas, ...)[:2]]
+    return {name: {"rope_type": "default"} | base for name, base in zip(names, bases, strict=True)}
+
+
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral, full attention only": ("mistral", {"layer_types": FULL}, {"sliding_window": 7}),
     "mistral, windows only": ("mistral", {"layer_types": SLIDING}, {"sliding_window": 7}),
@@ -25,7 +38,39 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3, too few layers for the window": ("qwen3", WINDOW | {"max_window_layers": 2}, {}),
     "qwen3_moe, no window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": None}, {}),
     "smollm3, no layer with the window": ("smollm3", WINDOW | {"layer_types": FULL}, {"no_rope_interval": 2}),
-    "olmo3, windows only": ("olmo3", {"layer_types": SLIDING}, {"sliding_window": 7, "full_interval": 2}),
+    "qwen3, usual factor": ("qwen3", {"rope_scaling": YARN | {"attention_factor": USUAL}}, {}),
+    "gpt_oss, usual factor": (
+        "gpt_oss",
+        {"rope_scaling": YARN | {"attention_factor": USUAL, "truncate": False}},
+        {"sliding_window": 7},
+    ),
+    "deepseek_v3, usual factor": (
+        "deepseek_v3",
+        {"rope_scaling": YARN | {"attention_factor": 1.0, "mscale": 0.7, "mscale_all_dim": 0.7}},
+        {},
+    ),
+    "gemma3, flat keys beside kinds": (
+        "gemma3",
+        {"rope_parameters": kinds(5e4, 2e3) | {"rope_theta": 7.0, "rope_type": "linear"}, "hidden_act": "gelu"},
+        WINDOWS,
+    ),
+    "gemma3, bases outside of kinds": (
+        "gemma3",
+        {"rope_parameters": kinds(...), "rope_theta": 5e4, "rope_local_base_freq": 2e3},
+        WINDOWS,
+    ),
+    "olmo3, base outside for full attention": (
+        "olmo3",
+        {"rope_parameters": kinds(..., 2e4), "rope_theta": 2e4},
+        WINDOWS,
+    ),
+    "olmo3, kinds and scaling": (
+        "olmo3",
+        {"rope_parameters": kinds(2e4, 2e4), "rope_scaling": YARN, "rope_theta": 2e4},
+        WINDOWS,
+    ),
+    "smollm3, tied by default": ("smollm3", {"tie_word_embeddings": ...}, {"tie_embeddings": True}),
+    "olmo3, windows only": ("olmo3", {"layer_types": SLIDING}, WINDOWS),
 }
 """By name: family, changes of the fields that titanlite writes (...: without the field), changes of a tiny model."""
 

@@ -343,6 +343,23 @@ def test_a_text_model_inside_another_model(tmp_path: Path, form: str) -> None:
         open_folder("it", tmp_path / "it")
 
 
+@pytest.mark.parametrize(("wrapper", "family"), [("mistral3", "mistral"), ("internvl", "qwen2"), ("llava", "mistral")])
+def test_the_embeddings_of_a_text_model_are_tied_by_default(tmp_path: Path, wrapper: str, family: str) -> None:
+    """As the models of transformers that wrap it, which do not read the default of the text model."""
+    written = write_model(tmp_path / "it", family, tie_embeddings=True)
+    tensors = {f"language_model.{name}": tensor for name, tensor in written.items()}
+    save_file(tensors, tmp_path / "it" / SINGLE)
+    edit("config.json", lambda fields: fields.pop("tie_word_embeddings"))(tmp_path / "it")
+    edit("config.json", lambda fields: fields.update(model_type=wrapper, text_config=dict(fields)))(tmp_path / "it")
+    if wrapper == "llava":
+        with pytest.raises(UserError, match=r"lm_head\.weight is missing"):
+            open_folder("it", tmp_path / "it")
+        return
+    assert open_folder("it", tmp_path / "it").hyper_parameters.tie_embeddings
+    add_tensors(tmp_path / "it", {"language_model.lm_head.weight": written[EMBEDDING] + 1})
+    assert not open_folder("it", tmp_path / "it").hyper_parameters.tie_embeddings  # as published: stored, not tied
+
+
 def test_links_may_lead_into_an_allowed_folder(made: Path, tmp_path: Path) -> None:
     """As in the hub's cache, whose snapshots are links to blobs beside them."""
     repository = tmp_path / "models--a--b"

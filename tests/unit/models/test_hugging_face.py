@@ -90,7 +90,13 @@ def test_published_folders(family: str) -> None:
 
 SCALING = json.loads(LLAMA_3_2_1B)["rope_scaling"]
 QWEN3_ROPE = {"rope_type": "default", "rope_theta": 1e6}
+BY_KIND = ("gemma3", "olmo3")
+"""Families with rotary embeddings by kind of layer."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}  # as in Qwen3's model cards
+
+
+def of_both_kinds(theta: float) -> dict[str, Any]:
+    return {kind: {"rope_type": "default", "rope_theta": theta} for kind in ("full_attention", "sliding_attention")}
 
 
 @pytest.mark.parametrize(
@@ -125,6 +131,55 @@ def test_equivalent_forms(family: str, changes: dict[str, Any]) -> None:
 )
 def test_qwen3_with_yarn(changes: dict[str, Any]) -> None:
     assert read("qwen3", changes) == replace(read("qwen3"), rope_scaling_factor=4.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "config"),
+    [
+        (
+            "gemma3",
+            {"rope_scaling": {"rope_type": "linear", "type": "default", "factor": 8}},
+            {"rope_scaling_factor": 8.0},
+        ),
+        ("gemma3", {"rope_parameters": {"rope_theta": 1e6}}, {}),
+        ("gemma3", {"rope_scaling": {"type": "default"}}, {}),
+        ("gemma3", {"hidden_act": "gelu"}, {}),
+        ("gemma2", {"hidden_act": "relu"}, {}),
+        ("olmo3", {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "rope_theta": None}, {}),
+        ("olmo3", {"rope_parameters": {"full_attention": {"rope_theta": 5e5}, "sliding_attention": None}}, {}),
+        ("olmo3", {"rope_theta": None, "rope_parameters": of_both_kinds(2e4)}, {"rope_theta": 2e4}),
+        (
+            "olmo3",
+            {"rope_theta": 2e4, "rope_parameters": {"sliding_attention": {"rope_theta": 2e4}}},
+            {"rope_theta": 2e4},
+        ),
+        ("smollm3", {"tie_word_embeddings": None}, {"tie_embeddings": True}),
+        ("mistral", {"head_dim": None}, {"head_dim": 32}),
+        ("qwen3_moe", {"head_dim": None}, {"head_dim": 64}),
+        ("qwen3", {"head_dim": None}, {"head_dim": 128}),
+        ("mistral", {"layer_types": ["full_attention"] * 6}, {"sliding_window": 0}),
+        ("mistral", {"layer_types": ["sliding_attention"] * 6}, {}),
+        *(
+            (family, {"rope_scaling": YARN | {"attention_factor": 1.138629436111989}}, {"rope_scaling_factor": 4.0})
+            for family in ("qwen3", "qwen3_moe", "olmo3")
+        ),
+        (
+            "deepseek_v3",
+            {"rope_scaling": YARN | {"attention_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
+            {"rope_scaling_factor": 4.0},
+        ),
+    ],
+    ids=str,
+)
+def test_forms_that_transformers_reads(family: str, changes: dict[str, Any], config: dict[str, Any]) -> None:
+    """Changes of what a debug model writes, None: without the field, and what they change of the model."""
+    hf, debug = FAMILIES[family].exported, FAMILIES[family].flavors["debug"]
+    fields = without(hf.config_json(debug) | changes, *(name for name, value in changes.items() if value is None))
+    found = hf.config_from_json(fields)
+    expected = replace(debug, **config)
+    if config.get("rope_scaling_factor") == 4.0:
+        expected = replace(expected, rope_original_seq_len=YARN["original_max_position_embeddings"])
+    assert found == expected
 
 
 def test_older_llamas_are_unscaled_and_share_no_heads() -> None:
@@ -266,6 +321,29 @@ def test_older_versions_read_the_written_config() -> None:
             "rope_parameters.sliding_attention",
         ),
         ("olmo3", {"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor"),
+        *((family, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "without rope_type") for family in BY_KIND),
+        *((family, {"rope_parameters": QWEN3_ROPE | {"rope_theta": 2e4}}, "5.24 ignores it") for family in BY_KIND),
+        *((family, {"rope_scaling": {"full_attention": QWEN3_ROPE}}, "rename rope_scaling") for family in BY_KIND),
+        *(
+            (family, {"rope_parameters": {"sliding_attention": {"rope_type": ["linear"]}}}, "sliding_attention")
+            for family in BY_KIND
+        ),
+        ("olmo3", {"rope_parameters": YARN | {"rope_theta": 5e5}}, "5.0 to 5.3 take it in all layers, .*= 500000.0 "),
+        ("olmo3", {"rope_parameters": {"full_attention": {"rope_theta": 2e4}}}, "some layers, 20000.0 or 500000.0"),
+        (
+            "olmo3",
+            {"rope_theta": 2e4, "rope_parameters": {"full_attention": {}, "sliding_attention": {}}},
+            "some layers, 20000.0 or 500000.0",
+        ),
+        ("olmo3", {"rope_scaling": YARN, "rope_parameters": of_both_kinds(2e4)}, "some layers, 20000.0 or 500000.0"),
+        ("olmo3", {"rope_scaling": YARN, "rope_parameters": QWEN3_ROPE}, "only one of both"),
+        ("olmo3", {"rope_theta": [1.0]}, "rope_theta is"),
+        ("gemma2", {"rope_parameters": {"full_attention": {}}}, "rope_parameters.full_attention: all layers"),
+        ("gemma2", {"hidden_act": "gelu", "hidden_activation": None}, "hidden_act = 'gelu'"),
+        *(
+            (family, {"rope_theta": None}, f"transformers would take {theta}$")
+            for family, theta in {"smollm3": 2e6, "olmo3": 5e5, "gpt_oss": 1.5e5, "llama3": 1e4}.items()
+        ),
         ("mistral", {"sliding_window": "64"}, "sliding_window"),
         ("qwen2", {"attention_bias": False}, "attention_bias = False"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, "use_sliding_window = True"),
