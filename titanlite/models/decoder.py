@@ -484,11 +484,14 @@ def describe_size(num_parameters: int, config: Any) -> str:
     """The number of parameters, and without the experts that a token does not use if there are any. config: of any
     family."""
     text, idle = f"{num_parameters:,} parameters", idle_parameters(config)
+    if idle and config.expert_biases:
+        # of w1, w2 and w3; a ladder, which counts tokens per parameter, leaves them out
+        idle += idle // (3 * config.dim * config.ffn_dim) * (2 * config.ffn_dim + config.dim)
     return f"{text}, {num_parameters - idle:,} of them active" if idle else text
 
 
 def idle_parameters(config: Any) -> int:
-    """The number of parameters of experts that a token does not use. config: of any family; 0 if it is no
+    """The number of weights, without biases, of experts that a token does not use. config: of any family; 0 if it is no
     DecoderConfig."""
     if not isinstance(config, DecoderConfig):
         return 0

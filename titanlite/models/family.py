@@ -71,6 +71,8 @@ class DecoderConfig:
     """Whether shared experts have the sigmoid of a score as weight."""
     clamped: ClassVar[bool] = False
     """Whether the activation of experts is clamped_swiglu, not swiglu."""
+    expert_biases: ClassVar[bool] = False
+    """Whether the layers of experts have biases."""
     norm_offset: ClassVar[float] = 0.0
     """Added to the weights of all norms."""
     norms: ClassVar[Literal["before", "after", "both"]] = "before"

@@ -44,6 +44,7 @@ class GptOssConfig(ExpertHyperParameters, WindowHyperParameters, HyperParameters
     rope_original_seq_len: int = 4096
     """Context length before the scaling."""
     clamped: ClassVar[bool] = True
+    expert_biases: ClassVar[bool] = True
 
 
 _20B = GptOssConfig(dim=2880, n_layers=24, n_heads=64, n_kv_heads=8, ffn_dim=2880, vocab_size=201_088, n_experts=32)
@@ -71,7 +72,8 @@ class GptOss(Decoder):
 
     def __init__(self, config: GptOssConfig) -> None:
         def block(index: int) -> Block:
-            return Block(config, attention(config, config.windows[index]), MixtureOfExperts(config, bias=True))
+            experts = MixtureOfExperts(config, bias=config.expert_biases)
+            return Block(config, attention(config, config.windows[index]), experts)
 
         super().__init__(config, block, _yarn(config))
 

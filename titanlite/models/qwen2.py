@@ -47,7 +47,8 @@ FLAVORS = {
 }
 """Published sizes of Qwen2.5, and a debug size for a laptop.
 
-max_seq_len is that of the post-trained models; base models have 131,072 in config.json and compute the same.
+max_seq_len is that of the post-trained models; base models but 0.5B and 3B have 131,072 in config.json and compute the
+same. norm_eps is that of the base models; the post-trained ones of 14B, 32B and 72B have 1e-6.
 """
 
 

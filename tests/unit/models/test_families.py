@@ -18,6 +18,7 @@ from tests.unit.models.shaken import perturbed_model
 from titanlite.config.describe import field_texts
 from titanlite.config.load import load_config
 from titanlite.generation.generate import Sampling, generate
+from titanlite.models.decoder import describe_size
 from titanlite.models.experts import Experts
 from titanlite.models.family import CHOICE_BIAS, Family, Init, LanguageModel, saved_tensors
 from titanlite.models.init import init_parameters_
@@ -336,3 +337,19 @@ def test_rotary_embeddings_that_change_are_those_of_a_new_model(family: Family) 
         after = models[0](tokens)
     assert torch.equal(after, expected)
     assert not torch.equal(before, expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "flavor", "total", "active"),
+    [
+        ("gpt_oss", "20B", 20_914_757_184, 4_187_440_704),
+        ("gpt_oss", "120B", 116_829_156_672, 5_711_982_912),
+        ("qwen3_moe", "30B-A3B", 30_532_122_624, 3_353_032_704),
+        ("deepseek_v3", "671B-A37B", 671_026_404_352, 37_552_282_624),
+    ],
+)
+def test_active_parameters_are_without_weights_and_biases_of_idle_experts(
+    family: str, flavor: str, total: int, active: int
+) -> None:
+    shown = describe_size(total, FAMILIES[family].flavors[flavor])
+    assert shown == f"{total:,} parameters, {active:,} of them active"

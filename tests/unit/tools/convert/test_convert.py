@@ -167,6 +167,21 @@ def test_a_folder_saved_by_transformers_is_the_same_model(tmp_path: Path, family
         assert torch.allclose(own, model(TOKENS).logits, rtol=0, atol=1e-5 * float(own.abs().max()))
 
 
+@pytest.mark.parametrize(
+    ("family", "theirs", "ours"),
+    [("gpt_oss", 0.9, 0.001), ("gpt_oss", 0.0, 0.0), ("olmoe", 0.02, 0.01), ("deepseek_v3", 0.001, 0.001)],
+)
+def test_the_balance_loss_of_a_flavor_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, theirs: float, ours: float
+) -> None:
+    """router_aux_loss_coef is of another loss, aux_loss_alpha of DeepSeek-V3 of the same."""
+    write_model(tmp_path / "original", family, balance_loss=theirs)
+    main(["import", str(tmp_path / "original"), "--out", str(tmp_path / "run")])
+    assert open_run(tmp_path / "run").hyper_parameters.balance_loss == ours
+    said = f"model.balance_loss = {ours}, that of the flavor debug: router_aux_loss_coef = {theirs} in config.json"
+    assert (said in capsys.readouterr().out) == (ours != theirs)
+
+
 DEFAULTS = b"""{ "bos_token_id": null, "eos_token_id": [7, 0], "pad_token_id": 9, "do_sample": true,
   "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05, "max_new_tokens": 33,
   "of another program": [1.50] }
