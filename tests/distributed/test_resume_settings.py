@@ -12,10 +12,14 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from tests.distributed.reference import TOKENS
+from tests.distributed.reference import SEQ_LEN, TOKENS
 from tests.distributed.resuming import CORPUS, Outcome, Start, checkpoints_of, hashes, numbers, start_runs, write_text
 from titanlite.assembly import run as build_module
 from titanlite.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
+from titanlite.generation.generate import Prompt
+from titanlite.runtime.logging import log
+from titanlite.tools.generate.__main__ import warn
+from titanlite.tools.saved_run import open_run
 
 pytestmark = pytest.mark.slow
 
@@ -250,6 +254,35 @@ def test_sizes_derived_from_the_first_mesh_stay_if_the_mesh_changes(tmp_path: Pa
     assert not later.logged("Changed since")
     assert [len(rows) for rows in (first.rows | later.rows).values()] == [8] * 8
     assert sorted(ledger(first) | ledger(later)) == list(range(64))
+
+
+def test_weights_of_a_stage_are_of_the_model_of_its_step(tmp_path: Path) -> None:
+    stage = ("training.stages.0.from_step=3", "training.stages.0.rope_theta=100.0", "training.stages.0.seq_len=32")
+    start_runs(tmp_path, [Start((*FOUR, *stage), run="source")])
+    folder, text = tmp_path / "source/checkpoint", "Changed from the model of the weights: "
+    cases = {
+        (4, 100.0): "",
+        (4, 500000.0): f"{text}model.rope_theta: 100.0 in the checkpoint, 500000.0 now",
+        (2, 100.0): f"{text}model.rope_theta: 500000.0 in the checkpoint, 100.0 now",
+    }
+    path = "checkpoint.initial_load_path"
+    starts = [
+        Start(("training.steps=1", f"{path}={folder}/step-{step}", f"model.rope_theta={theta}"), run=f"{step}-{theta}")
+        for step, theta in cases
+    ]
+    for outcome, expected in zip(start_runs(tmp_path, starts), cases.values(), strict=True):
+        assert outcome.error == ""
+        assert outcome.logged(expected or "with the weights of step")
+        assert outcome.logged(text) == bool(expected)
+    saved = [open_run(folder / f"step-{step}") for step in (2, 4)]
+    assert [run.seq_len for run in saved] == [SEQ_LEN, 32]
+    assert [run.hyper_parameters.rope_theta for run in saved] == [500000.0, 100.0]
+    warnings: list[str] = []
+    for run in saved:
+        with patch.object(log, "warning", lambda text, *values: warnings.append(text % values)):
+            warn(run, [Prompt("", "", (0,) * 30)], {0}, 3)
+    text = "the run was trained on sequences of {} tokens: longer texts are extrapolated"
+    assert warnings == [text.format(SEQ_LEN), text.format(32)]
 
 
 def test_run_starts_from_the_weights_or_the_full_state_of_another_run(tmp_path: Path) -> None:

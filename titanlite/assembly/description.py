@@ -17,7 +17,7 @@ from titanlite.assembly.job import Job
 from titanlite.assembly.model import describe_attention
 from titanlite.checkpoint.start import Start
 from titanlite.config.schema import JobConfig, TrainingConfig
-from titanlite.config.stages import batch_stages, stage_lines
+from titanlite.config.stages import SIZES, stage_lines, stage_sizes
 from titanlite.config.toml import dump_config
 from titanlite.config.value_types import literal
 from titanlite.config.values import read_values
@@ -149,7 +149,8 @@ def describe_moved_decay(config: JobConfig, start: Start) -> str:
     steps = config.training.steps
     if not start.config or start.step >= steps:
         return ""
-    earlier, _, earlier_steps, problem = saved_schedule(start.config)
+    earlier, _, training, problem = saved_schedule(start.config)
+    earlier_steps = training.steps
     if problem is not None:
         return ""
     if steps == earlier_steps or not (depends_on_steps(earlier) and depends_on_steps(config.lr_schedule)):
@@ -167,20 +168,19 @@ def describe_jump(config: JobConfig, start: Start) -> str:
     section, steps, step = config.lr_schedule, config.training.steps, start.step
     if not start.config or step >= steps:
         return ""
-    earlier, earlier_lr, earlier_steps, problem = saved_schedule(start.config)
+    earlier, earlier_lr, training, problem = saved_schedule(start.config)
     if problem is not None:
         given = f"{problem.key} = {problem.value!r}"
         return f"Whether the learning rate jumps is unknown: the checkpoint has {given} (valid: {problem.rule})"
-    stages = batch_stages(config)  # those up to the step are those of the checkpoint
-    before = build_schedule(earlier, earlier_lr, earlier_steps, stages)(step)
-    now = build_schedule(section, config.optimizer.lr, steps, stages)(step)
+    before = build_schedule(earlier, earlier_lr, training.steps, stage_sizes(training))(step)
+    now = build_schedule(section, config.optimizer.lr, steps, stage_sizes(config.training))(step)
     if math.isclose(before, now):
         return ""
     text = (
         f"The learning rate jumps: step {step} was trained with {before:.4g}, and has {now:.4g} in this run's schedule"
     )
     last_before, _ = decay_span(section, steps)
-    had_begun = decays(earlier) and decay_span(earlier, earlier_steps)[0] < step
+    had_begun = decays(earlier) and decay_span(earlier, training.steps)[0] < step
     if not decays(section) or last_before >= step or had_begun:
         return text
     return (
@@ -189,13 +189,14 @@ def describe_jump(config: JobConfig, start: Start) -> str:
     )
 
 
-def saved_schedule(saved: Mapping[str, Any]) -> tuple[ScheduleConfig, float, int, Problem | None]:
-    """([lr_schedule], optimizer.lr, training.steps of a checkpoint's configuration, the first value that is not valid:
-    an edited one, or a shape of a plugin that is not imported). Keys that it lacks have their defaults."""
+def saved_schedule(saved: Mapping[str, Any]) -> tuple[ScheduleConfig, float, TrainingConfig, Problem | None]:
+    """([lr_schedule], optimizer.lr, steps and sizes of [training] in a checkpoint's configuration, the first value that
+    is not valid: an edited one, or a shape of a plugin that is not imported). Keys that it lacks have their defaults.
+    """
     known = {
         "lr_schedule": [field.name for field in fields(ScheduleConfig)],
         "optimizer": ["lr"],
-        "training": ["steps"],
+        "training": ["steps", "stages", *SIZES],
     }
     tables = {name: {key: saved[name][key] for key in keys if key in saved[name]} for name, keys in known.items()}
     read, problems = read_values(tables, None)
@@ -205,5 +206,5 @@ def saved_schedule(saved: Mapping[str, Any]) -> tuple[ScheduleConfig, float, int
         for key, value in unresolved
         if not isinstance(value, int)
     ]
-    lr, steps = read["optimizer"].get("lr", OptimizerConfig.lr), read["training"].get("steps", TrainingConfig.steps)
-    return ScheduleConfig(**read["lr_schedule"]), lr, steps, next(iter(problems), None)
+    lr, training = read["optimizer"].get("lr", OptimizerConfig.lr), TrainingConfig(**read["training"])
+    return ScheduleConfig(**read["lr_schedule"]), lr, training, next(iter(problems), None)

@@ -33,6 +33,10 @@ PART_BYTES = 2**26
 """Size of the parts of a file that have a hash each, so that a part can be verified alone. A constant of the format."""
 
 
+ROPE_PREFIX = "rope_"
+"""Of the hyper-parameters of rotary embeddings, which a stage of the training may change."""
+
+
 class InvalidCheckpointError(Exception):
     """A checkpoint is incomplete or corrupted. The text is one line: file, the rank that wrote it, and the damage."""
 
@@ -135,7 +139,16 @@ def _with_fitting_values(config: dict[str, dict[str, Any]]) -> dict[str, dict[st
         raise ValueError("data.sources is not a list of tables")
     if not isinstance(plugins, list) or not all(isinstance(plugin, str) for plugin in plugins):
         raise ValueError("job.plugins is not a list of strings")
+    stages = config.get("training", {}).get("stages", [])
+    if not isinstance(stages, list) or not all(isinstance(row, dict) and _is_stage(row) for row in stages):
+        raise ValueError("training.stages is not a list of tables with a first step and numbers")
     return config
+
+
+def _is_stage(row: Mapping[str, Any]) -> bool:
+    """Whether a resolved table of training.stages has a first step, and numbers for the rotary embeddings."""
+    rope = (value for key, value in row.items() if key.startswith(ROPE_PREFIX))
+    return type(row.get("from_step")) is int and all(type(value) in (int, float) for value in rope)
 
 
 StoredConfig = Annotated[dict[str, dict[str, Any]], AfterValidator(_with_fitting_values)]
@@ -178,6 +191,17 @@ class Manifest:
     digest: str = ""
     computations: tuple[Computation, ...] = ()
     attempt: str = ""
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """The family and the hyper-parameters of the model at the step. `facts` has those of the first stage of the
+        training: here, stages that have begun have changed the rotary embeddings."""
+        model = dict(self.facts.get("model", {}))
+        for row in self.config.get("training", {}).get("stages", ()):
+            if row["from_step"] <= self.step:
+                given = {key: value for key, value in row.items() if key.startswith(ROPE_PREFIX) and value != -1}
+                model |= {key: value for key, value in given.items() if key in model}
+        return model
 
 
 _IF_GIVEN = ("digest", "computations", "attempt")

@@ -198,17 +198,17 @@ class StartFinder:
         return run_on_rank_0(lambda: generation_config_of(found.path, found.manifest), self.group)
 
     def _load_weights(self, found: Found) -> None:
-        tensors, facts = self.state.model(), found.manifest.facts
+        tensors = self.state.model()
         absent = self.state.buffers - self._shapes(found).keys()
         if absent:
             log.info("Not in the checkpoint, so they begin at 0: %s", ", ".join(sorted(absent)))
             tensors = {name: tensor for name, tensor in tensors.items() if name not in absent}
-        changes = model_differences(facts, self.about.facts)
+        changes = model_differences({"model": found.manifest.model}, self.about.facts)
         for line in check_tensors(found.path, tensors, self.group, changes):
             log.info("%s", line)
         for line in changes:
             log.info("Changed from the model of the weights: %s", line)
-        self._warn_of_tokenizer(facts.get("tokenizer"), str(found.path))
+        self._warn_of_tokenizer(found.manifest.facts.get("tokenizer"), str(found.path))
         load(found.path, tensors, self.group)
         self.state.restart_average()
         log.info(

@@ -1,6 +1,6 @@
 """Training stages: the configuration of each, by [[training.stages]], their rules, and lengths in tokens."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,27 +45,22 @@ def given_in(row: StageConfig, keys: Sequence[str]) -> dict[str, Any]:
     return {key: value for key in keys if (value := getattr(row, key)) != UNSET}
 
 
-def rope_at(training: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """The hyper-parameters that stages have changed up to a step. training: [training] of a checkpoint."""
-    found: dict[str, Any] = {}
-    for row in training.get("stages", ()):
-        if row["from_step"] <= step:
-            found |= {key: row[key] for key in ROPE if row.get(key, UNSET) != UNSET}
-    return found
-
-
 def batch_stages(config: JobConfig) -> tuple[BatchStage, ...]:
     """The steps of each stage. config: resolved."""
     found, has_weights = [], False
-    starts, given = [1], [False]
-    for row in config.training.stages:
-        starts.append(row.from_step)
-        given.append(bool(row.weights))
-    for start, is_given, each in zip(starts, given, stage_configs(config), strict=True):
+    given = [False, *(bool(row.weights) for row in config.training.stages)]
+    for stage, is_given, each in zip(stage_sizes(config.training), given, stage_configs(config), strict=True):
         has_weights |= is_given
-        training = each.training
         weights = tuple(source.weight for source in each.data.sources) if has_weights else ()
-        found.append(BatchStage(start, training.global_batch_size, training.seq_len, weights=weights))
+        found.append(replace(stage, weights=weights))
+    return tuple(found)
+
+
+def stage_sizes(training: TrainingConfig) -> tuple[BatchStage, ...]:
+    """The steps of each stage, without the weights of the sources. training: resolved."""
+    found = [BatchStage(1, training.global_batch_size, training.seq_len)]
+    for row in training.stages:
+        found.append(replace(found[-1], from_step=row.from_step, **given_in(row, SIZES)))
     return tuple(found)
 
 

@@ -31,7 +31,6 @@ from titanlite.checkpoint.manifest import MANIFEST_FILE, copy_id
 from titanlite.config.check import apply_stores, check_config, resolve_config
 from titanlite.config.load import config_from_values
 from titanlite.config.schema import JobConfig, JobSection
-from titanlite.config.stages import rope_at
 from titanlite.data.check import check_tasks, check_validation, keys_with_conversations
 from titanlite.data.kinds import open_source, source_from_path
 from titanlite.data.sources.config import SourceConfig
@@ -222,8 +221,9 @@ def evaluated_config(
     values: dict[str, dict[str, Any]] = {"model": {}, "data": {}, "tokenizer": {}}
     values |= {name: dict(table) for name, table in saved.manifest.config.items()}
     values["storage"] = asdict(of_run.storage)
-    rope = rope_at(values["training"], saved.manifest.step)
-    values["model"]["overrides"] = {**values["model"].get("overrides", {}), **rope}
+    first = saved.manifest.facts["model"]
+    of_step = {key: value for key, value in saved.manifest.model.items() if value != first[key]}
+    values["model"]["overrides"] = {**values["model"].get("overrides", {}), **of_step}
     values["training"]["stages"] = []
     validation = values.get("validation", {})
     if sources or options.tasks or any(word.startswith("--validation.sources") for word in overrides):

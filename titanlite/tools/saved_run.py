@@ -31,10 +31,11 @@ from titanlite.config.files import CONFIG_FILE
 from titanlite.config.load import CONFIG_COPY, config_from_values, parse, read_copy
 from titanlite.config.plugins import import_plugins_of
 from titanlite.config.schema import JobConfig
-from titanlite.config.stages import rope_at
+from titanlite.config.stages import stage_sizes
 from titanlite.config.toml import tables_of
 from titanlite.config.values import read_values
 from titanlite.data.bpe import prepare_tokenizer
+from titanlite.data.steps import stage_index
 from titanlite.data.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from titanlite.data.tokenizer_files import tokenizer_file
 from titanlite.evaluation.harness import task_file
@@ -95,6 +96,12 @@ class SavedRun:
     def storage(self) -> StorageConfig:
         """[storage] of the configuration in the checkpoint, which is not used. Raises UserError."""
         return self._saved_config.storage
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens per sequence of the training at the checkpoint's step. Raises UserError, see `config`."""
+        stages = stage_sizes(self._saved_config.training)
+        return stages[stage_index(stages, self.manifest.step)].seq_len
 
     @property
     def _saved_config(self) -> JobConfig:
@@ -358,10 +365,7 @@ def _opened(path: Place, *, verifies: bool = True, allow_import: bool) -> SavedR
     import_plugins_of(manifest.config, path, allowed=allow_import)
     if problem := _facts_problem(manifest):
         raise UserError(f"{path}: MANIFEST.json {problem}{_EDITED}")
-    try:
-        values = dict(manifest.facts["model"]) | rope_at(manifest.config["training"], manifest.step)
-    except (KeyError, TypeError, AttributeError):
-        raise UserError(f"{path}: MANIFEST.json has no valid training.stages{_EDITED}") from None
+    values = manifest.model
     family = FAMILIES.get(values.pop("family"))
     if family is None:
         raise UserError(

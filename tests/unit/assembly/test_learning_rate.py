@@ -61,6 +61,17 @@ def test_other_jumps_name_both_rates() -> None:
     assert other_peak.endswith("was trained with 0.001, and has 0.002 in this run's schedule")
 
 
+def test_the_rate_of_the_checkpoint_is_that_of_its_own_stages() -> None:
+    """Tokens of a stage that begins later decide how far a decay by tokens is."""
+    decay = (*TRUNK, "lr_schedule.decay=linear", "lr_schedule.over=tokens", "training.global_batch_size=8")
+    stage = ("training.stages.0.from_step=81", "training.stages.0.global_batch_size")
+    start = started(60, *decay, stage[0], f"{stage[1]}=16")
+    assert describe_jump(configured(*decay, stage[0], f"{stage[1]}=16"), start) == ""
+    text = "The learning rate jumps: step 60 was trained with "
+    assert describe_jump(configured(*decay, stage[0], f"{stage[1]}=64"), start).startswith(text)
+    assert describe_jump(configured(*decay), start).startswith(text)
+
+
 def test_a_checkpoint_of_an_older_version_lacks_keys_and_may_have_others() -> None:
     start = started(60, *TRUNK)
     del start.config["lr_schedule"]["final_decay_steps"]

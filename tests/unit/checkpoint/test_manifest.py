@@ -239,3 +239,23 @@ def test_a_pipe_or_a_device_is_no_manifest(tmp_path: Path) -> None:
     (tmp_path / MANIFEST_FILE).symlink_to("/dev/zero")
     with pytest.raises(InvalidCheckpointError, match="is not a regular file"):
         read_manifest(tmp_path)
+
+
+def test_the_model_of_a_manifest_is_that_of_its_step() -> None:
+    """Stages that have begun have changed the rotary embeddings, as far as the family has them."""
+    unset = {"seq_len": -1, "weights": {}, "rope_theta": -1.0, "rope_scaling_factor": -1.0, "rope_beta_fast": -1}
+    rows = [{"from_step": 3, "rope_theta": 5e4}, {"from_step": 5, "rope_scaling_factor": 4.0, "rope_beta_fast": 9.0}]
+    config = {"training": {"stages": [unset | row for row in rows]}}
+    model = {"family": "llama3", "dim": 8, "rope_theta": 1e4, "rope_scaling_factor": 1.0}
+    for step, changed in ((2, {}), (3, {"rope_theta": 5e4}), (9, {"rope_theta": 5e4, "rope_scaling_factor": 4.0})):
+        found = a_manifest(step, {}, facts={"model": model}, config=config)
+        assert found.model == model | changed
+        assert found.facts["model"] == model
+    assert a_manifest(9, {}, facts={"model": model}).model == model
+
+
+@pytest.mark.parametrize("stages", [{}, [3], [{}], [{"from_step": "3"}], [{"from_step": 3, "rope_theta": "1"}]])
+def test_stages_of_another_form_are_invalid(tmp_path: Path, stages: Any) -> None:
+    write_manifest(tmp_path, a_manifest(3, {METADATA_FILE: b"m"}, config={"training": {"stages": stages}}))
+    with pytest.raises(InvalidCheckpointError, match=r"training\.stages is not a list of tables with a first step"):
+        read_manifest(tmp_path)

@@ -65,7 +65,7 @@ def compared_tokens(run: SavedRun, dtype: torch.dtype) -> tuple[int, int]:
     beside two copies of the model."""
     rows, length = ROWS, SEQ_LEN
     if format_owner(run.family) is not None:
-        rows, length = OF_VARIANT[0], min(OF_VARIANT[1], run.config.training.seq_len)
+        rows, length = OF_VARIANT[0], min(OF_VARIANT[1], run.seq_len)
     elif (window := largest_window(run)) >= length:
         # both logits and their difference
         of_token = 3 * run.hyper_parameters.vocab_size * compute_dtype(dtype).itemsize

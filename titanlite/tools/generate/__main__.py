@@ -211,7 +211,7 @@ def open_chat(run: SavedRun, options: Options) -> Iterator[ChatModel]:
             defaults.ends(tokenizer.eos_id) | {*encoder.stop_ids},
             options.max_new_tokens or DEFAULT_CHAT_TOKENS,
             run.hyper_parameters.max_seq_len,
-            run.config.training.seq_len,
+            run.seq_len,
         )
 
 
@@ -268,7 +268,7 @@ def warn(run: SavedRun, prompts: Sequence[Prompt], eos_ids: Collection[int], max
     """Log what limits the quality or the length of the texts."""
     if not eos_ids:
         log.warning("the tokenizer names no EOS: each text ends after --max-new-tokens = %d", max_new_tokens)
-    trained = run.config.training.seq_len
+    trained = run.seq_len
     if max(len(prompt.ids) for prompt in prompts) + max_new_tokens > trained:
         log.warning("the run was trained on sequences of %d tokens: longer texts are extrapolated", trained)
 
