@@ -18,7 +18,7 @@ from tqdm import tqdm
 from typing_extensions import TypedDict
 
 from titanlite.data.chat.encoder import ChatEncoder, EncodedChat
-from titanlite.data.chat.messages import Message
+from titanlite.data.chat.messages import Conversation
 from titanlite.data.chat.source import conversation
 from titanlite.data.config import DataConfig
 from titanlite.data.sources.base import TextSource
@@ -207,7 +207,7 @@ class ConversationEncoder:
     def encode(self, pieces: Sequence[PieceText], locate: Callable[[int], str]) -> list[TokenPiece | Exception]:
         """The texts are rows of JSON; one that is not a conversation is a bad row."""
         texts = [piece.text for piece in pieces]
-        parsed = [text if isinstance(text, Exception) else _messages(text) for text in texts]
+        parsed = [text if isinstance(text, Exception) else _conversation(text) for text in texts]
         conversations = [found for found in parsed if not isinstance(found, Exception)]
         encoded = iter(self._chat.encode(conversations, self._loss_on))
         results: list[TokenPiece | Exception] = []
@@ -220,7 +220,7 @@ class ConversationEncoder:
         return results
 
 
-def _messages(row: str) -> list[Message] | BadRowError:
+def _conversation(row: str) -> Conversation | BadRowError:
     try:
         return conversation(row.encode())
     except BadRowError as bad:

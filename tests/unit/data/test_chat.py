@@ -109,7 +109,7 @@ def test_a_row_may_have_a_text_beside_its_messages(folder: Path) -> None:
     assert isinstance(source, Chat)
     (piece,) = source.scan(folder / "chat.jsonl", 0, 100)
     text = source.read(folder / "chat.jsonl", piece)
-    assert conversation(text.encode()) == turns
+    assert conversation(text.encode()).messages == turns
     assert source.plain_text(text) == "a"
     load(folder)
 

@@ -13,6 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from titanlite.data.bpe import train_bpe
 from titanlite.data.chat.encoder import ChatEncoder, EncodedChat
+from titanlite.data.chat.messages import Conversation
 from titanlite.data.check import check_tokenizer
 from titanlite.data.config import DataConfig, TokenizerConfig
 from titanlite.data.corpus import Encoder, TokenPiece
@@ -239,11 +240,13 @@ def test_conversations_have_the_tokens_of_the_other_files(folder: Path) -> None:
     file = write(folder, CHAT | {"eos_token": END, "chat_template": CHATML})
     tokenizer = Tokenizer(file)
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}]
-    (found,) = ChatEncoder(tokenizer).encode([messages], "all")
+    (found,) = ChatEncoder(tokenizer).encode([Conversation(messages)], "all")
     assert isinstance(found, EncodedChat)
     assert (found.tokens[0], *found.tokens[-2:], tokenizer.eos_id) == (376, 377, 201, 377)
     assert found.tokens.tolist() == judge(folder).apply_chat_template(messages)["input_ids"]
-    (found,) = ChatEncoder(tokenizer).encode([[messages[0], messages[1] | {"content": f"a {END}"}]], "all")
+    (found,) = ChatEncoder(tokenizer).encode(
+        [Conversation([messages[0], messages[1] | {"content": f"a {END}"}])], "all"
+    )
     assert isinstance(found, EncodedChat)
     assert found.tokens.tolist().count(377) == 2, "a user's text stays text"
 
@@ -292,7 +295,7 @@ def test_a_text_that_would_be_lost_is_refused(folder: Path, words: list[str], ki
     assert ("no tokens for some characters" in tokenizer.description) == drops
     faults = []
     for text in ("a", "\x01", "日本", "aña", "ñ a", "a\u0100"):
-        (of_chat,) = ChatEncoder(tokenizer).encode([[{"role": "user", "content": text}]], "all")
+        (of_chat,) = ChatEncoder(tokenizer).encode([Conversation([{"role": "user", "content": text}])], "all")
         ids_of_text = library.encode(text, add_special_tokens=False).ids
         if library.decode(ids_of_text) == text:
             assert tokenizer.encode(text) == ids_of_text

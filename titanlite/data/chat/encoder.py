@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from titanlite.data.chat.messages import ASSISTANT, KNOWN_ROLES, Message, require_answer
+from titanlite.data.chat.messages import ASSISTANT, KNOWN_ROLES, TOOLS, VALUES, Conversation, Message, require_answer
 from titanlite.data.chat.special_tokens import Encoded, SpecialTokens
-from titanlite.data.chat.template import ChatTemplate, unmarked
+from titanlite.data.chat.template import NO_VALUES, ChatTemplate, unmarked
 from titanlite.data.sources.pieces import BadRowError
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.text import is_visible
@@ -129,7 +129,7 @@ class ChatEncoder:
         end, self.fault_of_end = self._end_of_turn()
         self.stop_ids = tuple(dict.fromkeys(token for token in (end, tokenizer.eos_id) if token is not None))
 
-    def encode(self, conversations: Sequence[Sequence[Message]], loss_on: LossOn) -> list[EncodedChat | BadRowError]:
+    def encode(self, conversations: Sequence[Conversation], loss_on: LossOn) -> list[EncodedChat | BadRowError]:
         """The tokens of each conversation, computed as one batch; or why it cannot be used.
 
         loss_on "all": every token is trained on. "assistant": the tokens that share a character with a block
@@ -138,15 +138,16 @@ class ChatEncoder:
         before the turn and with it; it is refused if the tokens of these parts are not the first ones of its tokens.
         A turn that the template writes without its reasoning, since others follow, is trained on without it.
         """
-        drafts = [self._draft(messages, loss_on) for messages in conversations]
+        drafts = [self._draft(conversation, loss_on) for conversation in conversations]
         rendered = [draft for draft in drafts if isinstance(draft, _Draft)]
         encoded = self._encode(draft.text for draft in rendered)
         parts = self._encode(cut.text for draft in rendered for cut in _cuts(draft, encoded[draft.text]))
         return [
             draft
             if isinstance(draft, BadRowError)
-            else self._removed(messages, encoded[draft.text]) or _result(draft, encoded[draft.text], parts, loss_on)
-            for messages, draft in zip(conversations, drafts, strict=True)
+            else self._removed(given.messages, encoded[draft.text])
+            or _result(draft, encoded[draft.text], parts, loss_on)
+            for given, draft in zip(conversations, drafts, strict=True)
         ]
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -173,30 +174,42 @@ class ChatEncoder:
 
     def _prompted(self, messages: Sequence[Message]) -> _Text:
         """The text of a conversation with the prompt for the assistant's next turn. Raises BadRowError."""
-        given, marked = self._special_tokens.mark(messages)
+        given, _, marked = self._special_tokens.mark(messages)
         text, _ = self._render(given, marked, prompts=True)
         self._require_roles(given, text, KNOWN_ROLES - {"system", "developer"}, prompts=True)
         return text
 
-    def _draft(self, messages: Sequence[Message], loss_on: LossOn) -> _Draft | BadRowError:
+    def _draft(self, conversation: Conversation, loss_on: LossOn) -> _Draft | BadRowError:
         """Render a conversation."""
+        messages = conversation.messages
         answers = [index for index, message in enumerate(messages) if message.get("role") == ASSISTANT]
         try:
             if loss_on == ASSISTANT:
                 require_answer(messages)
+            self._require_fields(conversation)
             self._require_tool_calls(messages)
-            given, marked = self._special_tokens.mark(messages)
-            text, spans = self._render(given, marked)
-            self._require_roles(given, text, KNOWN_ROLES)
+            given, values, marked = self._special_tokens.mark(messages, conversation.values)
+            text, spans = self._render(given, marked, values)
+            self._require_roles(given, text, KNOWN_ROLES, values)
             finds_turns = loss_on == ASSISTANT and not self._template.marks_generation
             if finds_turns and len(answers) > MAX_RENDERED:
                 raise BadRowError(
                     f"it has {len(answers):,} turns of the assistant, more than {MAX_RENDERED:,}: mark their text in "
                     "the chat template with {% generation %} and {% endgeneration %}"
                 )
-            return _Draft(text, spans, [self._turn(given, index, text) for index in answers if finds_turns])
+            return _Draft(text, spans, [self._turn(given, index, text, values) for index in answers if finds_turns])
         except BadRowError as bad:
             return bad
+
+    def _require_fields(self, conversation: Conversation) -> None:
+        """Raise BadRowError if a field of the row would be lost: its tools, or another one that the template reads."""
+        reads = self._template.reads
+        if TOOLS in conversation.values and TOOLS not in reads:
+            remedy = "write them into the content of a system message, or use a template that reads them"
+            raise BadRowError(f"the row has {TOOLS!r}, which the chat template does not read: {remedy}")
+        if lost := sorted(conversation.others & reads):
+            remedy = f'write it into {VALUES!r}: {{"{lost[0]}": ...}}, or remove it'
+            raise BadRowError(f"the row has {lost[0]!r} beside its turns, which the chat template reads: {remedy}")
 
     def _require_tool_calls(self, messages: Sequence[Message]) -> None:
         """Raise BadRowError if a message has tool calls, and the template writes none."""
@@ -206,7 +219,13 @@ class ChatEncoder:
                     raise BadRowError(f"turn {number}: it has tool_calls, which the chat template does not write")
 
     def _require_roles(
-        self, messages: Sequence[Message], full: _Text, known: Collection[str], *, prompts: bool = False
+        self,
+        messages: Sequence[Message],
+        full: _Text,
+        known: Collection[str],
+        values: Mapping[str, Any] = NO_VALUES,
+        *,
+        prompts: bool = False,
     ) -> None:
         """Raise BadRowError if the text does not have the content of a turn whose role is not one of `known`.
 
@@ -221,22 +240,24 @@ class ChatEncoder:
             message = messages[index]
             role, content = message.get("role"), message["content"]
             other = [*messages[:index], {**message, "content": content + PROBE[1]}, *messages[index + 1 :]]
-            if self._render(other, full.marked, prompts=prompts).text == full:
+            if self._render(other, full.marked, values, prompts=prompts).text == full:
                 raise BadRowError(f"turn {index + 1}: the chat template writes nothing for the role {role!r}")
 
-    def _render(self, messages: Sequence[Message], marked: bool, *, prompts: bool = False) -> _Rendered:
-        """Render the messages of SpecialTokens.mark. Raises BadRowError."""
-        text = self._template.render(messages, prompts=prompts)
+    def _render(
+        self, messages: Sequence[Message], marked: bool, values: Mapping[str, Any] = NO_VALUES, *, prompts: bool = False
+    ) -> _Rendered:
+        """Render the messages and values of SpecialTokens.mark. Raises BadRowError."""
+        text = self._template.render(messages, values, prompts=prompts)
         if len(text) > MAX_CHARACTERS:
             raise BadRowError(f"its text has {len(text):,} characters, more than {MAX_CHARACTERS:,}")
         text, spans = unmarked(self._special_tokens.written(text) if marked else text)
         return _Rendered(_Text(text, marked), spans)
 
-    def _turn(self, messages: Sequence[Message], index: int, full: _Text) -> _Turn:
+    def _turn(self, messages: Sequence[Message], index: int, full: _Text, values: Mapping[str, Any]) -> _Turn:
         """The place of a turn of the assistant in the text of the conversation. Raises BadRowError."""
 
         def text(messages: Sequence[Message], *, prompts: bool = False) -> str:
-            return self._render(messages, full.marked, prompts=prompts).text.text
+            return self._render(messages, full.marked, values, prompts=prompts).text.text
 
         try:
             before = text(messages[:index], prompts=True)

@@ -1,8 +1,11 @@
-"""Conversations: the messages of a row in the two published formats."""
+"""Conversations: the messages of a row in the two published formats, and what else a chat template gets of the row."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from titanlite.data.sources.config import CONVERSATION_FIELDS
+from titanlite.data.sources.jsonl import json_value
 from titanlite.data.sources.pieces import BadRowError
 
 Message = Mapping[str, Any]
@@ -29,16 +32,80 @@ KNOWN_ROLES = frozenset({"system", "developer", "user", ASSISTANT, "tool", "func
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning. The first two are those that templates read."""
 
+TOOLS = "tools"
+"""The field of the tools: JSON objects in a list, or the text of one, which columns of any table can hold."""
+VALUES = "chat_template_kwargs"
+"""The field of further values, by the names under which the chat template reads them."""
+
+OWN_VALUES = frozenset(
+    {
+        *("messages", TOOLS, "add_generation_prompt", "conversation", "chat_template", "continue_final_message"),
+        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    }
+)
+"""Names that VALUES cannot hold: the training decides about them."""
+
 UNUSED = {
     "system": 'write it as the first message: {"role": "system", "content": ...}',
-    "tools": "only messages are rendered: write the tools into the content of a system message",
-    "functions": "only messages are rendered: write the functions into the content of a system message",
-    "documents": "only messages are rendered: write the documents into the content of a message",
+    "functions": f"write them as {TOOLS!r}",
+    "documents": f"write them into {VALUES!r} if the chat template reads them, else into the content of a message",
 }
-"""Fields of a row that would change its meaning if they were dropped -> what to do with them."""
+"""Other fields that would change the meaning of a row if they were dropped -> what to do with them."""
 
 WEIGHTS = ("weight", "train", "training")
 """Keys by which published data leave turns of the assistant out of the loss. Refused unless they train it fully."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation as chat templates get it.
+
+    values: the tools and what VALUES holds, by name, if given. others: the names of the row's other fields that are not
+    null; a template that reads one of them would be rendered without it.
+    """
+
+    messages: Sequence[Message]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    others: frozenset[str] = frozenset()
+
+
+def parse_row(row: object) -> Conversation:
+    """The conversation of a row: as parse_conversation, with `tools` and `chat_template_kwargs`, as TRL renders them.
+
+    An empty list of tools stands for none. Raises BadRowError.
+    """
+    messages = parse_conversation(row)
+    assert isinstance(row, Mapping), "see parse_conversation"
+    values = row.get(VALUES) or {}
+    if not isinstance(values, Mapping):
+        raise BadRowError(f"{VALUES!r} is not an object but {_type(values)}")
+    if own := sorted(OWN_VALUES & values.keys()):
+        raise BadRowError(f"{VALUES!r} has {own[0]!r}, about which the training decides: remove it")
+    values = dict(values)
+    if tools := _tools(row.get(TOOLS)):
+        values[TOOLS] = tools
+    known = {TOOLS, VALUES, *CONVERSATION_FIELDS}
+    return Conversation(
+        messages, values, frozenset(name for name in row if name not in known and row[name] is not None)
+    )
+
+
+def _tools(given: object) -> list[Any]:
+    """The tools of a row; [] without any. Raises BadRowError."""
+    if isinstance(given, str) and given.strip():
+        try:
+            given = json_value(given.encode("utf-8", "surrogatepass"))
+        except BadRowError as error:
+            raise BadRowError(f"the text of {TOOLS!r}: {error}") from None
+    if not given:
+        return []
+    if not isinstance(given, list):
+        raise BadRowError(f"{TOOLS!r} is not a list but {_type(given)}")
+    for number, tool in enumerate(given, 1):
+        if not isinstance(tool, Mapping):
+            raise BadRowError(f"tool {number} of {TOOLS!r} is not an object but {_type(tool)}")
+    return given
 
 
 def parse_conversation(row: object) -> list[Message]:
@@ -52,10 +119,10 @@ def parse_conversation(row: object) -> list[Message]:
     """
     if not isinstance(row, Mapping):
         raise BadRowError(f"not a JSON object but {_type(row)}")
-    for field, remedy in UNUSED.items():
-        if row.get(field):
-            raise BadRowError(f"the row has {field!r} beside its turns, which would be lost: {remedy}")
-    fields = [name for name in ("messages", "conversations") if row.get(name) is not None]
+    for name, remedy in UNUSED.items():
+        if row.get(name):
+            raise BadRowError(f"the row has {name!r} beside its turns, which would be lost: {remedy}")
+    fields = [name for name in CONVERSATION_FIELDS if row.get(name) is not None]
     if not fields:
         present = ", ".join(repr(name) for name in list(row)[:8]) or "no field"
         raise BadRowError(f"fields 'messages' and 'conversations' are missing; the row has {present}")

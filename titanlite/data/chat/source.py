@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from typing import IO, Any
 
-from titanlite.data.chat.messages import ASSISTANT, Message, parse_conversation, require_answer
+from titanlite.data.chat.messages import ASSISTANT, Conversation, parse_row, require_answer
 from titanlite.data.sources.config import CHAT, CONVERSATION_FIELDS
 from titanlite.data.sources.jsonl import Jsonl, json_value, rows_fault
 from titanlite.data.sources.pieces import BadRowError, ConversationError, KindError, Piece, utf8_text
@@ -25,7 +25,7 @@ class Chat(Jsonl):
 
     def plain_text(self, text: str) -> str:
         """The contents of the messages, in lines."""
-        contents = (message.get("content") for message in conversation(text.encode()))
+        contents = (message.get("content") for message in conversation(text.encode()).messages)
         text = "\n".join(content for content in contents if isinstance(content, str))
         return text and utf8_text(text.encode("utf-8", "surrogatepass"))
 
@@ -37,14 +37,14 @@ class Chat(Jsonl):
         return ConversationError(str(fault)) if type(fault) is BadRowError else fault
 
     def _require_conversation(self, line: bytes) -> None:
-        messages = conversation(line)
+        found = conversation(line)
         if self.config.loss_on == ASSISTANT:
-            require_answer(messages)
+            require_answer(found.messages)
 
 
-def conversation(line: bytes) -> list[Message]:
-    """The messages of the conversation in a line. Raises BadRowError."""
+def conversation(line: bytes) -> Conversation:
+    """The conversation in a line. Raises BadRowError."""
     row = json_value(line)
     if isinstance(row, dict) and isinstance(row.get("text"), str) and not row.keys() & {*CONVERSATION_FIELDS}:
         raise KindError(f"the row has the text of a document, and neither {' nor '.join(CONVERSATION_FIELDS)}", "jsonl")
-    return parse_conversation(row)
+    return parse_row(row)

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from titanlite.data.chat.messages import Message
-from titanlite.data.chat.template import IN_CONTENT, MARKS, OF_TEMPLATE
+from titanlite.data.chat.messages import TOOLS, VALUES, Message
+from titanlite.data.chat.template import IN_CONTENT, MARKS, NO_VALUES, OF_TEMPLATE
 from titanlite.data.sources.pieces import BadRowError
 from titanlite.runtime.errors import UserError, is_error
 from titanlite.runtime.text import is_visible
@@ -75,27 +75,31 @@ class SpecialTokens:
         self._of_template = re.compile(f"(?<!{IN_CONTENT})({pattern})")
         self._of_template_marked = re.compile(f"(?<={OF_TEMPLATE})(?:{pattern})")
 
-    def mark(self, messages: Sequence[Message]) -> tuple[Sequence[Message], bool]:
-        """The messages with IN_CONTENT before each character of the text of a special token, and whether there is any.
+    def mark(
+        self, messages: Sequence[Message], values: Mapping[str, Any] = NO_VALUES
+    ) -> tuple[Sequence[Message], Mapping[str, Any], bool]:
+        """The messages and the other values of a conversation, with IN_CONTENT before each character of the text of a
+        special token, and whether there is any.
 
         A part of the text at an edge of a value counts, too, but not of the role: templates write <|ROLE|>. Raises
-        BadRowError if a message contains one of MARKS, a NUL, or an unpaired surrogate.
+        BadRowError if one of them contains one of MARKS, a NUL, or an unpaired surrogate.
         """
         marked: list[Message] = []
         has_text = False
-        for number, message in enumerate(messages, 1):
+        for number, message in enumerate([*messages, values], 1):
+            where = f"turn {number}" if number <= len(messages) else f"{TOOLS} or {VALUES}"
             found = {hit[0] for text in _texts(message) for hit in self._text_or_invalid.finditer(text)}
             if not found.isdisjoint(MARKS):
-                raise BadRowError(f"turn {number}: it has one of the characters U+FDD2 to U+FDD5, which are reserved")
+                raise BadRowError(f"{where}: it has one of the characters U+FDD2 to U+FDD5, which are reserved")
             if "\0" in found:
-                raise BadRowError(f"turn {number}: it has a NUL character, which text does not have")
+                raise BadRowError(f"{where}: it has a NUL character, which text does not have")
             if surrogates := sorted(hit for hit in found if "\ud800" <= hit <= "\udfff"):
-                raise BadRowError(f"turn {number}: it has an unpaired surrogate, \\u{ord(surrogates[0]):04x}")
-            values = {name: value for name, value in message.items() if name != "role"}
-            is_marked = bool(found) or any(self._edges(text) for text in _texts(values, names=False))
+                raise BadRowError(f"{where}: it has an unpaired surrogate, \\u{ord(surrogates[0]):04x}")
+            without_role = {name: value for name, value in message.items() if name != "role"}
+            is_marked = bool(found) or any(self._edges(text) for text in _texts(without_role, names=False))
             has_text = has_text or is_marked
             marked.append(self._with_marks(message) if is_marked else message)
-        return marked, has_text
+        return marked[:-1], marked[-1], has_text
 
     def _with_marks(self, message: Message) -> Message:
         return {

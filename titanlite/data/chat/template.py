@@ -8,7 +8,7 @@ from datetime import date
 from typing import Any, NamedTuple
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -30,6 +30,10 @@ TEMPLATE_DATE = date(2024, 7, 26)
 """The day that strftime_now gives: the one that templates of Llama 3 write if they have no clock."""
 
 
+NO_VALUES: Mapping[str, Any] = {}
+"""Of a conversation that is only messages."""
+
+
 class Rendered(NamedTuple):
     """A rendered conversation. spans: (begin, end) in characters of each {% generation %} block, in order."""
 
@@ -41,14 +45,14 @@ class ChatTemplate:
     """A compiled chat template, in the sandbox of jinja2: no files, no network, no attributes of Python's own.
 
     Templates find what transformers gives them: messages, add_generation_prompt, the special tokens by name
-    (bos_token), tools and documents (always none), the filter tojson, raise_exception, strftime_now, break, continue
-    and {% generation %}. strftime_now does not read the clock, but formats TEMPLATE_DATE: the same data give the same
-    tokens on every day.
+    (bos_token), the tools and other values of a row, documents (none unless a row has them), the filter tojson,
+    raise_exception, strftime_now, break, continue and {% generation %}. strftime_now does not read the clock, but
+    formats TEMPLATE_DATE: the same data give the same tokens on every day.
 
     The sandbox bounds range() to 100,000 numbers, and the size of nothing else: a template can take any amount of time
     and memory, so use only templates that you trust that far.
 
-    source: its text. marks_generation: whether it has {% generation %}.
+    source: its text. marks_generation: whether it has {% generation %}. reads: names of values that a row can have.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -67,23 +71,28 @@ class ChatTemplate:
         }
         try:
             self._template = environment.from_string(source)
+            names = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"the chat template has a syntax error in line {error.lineno}: {error.message}") from None
         except Exception as error:  # of Python's compiler, such as a break outside a loop
             raise UserError(f"the chat template cannot be compiled: {error}") from None
         (generation,) = (one for one in environment.extensions.values() if isinstance(one, _Generation))
         self.source = source
+        self.reads = names.difference(environment.globals, special_tokens, ("messages", "add_generation_prompt"))
         self.marks_generation = generation.is_used
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Message], *, prompts: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Message], values: Mapping[str, Any] = NO_VALUES, *, prompts: bool = False
+    ) -> str:
         """The text of a conversation, with the marks of {% generation %} in it: see `unmarked`.
 
-        prompts: whether the text ends with the prompt for the assistant's next turn (add_generation_prompt). Raises
-        BadRowError, which names the turn that the template refuses.
+        values: what else the template finds, by name: see Conversation. prompts: whether the text ends with the prompt
+        for the assistant's next turn (add_generation_prompt). Raises BadRowError, which names the turn that the
+        template refuses.
         """
         try:
-            return self._render(messages, prompts)
+            return self._render(messages, values, prompts)
         except Exception as error:  # any of Python's, beside those of jinja2
             reason = _reason(error)
         count = len(messages)
@@ -91,7 +100,7 @@ class ChatTemplate:
         def is_refused(first: int) -> bool:
             """Whether the first messages fail in the same way."""
             try:
-                self._render(messages[:first], prompts and first == count)
+                self._render(messages[:first], values, prompts and first == count)
             except Exception as error:
                 return _reason(error) == reason
             return False
@@ -99,10 +108,9 @@ class ChatTemplate:
         turn = bisect_left(range(1, count), True, key=is_refused) + 1
         raise BadRowError(f"turn {turn}: {reason}" if messages else reason)
 
-    def _render(self, messages: Sequence[Message], prompts: bool) -> str:
-        return self._template.render(
-            self._special_tokens, messages=messages, add_generation_prompt=prompts, tools=None, documents=None
-        )
+    def _render(self, messages: Sequence[Message], values: Mapping[str, Any], prompts: bool) -> str:
+        given = {**self._special_tokens, "tools": None, "documents": None, **values}
+        return self._template.render(given, messages=messages, add_generation_prompt=prompts)
 
 
 def unmarked(text: str) -> Rendered:

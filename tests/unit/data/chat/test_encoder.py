@@ -22,7 +22,7 @@ from tests.unit.data.chat.chat_templates import (
 )
 from titanlite.data.bpe import EOS
 from titanlite.data.chat.encoder import ChatEncoder, EncodedChat
-from titanlite.data.chat.messages import Message
+from titanlite.data.chat.messages import Conversation, Message, parse_row
 from titanlite.data.chat.special_tokens import Encoded, SpecialTokens
 from titanlite.data.chat.template import unmarked
 from titanlite.data.sources.pieces import BadRowError
@@ -65,7 +65,7 @@ def transformers_tokenizer(tokenizer: Tokenizer) -> Any:
 
 
 def usable(encoder: ChatEncoder, conversations: list[list[Message]], **options: Any) -> list[EncodedChat]:
-    found = encoder.encode(conversations, **{"loss_on": "assistant"} | options)
+    found = encoder.encode(list(map(Conversation, conversations)), **{"loss_on": "assistant"} | options)
     assert not [one for one in found if isinstance(one, BadRowError)]
     return [one for one in found if isinstance(one, EncodedChat)]
 
@@ -139,7 +139,7 @@ def test_turns_found_by_rendering_are_those_of_generation_blocks(
     line end and the one of the prompt are one token."""
     conversations = random_conversations(COUNT, seed=3) + with_special_text(style, seed=4)
     expected = usable(encoder, conversations)
-    found = incremental.encode(conversations, "assistant")
+    found = incremental.encode(list(map(Conversation, conversations)), "assistant")
     # The other templates trim the answer, or write a space before it.
     assert any(isinstance(one, BadRowError) for one in found) == (style == "qwen")
     for messages, one, other in zip(conversations, expected, found, strict=True):
@@ -187,7 +187,7 @@ def test_bad_rows_are_named(template: str, messages: list[Message], reason: str,
     style = "mistral" if template in (MISTRAL, OTHER_LAST) else "qwen"
     encoder = ChatEncoder(make_tokenizer(style, template, tmp_path))
     good = [{"role": "user", "content": "a"}, ANSWER]
-    found = encoder.encode([good, messages, good], "assistant")
+    found = encoder.encode(list(map(Conversation, (good, messages, good))), "assistant")
     assert re.match(reason, str(found[1]))
     assert isinstance(found[0], EncodedChat) or template in (OTHER_PROMPT, EMPTY_BLOCK)
     assert str(found[0]) == str(found[2])
@@ -206,8 +206,76 @@ def test_a_turn_that_the_template_shortens_if_others_follow(tmp_path: Path) -> N
         assert one.tokens.tolist() == found.tokens.tolist()
         assert one.trained.tolist() == found.trained.tolist()
     # The part before the second answer has the reasoning of the first one, which the conversation lacks.
-    (bad,) = other.encode([[USER, ANSWER, tool, ANSWER, USER, ANSWER]], "assistant")
+    (bad,) = other.encode([Conversation([USER, ANSWER, tool, ANSWER, USER, ANSWER])], "assistant")
     assert str(bad).startswith("turn 4: the chat template writes other text")
+
+
+WITH_TOOLS = (
+    """
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- if mode is defined %}{{ mode }}{% endif %}
+{{- '<think>' if enable_thinking is defined and enable_thinking is false }}
+"""
+    + QWEN
+)
+TOOL = {"type": "function", "function": {"name": "words", "parameters": {"properties": {"of": {"type": "string"}}}}}
+
+
+def test_tools_and_values_of_rows_are_rendered_as_in_transformers(tmp_path: Path) -> None:
+    """Which TRL calls with these two fields of each row."""
+    encoder = ChatEncoder(tokenizer := make_tokenizer("qwen", WITH_TOOLS, tmp_path))
+    incremental = ChatEncoder(make_tokenizer("qwen", without_generation(WITH_TOOLS), tmp_path / "incremental"))
+    theirs = transformers_tokenizer(tokenizer)
+    given: list[tuple[list[Any] | None, dict[str, Any]]] = [
+        (None, {}),
+        ([TOOL], {}),
+        ([TOOL, TOOL], {"enable_thinking": False, "unread": 1}),
+        (None, {"mode": "the model", "enable_thinking": True}),
+    ]
+    messages, found = [USER, ANSWER, USER, ANSWER], []
+    for tools, values in given:
+        row = {"messages": messages, "chat_template_kwargs": values, "id": 3}
+        rows = [parse_row(row | {"tools": written}) for written in (tools, tools and json.dumps(tools))]
+        found += encoder.encode([*rows, rows[0]], "assistant") + incremental.encode(rows, "assistant")
+        expected = theirs.apply_chat_template(
+            messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True, **values
+        )
+        for one in found[-5:]:
+            assert isinstance(one, EncodedChat)
+            assert one.tokens.tolist() == expected["input_ids"]
+            assert one.trained.astype(int).tolist() == expected["assistant_masks"]
+    assert len({one.tokens.tobytes() for one in found if isinstance(one, EncodedChat)}) == len(given)
+
+
+def test_text_of_special_tokens_in_tools_stays_text(tmp_path: Path) -> None:
+    encoder = ChatEncoder(tokenizer := make_tokenizer("qwen", WITH_TOOLS, tmp_path))
+    rows = [Conversation([USER, ANSWER], {"tools": [{"name": text}], "mode": text}) for text in ("<|im_end|>", "the")]
+    special, plain = encoder.encode(rows, "assistant")
+    assert isinstance(special, EncodedChat)
+    assert isinstance(plain, EncodedChat)
+    assert '{"name": "<|im_end|>"}\n<|im_end|>\n<|im_end|>' in tokenizer.decode(special.tokens.tolist())
+    ids = special_ids(tokenizer)
+    assert [token for token in special.tokens if token in ids] == [token for token in plain.tokens if token in ids]
+    (bad,) = encoder.encode([Conversation([USER, ANSWER], {"tools": [{"name": "a\0"}]})], "assistant")
+    assert str(bad) == "tools or chat_template_kwargs: it has a NUL character, which text does not have"
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "reason"),
+    [
+        (QWEN, {"tools": [TOOL]}, "the row has 'tools', which the chat template does not read: write them into the"),
+        (WITH_TOOLS, {"mode": "x"}, "the row has 'mode' beside its turns, which the chat template reads: write it into "
+            "'chat_template_kwargs': {\"mode\": ...}, or remove it"),
+        (WITH_TOOLS.replace("tools", "tool_defs"), {"tool_defs": [TOOL]}, "the row has 'tool_defs' beside its turns"),
+        (WITH_TOOLS, {"mode": None, "tool": 1, "message": 2, "bos_token": "a", "namespace": "b"}, ""),
+    ],
+)  # fmt: skip
+def test_fields_that_would_be_lost_are_named(template: str, row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    encoder = ChatEncoder(make_tokenizer("qwen", template, tmp_path))
+    (found,) = encoder.encode([parse_row({"messages": [USER, ANSWER]} | row)], "assistant")
+    assert str(found).startswith(reason) if reason else isinstance(found, EncodedChat)
 
 
 def test_special_tokens_that_are_words_of_the_vocabulary(tmp_path: Path) -> None:
@@ -400,14 +468,13 @@ def test_a_message_of_which_the_tokenizer_removes_all_text(style: str, tmp_path:
     encoder = ChatEncoder(Tokenizer(str(file)))
     removed, kept = {"role": "user", "content": "日本 日"}, {"role": "user", "content": "日本 a"}
     fault = "turn 1: the tokenizer removes all text of its content"
-    bad, good, special = encoder.encode(
-        [[removed, ANSWER], [kept, ANSWER], [kept | {"content": f"日{SPECIAL[style][-1]}"}, ANSWER]], "assistant"
-    )
+    conversations = [[removed, ANSWER], [kept, ANSWER], [kept | {"content": f"日{SPECIAL[style][-1]}"}, ANSWER]]
+    bad, good, special = encoder.encode(list(map(Conversation, conversations)), "assistant")
     assert str(bad) == fault
     assert isinstance(good, EncodedChat)
     assert isinstance(special, EncodedChat)
     reasoning = ANSWER | {"reasoning_content": "日"}
-    assert str(*encoder.encode([[kept, reasoning]], "all")) == (
+    assert str(*encoder.encode([Conversation([kept, reasoning])], "all")) == (
         "turn 2: the tokenizer removes all text of its reasoning_content"
     )
     with pytest.raises(UserError, match=f"the conversation cannot be encoded: {fault}"):
@@ -424,7 +491,7 @@ def test_conversations_that_take_gigabytes_or_hours_are_bad_rows(qwen: ChatEncod
     turns = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "the"}]
     long = [{"role": "user", "content": "the " * 1_000_000}, turns[1]]
     odd = [{"role": "narrator", "content": "the"}] * 1001
-    found = [str(qwen.encode([each], "assistant")[0]) for each in (long, turns * 1001, [*odd, *turns])]
+    found = [str(qwen.encode([Conversation(each)], "assistant")[0]) for each in (long, turns * 1001, [*odd, *turns])]
     assert re.search(r"its text has 4,\d{3},\d{3} characters, more than 4,000,000$", found[0])
     assert found[1].startswith("it has 1,001 turns of the assistant, more than 1,000: mark their text in the chat")
     assert found[2] == "it has 1,001 turns of unusual roles, more than 1,000"

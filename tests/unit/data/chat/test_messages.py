@@ -1,10 +1,12 @@
 """Messages of rows."""
 
+import json
+import re
 from typing import Any
 
 import pytest
 
-from titanlite.data.chat.messages import parse_conversation
+from titanlite.data.chat.messages import Conversation, parse_conversation, parse_row
 from titanlite.data.sources.pieces import BadRowError
 
 HELLO = {"role": "user", "content": "hello"}
@@ -39,7 +41,6 @@ def test_other_keys_and_unknown_roles_are_kept() -> None:
         ({"messages": [HELLO], "conversations": [HELLO]}, "the row has both 'messages' and 'conversations'"),
         ({"messages": "a"}, "'messages' is not a list but a text"),
         ({"messages": []}, "'messages' is empty"),
-        ({"messages": [HELLO], "tools": [{}]}, "the row has 'tools' beside its turns, which would be lost"),
         ({"messages": [HELLO], "system": "x"}, "the row has 'system' beside its turns, which would be lost"),
         ({"messages": [HELLO, 3]}, "turn 2: not an object but a number"),
         ({"messages": [HELLO, {"content": "a"}]}, "turn 2: its role is missing"),
@@ -59,3 +60,29 @@ def test_bad_rows_are_named_by_turn(row: Any, reason: str) -> None:
     with pytest.raises(BadRowError) as caught:
         parse_conversation(row)
     assert str(caught.value).startswith(reason)
+
+
+def test_tools_and_values_of_a_row_are_read_and_other_fields_are_named() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    row = {"messages": [HELLO], "id": 7, "empty": None, "chat_template_kwargs": {"enable_thinking": False}}
+    expected = Conversation([HELLO], {"enable_thinking": False, "tools": tools}, frozenset({"id"}))
+    assert parse_row(row | {"tools": tools}) == parse_row(row | {"tools": json.dumps(tools)}) == expected
+    for none in ({}, {"tools": None}, {"tools": []}, {"tools": "[]"}, {"tools": ""}, {"chat_template_kwargs": None}):
+        assert parse_row({"messages": [HELLO]} | none) == Conversation([HELLO])
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"tools": {"name": "f"}}, "'tools' is not a list but an object"),
+        ({"tools": [{}, "f"]}, "tool 2 of 'tools' is not an object but a text"),
+        ({"tools": "f"}, "the text of 'tools': invalid JSON at character 0: Expecting value"),
+        ({"tools": "3"}, "'tools' is not a list but a number"),
+        ({"chat_template_kwargs": "x"}, "'chat_template_kwargs' is not an object but a text"),
+        ({"chat_template_kwargs": {"messages": []}}, "'chat_template_kwargs' has 'messages', about which the training"),
+        ({"chat_template_kwargs": {"chat_template": ""}}, "'chat_template_kwargs' has 'chat_template', about which"),
+    ],
+)
+def test_tools_and_values_of_another_form_are_bad_rows(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadRowError, match=f"^{re.escape(reason)}"):
+        parse_row({"messages": [HELLO], **row})

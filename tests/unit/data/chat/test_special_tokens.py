@@ -31,9 +31,9 @@ def words(special_tokens: SpecialTokens, text: str, marked: bool = False) -> Seq
 
 def test_a_special_token_that_is_a_word_is_not_found_in_longer_words(special_tokens: SpecialTokens) -> None:
     assert words(special_tokens, "tools tool the") == ["tools", "[tool]", "the"]
-    messages, has_text = special_tokens.mark([{"role": "user", "content": "tools"}])
+    messages, _, has_text = special_tokens.mark([{"role": "user", "content": "tools"}])
     assert (messages[0]["content"], has_text) == ("tools", False)
-    messages, has_text = special_tokens.mark([{"role": "user", "content": "the tool"}])
+    messages, _, has_text = special_tokens.mark([{"role": "user", "content": "the tool"}])
     assert has_text
     found = words(special_tokens, f"tools tool {messages[0]['content']}", True)
     assert found == ["tools", "[tool]", "the", "<unk>"]  # the vocabulary has the special token only
@@ -49,8 +49,8 @@ def test_long_special_tokens_are_refused() -> None:
 
 def test_a_role_is_a_part_of_the_special_tokens_of_the_template(special_tokens: SpecialTokens) -> None:
     """Also in a message that has the text of a special token."""
-    assert not special_tokens.mark([{"role": "user", "content": "the"}])[1]
-    (message,), has_text = special_tokens.mark([{"role": "user", "content": "user: the"}])
+    assert not special_tokens.mark([{"role": "user", "content": "the"}])[2]
+    (message,), _, has_text = special_tokens.mark([{"role": "user", "content": "user: the"}])
     assert has_text
     text = f"{message['role']}: {message['content']}"
     assert words(special_tokens, text, True) == ["[user:]", "user", ":", "the"]
@@ -59,7 +59,7 @@ def test_a_role_is_a_part_of_the_special_tokens_of_the_template(special_tokens: 
 @pytest.mark.parametrize("content", ["日本 the", "日本 the <unk>"])
 def test_unknown_characters_are_no_special_token_of_a_message(special_tokens: SpecialTokens, content: str) -> None:
     """Their token is the one of "<unk>", whose text in a message stays text, too."""
-    (message,), has_text = special_tokens.mark([{"role": "user", "content": content}])
+    (message,), _, has_text = special_tokens.mark([{"role": "user", "content": content}])
     assert has_text == ("<unk>" in content)
     expected = ["[user:]", "<unk>", "the", *(["<", "unk", ">"] if has_text else [])]
     assert words(special_tokens, f"user: {message['content']}", has_text) == expected

@@ -18,6 +18,7 @@ from tests.distributed.program import REPOSITORY, TEXT
 from tests.unit.hf.making import tiny, write_model
 from titanlite.data.bpe import train_bpe
 from titanlite.data.chat.encoder import ChatEncoder, EncodedChat
+from titanlite.data.chat.messages import Conversation
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.attention import attend
 from titanlite.models.family import HuggingFace
@@ -261,7 +262,7 @@ def test_a_chosen_chat_template_is_exported_and_gives_the_same_tokens_in_transfo
 
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
     own = Tokenizer(original / "tokenizer.json", chat_template=str(template))
-    (encoded,) = ChatEncoder(own).encode([messages], "assistant")
+    (encoded,) = ChatEncoder(own).encode([Conversation(messages)], "assistant")
     assert isinstance(encoded, EncodedChat)
     expected = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     assert encoded.tokens.tolist() == expected["input_ids"]

@@ -25,6 +25,7 @@ import titanlite
 from tests.distributed.program import PATIENCE_S, REPOSITORY, clean_environment
 from titanlite.data.bpe import train_bpe
 from titanlite.data.chat.encoder import ChatEncoder
+from titanlite.data.chat.messages import Conversation
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.generation.generate import Sampling
@@ -77,7 +78,7 @@ def learned(tokenizer: Tokenizer, config: Llama3Config) -> Llama3:
     model = Llama3(config)
     model.init_buffers(torch.device("cpu"))
     init_parameters_(model, 1, partial(LLAMA3.init, config))
-    encoded = ChatEncoder(tokenizer).encode([messages(*each) for each in CONVERSATIONS], "assistant")
+    encoded = ChatEncoder(tokenizer).encode([Conversation(messages(*each)) for each in CONVERSATIONS], "assistant")
     length = max(len(each.tokens) for each in encoded)
     tokens = torch.tensor([[*each.tokens, *[0] * (length - len(each.tokens))] for each in encoded])
     trained = torch.tensor([[*each.trained, *[False] * (length - len(each.trained))] for each in encoded])
