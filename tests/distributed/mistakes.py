@@ -855,5 +855,22 @@ SOAK = (
     ("losses divided after the backward pass only", PP),
     ("documents begin one position late", INTERLEAVED),
     ("all rows have the documents of the microbatch's first row", INTERLEAVED),
+    ("token counts of each rank", SHARD),
+    ("the reduction averages over the ranks", REPLICATE),
+    ("reduced gradients are summed again", REPLICATE_EVERY),
+    ("gradient norm not reduced over tp", TP),
+    ("loss multiplied by cp", CP),
+    ("balance loss counted on each tp rank", TP_EXPERTS),
+    ("initial weights by torch's random numbers on stages", PP),
+    ("labels of another row", PP),
+    ("gradients of tied embeddings not added up", PP_TIED),
+    ("attention to all previous documents", INTERLEAVED),
+    # of one family, whose gradients are compared like those of llama3; test_layouts.py has its layout without a mistake
+    ("loss of logits without their cap (gemma2)", TP_GEMMA2),
+    ("sinks of the first rank's heads (gpt_oss)", TP_GPT_OSS),
+    ("biases of experts added on each rank (gpt_oss)", TP_GPT_OSS),
+    ("projections to latent vectors not summed over tp (deepseek_v3)", TP_DEEPSEEK_V3),
+    ("gradient of the norm of all heads not summed over tp (olmoe)", TP_OLMOE),
+    ("convolution cut between ranks (qwen3_5)", CP_QWEN3_5),
 )
 """(name, layout) of the mistakes in soak tests only."""

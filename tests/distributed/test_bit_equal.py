@@ -48,6 +48,7 @@ FULL, BY_OP = "activation_checkpoint.mode=full", "activation_checkpoint.mode=sel
 PAIRS = ("training.local_batch_size=2", "parallelism.pp_microbatch_size=2")
 
 
+MIXED = ALL_OPTIMIZERS[:4] + ALL_OPTIMIZERS[6:]
 WATCHING = (f'job.plugins=["{PLUGIN}"]', "model.family=watching", 'loss.terms=["noting"]')
 
 
@@ -91,20 +92,11 @@ TWO: Table = {
     "float8": (("float8.recipe=rowwise",), [((1, 1, 2, 1, 1), (EVERY, FULL)), ((2, 1, 1, 1, 1), (EVERY,))]),
 }
 FOUR: Table = {
-    "plain": (
-        (),
-        [
-            ((1, 2, 2, 1, 1), (EVERY,)),
-            ((2, 1, 2, 1, 1), (EVERY,)),
-            ((2, 2, 1, 1, 1), (schedule("InterleavedZeroBubble"),)),
-            ((1, 1, 4, 1, 1), (BY_OP,)),
-        ],
-    ),
-    "all optimizers": (ALL_OPTIMIZERS[:4] + ALL_OPTIMIZERS[6:], [((1, 2, 2, 1, 1), ()), ((2, 1, 2, 1, 1), ())]),
-    "experts": (EXPERTS, [((1, 2, 2, 1, 1), ()), ((2, 1, 2, 1, 1), ())]),
+    "plain": ((), [((1, 2, 2, 1, 1), (EVERY,)), ((2, 2, 1, 1, 1), (schedule("InterleavedZeroBubble"),))]),
+    "all optimizers": (MIXED, [((2, 1, 2, 1, 1), ())]),
+    "experts": (EXPERTS, [((2, 1, 2, 1, 1), ())]),
     "noted values, term": (WATCHING, [((2, 1, 2, 1, 1), (FULL,))]),
     "mxfp8": (("float8.recipe=mxfp8", BLOCKS), [((2, 1, 2, 1, 1), (EVERY,))]),
-    "blockwise": (("float8.recipe=blockwise", "float8.scale=float32", BLOCKS), [((2, 2, 1, 1, 1), ())]),
 }
 SOAK: Table = {
     "plain": (
@@ -118,6 +110,8 @@ SOAK: Table = {
             *(((1, 3, 1, 1, 1), (sync,)) for sync in (EVERY, LAST)),
             ((3, 1, 1, 1, 1), ()),
             *(((1, 2, 2, 1, 1), (sync,)) for sync in (LAST, FULL)),
+            ((2, 1, 2, 1, 1), (EVERY,)),
+            ((1, 1, 4, 1, 1), (BY_OP,)),
             *(((2, 1, 2, 1, 1), (schedule(name),)) for name in ("LoopedBFS", "Interleaved1F1B", "ZBVZeroBubble")),
             ((2, 2, 1, 1, 1), (schedule("DualPipeV"), EVERY)),
             ((1, 1, 5, 1, 1), (EVERY,)),
@@ -143,7 +137,9 @@ SOAK: Table = {
     ),
     "SGD": (("optimizer.name=SGD", "optimizer.momentum=0.9"), [((1, 1, 2, 1, 1), ()), ((2, 2, 1, 1, 1), ())]),
     "Muon": (("optimizer.name=Muon", *QWEN3), [((1, 1, 2, 1, 1), ()), ((1, 1, 3, 1, 1), ()), ((2, 2, 1, 1, 1), ())]),
-    "experts": (EXPERTS, [((1, 1, 5, 1, 1), ())]),
+    "all optimizers": (MIXED, [((1, 2, 2, 1, 1), ())]),
+    "experts": (EXPERTS, [((1, 2, 2, 1, 1), ()), ((1, 1, 5, 1, 1), ())]),
+    "blockwise": (("float8.recipe=blockwise", "float8.scale=float32", BLOCKS), [((2, 2, 1, 1, 1), ())]),
     "noted values, term": (WATCHING, [((1, 1, 5, 1, 1), ())]),
     "cancelling": (
         ("loss.name=cancelling",),

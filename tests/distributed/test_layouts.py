@@ -65,7 +65,7 @@ def verify(layouts: Sequence[Layout], dtype: str) -> dict[Layout, tuple[float, .
         pytest.param(1, "float32", QUICK, marks=pytest.mark.slow),
         pytest.param(2, "float32", QUICK, marks=pytest.mark.soak),
         *(pytest.param(size, "float64", SOAK, marks=pytest.mark.soak) for size in (1, 2, 4, 8)),
-        *(pytest.param(size, "float64", SOAK_UNEVEN, marks=pytest.mark.soak) for size in (4, 5, 6, 7)),
+        *(pytest.param(size, "float64", SOAK_UNEVEN, marks=pytest.mark.soak) for size in (3, 4, 5, 6, 7)),
         *(pytest.param(size, "float32", (*SLOW, *SOAK), marks=pytest.mark.soak) for size in (1, 2, 4, 8)),
     ],
 )

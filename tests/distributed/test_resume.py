@@ -29,10 +29,10 @@ KILLS = (
 SETTINGS = (f"training.steps={STEPS}", "training.local_batch_size=4")
 CHAINS = [
     pytest.param(1, False, ("model.family=drawing",), id="windows"),
-    pytest.param(
-        1, True, ("checkpoint.async_mode=async", "model.base_dim=8"), id="text"
-    ),  # positions in the middle of a piece
-    pytest.param(2, True, ("model.family=torch_drawing",), id="sharded"),
+    pytest.param(  # positions in the middle of a piece
+        2, True, ("model.family=torch_drawing", "checkpoint.async_mode=async", "model.base_dim=8"), id="sharded"
+    ),
+    pytest.param(1, True, ("checkpoint.async_mode=async",), id="text", marks=pytest.mark.soak),
     pytest.param(2, False, ("parallelism.tp=2", "checkpoint.async_mode=async"), id="tensor", marks=pytest.mark.soak),
     pytest.param(2, False, ("parallelism.pp=2", "model.family=drawing"), id="piped", marks=pytest.mark.soak),
 ]

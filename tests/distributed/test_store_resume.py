@@ -73,7 +73,8 @@ def test_a_run_in_a_store_equals_a_run_in_a_folder(tmp_path: Path, store: Bucket
     assert any("/step-8.invalid-" in key for key in keys)
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(30, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+@pytest.mark.soak  # default suite: test_a_kill_at_any_request_loses_nothing
+@pytest.mark.parametrize("kills", [1, pytest.param(30, marks=pytest.mark.timeout(3600))])
 def test_kills_at_random_moments_of_saving(kills: int, tmp_path: Path, store: Bucket, start: Starter) -> None:
     """One and two ranks in turn, which save after each step, are killed within or between saves."""
     random, steps, folder = Random(kills), 8 * (kills + 1), Address.parse(f"{store.address}/run")

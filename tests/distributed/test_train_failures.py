@@ -299,7 +299,7 @@ LONG = ["--training.steps", "1000000"]
 
 
 INTERRUPTED = [
-    pytest.param(0, PYTHON, r" 3/\d", id="one process"),
+    pytest.param(0, None, r" 3/\d", id="one process"),
     pytest.param(0, PYTHON, "", id="one process that loads libraries"),
     pytest.param(2, None, "building data", id="a rank that waits for the other"),
     pytest.param(2, TORCHRUN, r" 3/\d", id="torchrun", marks=pytest.mark.soak),
@@ -319,7 +319,7 @@ def test_ctrl_c_ends_a_program_with_one_line(
         *(tmp_path, *LONG),
         ranks=ranks,
         launcher=launcher,
-        program=TRAIN if launcher is not None else FAULTY,
+        program=FAULTY if begun == "building data" else TRAIN,
         environment=faults,
     )
     if begun:

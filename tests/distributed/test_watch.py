@@ -34,11 +34,14 @@ TWO = (
     Layout((1, 1, 2, 1), (*COMPILE, *FULL), rows=15, streams=3),  # one rank has filler
     Layout((1, 1, 1, 2), BY_OP),
     Layout((1, 1, 1, 1), cp=2),
-    Layout((1, 1, 1, 1), GATHER, cp=2),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *EVERY, *PAIRS, *FULL), accumulation=2),
+)
+SOAK = (
+    Layout((1, 1, 1, 2), (*DEEP, *BY_OP)),
+    Layout((1, 1, 1, 1), GATHER, cp=2),
+    Layout((1, 1, 1, 1), (*GATHER, *DEEP), cp=2),
     *[Layout((2, 1, 1, 1), schedule("InterleavedZeroBubble"))] * HAS_EACH_SCHEDULE,
 )
-SOAK = (Layout((1, 1, 1, 2), (*DEEP, *BY_OP)), Layout((1, 1, 1, 1), (*GATHER, *DEEP), cp=2))
 FOUR = (Layout((2, 1, 1, 2)), Layout((1, 1, 1, 2), cp=2))
 
 

@@ -176,14 +176,20 @@ def test_every_mask_form_matches_the_definition(
 
 
 @pytest.mark.usefixtures("composed")
-@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize(
-    ("form", "queries", "window"),
+    ("form", "queries", "window", "at_once"),
     [
-        *[("additive", None, 0), ("additive", SOME, 0), ("additive", None, 9), ("bands", None, 9)],
-        *[("none", None, 0), ("none", None, 9)],
-        pytest.param("blocks", None, 9, marks=pytest.mark.slow),
-        pytest.param("blocks", SOME, 9, marks=pytest.mark.soak),
+        *(
+            (*case, at_once)
+            for case in (
+                *(("additive", None, 0), ("additive", SOME, 0), ("additive", None, 9), ("bands", None, 9)),
+                *(("none", None, 0), ("none", None, 9)),
+            )
+            for at_once in (True, False)
+        ),
+        pytest.param("blocks", None, 9, False, marks=pytest.mark.slow),
+        pytest.param("blocks", None, 9, True, marks=pytest.mark.soak),
+        *(pytest.param("blocks", SOME, 9, at_once, marks=pytest.mark.soak) for at_once in (True, False)),
     ],
 )
 def test_largest_scores_are_those_of_the_full_matrix(

@@ -40,7 +40,6 @@ def rehearsed(*settings: str, ranks: int = 8, rank: int = 0) -> Rehearsal:
     [
         (0, ("parallelism.gradient_sync=last", "parallelism.tp=2", "parallelism.dp_replicate=2")),
         (4, ("parallelism.pp=2", "parallelism.tp=2", "optimizer.name=Muon", "model.tie_embeddings=true")),
-        (0, ("model.tie_embeddings=true", "training.global_batch_size=32", "activation_checkpoint.mode=full")),
         (
             0,
             (
@@ -49,9 +48,15 @@ def rehearsed(*settings: str, ranks: int = 8, rank: int = 0) -> Rehearsal:
             ),
         ),
         (0, (*GEMMA3, "parallelism.pp_schedule=Interleaved1F1B")),  # peak: the gradient of the embedding
-        (0, (*GPT_OSS, "parallelism.ep=2", "parallelism.tp=2")),
         (0, (*DEEPSEEK_V3, "parallelism.ep=2", "parallelism.tp=2", "training.local_batch_size=4")),
-        pytest.param(0, (*QWEN3_5, "parallelism.cp=2", "parallelism.tp=2"), marks=pytest.mark.soak),
+        *(
+            pytest.param(0, settings, marks=pytest.mark.soak)
+            for settings in (
+                ("model.tie_embeddings=true", "training.global_batch_size=32", "activation_checkpoint.mode=full"),
+                (*GPT_OSS, "parallelism.ep=2", "parallelism.tp=2"),
+                (*QWEN3_5, "parallelism.cp=2", "parallelism.tp=2"),
+            )
+        ),
     ],
 )
 def test_plan_equals_a_rank_of_a_small_model(rank: int, settings: tuple[str, ...]) -> None:
