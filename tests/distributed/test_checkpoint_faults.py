@@ -388,7 +388,7 @@ def judge_failed(outcome: Outcome) -> tuple[str, str]:
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(full_disks((0.0, 0.6))[::3], id="some"),
+        pytest.param(full_disks((0.0, 0.6))[::5], id="some"),
         pytest.param(
             full_disks(tuple(n / 40 for n in range(40))), id="many", marks=[pytest.mark.soak, pytest.mark.timeout(0)]
         ),

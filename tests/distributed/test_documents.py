@@ -45,11 +45,7 @@ SLOW = (
     Layout((2, 1, 1, 1), (*QWEN3_5, *schedule("ZBVZeroBubble"), *depth(3)), cp=2),
     Layout((1, 1, 1, 1), (*GEMMA2, *COMPILE, *BY_OP)),
     Layout((1, 1, 2, 1), FULL, accumulation=2),
-    Layout((1, 2, 1, 1), BY_LAYER, accumulation=2),
-    Layout((1, 1, 1, 2), (*QWEN3, *FULL)),
-    Layout((2, 1, 1, 1), (*schedule("1F1B"), *BY_OP)),
     Layout((2, 1, 1, 1), schedule("ZBVZeroBubble")),
-    Layout((2, 1, 1, 1), (*schedule("DualPipeV"), *FULL)),
     Layout((2, 1, 1, 2), (*schedule("Interleaved1F1B"), *BY_OP)),
     Layout((2, 1, 1, 2), (*schedule("1F1B"), *FULL)),
     Layout((1, 1, 1, 1), BY_OP, accumulation=2, cp=4),
@@ -61,6 +57,10 @@ SLOW = (
 
 
 SOAK = (
+    Layout((1, 2, 1, 1), BY_LAYER, accumulation=2),
+    Layout((1, 1, 1, 2), (*QWEN3, *FULL)),
+    Layout((2, 1, 1, 1), (*schedule("1F1B"), *BY_OP)),
+    Layout((2, 1, 1, 1), (*schedule("DualPipeV"), *FULL)),
     Layout((1, 1, 1, 1), FURTHER_TOKENS, cp=2),
     Layout((2, 1, 1, 1), (*FURTHER_TOKENS, *schedule("ZBVZeroBubble"), *depth(3))),
     Layout((1, 1, 1, 2), FURTHER_TOKENS),

@@ -60,10 +60,12 @@ LAYOUTS = (
     Layout((2, 1, 1, 1), (*SMOOTHED, *schedule("ZBVZeroBubble"), *depth(3), *PAIRS, *CHUNKS)),
     Layout((1, 1, 1, 1), (*SMOOTHED, *CHUNKS), cp=2),
     Z_LOSS_TP,
-    Layout((1, 2, 1, 1), (*Z_LOSS, *EVERY, *FULL), accumulation=2),
-    Layout((2, 1, 1, 1), (*Z_LOSS, *schedule("InterleavedZeroBubble"), *PAIRS)),
     Layout((1, 1, 1, 1), (*Z_LOSS, *GATHER), cp=2),
     FURTHER_PP,
+)
+SOAK_TWO = (
+    Layout((1, 2, 1, 1), (*Z_LOSS, *EVERY, *FULL), accumulation=2),
+    Layout((2, 1, 1, 1), (*Z_LOSS, *schedule("InterleavedZeroBubble"), *PAIRS)),
 )
 SOAK = (
     Layout((1, 1, 2, 2), (*FURTHER, *SMOOTHED, *CHUNKS)),
@@ -118,8 +120,12 @@ def all_errors(layouts: Sequence[Layout]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("world_size", "layouts"),
-    [pytest.param(2, LAYOUTS, marks=pytest.mark.slow), pytest.param(4, SOAK, marks=pytest.mark.soak)],
-    ids=["2", "4"],
+    [
+        pytest.param(2, LAYOUTS, marks=pytest.mark.slow),
+        pytest.param(2, SOAK_TWO, marks=pytest.mark.soak),
+        pytest.param(4, SOAK, marks=pytest.mark.soak),
+    ],
+    ids=["2", "2 more", "4"],
 )
 def test_numbers_match_one_process(world_size: int, layouts: Sequence[Layout]) -> None:
     for rank, found in enumerate(run_ranks(all_errors, world_size, layouts)):
