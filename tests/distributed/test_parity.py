@@ -178,7 +178,7 @@ FAILURES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.soak), "raise"])
 def test_a_layout_that_fails_is_reported_and_the_others_compared(
     config_file: Path, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -203,7 +203,10 @@ def test_a_run_moves_between_a_disk_and_a_server_with_workers(
     assert describe_difference(*prints) == []
 
 
-@pytest.mark.parametrize(("name", "kind", "most"), [("a.jsonl", "jsonl", 1.0), ("a.parquet", "parquet", 0.1)])
+@pytest.mark.parametrize(
+    ("name", "kind", "most"),
+    [pytest.param("a.jsonl", "jsonl", 1.0, marks=pytest.mark.soak), ("a.parquet", "parquet", 0.1)],
+)
 def test_all_processes_of_a_node_fetch_a_part_once(
     name: str,
     kind: str,
@@ -319,8 +322,14 @@ def lines_of(letter: str) -> bytes:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("change", ["written", "deleted"])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.bin"])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *((name, "written") for name in ("a.jsonl", "a.jsonl.gz", "a.parquet", "a.bin")),
+        ("a.jsonl", "deleted"),
+        *(pytest.param(name, "deleted", marks=pytest.mark.soak) for name in ("a.jsonl.gz", "a.parquet", "a.bin")),
+    ],
+)
 def test_content_that_changes_under_a_run_is_refused(
     name: str, change: str, tmp_path: Path, cache: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,7 +423,11 @@ def size_of_parts(cache: Path) -> int:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("source", [SOURCES[n] for n in (0, 2, 3, 6, 8, 10)], ids=lambda source: str(source["path"]))
+@pytest.mark.parametrize(
+    "source",
+    [*(SOURCES[n] for n in (0, 8, 10)), *(pytest.param(SOURCES[n], marks=pytest.mark.soak) for n in (2, 3, 6))],
+    ids=lambda source: str(source["path"]),
+)
 def test_the_cache_keeps_its_bound_and_removed_parts_are_fetched_again(
     source: dict[str, Any],
     corpus: Path,
@@ -502,7 +515,7 @@ def test_parts_keep_their_bound_when_many_processes_write(tmp_path: Path) -> Non
 
     def fetch(thread: int) -> None:
         cache = Parts(tmp_path / "parts", 2**23)
-        for n in range(80):
+        for n in range(30):
             number = n * 8 + thread if n % 2 else n  # of their own, and shared ones
             content = b"%d" % (number % 10) * (2**14 * (1 + number % 30))
             assert cache.get(["part", number], len(content), partial(bytes, content))[: len(content)] == content

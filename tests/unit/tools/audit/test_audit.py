@@ -45,7 +45,7 @@ def trained(folder: Path, **settings: Any) -> Path:
     folder.mkdir()
     (folder / "config.toml").write_text(CONFIG)
     data = shutil.copy(TOKENS, folder / "tokens.npy")
-    np.save(folder / "validation.npy", np.load(TOKENS)[:1000])
+    np.save(folder / "validation.npy", np.load(TOKENS)[:100])
     values = {
         "job.dump_folder": folder / "out",
         "checkpoint.enable": True,
@@ -53,6 +53,7 @@ def trained(folder: Path, **settings: Any) -> Path:
         "training.steps": 4,
         "training.bit_equal": True,
         "training.dtype": "float32",
+        "training.global_batch_size": 4,
         "training.local_batch_size": 1,
         "data.ledger": True,
         "data.sources": [{"kind": "tokens", "path": data}],

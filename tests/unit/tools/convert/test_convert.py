@@ -77,8 +77,18 @@ def source(folder: Path, tokenizer: Path | None, family: str = "llama3", *dtype:
     return folder
 
 
+LIKE_LLAMA3 = ("qwen2", "qwen3", "smollm3")
+"""Families that tie embeddings by the code of llama3."""
+
+
+def suite_of(family: str, *, tied: bool) -> tuple[pytest.MarkDecorator, ...]:
+    if tied and family in LIKE_LLAMA3:
+        return (pytest.mark.soak,)
+    return () if family in ("llama3", "deepseek_v3") and not tied else (pytest.mark.slow,)
+
+
 ROUND_TRIPS = [
-    pytest.param(name, tied, marks=() if name in ("llama3", "deepseek_v3") and not tied else pytest.mark.slow)
+    pytest.param(name, tied, marks=suite_of(name, tied=tied))
     for name, family in FAMILIES.items()
     for tied in sorted({False, *(flavor.tie_embeddings for flavor in family.flavors.values())})
 ]
