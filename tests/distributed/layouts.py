@@ -213,7 +213,6 @@ SLOW = (
     Layout((1, 1, 2, 2), (*GPT_OSS, *EP)),
     Layout((1, 1, 1, 2), (*FURTHER, *FULL)),
     Layout((1, 1, 1, 2), (*QWEN3_5_MOE, *BY_OP)),
-    Layout((1, 1, 1, 2), (*QWEN3_NEXT, FURTHER[-1], *GATHER), cp=2),
     Layout((2, 1, 1, 1), (*QWEN3, *schedule("Interleaved1F1B"), *TIED)),
     Layout((2, 1, 1, 1), (*schedule("GPipe"), *split("layers.1"))),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *COMPILE, *BY_OP)),
@@ -244,6 +243,7 @@ THREE_AXES = (Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *BY_LAYER, *PA
 
 
 SOAK = (
+    Layout((1, 1, 1, 2), (*QWEN3_NEXT, FURTHER[-1], *GATHER), cp=2),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *LAST), accumulation=3, rows=24),
     Layout((1, 1, 1, 1), (*QWEN3, *FULL), accumulation=3, rows=24, cp=2),
     Layout((1, 1, 1, 1), (*EXPERTS, *GATHER, *FULL), cp=2),

@@ -101,8 +101,14 @@ def test_a_family_is_registered_by_its_name(family: Family) -> None:
 
 
 @pytest.mark.slow
-@tied_or_not
-@every_family
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        pytest.param(family, tied, id=f"{name}-{tied}", marks=[pytest.mark.soak] * (tied and name != "llama3"))
+        for name, family in FAMILIES.items()
+        for tied in (False, True)
+    ],
+)
 def test_flops_match_the_counter_of_torch(family: Family, tied: bool) -> None:
     """Exactly the count of torch's FLOP counter, with attention as plain matrix products."""
     heads = {"n_heads": 4, "n_kv_heads": 4}  # with shared heads, the counter would miss their copies
