@@ -1,11 +1,11 @@
 """Conversations: the messages of a row in the two published formats, and what else a chat template gets of the row."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from titanlite.data.sources.config import CONVERSATION_FIELDS
-from titanlite.data.sources.jsonl import json_value
 from titanlite.data.sources.pieces import BadRowError
 
 Message = Mapping[str, Any]
@@ -95,9 +95,9 @@ def _tools(given: object) -> list[Any]:
     """The tools of a row; [] without any. Raises BadRowError."""
     if isinstance(given, str) and given.strip():
         try:
-            given = json_value(given.encode("utf-8", "surrogatepass"))
-        except BadRowError as error:
-            raise BadRowError(f"the text of {TOOLS!r}: {error}") from None
+            given = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise BadRowError(f"the text of {TOOLS!r} is not JSON: {error}") from None
     if not given:
         return []
     if not isinstance(given, list):

@@ -76,7 +76,7 @@ def test_tools_and_values_of_a_row_are_read_and_other_fields_are_named() -> None
     [
         ({"tools": {"name": "f"}}, "'tools' is not a list but an object"),
         ({"tools": [{}, "f"]}, "tool 2 of 'tools' is not an object but a text"),
-        ({"tools": "f"}, "the text of 'tools': invalid JSON at character 0: Expecting value"),
+        ({"tools": "f"}, "the text of 'tools' is not JSON: Expecting value: line 1"),
         ({"tools": "3"}, "'tools' is not a list but a number"),
         ({"chat_template_kwargs": "x"}, "'chat_template_kwargs' is not an object but a text"),
         ({"chat_template_kwargs": {"messages": []}}, "'chat_template_kwargs' has 'messages', about which the training"),
