@@ -1,9 +1,11 @@
 """titanlite audit: an untouched run is reproduced, and each falsified one is found out, with what was changed."""
 
+import gc
 import json
 import re
 import shlex
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,8 +38,15 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Garbage of all runs is collected once: each collection visits all modules."""
     monkeypatch.setattr(audit, "start_run", TrainingHere)
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)
+    yield
+    monkeypatch.undo()
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def trained(folder: Path, **settings: Any) -> Path:
