@@ -206,7 +206,6 @@ QUICK = (
 # Compiled: sharded blocks, and stages with a split backward pass; the others in SOAK. Compiling costs far more than all
 # steps.
 SLOW = (
-    Layout((1, 1, 1, 1), (*COMPILE, *BY_OP, *TIED)),
     Layout((1, 1, 2, 1), (*COMPILE, *BY_OP, *LAST), accumulation=3, rows=24),
     Layout((1, 1, 1, 2), (*QWEN2, *BY_OP, *CHUNKS), accumulation=3, rows=24),
     Layout((1, 1, 1, 2), OLMOE),
@@ -230,6 +229,7 @@ SLOW = (
     # experts dealt out over ranks
     Layout((1, 1, 2, 1), (*EXPERTS, *EP, *FULL), accumulation=3, rows=24),
     Layout((1, 1, 1, 1), (*EXPERTS, *EP, *BY_OP), cp=2),
+    Layout((1, 1, 4, 1), (*EXPERTS, *EP)),
     # hybrid sharding x tensor parallelism
     Layout((1, 2, 2, 2), accumulation=3, rows=24),
     # these two, sharded and replicated, have the same loss curve
@@ -243,6 +243,7 @@ THREE_AXES = (Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *BY_LAYER, *PA
 
 
 SOAK = (
+    Layout((1, 1, 1, 1), (*COMPILE, *BY_OP, *TIED)),
     Layout((1, 1, 1, 2), (*QWEN3_NEXT, FURTHER[-1], *GATHER), cp=2),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *LAST), accumulation=3, rows=24),
     Layout((1, 1, 1, 1), (*QWEN3, *FULL), accumulation=3, rows=24, cp=2),
@@ -262,7 +263,6 @@ SOAK = (
     Layout((2, 1, 2, 1), (*QWEN2, *schedule("GPipe"), *EVERY, *TIED), accumulation=3, rows=24),
     Layout((2, 2, 1, 1), (*schedule("ZBVZeroBubble"), *PAIRS, *TIED)),
     Layout((1, 1, 2, 1), (*EXPERTS, *BY_OP), accumulation=3, rows=24),
-    Layout((1, 1, 4, 1), (*EXPERTS, *EP)),
     Layout((1, 1, 1, 1), (*GATHER, *COMPILE, *BY_OP), cp=2),
     Layout((1, 1, 2, 2), (*EXPERTS, *EP, *FULL)),
     Layout((1, 2, 1, 1), (*COMPILE, *BY_LAYER, *TIED)),

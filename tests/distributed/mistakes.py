@@ -865,6 +865,9 @@ SOAK = (
     ("labels of another row", PP),
     ("gradients of tied embeddings not added up", PP_TIED),
     ("attention to all previous documents", INTERLEAVED),
+    # of 4 ranks, compared like those of 2; test_layouts.py and test_bit_equal.py have their layouts
+    ("gradients of experts not reduced over the other shards", EP_SHARD),
+    ("stages that never reduce", REPLICATED_STAGES),
     # of one family, whose gradients are compared like those of llama3; test_layouts.py has its layout without a mistake
     ("loss of logits without their cap (gemma2)", TP_GEMMA2),
     ("sinks of the first rank's heads (gpt_oss)", TP_GPT_OSS),

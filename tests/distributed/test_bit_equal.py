@@ -278,7 +278,7 @@ def test_two_ranks_have_the_bits_of_one() -> None:
     assert min(norms) < 1 < max(norms), "the norm is clipped in some steps only"
 
 
-@pytest.mark.parametrize("mistake", ["not rounded", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mistake", ["not rounded", pytest.param("float32", marks=pytest.mark.soak)])
 def test_mistakes_in_the_sum_of_gradients_are_seen(mistake: str) -> None:
     settings, (case, *_) = QUICK["cancelling"]
     one, two = (run_ranks(run_planted, prod(each[0]), mistake, each, settings)[0] for each in (ALONE, case))

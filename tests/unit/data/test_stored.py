@@ -220,7 +220,7 @@ def test_all_processes_of_a_node_fetch_a_part_once(
     bucket, proxy = faulty_store
     texts = [json.loads(line)["text"] for line in (corpus / "lines/a.jsonl").read_bytes().splitlines() if line.strip()]
     (tmp_path / "a.jsonl").write_bytes((corpus / "lines/a.jsonl").read_bytes() * 20)
-    table = pa.table({"text": texts * 4, "other": [random.Random(n).randbytes(20_000) for n in range(120)]})
+    table = pa.table({"text": texts * 2, "other": [random.Random(n).randbytes(20_000) for n in range(60)]})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=25)
     content = (tmp_path / name).read_bytes()
     bucket.request("PUT", name, content)

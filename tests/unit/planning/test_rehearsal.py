@@ -38,7 +38,7 @@ def rehearsed(*settings: str, ranks: int = 8, rank: int = 0) -> Rehearsal:
 @pytest.mark.parametrize(
     ("rank", "settings"),
     [
-        (0, ("parallelism.gradient_sync=last", "parallelism.tp=2", "parallelism.dp_replicate=2")),
+        (0, ("parallelism.gradient_sync=last", "parallelism.tp=2", "parallelism.dp_replicate=2", "model.n_layers=2")),
         (4, ("parallelism.pp=2", "parallelism.tp=2", "optimizer.name=Muon", "model.tie_embeddings=true")),
         (
             0,
@@ -49,7 +49,7 @@ def rehearsed(*settings: str, ranks: int = 8, rank: int = 0) -> Rehearsal:
             ),
         ),
         (0, (*GEMMA3, "parallelism.pp_schedule=Interleaved1F1B")),  # peak: the gradient of the embedding
-        (0, (*DEEPSEEK_V3, "parallelism.ep=2", "parallelism.tp=2", "training.local_batch_size=4")),
+        (0, (*DEEPSEEK_V3, "parallelism.ep=2", "parallelism.tp=2", "training.local_batch_size=4", "model.n_layers=2")),
         *(
             pytest.param(0, settings, marks=pytest.mark.soak)
             for settings in (
