@@ -37,16 +37,20 @@ from titanlite.tools.report import __main__ as report
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(autouse=True, scope="module")
+def _one_collection() -> Iterator[None]:
     """Garbage of all runs is collected once: each collection visits all modules."""
-    monkeypatch.setattr(audit, "start_run", TrainingHere)
-    monkeypatch.setattr(gc, "collect", lambda *_: 0)
-    yield
-    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "collect", lambda *_: 0)
+        yield
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "start_run", TrainingHere)
 
 
 def trained(folder: Path, **settings: Any) -> Path:
