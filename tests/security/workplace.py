@@ -37,7 +37,12 @@ CONFIG = {
     "checkpoint": {"enable": True, "interval": 2},
     "metrics": {"log_freq": 1},
     "data": {"ledger": True, "sources": [{"kind": "jsonl", "path": "data/rows.jsonl"}]},
-    "validation": {"enable": True, "interval": 2, "sources": [{"kind": "jsonl", "path": "data/rows.jsonl"}]},
+    "validation": {
+        "enable": True,
+        "interval": 2,
+        "steps": 8,
+        "sources": [{"kind": "jsonl", "path": "data/rows.jsonl"}],
+    },
 }
 LADDER = {
     "config": "mine.toml",
