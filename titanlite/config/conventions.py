@@ -15,6 +15,9 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer_files import tokenizer_file
 from titanlite.runtime.errors import UserError
 
+SEEN_FILES = 16
+"""Token files of a source whose documents show whether they begin with BOS: a stored one takes a request."""
+
 
 def with_conventions(config: JobConfig) -> JobConfig:
     """The configuration of a new run with the tokenizer of the model that it starts from, if it names none, and with
@@ -55,11 +58,11 @@ def bos_of_data(config: JobConfig) -> bool | None:
 
 
 def _begins_with(source: SourceConfig, token_id: int) -> bool | None:
-    """Whether each document at the start of each token file begins with this token; None without known documents."""
+    """Whether each document at the start of the first token files begins with this token; None without known ones."""
     opened = Tokens(source)
     if not opened.has_documents:
         return None
-    for file in opened.files():
+    for file in opened.files()[:SEEN_FILES]:
         tokens = open_tokens(file, source.dtype)
         head = tokens.read(0, min(CHECKED_TOKENS, len(tokens)))
         starts = open_starts(file, tokens, source.eos).between(0, len(head))
