@@ -317,7 +317,7 @@ class StartFinder:
     def _width_of_streams(self, found: Found, shape: tuple[int, ...]) -> int:
         """The columns of the position in the data: there may be more sources now. Raises UserError if it is none."""
         stored = sum(file.bytes for file in found.manifest.files.values())
-        if len(shape) != 2 or shape[0] != len(self.state.empty_streams(0)) or 8 * math.prod(shape) > stored:
+        if len(shape) != 2 or shape[0] != len(self.state.empty_streams()) or 8 * math.prod(shape) > stored:
             raise UserError(f"{found.path} cannot be loaded: {STREAMS} has the shape {shape}; choose another step")
         return shape[1]
 

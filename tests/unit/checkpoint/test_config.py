@@ -118,7 +118,7 @@ def kept_settings(config: JobConfig) -> tuple[int, int]:
     assert replace(found, training=config.training, data=config.data) == config
     unchanged = (
         replace(found.training, global_batch_size=-1),
-        replace(found.data, num_streams=-1, document_mask="auto", stream_version=-1),
+        replace(found.data, num_streams=-1, document_mask="auto", add_bos="auto", stream_version=-1),
     )
     assert unchanged == (replace(config.training, global_batch_size=-1), replace(config.data, num_streams=-1))
     return found.training.global_batch_size, found.data.num_streams
