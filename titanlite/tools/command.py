@@ -1,13 +1,12 @@
 """Parts that the commands share: options, exit codes, and outputs that are written atomically."""
 
-import contextlib
 import errno
 import gc
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
@@ -16,7 +15,6 @@ import tyro
 from titanlite.config.arguments import HELP, Option, check_values, option_values, options_of, split
 from titanlite.ranks.failure import describe_user_error, prepare_streams, raise_on_interrupt
 from titanlite.ranks.signals import stop_signals
-from titanlite.runtime.durability import PARTIAL, appears_complete
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, raise_problems
 from titanlite.runtime.text import visible, visible_lines
 
@@ -172,28 +170,3 @@ def write_json(file: Path, content: Any) -> None:
         file.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror or error}; fix this, or choose another path") from None
-
-
-def require_new(out: Path, option: str = "--out") -> None:
-    """Raise UserError if `out`, the value of `option`, exists: nothing is overwritten."""
-    if os.path.lexists(out):
-        raise UserError(f"{out} already exists and is not overwritten: remove it, or choose another {option}")
-
-
-def cannot_write(out: Path, error: OSError) -> UserError:
-    """The error of an output folder that could not be created or written."""
-    if file := next((path for path in (out, *out.parents) if path.is_file()), None):
-        return UserError(f"{file} is a file: choose a new folder for --out")
-    return UserError(f"cannot write {out}: {error.strerror or error}; fix this, or choose another --out")
-
-
-@contextlib.contextmanager
-def new_output(out: Path) -> Iterator[Path]:
-    """Context of appears_complete for a file or folder `out` that must not exist. Raises UserError."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with appears_complete(out, out.with_name(f"{out.name}{PARTIAL}-{os.getpid()}")) as temporary:
-            yield temporary
-            require_new(out)
-    except OSError as error:
-        raise cannot_write(out, error) from error

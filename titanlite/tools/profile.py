@@ -40,14 +40,8 @@ from titanlite.runtime.errors import UserError, raise_problems
 from titanlite.runtime.process_state import PacedGarbageCollection
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import aligned, counted
-from titanlite.tools.command import (
-    ConfigFile,
-    Count,
-    cannot_write,
-    print_lines,
-    read_options_and_overrides,
-    require_new,
-)
+from titanlite.tools.command import ConfigFile, Count, print_lines, read_options_and_overrides
+from titanlite.tools.outputs import cannot_write, require_new
 
 WARMUP_STEPS = 3
 """Steps before those that are measured: they compile, allocate and fill caches."""

@@ -18,13 +18,12 @@ from titanlite.tools.command import (
     ConfigFile,
     Folder,
     OptionalCount,
-    new_output,
     print_lines,
     read_options_and_overrides,
-    require_new,
     run_command,
 )
 from titanlite.tools.documents import config_of_data, piece_bytes, pieces_with_progress
+from titanlite.tools.outputs import new_output, require_new
 from titanlite.tools.usable_rows import UsableRows
 
 

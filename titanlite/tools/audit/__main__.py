@@ -50,12 +50,12 @@ from titanlite.tools.command import (
     RunFolder,
     print_lines,
     read_options_and_overrides,
-    require_new,
     run_command,
 )
 from titanlite.tools.compare.measure import Trained
 from titanlite.tools.compare.repeats import check_overrides
 from titanlite.tools.dump_folder import local_dump_folder
+from titanlite.tools.outputs import require_new
 from titanlite.tools.saved_run import checkpoints_in, name_storage, open_run
 from titanlite.tools.stores import apply_storage
 from titanlite.tools.sweep.combinations import Run, checked_runs

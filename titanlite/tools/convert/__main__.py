@@ -17,10 +17,11 @@ from titanlite.runtime.logging import log, setup_logging
 from titanlite.runtime.plugins import load_plugins
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
-from titanlite.tools.command import AllowImport, Folder, RunFolder, new_output, print_lines, require_new, run_command
+from titanlite.tools.command import AllowImport, Folder, RunFolder, print_lines, run_command
 from titanlite.tools.convert.export_run import write_folder
 from titanlite.tools.convert.import_folder import kept_dtype, write_run
 from titanlite.tools.convert.verify import check_tokenizer, format_owner, too_large, verify
+from titanlite.tools.outputs import new_output, require_new
 from titanlite.tools.saved_run import SavedRun, Weights, open_run
 from titanlite.tools.stores import read_options_of_stores
 

@@ -20,7 +20,7 @@ from titanlite.planning.search import SEARCHED, search, with_settings
 from titanlite.runtime.errors import UsageError
 from titanlite.runtime.memory import GIB, device_memory_bytes
 from titanlite.runtime.text import counted, for_stdout
-from titanlite.tools.command import new_output, require_new
+from titanlite.tools.outputs import new_output, require_new
 from titanlite.tools.plan.report import DEFAULT_GIB, estimate_largest, report, stage_heading
 from titanlite.tools.sequences import sequences_as_text
 from titanlite.tools.slurm import job_script

@@ -13,15 +13,8 @@ from titanlite.runtime.errors import UserError, integer_variable, raise_problems
 from titanlite.runtime.gpus import usable_gpus
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
-from titanlite.tools.command import (
-    EITHER,
-    File,
-    OptionalCount,
-    new_output,
-    print_lines,
-    read_options_and_overrides,
-    require_new,
-)
+from titanlite.tools.command import EITHER, File, OptionalCount, print_lines, read_options_and_overrides
+from titanlite.tools.outputs import new_output, require_new
 from titanlite.tools.sweep.combinations import Run, require_same_settings
 from titanlite.tools.sweep.slurm import array_script
 from titanlite.tools.sweep.training import start_run, state_of, train_all

@@ -17,15 +17,9 @@ from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
 from titanlite.storage.address import address_problem, is_address
-from titanlite.tools.command import (
-    ConfigFile,
-    OptionalCount,
-    print_lines,
-    read_options_and_overrides,
-    require_new,
-    run_command,
-)
+from titanlite.tools.command import ConfigFile, OptionalCount, print_lines, read_options_and_overrides, run_command
 from titanlite.tools.documents import config_of_data, piece_bytes
+from titanlite.tools.outputs import require_new
 from titanlite.tools.tokenize.folder import OutputFolder, errors_of_writing, output_folder
 from titanlite.tools.tokenize.local import run_locally
 from titanlite.tools.tokenize.manifest import finish

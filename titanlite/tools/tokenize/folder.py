@@ -16,7 +16,7 @@ from titanlite.runtime.durability import PARTIAL, appears_complete, publish, rep
 from titanlite.runtime.errors import UserError
 from titanlite.storage.address import Address, place
 from titanlite.storage.store import Store, in_parallel
-from titanlite.tools.command import cannot_write
+from titanlite.tools.outputs import cannot_write
 
 COPIED_BYTES = 2**23
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from titanlite.runtime.environment import safe_imports
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.text import visible
-from titanlite.tools.command import new_output
+from titanlite.tools.outputs import new_output
 
 MAX_TASKS = 1000
 """Tasks of an array without --workers: Slurm's default limit is 1001."""
