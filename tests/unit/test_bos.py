@@ -41,6 +41,12 @@ KINDS: dict[str, Any] = {
     "roberta": processors.RobertaProcessing(EOS, BOS),
     "bert": processors.BertProcessing(EOS, BOS),
 }
+ODD: dict[str, Any] = {
+    "another token first": (template("</s> <s> $A", "$A $B"), [0, 1, "plain"], [1, 0, "plain"]),
+    "one token for both": (processors.RobertaProcessing(BOS, BOS), [0, "plain", 0], ["plain", 0]),
+    "no text": (template("<s>", "$A $B"), [0], [0]),
+}
+"""A post-processor, and the tokens of a text with BOS and without; nothing is removed if BOS is not the first one."""
 ADDING = ("bos", "both", "bytes and bos", "roberta", "bert")
 TEXT = "the model reads the text and the text ends"
 
@@ -89,6 +95,20 @@ def test_an_exported_tokenizer_adds_bos_as_the_run_does(kind: str, adds: bool, t
     assert tokenizers.Tokenizer.from_str(content).encode(TEXT).ids == [0] * adds + plain + ends
     config = json.loads((tmp_path / "exported" / "tokenizer_config.json").read_text())
     assert config["add_bos_token"] == adds
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_post_processors(name: str, tmp_path: Path) -> None:
+    tokenizer = write_tokenizer("none", tmp_path)
+    library = tokenizers.Tokenizer.from_file(tokenizer.arguments["file"])
+    library.post_processor, *expected = ODD[name]
+    library.save(tokenizer.arguments["file"])
+    tokenizer = Tokenizer(tokenizer.arguments["file"])
+    plain = tokenizer.encode(TEXT)
+    for adds, pattern in zip((True, False), expected, strict=True):
+        changed = tokenizers.Tokenizer.from_str(tokenizer.content_with_bos(adds=adds).decode())
+        ids = [token for each in pattern for token in (plain if each == "plain" else [each])]
+        assert changed.encode(TEXT).ids == ids
 
 
 FEW = ["none", "both", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("bos", "eos"))]

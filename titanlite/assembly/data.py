@@ -33,8 +33,6 @@ def build_tokenizer(config: JobConfig) -> Tokenizer | None:
     hyper_parameters = config.hyper_parameters
     tokenizer = prepare_tokenizer(config.tokenizer, config.data.sources, vocab_size=hyper_parameters.vocab_size)
     log.info("Tokenizer: %s", tokenizer.description if tokenizer else "none, the sources hold tokens")
-    if tokenizer is not None and tokenizer.bos_id is not None:
-        _describe_bos(config, tokenizer)
     return tokenizer
 
 
@@ -60,6 +58,8 @@ def build_data(job: Job, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
     if not job.config.data.reads_context and any(source.holds == "text" for source in loader.sources):
         log.info("Data: stream_version 2: parts of long documents are tokenized one by one, as before version 3")
     if mesh.world.rank == 0:  # takes time, and only rank 0 logs
+        if tokenizer and tokenizer.bos_id is not None:
+            _describe_bos(job.config, tokenizer)
         has_chat = any(source.config.is_chat for source in loader.sources)
         if tokenizer and has_chat and (fault := ChatEncoder(tokenizer).fault_of_end):
             log.warning("%s, so %s", fault, NO_END)

@@ -9,8 +9,7 @@ Processor = Mapping[str, Any]
 
 
 def with_bos(processor: Processor | None, text: str, token_id: int, *, adds: bool) -> Processor | None:
-    """The post-processor that puts the token `text` before each text of one or two, or does not; it adds its other
-    tokens."""
+    """The post-processor that puts the token `text` first, or not before a text; it adds its other tokens."""
     steps = list(_steps(processor))
     if adds and all(step["type"] != TEMPLATE for step in steps):
         steps.append(_template([_A], [_A, _B], {}))
@@ -26,8 +25,8 @@ def _steps(processor: Processor | None) -> Iterator[Processor]:
         for step in processor["processors"]:
             yield from _steps(step)
     elif processor["type"] in ("BertProcessing", "RobertaProcessing"):
-        ids = dict((processor["cls"], processor["sep"]))
-        first, last = map(_token, ids)
+        ids = dict((processor["cls"], processor["sep"]))  # one, if both are the same token
+        first, last = (_token(processor[name][0]) for name in ("cls", "sep"))
         between = [last, last] if processor["type"] == "RobertaProcessing" else [last]
         yield _template([first, _A, last], [first, _A, *between, _B, last], ids)
     else:
@@ -49,17 +48,14 @@ def _token(text: str) -> Mapping[str, Any]:
 
 
 def _changed(template: Processor, text: str, token_id: int, *, adds: bool) -> Processor:
-    """The template without the token at its start and before $B, or with it there."""
+    """The template without the token among those before its first text, or with it as the first one. The second text of
+    a pair stays as it is: what stands before it may be the end of the first one."""
 
-    def pieces(name: str) -> list[Mapping[str, Any]]:
-        kept: list[Mapping[str, Any]] = []
-        for piece in template[name]:
-            if "Sequence" in piece:
-                if kept and kept[-1].get("SpecialToken", {}).get("id") == text:
-                    kept.pop()
-                kept += [_token(text)] * adds
-            kept.append(piece)
-        return kept
+    def pieces(name: str) -> list[Processor]:
+        given = template[name]
+        end = next((place for place, piece in enumerate(given) if "Sequence" in piece), len(given))
+        before = [piece for piece in given[:end] if piece["SpecialToken"]["id"] != text]
+        return [*([_token(text)] if adds else []), *before, *given[end:]]
 
     own = {text: {"id": text, "ids": [token_id], "tokens": [text]}} if adds else {}
     tokens = {**template["special_tokens"], **own}
