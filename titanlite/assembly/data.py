@@ -57,6 +57,8 @@ def build_data(job: Job, mesh: Mesh, tokenizer: Tokenizer | None) -> Loader:
         log.info("Data: %s", stored_parts().describe())
     if not job.config.data.reads_context and any(source.holds == "text" for source in loader.sources):
         log.info("Data: stream_version 2: parts of long documents are tokenized one by one, as before version 3")
+    if not job.config.data.reads_fields and any(source.config.is_chat for source in loader.sources):
+        log.info("Data: before stream_version 4: rows with tools are bad, and chat_template_kwargs is ignored")
     if mesh.world.rank == 0:  # takes time, and only rank 0 logs
         if tokenizer and tokenizer.bos_id is not None:
             _describe_bos(job.config, tokenizer)

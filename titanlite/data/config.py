@@ -38,11 +38,11 @@ class DataConfig:
     """Maximum size of a piece. Longer documents are cut into several pieces, at line ends if possible; conversations
     never. -1: 64 x the training.seq_len of the longest stage."""
     stream_version: int = setting(
-        -1, "leave it out", least=2, most=3, unset=-1, automatic="that of the checkpoint, or the newest"
+        -1, "leave it out", least=2, most=4, unset=-1, automatic="that of the checkpoint, or the newest"
     )
-    """Version of the tokens and their order. 3: the tokens of a document do not depend on max_piece_bytes. 2: each part
-    of a document that is cut is tokenized by itself, as in runs that began before version 3. -1: that of the checkpoint
-    to resume from, else the newest."""
+    """Version of the tokens and their order. 4: conversations are rendered with the tools and chat_template_kwargs of
+    their rows. 3: rows with tools are bad, and chat_template_kwargs is ignored. 2: as 3, and each part of a document
+    that is cut is tokenized by itself. -1: that of the checkpoint to resume from, else the newest."""
     packing: Packing = "concatenate"
     """concatenate: fill each sequence with consecutive documents, or with the consecutive conversations that fit.
     best_fit: cut only documents that are longer than a sequence, and choose for each sequence, in windows of about 128
@@ -92,6 +92,11 @@ class DataConfig:
     def reads_context(self) -> bool:
         """Whether the tokens of a part of a document are those of the entire document."""
         return self.stream_version != 2
+
+    @property
+    def reads_fields(self) -> bool:
+        """Whether a chat template gets the tools and chat_template_kwargs of a row."""
+        return self.stream_version not in (2, 3)
 
     @property
     def adds_bos(self) -> bool:

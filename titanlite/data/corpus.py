@@ -195,19 +195,22 @@ class Encoder:
 class ConversationEncoder:
     """Tokenizes conversations by the chat template of the tokenizer. Raises UserError if it has none.
 
-    loss_on: turns whose tokens are targets.
+    loss_on: turns whose tokens are targets. reads_fields: see DataConfig.
     """
 
     reads_context = False  # conversations are not cut
 
-    def __init__(self, tokenizer: Tokenizer, loss_on: Literal["assistant", "all"]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, loss_on: Literal["assistant", "all"], *, reads_fields: bool = True
+    ) -> None:
         self._chat = ChatEncoder(tokenizer)
         self._loss_on = loss_on
+        self._reads_fields = reads_fields
 
     def encode(self, pieces: Sequence[PieceText], locate: Callable[[int], str]) -> list[TokenPiece | Exception]:
         """The texts are rows of JSON; one that is not a conversation is a bad row."""
         texts = [piece.text for piece in pieces]
-        parsed = [text if isinstance(text, Exception) else _conversation(text) for text in texts]
+        parsed = [text if isinstance(text, Exception) else self._conversation(text) for text in texts]
         conversations = [found for found in parsed if not isinstance(found, Exception)]
         encoded = iter(self._chat.encode(conversations, self._loss_on))
         results: list[TokenPiece | Exception] = []
@@ -219,18 +222,17 @@ class ConversationEncoder:
                 results.append(result if isinstance(text, Exception) else BadRowError(f"{locate(n)}: {result}"))
         return results
 
-
-def _conversation(row: str) -> Conversation | BadRowError:
-    try:
-        return conversation(row.encode())
-    except BadRowError as bad:
-        return bad
+    def _conversation(self, row: str) -> Conversation | BadRowError:
+        try:
+            return conversation(row.encode(), reads_fields=self._reads_fields)
+        except BadRowError as bad:
+            return bad
 
 
 def build_encoder(source: SourceConfig, tokenizer: Tokenizer, section: DataConfig) -> PieceEncoder:
     """The encoder of the pieces of a source. section: has the settings of documents. Raises UserError."""
     if source.is_chat:
-        return ConversationEncoder(tokenizer, source.loss_on)
+        return ConversationEncoder(tokenizer, source.loss_on, reads_fields=section.reads_fields)
     settings = {"add_bos": section.adds_bos, "add_eos": section.add_eos, "reads_context": section.reads_context}
     return Encoder(tokenizer, **settings)
 

@@ -19,10 +19,9 @@ import numpy.typing as npt
 from titanlite.data.sources.pieces import Corpus, Place, TokenPiece
 from titanlite.runtime.cache import Recent
 
-STREAM_VERSION = 3
+STREAM_VERSION = 4
 """Version of the order of sources and pieces, of their packing and of their tokens. Increase it on any change, and keep
-the earlier version for the runs that began with it: data.stream_version. 2: each part of a document that is cut was
-tokenized by itself."""
+the earlier version for the runs that began with it: data.stream_version."""
 
 BLOCK_PIECES = 2**16
 """Approximate pieces per block of the permutation: enough to mix well, few enough for long sequential reads."""

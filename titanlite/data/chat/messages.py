@@ -70,13 +70,17 @@ class Conversation:
     others: frozenset[str] = frozenset()
 
 
-def parse_row(row: object) -> Conversation:
+def parse_row(row: object, *, reads_fields: bool = True) -> Conversation:
     """The conversation of a row: as parse_conversation, with `tools` and `chat_template_kwargs`, as TRL renders them.
 
-    An empty list of tools stands for none. Raises BadRowError.
+    An empty list of tools stands for none. reads_fields: False: see DataConfig.reads_fields. Raises BadRowError.
     """
     messages = parse_conversation(row)
     assert isinstance(row, Mapping), "see parse_conversation"
+    if not reads_fields:
+        if row.get(TOOLS):
+            raise BadRowError(f"the row has {TOOLS!r}, which a run with data.stream_version = 2 or 3 does not read")
+        return Conversation(messages)
     values = row.get(VALUES) or {}
     if not isinstance(values, Mapping):
         raise BadRowError(f"{VALUES!r} is not an object but {_type(values)}")

@@ -42,9 +42,9 @@ class Chat(Jsonl):
             require_answer(found.messages)
 
 
-def conversation(line: bytes) -> Conversation:
-    """The conversation in a line. Raises BadRowError."""
+def conversation(line: bytes, *, reads_fields: bool = True) -> Conversation:
+    """The conversation in a line. reads_fields: see parse_row. Raises BadRowError."""
     row = json_value(line)
     if isinstance(row, dict) and isinstance(row.get("text"), str) and not row.keys() & {*CONVERSATION_FIELDS}:
         raise KindError(f"the row has the text of a document, and neither {' nor '.join(CONVERSATION_FIELDS)}", "jsonl")
-    return parse_row(row)
+    return parse_row(row, reads_fields=reads_fields)

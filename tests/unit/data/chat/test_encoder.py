@@ -25,7 +25,10 @@ from titanlite.data.chat.encoder import ChatEncoder, EncodedChat
 from titanlite.data.chat.messages import Conversation, Message, parse_row
 from titanlite.data.chat.special_tokens import Encoded, SpecialTokens
 from titanlite.data.chat.template import unmarked
-from titanlite.data.sources.pieces import BadRowError
+from titanlite.data.config import DataConfig
+from titanlite.data.corpus import build_encoder
+from titanlite.data.sources.config import SourceConfig
+from titanlite.data.sources.pieces import BadRowError, PieceText, TokenPiece
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import UserError
 
@@ -247,6 +250,21 @@ def test_tools_and_values_of_rows_are_rendered_as_in_transformers(tmp_path: Path
             assert one.tokens.tolist() == expected["input_ids"]
             assert one.trained.astype(int).tolist() == expected["assistant_masks"]
     assert len({one.tokens.tobytes() for one in found if isinstance(one, EncodedChat)}) == len(given)
+
+
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_a_run_that_has_begun_renders_rows_as_before(version: int, tmp_path: Path) -> None:
+    """Values of a row were ignored, and tools refused, before stream_version 4."""
+    tokenizer = make_tokenizer("qwen", WITH_TOOLS, tmp_path)
+    encoder = build_encoder(SourceConfig(kind="chat"), tokenizer, DataConfig(stream_version=version))
+    fields = ({}, {"chat_template_kwargs": {"mode": "the model"}}, {"tools": [TOOL]}, {"mode": "the model"})
+    rows = [PieceText(0, json.dumps({"messages": [USER, ANSWER]} | each), lambda: iter(())) for each in fields]
+    plain, with_values, with_tools, with_field = encoder.encode(rows, locate=str)
+    assert isinstance(plain, TokenPiece)
+    assert isinstance(with_values, TokenPiece)
+    assert np.array_equal(plain.tokens, with_values.tokens) == (version < 4)
+    assert isinstance(with_tools, BadRowError) == (version < 4)
+    assert isinstance(with_field, TokenPiece) == (version < 4)
 
 
 def test_text_of_special_tokens_in_tools_stays_text(tmp_path: Path) -> None:
