@@ -10,7 +10,7 @@ import tokenizers
 import tomli
 import tomli_w
 import torch
-from tokenizers import AddedToken, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from torch.nn.functional import cross_entropy
 
 import titanlite
@@ -40,23 +40,32 @@ KINDS: dict[str, Any] = {
     ),
     "roberta": processors.RobertaProcessing(EOS, BOS),
     "bert": processors.BertProcessing(EOS, BOS),
+    "all": template("<s> $A", "<s> $A <s> $B"),
 }
+"""all: with a normalizer, and a space before the first word."""
 ODD: dict[str, Any] = {
     "another token first": (template("</s> <s> $A", "$A $B"), [0, 1, "plain"], [1, 0, "plain"]),
     "one token for both": (processors.RobertaProcessing(BOS, BOS), [0, "plain", 0], ["plain", 0]),
     "no text": (template("<s>", "$A $B"), [0], [0]),
 }
 """A post-processor, and the tokens of a text with BOS and without; nothing is removed if BOS is not the first one."""
-ADDING = ("bos", "both", "bytes and bos", "roberta", "bert")
+ADDING = ("bos", "both", "bytes and bos", "roberta", "bert", "all")
 TEXT = "the model reads the text and the text ends"
+PROMPT = "The Model reads"
 
 
 def write_tokenizer(kind: str, folder: Path) -> Tokenizer:
     words = [*sorted({*TEXT.split(), "a", "b"}), *(f"word{n}" for n in range(131))][: 131 - 3]  # as many as the model
+    if kind == "all":
+        words = [f"▁{word}" for word in words]
     vocab = {"<s>": 0, "</s>": 1, "<unk>": 2} | {word: 3 + place for place, word in enumerate(words)}
     library = tokenizers.Tokenizer(models.WordLevel(vocab, "<unk>"))
     library.add_special_tokens([AddedToken(text, special=True) for text, _ in (BOS, EOS)])
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if kind == "all":
+        library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        library.decoder = decoders.Metaspace(prepend_scheme="first")
+        library.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     if KINDS[kind] is not None:
         library.post_processor = KINDS[kind]
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +93,7 @@ def test_an_exported_tokenizer_adds_bos_as_the_run_does(kind: str, adds: bool, t
     assert (tmp_path / "copy" / "tokenizer.json").read_bytes() == (tmp_path / "own" / "tokenizer.json").read_bytes()
     tokenizer.save(tmp_path / "exported", adds_bos=adds)
     before, after = (transformers.AutoTokenizer.from_pretrained(tmp_path / name) for name in ("own", "exported"))
-    ends = [] if kind in ("none", "bos", "bytes", "bytes and bos") else [1]
+    ends = [1] if kind in ("eos", "both", "roberta", "bert") else []
     plain = before(TEXT, add_special_tokens=False)["input_ids"]
     assert before(TEXT)["input_ids"] == [0] * (kind in ADDING) + plain + ends
     assert after(TEXT)["input_ids"] == [0] * adds + plain + ends
@@ -111,7 +120,7 @@ def test_odd_post_processors(name: str, tmp_path: Path) -> None:
         assert changed.encode(TEXT).ids == ids
 
 
-FEW = ["none", "both", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("bos", "eos"))]
+FEW = ["all", "none", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("bos", "eos", "both"))]
 
 
 def imported(kind: str, folder: Path) -> Path:
@@ -168,25 +177,32 @@ def test_token_files_show_bos(adds: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", FEW)
 def test_readers(kind: str, tmp_path: Path) -> None:
-    """The loss of a text is that of transformers, which adds BOS by its tokenizer; so are the prompts, and the texts of
-    the exported folder."""
+    """The loss of a text is that of transformers, which adds BOS by its tokenizer; so are the prompts, samples, and the
+    texts of the exported folder; also in a run from this model."""
     import transformers
 
     run = imported(kind, tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
-    prompt = [each for each in tokenizer("the model reads")["input_ids"] if each != 1]
+    prompt = [each for each in tokenizer(PROMPT)["input_ids"] if each != 1]
     ids = [each for each in tokenizer(TEXT)["input_ids"] if each != 1] + [1]
-    assert prompt[0] == (0 if kind in ADDING else tokenizer("the", add_special_tokens=False)["input_ids"][0])
+    assert (prompt[0] == 0) == (kind in ADDING)
 
     tokens = torch.tensor([ids])
     with torch.no_grad():
         loss = cross_entropy(theirs(tokens).logits[0, :-1], tokens[0, 1:])
         following = int(theirs(torch.tensor([prompt])).logits[0, -1].argmax())
-    found = titanlite.evaluate_run(run, tmp_path / "text.txt", overrides={"training.seq_len": SEQ_LEN})
-    assert found.loss == pytest.approx(float(loss), rel=1e-8)  # transformers computes RoPE in float32
-    written = titanlite.generate_text(run, "the model reads", max_new_tokens=1, temperature=0, dtype="float64")
-    assert [each.strip() for each in written] == [tokenizer.decode([following])]
-    titanlite.export_run(run, tmp_path / "exported")
-    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
-    assert exported(TEXT)["input_ids"] == tokenizer(TEXT)["input_ids"]
+    word = tokenizer.decode([following]).strip()
+    begun = {"checkpoint.initial_load_path": f"hf:{tmp_path / 'model'}", "optimizer.lr": 1e-30}
+    begun |= {"samples.prompts": [PROMPT], "samples.max_new_tokens": 1}
+    titanlite.run(tmp_path / "base.toml", begun)
+    (sample,) = map(json.loads, (tmp_path / "new" / "samples.jsonl").read_text().splitlines())
+    assert sample["text"].strip() == word
+    for number, one in enumerate((run, tmp_path / "new")):
+        found = titanlite.evaluate_run(one, tmp_path / "text.txt", overrides={"training.seq_len": SEQ_LEN})
+        assert found.loss == pytest.approx(float(loss), rel=1e-8)  # transformers computes RoPE in float32
+        written = titanlite.generate_text(one, PROMPT, max_new_tokens=1, temperature=0, dtype="float64")
+        assert [each.strip() for each in written] == [word]
+        titanlite.export_run(one, tmp_path / f"exported{number}")
+        exported = transformers.AutoTokenizer.from_pretrained(tmp_path / f"exported{number}")
+        assert exported(TEXT)["input_ids"] == tokenizer(TEXT)["input_ids"]
