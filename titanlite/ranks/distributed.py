@@ -20,7 +20,6 @@ _FINISHED = "finished"
 _IDLE_POLL_S = 60
 RECORDED_COLLECTIVES = 512
 """Collectives that torch's flight recorder keeps: several steps of a sharded model, about 0.25 MB as JSON."""
-UNREACHED = "a firewall or an interface that the others cannot reach (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
 MAX_TIMEOUT_S = 604_800
 """A week."""
 

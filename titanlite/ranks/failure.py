@@ -5,24 +5,24 @@ Does not import torch, which takes seconds, so that Ctrl-C is handled before tha
 
 from __future__ import annotations
 
-import errno
 import gc
 import io
 import json
 import os
-import re
-import resource
 import signal
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn, Self
 
+from titanlite.ranks import election
+from titanlite.ranks.message import describe_error
 from titanlite.ranks.signals import (
     STOP_SIGNALS,
     end_with_launcher,
@@ -31,11 +31,11 @@ from titanlite.ranks.signals import (
     receive_signals,
     stop_signals,
 )
-from titanlite.runtime.errors import DataError, LateRanksError, UsageError, UserError
+from titanlite.runtime.errors import DataError, UsageError, UserError
 from titanlite.runtime.logging import log_last_error
 from titanlite.runtime.retry import may_pass
 from titanlite.runtime.text import visible_lines
-from titanlite.runtime.waiting import ANSWER_S, SETTLE_S, call_within, parse_value
+from titanlite.runtime.waiting import ANSWER_S, SETTLE_S, call_within
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -61,24 +61,9 @@ INTERRUPTED_WAIT_S = 0.3
 # Kills the process if printing the error blocks (unreachable host, full pipe).
 LAST_RESORT_S = 60
 
-_CONNECTION = re.compile("gloo/transport|Connection (closed|reset) by peer|Timed out waiting|Broken pipe")
-_CONNECTION_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
-"""Errors of torch that another rank may have caused, by ending or by not coming."""
-
-MAX_CAUSE = 300
-"""Characters of the error of a lost connection that a message shows. It may list a key per rank."""
-
-NO_SPACE = "the disk is full, or has no inodes left for further files: see df -h and df -i"
-
 REFUSED = 78
 """Exit code of a rank that fails before its first step and would fail again, for a launcher, which ends with 1. No file
 could tell it: the disk may be full."""
-
-FIRST_FAILURE = "titanlite/first_failure"
-"""Key in the store: the rank that prints its error, and afterwards PRINTED."""
-PRINTED = "printed"
-LOWEST_SEQUENCE = "titanlite/lowest_sequence"
-"""Key in the store: the lowest sequence with unusable data."""
 
 
 class FailureReport:
@@ -180,7 +165,7 @@ class FailureReport:
         """
         assert self.store is not None
         assert self.positions is not None
-        if self.store.check([FIRST_FAILURE]) and self.store.get(FIRST_FAILURE) == PRINTED.encode():
+        if election.first_failure(self.store) == election.PRINTED:
             self.positions.on_beat = lambda: None
             in_thread(self._end_after_message)
 
@@ -254,13 +239,13 @@ class FailureReport:
         with suppress(RuntimeError):  # the process of the store has ended or is stopped
             while (now := time.monotonic()) < end:
                 first = self._first_failure()
-                if first == PRINTED:
+                if first == election.PRINTED:
                     self._leave()
                     self._terminated.wait(end - now)
                     return False
                 if first and self.positions is not None and self.positions.silent([int(first)], SETTLE_S):
                     assert self.store is not None
-                    if self.store.compare_set(FIRST_FAILURE, first, self._rank).decode() == self._rank:
+                    if election.take_over(self.store, first, self._rank):
                         return True
                 time.sleep(SILENT_POLL_S)
             return self._register() == "full"  # no rank has registered
@@ -269,9 +254,7 @@ class FailureReport:
     def _first_failure(self) -> str:
         """The rank that prints, or PRINTED; "" if no rank has failed. Raises RuntimeError."""
         assert self.store is not None
-        store = self.store
-        value = call_within(ANSWER_S, lambda: store.get(FIRST_FAILURE) if store.check([FIRST_FAILURE]) else b"")
-        return parse_value(value, _parse_failure) or ""
+        return call_within(ANSWER_S, partial(election.first_failure, self.store))
 
     def _print(self, message: str, detail: Detail) -> None:
         """Print the message of the job. detail: "brief" if the store is lost; else the other ranks are told."""
@@ -280,7 +263,7 @@ class FailureReport:
         write_error_file(f"titanlite: {message}")
         if (store := self.store) is not None and detail != "brief":
             with suppress(RuntimeError):
-                call_within(ANSWER_S, lambda: store.set(FIRST_FAILURE, PRINTED))
+                call_within(ANSWER_S, partial(election.note_printed, store))
             self._leave()
         log_last_error(message)  # last, since the file system may hang
 
@@ -301,31 +284,19 @@ class FailureReport:
 
     def _describe(self, error: BaseException, detail: Detail) -> str:
         """The message of a rank that prints. A lost or slow connection is explained by the positions of the ranks."""
-        if isinstance(error, UserError):
-            return describe_user_error(error)
-        if limit := _describe_limit(error):
-            return f"rank {self._rank}: {limit}"
-        first_line = f"{error}".partition("\n")[0]
-        first_line = first_line if len(first_line) <= MAX_CAUSE else f"{first_line[:MAX_CAUSE]} ..."
-        late = error.ranks if isinstance(error, LateRanksError) else ()
-        is_lost = late or type(error).__name__ in _CONNECTION_TYPES or _CONNECTION.search(first_line)
-        if isinstance(error, RuntimeError) and self.positions is not None and self.positions.size > 1 and is_lost:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher terminates all ranks once one has ended
-            lost = "" if late else " lost the connection"
-            return f"{self.positions.explain(late)}\n(rank {self._rank}{lost}: {first_line})"
-        if isinstance(error, RuntimeError) and detail == "brief":  # torch's error for a lost connection
-            return f"rank {self._rank} lost the connection to the other ranks: {error}"
-        return f"rank {self._rank} failed: {type(error).__name__}: {error}"
+        others = self.positions is not None and self.positions.size > 1
+        return describe_error(error, self._rank, is_brief=detail == "brief", explain=self._explain if others else None)
+
+    def _explain(self, late: Sequence[int]) -> str:
+        """Describe the ranks that ended or lag. late: those that have sent no message, if known."""
+        assert self.positions is not None
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher terminates all ranks once one has ended
+        return self.positions.explain(late)
 
     def note_data_error(self, error: DataError) -> None:
         """Register the sequence of a data error: of all registered ranks, the one with the lowest sequence prints."""
-        if self.store is None:
-            return
-        number = str(error.sequence)
-        lowest = self.store.compare_set(LOWEST_SEQUENCE, "", number)
-        # repeat: another rank may have replaced it meanwhile
-        while (other := parse_value(lowest, int)) is None or other > error.sequence:
-            lowest = self.store.compare_set(LOWEST_SEQUENCE, lowest, number)  # type: ignore[arg-type]
+        if self.store is not None:
+            election.note_sequence(self.store, error.sequence)
 
     def _detail(self, error: BaseException) -> Detail:
         """Decide how much this rank prints; before the ranks are connected, wait for rank 0 first."""
@@ -340,19 +311,9 @@ class FailureReport:
     def _register(self, sequence: int | None = None) -> Detail:
         """Register this rank as the one that prints, unless another one is. sequence: of a data error."""
         assert self.store is not None
-        store = self.store
-
-        def register() -> Detail:
-            lowest = None if sequence is None else parse_value(store.get(LOWEST_SEQUENCE), int)
-            if sequence is not None and lowest is not None and lowest < sequence:
-                return "silent"
-            first = store.compare_set(FIRST_FAILURE, "", self._rank)
-            if parse_value(first, _parse_failure) is None:
-                first = store.compare_set(FIRST_FAILURE, first, self._rank)  # type: ignore[arg-type]
-            return "full" if first == self._rank.encode() else "silent"
-
         try:
-            return call_within(ANSWER_S, register)
+            prints = call_within(ANSWER_S, partial(election.register, self.store, self._rank, sequence))
+            return "full" if prints else "silent"
         except RuntimeError:  # the process of the store has ended or is stopped, most likely the cause of this error
             return "brief"
 
@@ -384,39 +345,6 @@ class EmbeddedReport(FailureReport):
 
     def record_stops(self, stop: StopRequest) -> None:
         self._cleanup.enter_context(stop.recorded())
-
-
-def _parse_failure(value: bytes) -> str:
-    """A rank, or PRINTED."""
-    return PRINTED if value == PRINTED.encode() else str(int(value))
-
-
-def describe_user_error(error: UserError) -> str:
-    """The lines of the error, `visible`. If its reason is too many open files, or no space, the limit and what to look
-    at are added."""
-    text = str(error)
-    if os.strerror(errno.EMFILE) in text:
-        return f"{text}\n({_open_file_limit()})"
-    return f"{text}\n({NO_SPACE})" if os.strerror(errno.ENOSPC) in text else text
-
-
-def _open_file_limit() -> str:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f"too many open files, the limit is {limit}: raise it before the start, for example by ulimit -n 65536"
-
-
-def _describe_limit(error: BaseException) -> str:
-    """The limit of the system that an error has met, and what to change; "" for another error."""
-    number = error.errno if isinstance(error, OSError) else None
-    if number == errno.EMFILE or (isinstance(error, RuntimeError) and os.strerror(errno.EMFILE) in str(error)):
-        return _open_file_limit()
-    if isinstance(error, OSError) and number == errno.ENAMETOOLONG:
-        return f"the path {error.filename} is too long for the file system: choose a shorter one"
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
-        return "out of host memory: use a smaller model or batch, or fewer data.num_workers, or raise ulimit -v"
-    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-        return "no thread can be started: raise the limit of threads (ulimit -u) or of memory (ulimit -v)"
-    return ""
 
 
 def write_error_file(message: str) -> None:

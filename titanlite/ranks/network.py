@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titanlite.ranks.distributed import UNREACHED, CommConfig, ConnectError, World, enable_flight_recorder
+from titanlite.ranks.distributed import CommConfig, ConnectError, World, enable_flight_recorder
+from titanlite.ranks.message import UNREACHED
 from titanlite.runtime.environment import read_system
 from titanlite.runtime.errors import UsageError
 from titanlite.runtime.logging import log

@@ -8,13 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
-from titanlite.ranks.distributed import UNREACHED
+from titanlite.ranks.message import Seen, describe_ranks, last_numbers, ranks_behind
 from titanlite.ranks.signals import TICK_S, in_thread, watch
 from titanlite.runtime.errors import LateRanksError
 from titanlite.runtime.files import no_link
@@ -31,22 +30,6 @@ STACKS_NAME = "%Y%m%d-%H%M%S"
 """Of a folder in FAULTS_FOLDER: when its stacks were asked for."""
 FINISHED = "finished"
 """The last phase, in which a rank waits for the others; see waiting."""
-
-
-@dataclass
-class Seen:
-    """What this rank has seen of another rank. count: number of phases entered. changed_at, alive_at: time of the last
-    change of the position and of the heartbeat, by this rank's monotonic clock. alive_tick: this rank's own tick at
-    that time."""
-
-    count: int = 0
-    step: int = 0
-    phase: str = "start-up"
-    host: str = "an unknown host"
-    changed_at: float = 0.0
-    beats: int = 0
-    alive_at: float = 0.0
-    alive_tick: int = 0
 
 
 class Positions:
@@ -181,7 +164,7 @@ class Positions:
             if folder is not None:
                 self._write(folder, recorded_collectives())
         with self._guard:
-            text = describe(self._seen, self._rank, time.monotonic(), behind, store_is_lost=self._lost)
+            text = describe_ranks(self._seen, self._rank, time.monotonic(), behind, store_is_lost=self._lost)
         is_written = folder is not None and folder.is_dir()
         return text + (f"; stacks and last collectives of all running ranks: {folder}" if is_written else "")
 
@@ -239,7 +222,7 @@ class Positions:
             waited_s = now - max(each.changed_at for each in self._seen.values())
             differ = len({each.count for each in self._seen.values()}) > 1
             silent = any(each.step > 0 and now - each.alive_at > FIRST_S for each in self._seen.values())
-            text = describe(self._seen, self._rank, now, store_is_lost=False)
+            text = describe_ranks(self._seen, self._rank, now, store_is_lost=False)
         if waited_s < FIRST_S:
             self._log_after_s = FIRST_S
         elif waited_s > self._log_after_s and (differ or silent) and self._seen[self._rank].phase != FINISHED:
@@ -286,75 +269,3 @@ def _parse_position(value: bytes) -> tuple[int, int, str, str]:
 
 def _parse_numbers(value: bytes) -> dict[str, int]:
     return {group: int(number) for group, number in json.loads(value).items()}
-
-
-def describe(
-    seen: Mapping[int, Seen], own_rank: int, now: float, behind: Sequence[int] = (), *, store_is_lost: bool
-) -> str:
-    """Describe the ranks without a heartbeat, or else those with the oldest position, or else those `behind`.
-
-    seen: by rank. behind: see ranks_behind.
-    """
-    if store_is_lost:
-        one = seen[0]
-        last_seen = (
-            f"; rank 0 was last seen in step {one.step} ({one.phase}) on {one.host}, {now - one.alive_at:.1f} s before"
-        )
-        return (
-            "the launcher or rank 0 has ended, is stopped, or its node is lost, and the store of the ranks with it"
-            + (last_seen if one.count else "")
-        )
-    others = {rank: each for rank, each in seen.items() if rank != own_rank}
-    ended = [rank for rank, each in others.items() if now - each.alive_at > 4 * INTERVAL_S]
-    if ended:
-        one = seen[ended[0]]
-        return (
-            f"{_names(ended)} on {one.host}: no heartbeat, in step {one.step} ({one.phase}): killed, out of memory, "
-            "stopped, or its node is lost"
-        )
-    oldest = min(each.count for each in seen.values())
-    last = [rank for rank, each in seen.items() if each.count == oldest]
-    one = seen[last[0]]
-    where = f"in step {one.step} ({one.phase}) for {now - one.changed_at:.0f} s"
-    if len(last) == len(seen) and behind:
-        first = seen[behind[0]]
-        return f"{_names(behind)} on {first.host} hangs or lags: {where}; the other ranks wait for it in a collective"
-    if len(last) == len(seen):
-        unmet = f", or they meet {UNREACHED}" if one.step == 0 else ""
-        return f"all ranks are {where}: one of them hangs, or the network is lost{unmet}"
-    return f"{_names(last)} on {one.host} hangs or lags: {where}; the other ranks wait for it"
-
-
-def _names(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
-def last_numbers(recorded: Mapping[str, str]) -> dict[str, int]:
-    """The number of the last collective that this process has entered, by backend and group.
-
-    recorded: see recorded_collectives. Groups have the same name on all of their ranks, and numbers count from 1 on
-    each of them. Without sends and receives, which the recorder does not number alike on both ranks.
-    """
-    last: dict[str, int] = {}
-    for backend, text in recorded.items():
-        for entry in json.loads(text).get("entries", ()):
-            if not entry["is_p2p"]:
-                name, description = entry["process_group"]
-                group = f"{backend} {name} {description}"
-                last[group] = max(last.get(group, 0), entry["collective_seq_id"])
-    return last
-
-
-def ranks_behind(last: Mapping[int, Mapping[str, int]]) -> list[int]:
-    """The ranks that others wait for, and that wait for no other rank. last: last_numbers by rank.
-
-    Ranks enter the collectives of their groups in one order. So a rank that is behind in one group and ahead in none
-    has stopped between two collectives.
-    """
-    behind, ahead = set(), set()
-    for group in {group for numbers in last.values() for group in numbers}:
-        numbers = {rank: each[group] for rank, each in last.items() if group in each}
-        behind |= {rank for rank, number in numbers.items() if number < max(numbers.values())}
-        ahead |= {rank for rank, number in numbers.items() if number > min(numbers.values())}
-    return sorted(behind - ahead)

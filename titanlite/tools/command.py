@@ -13,7 +13,8 @@ from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hint
 import tyro
 
 from titanlite.config.arguments import HELP, Option, check_values, option_values, options_of, split
-from titanlite.ranks.failure import describe_user_error, prepare_streams, raise_on_interrupt
+from titanlite.ranks.failure import prepare_streams, raise_on_interrupt
+from titanlite.ranks.message import describe_user_error
 from titanlite.ranks.signals import stop_signals
 from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError, raise_problems
 from titanlite.runtime.text import visible, visible_lines

@@ -14,19 +14,18 @@ from datetime import timedelta
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 
 from tests.distributed.program import free_port
-from titanlite.ranks import failure, positions
+from titanlite.ranks import election, failure, positions
 from titanlite.ranks.agreement import RanksError
 from titanlite.ranks.distributed import ConnectError
 from titanlite.ranks.failure import EmbeddedReport, FailureReport
 from titanlite.ranks.launch import fork_context
 from titanlite.ranks.positions import Positions
-from titanlite.runtime.errors import ConfigError, LateRanksError, Problem, UserError
+from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.logging import append_errors_to
 
 WAITS = {"SILENT_WAIT_S": 0.5}
@@ -210,37 +209,6 @@ def test_without_an_error_nothing_is_printed(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_once_connected_only_the_first_failed_rank_prints(start: Start) -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    errors = ("bug", "user", "config", "exit")
-    firsts = {error: start(fails, error, server.port, error, rank=1) for error in errors}
-    codes = {error: first.exit_code for error, first in firsts.items()}
-    assert codes == {"bug": 1, "user": 1, "config": 2, "exit": 1}
-    # Other ranks fail with the same error, a consequence, or an unrelated error.
-    others = {
-        error: [start(fails, other, server.port, error, rank=rank) for rank, other in ((0, error), (2, "lost"))]
-        for error in errors
-    }
-    for error in errors:
-        assert str(ERRORS[error]) in printed(firsts[error])
-        assert [printed(other) for other in others[error]] == ["", ""]
-        assert [other.exit_code for other in others[error]] == [codes[error], 1]
-
-
-@pytest.mark.slow
-def test_rank_0_prints_an_error_that_all_ranks_raise(start: Start) -> None:
-    """On its node the user looks first. If it does not come, another rank prints."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    others = [start(fails, "shared", server.port, "both", rank=1, SILENT_WAIT_S=30.0)]
-    others += [start(fails, "shared", server.port, "without rank 0", rank=rank) for rank in (1, 2)]
-    assert sorted(printed(other) for other in others[1:]) == ["", "titanlite: rank 1: no space left\n"]
-    first = start(fails, "shared", server.port, "both")
-    assert printed(first) == "titanlite: rank 1: no space left\n"
-    others[0].process.terminate()
-    assert printed(others[0]) == ""
-
-
-@pytest.mark.slow
 def test_silent_ranks_exit_after_the_rank_that_prints(start: Start) -> None:
     """The launcher terminates all ranks once one exits: a silent rank must not exit before the message is printed."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
@@ -254,24 +222,6 @@ def test_silent_ranks_exit_after_the_rank_that_prints(start: Start) -> None:
     for program in programs:
         program.process.terminate()  # as the launcher does
     assert sorted(printed(program) for program in programs) == ["", "", "titanlite: no such corpus\n"]
-
-
-def fails_without_its_store(error: str) -> None:
-    with FailureReport() as report:
-        server = dist.TCPStore("127.0.0.1", 0, is_master=True)
-        report.store = connect(server.port)
-        report.store.set("key", "the connection works")
-        del server
-        raise ERRORS[error]
-
-
-def test_without_the_store_a_lost_connection_is_one_line(start: Start) -> None:
-    programs = {error: start(fails_without_its_store, error, rank=1) for error in ("lost", "bug", "user")}
-    texts = {error: printed(program) for error, program in programs.items()}
-    assert texts["lost"] == "titanlite: rank 1 lost the connection to the other ranks: Connection closed by peer\n"
-    assert texts["user"] == "titanlite: no such corpus\n"
-    assert texts["bug"].startswith("Traceback")
-    assert texts["bug"].endswith("titanlite: rank 1 failed: ValueError: planted\n")
 
 
 LONG_S = 300.0
@@ -429,7 +379,7 @@ def is_one_of_two_ranks(port: int, prefix: str, settle_s: float, work: str) -> N
         if prefix == "host":
             store.wait([f"alive/{1 - rank}"], timedelta(seconds=30))
         if work == "lost" and prefix == "host":
-            store.wait([failure.FIRST_FAILURE], timedelta(seconds=30))
+            store.wait([election.FIRST_FAILURE], timedelta(seconds=30))
         print("waiting", flush=True)
         if work == "steps of a slow store":
             Positions.enter = lambda *position: time.sleep(0.3)  # type: ignore[method-assign]  # noqa: ARG005
@@ -553,7 +503,7 @@ def test_a_killed_rank_is_explained_by_one_that_the_launcher_ends(start: Start) 
     killed = start_rank("start-up", 1, 1.0)
     left = start_rank("start-up", 0, 1.0)
     explains = start_rank("lost", 0, 100.0)
-    server.wait([f"lost/{failure.FIRST_FAILURE}"])
+    server.wait([f"lost/{election.FIRST_FAILURE}"])
     silent = start_rank("lost", 1, 1.0)
     for program in (killed, left, silent):
         program.wait_for("waiting")
@@ -598,52 +548,6 @@ def test_an_interrupted_rank_reports_no_lost_connection(start: Start) -> None:
     os.kill(program.process.pid or 0, signal.SIGINT)
     assert program.exit_code == 130
     assert program.text == "running\nwaiting\n"
-
-
-def test_limits_of_the_system_are_explained() -> None:
-    report = FailureReport()
-    too_many = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    for error in (too_many, RuntimeError(f"[enforce fail at device.cc:186] rv != -1. {too_many.strerror}")):
-        text = report._describe(error, "full")
-        assert text.startswith("rank 0: too many open files, the limit is ")
-        assert "ulimit -n 65536" in text
-    for error in (UserError(f"a.npy cannot be read: {too_many.strerror}"), RanksError(f"rank 1: {too_many}")):
-        text = report._describe(error, "full")
-        assert re.fullmatch(
-            rf"{re.escape(str(error))}\n\(too many open files, the limit is \d+: .*ulimit -n 65536\)", text
-        )
-    assert report._describe(UserError("a.npy cannot be read"), "full") == "a.npy cannot be read"
-    full = f"a.npy cannot be written: {FULL_DISK.strerror}"
-    assert report._describe(UserError(full), "full") == f"{full}\n({failure.NO_SPACE})"
-    for error in (MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")):
-        assert report._describe(error, "full").startswith("rank 0: out of host memory: use a smaller model or batch, ")
-    assert report._describe(RuntimeError("can't start new thread"), "full").startswith(
-        "rank 0: no thread can be started"
-    )
-    with pytest.raises(OSError, match="too long") as raised:
-        os.stat("d" * 300)
-    assert report._describe(raised.value, "full").endswith("d is too long for the file system: choose a shorter one")
-    assert report._describe(OSError(errno.EIO, "broken"), "full") == "rank 0 failed: OSError: [Errno 5] broken"
-
-
-def test_an_error_that_mentions_a_connection_keeps_its_traceback() -> None:
-    """Only errors of torch's collectives are explained by the positions of other ranks, if there are others."""
-    report = FailureReport()
-    for size, text, own in ((2, "shape mismatch in skip_connection", True), (1, "Connection closed by peer", True)):
-        report.positions = Mock(size=size)
-        report.positions.explain.return_value = "rank 1 hangs"
-        assert report._describe(RuntimeError(text), "full").startswith("rank 0 failed: RuntimeError") == own
-    report.positions = Mock(size=2)
-    report.positions.explain.return_value = "rank 1 hangs"
-    lost = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:57997"
-    previous = signal.getsignal(signal.SIGTERM)
-    assert report._describe(RuntimeError(lost), "full") == f"rank 1 hangs\n(rank 0 lost the connection: {lost})"
-    keys = report._describe(RuntimeError(f"Timed out waiting, keys: {'finished/0, ' * 1000}"), "full")
-    assert len(keys) < 400
-    late = "rank 1 hangs\n(rank 0: no message within 9 s from rank 2 and 1 more)"
-    assert report._describe(LateRanksError([2, 3], 9), "full") == late
-    report.positions.explain.assert_called_with((2, 3))
-    signal.signal(signal.SIGTERM, previous)
 
 
 def test_an_error_of_a_thread_ends_a_run_inside_a_program() -> None:

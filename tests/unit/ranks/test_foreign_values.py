@@ -15,10 +15,11 @@ from titanlite.hf.source import _share
 from titanlite.ranks import positions
 from titanlite.ranks.agreement import require_equal, share_from_rank_0
 from titanlite.ranks.distributed import World
-from titanlite.ranks.failure import FIRST_FAILURE, LOWEST_SEQUENCE, PRINTED, FailureReport
+from titanlite.ranks.election import FIRST_FAILURE
+from titanlite.ranks.failure import FailureReport
 from titanlite.ranks.network import agree_on_attempt, require_gloo_address
 from titanlite.ranks.positions import Positions
-from titanlite.runtime.errors import DataError, LateRanksError, UserError
+from titanlite.runtime.errors import LateRanksError, UserError
 from titanlite.runtime.waiting import parse_value
 from titanlite.torchrun.nodes import NO_LAUNCHER, Meeting
 
@@ -73,20 +74,6 @@ def test_stacks_are_written_in_the_folder_of_the_run_only(pair: Any, tmp_path: P
     pair.ranks[0].explain()
     time.sleep(0.1)
     assert not (tmp_path / "elsewhere").exists()
-
-
-@pytest.mark.parametrize("value", FOREIGN)
-def test_one_rank_still_prints(value: bytes) -> None:
-    report = FailureReport()
-    report.store = dist.HashStore()
-    if parse_value(value, int) is None and value != PRINTED.encode():
-        report.store.set(FIRST_FAILURE, value)
-    assert report._register() == "full"
-    report.store.set(LOWEST_SEQUENCE, value)
-    error = DataError("bad row", 5)
-    if parse_value(value, int) is None:
-        report.note_data_error(error)
-        assert report._register(error.sequence) == "full"
 
 
 @pytest.mark.parametrize("value", FOREIGN)

@@ -6,7 +6,6 @@ import re
 import socket
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ import torch.distributed as dist
 from tests.pool import run_ranks
 from titanlite.ranks import positions, signals
 from titanlite.ranks.distributed import enable_flight_recorder
-from titanlite.ranks.positions import Positions, Seen, describe, last_numbers, ranks_behind
+from titanlite.ranks.message import last_numbers, ranks_behind
+from titanlite.ranks.positions import Positions
 from titanlite.runtime.errors import LateRanksError
 from titanlite.runtime.torch_internals import recorded_collectives
 
@@ -34,36 +34,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def connected(server: dist.TCPStore) -> dist.Store:
     """A connection that does not keep the server alive: the threads of a test end with it."""
     return dist.TCPStore("127.0.0.1", server.port, is_master=False)
-
-
-def seen(count: int, phase: str = "saving", alive_s_ago: float = 0.2) -> Seen:
-    return Seen(count, 7, phase, f"node{count}", changed_at=900.0, beats=3, alive_at=1000 - alive_s_ago)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([seen(5), seen(5, alive_s_ago=2.2), seen(5)], "rank 1 on node5: no heartbeat, in step 7 (saving)"),
-        ([seen(9, alive_s_ago=9), seen(4)], "rank 1 on node4 hangs or lags: in step 7 (saving) for 100 s; the other"),
-        ([seen(9), seen(4), seen(4)], "ranks 1, 2 on node4 hangs or lags"),
-        ([seen(5), seen(5)], "all ranks are in step 7 (saving) for 100 s: one of them hangs, or the network is lost"),
-        (
-            [replace(seen(5), step=0)] * 2,
-            "all ranks are in step 0 (saving) for 100 s: one of them hangs, or the network is lost, or they meet",
-        ),
-    ],
-)
-def test_the_rank_that_others_wait_for_is_named(ranks: list[Seen], text: str) -> None:
-    """Rank 0 writes the message: its own heartbeats do not count."""
-    assert describe(dict(enumerate(ranks)), 0, 1000.0, store_is_lost=False).startswith(text)
-
-
-def test_the_store_may_be_lost() -> None:
-    text = describe({0: seen(5, alive_s_ago=13), 1: seen(5)}, 1, 1000.0, store_is_lost=True)
-    assert "launcher or rank 0 has ended" in text
-    assert text.endswith("; rank 0 was last seen in step 7 (saving) on node5, 13.0 s before")
-    unseen = describe({0: Seen(), 1: seen(5)}, 1, 1000.0, store_is_lost=True)
-    assert unseen == text.partition("; rank 0 was")[0]
 
 
 @pytest.mark.slow
@@ -217,13 +187,6 @@ def test_ranks_finish_together_or_name_the_one_that_hangs(monkeypatch: pytest.Mo
     ranks[0].finish(6)
 
 
-def test_ranks_in_the_same_phase_are_told_apart_by_their_collectives() -> None:
-    text = describe({0: seen(5), 1: seen(5)}, 0, 1000.0, [1], store_is_lost=False)
-    assert text.startswith(
-        "rank 1 on node5 hangs or lags: in step 7 (saving) for 100 s; the other ranks wait for it in a"
-    )
-
-
 def _collectives_of_a_rank() -> tuple[dict[str, int], list[str]]:
     pairs = [dist.new_group([0, 1]), dist.new_group([0])]
     for _ in range(3):
@@ -257,18 +220,3 @@ def test_without_a_recorder_there_are_no_records(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch._C, "_distributed_c10d", object())
     assert recorded_collectives() == {}
     assert last_numbers({"gloo": '{"pg_config": {}}'}) == {}
-
-
-@pytest.mark.parametrize(
-    ("last", "behind"),
-    [
-        ([{"world": 7}, {"world": 7}], []),
-        ([{"world": 7}, {"world": 6}], [1]),
-        # Rank 3 has stopped. Rank 2 waits for it in their tp group, ranks 0 and 1 wait for both in their dp groups.
-        ([{"tp0": 5, "dp0": 9}, {"tp0": 5, "dp1": 9}, {"tp1": 5, "dp0": 8}, {"tp1": 4, "dp1": 8}], [3]),
-        ([{"world": 7, "only 0": 3}, {"world": 7}], []),
-        ([{"world": 8}, {"world": 7}, {"world": 7}], [1, 2]),
-    ],
-)
-def test_the_rank_that_waits_for_no_other_is_behind(last: list[dict[str, int]], behind: list[int]) -> None:
-    assert ranks_behind(dict(enumerate(last))) == behind

@@ -1,0 +1,168 @@
+"""The text of a failure report: of an error, and of the ranks that ended, hang or lag.
+
+Does not import torch, which takes seconds, so that Ctrl-C is handled before that import.
+"""
+
+import errno
+import json
+import os
+import re
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from titanlite.runtime.errors import LateRanksError, UserError
+
+UNREACHED = "a firewall or an interface that the others cannot reach (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+_CONNECTION = re.compile("gloo/transport|Connection (closed|reset) by peer|Timed out waiting|Broken pipe")
+_CONNECTION_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+"""Errors of torch that another rank may have caused, by ending or by not coming."""
+
+MAX_CAUSE = 300
+"""Characters of the error of a lost connection that a message shows. It may list a key per rank."""
+
+NO_SPACE = "the disk is full, or has no inodes left for further files: see df -h and df -i"
+
+
+SILENT_S = 2.0
+"""A rank whose heartbeat is older has ended."""
+
+
+@dataclass
+class Seen:
+    """What this rank has seen of another rank. count: number of phases entered. changed_at, alive_at: time of the last
+    change of the position and of the heartbeat, by this rank's monotonic clock. alive_tick: this rank's own tick at
+    that time."""
+
+    count: int = 0
+    step: int = 0
+    phase: str = "start-up"
+    host: str = "an unknown host"
+    changed_at: float = 0.0
+    beats: int = 0
+    alive_at: float = 0.0
+    alive_tick: int = 0
+
+
+def describe_error(
+    error: BaseException, rank: str, *, is_brief: bool, explain: Callable[[Sequence[int]], str] | None
+) -> str:
+    """The message of a rank that prints.
+
+    is_brief: the store is lost. explain: describes the ranks that ended or lag, given those that are late, for a lost
+    or slow connection. None: one process.
+    """
+    if isinstance(error, UserError):
+        return describe_user_error(error)
+    if limit := _describe_limit(error):
+        return f"rank {rank}: {limit}"
+    first_line = f"{error}".partition("\n")[0]
+    first_line = first_line if len(first_line) <= MAX_CAUSE else f"{first_line[:MAX_CAUSE]} ..."
+    late = error.ranks if isinstance(error, LateRanksError) else ()
+    is_lost = late or type(error).__name__ in _CONNECTION_TYPES or _CONNECTION.search(first_line)
+    if isinstance(error, RuntimeError) and explain is not None and is_lost:
+        lost = "" if late else " lost the connection"
+        return f"{explain(late)}\n(rank {rank}{lost}: {first_line})"
+    if isinstance(error, RuntimeError) and is_brief:  # torch's error for a lost connection
+        return f"rank {rank} lost the connection to the other ranks: {error}"
+    return f"rank {rank} failed: {type(error).__name__}: {error}"
+
+
+def describe_user_error(error: UserError) -> str:
+    """The lines of the error, `visible`. If its reason is too many open files, or no space, the limit and what to look
+    at are added."""
+    text = str(error)
+    if os.strerror(errno.EMFILE) in text:
+        return f"{text}\n({_open_file_limit()})"
+    return f"{text}\n({NO_SPACE})" if os.strerror(errno.ENOSPC) in text else text
+
+
+def _open_file_limit() -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"too many open files, the limit is {limit}: raise it before the start, for example by ulimit -n 65536"
+
+
+def _describe_limit(error: BaseException) -> str:
+    """The limit of the system that an error has met, and what to change; "" for another error."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EMFILE or (isinstance(error, RuntimeError) and os.strerror(errno.EMFILE) in str(error)):
+        return _open_file_limit()
+    if isinstance(error, OSError) and number == errno.ENAMETOOLONG:
+        return f"the path {error.filename} is too long for the file system: choose a shorter one"
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
+        return "out of host memory: use a smaller model or batch, or fewer data.num_workers, or raise ulimit -v"
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return "no thread can be started: raise the limit of threads (ulimit -u) or of memory (ulimit -v)"
+    return ""
+
+
+def describe_ranks(
+    seen: Mapping[int, Seen], own_rank: int, now: float, behind: Sequence[int] = (), *, store_is_lost: bool
+) -> str:
+    """Describe the ranks without a heartbeat, or else those with the oldest position, or else those `behind`.
+
+    seen: by rank. behind: see ranks_behind.
+    """
+    if store_is_lost:
+        one = seen[0]
+        last_seen = (
+            f"; rank 0 was last seen in step {one.step} ({one.phase}) on {one.host}, {now - one.alive_at:.1f} s before"
+        )
+        return (
+            "the launcher or rank 0 has ended, is stopped, or its node is lost, and the store of the ranks with it"
+            + (last_seen if one.count else "")
+        )
+    others = {rank: each for rank, each in seen.items() if rank != own_rank}
+    ended = [rank for rank, each in others.items() if now - each.alive_at > SILENT_S]
+    if ended:
+        one = seen[ended[0]]
+        return (
+            f"{_names(ended)} on {one.host}: no heartbeat, in step {one.step} ({one.phase}): killed, out of memory, "
+            "stopped, or its node is lost"
+        )
+    oldest = min(each.count for each in seen.values())
+    last = [rank for rank, each in seen.items() if each.count == oldest]
+    one = seen[last[0]]
+    where = f"in step {one.step} ({one.phase}) for {now - one.changed_at:.0f} s"
+    if len(last) == len(seen) and behind:
+        first = seen[behind[0]]
+        return f"{_names(behind)} on {first.host} hangs or lags: {where}; the other ranks wait for it in a collective"
+    if len(last) == len(seen):
+        unmet = f", or they meet {UNREACHED}" if one.step == 0 else ""
+        return f"all ranks are {where}: one of them hangs, or the network is lost{unmet}"
+    return f"{_names(last)} on {one.host} hangs or lags: {where}; the other ranks wait for it"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def last_numbers(recorded: Mapping[str, str]) -> dict[str, int]:
+    """The number of the last collective that this process has entered, by backend and group.
+
+    recorded: see recorded_collectives. Groups have the same name on all of their ranks, and numbers count from 1 on
+    each of them. Without sends and receives, which the recorder does not number alike on both ranks.
+    """
+    last: dict[str, int] = {}
+    for backend, text in recorded.items():
+        for entry in json.loads(text).get("entries", ()):
+            if not entry["is_p2p"]:
+                name, description = entry["process_group"]
+                group = f"{backend} {name} {description}"
+                last[group] = max(last.get(group, 0), entry["collective_seq_id"])
+    return last
+
+
+def ranks_behind(last: Mapping[int, Mapping[str, int]]) -> list[int]:
+    """The ranks that others wait for, and that wait for no other rank. last: last_numbers by rank.
+
+    Ranks enter the collectives of their groups in one order. So a rank that is behind in one group and ahead in none
+    has stopped between two collectives.
+    """
+    behind, ahead = set(), set()
+    for group in {group for numbers in last.values() for group in numbers}:
+        numbers = {rank: each[group] for rank, each in last.items() if group in each}
+        behind |= {rank for rank, number in numbers.items() if number < max(numbers.values())}
+        ahead |= {rank for rank, number in numbers.items() if number > min(numbers.values())}
+    return sorted(behind - ahead)
