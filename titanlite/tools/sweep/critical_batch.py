@@ -14,7 +14,7 @@ from titanlite.checkpoint.compatibility import check_facts
 from titanlite.checkpoint.folder import published_steps, read_or_none, step_folder
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.config.arguments import split_arguments
-from titanlite.config.load import CONFIG_COPY, parse, read_copy, resolve
+from titanlite.config.load import CONFIG_COPY, config_from_values, parse, read_copy, resolve
 from titanlite.config.schema import JobConfig
 from titanlite.config.stages import batch_stages
 from titanlite.config.value_types import text_of
@@ -93,6 +93,7 @@ def branches(options: Options, overrides: Sequence[str]) -> list[Run]:
     if not options.allow_import and TASKS not in given:
         require_names(folder, config.validation.tasks, f"leave them out: --{TASKS} '[]'")
     path, manifest = _checkpoint(checkpoints_in(folder, folder, allow_import=options.allow_import), options.step)
+    last, config = config, _at_step(config, manifest)
     stage = _stage(config, manifest.step)
     if config.optimizer.weight_decay_end != -1 and "optimizer.weight_decay_end" not in given:
         rule = "left out: the weight decay of a step depends on the run's last step, which differs between branches"
@@ -101,7 +102,8 @@ def branches(options: Options, overrides: Sequence[str]) -> list[Run]:
         raise ConfigError([Problem("optimizer.weight_decay_end", value, rule, remedy)])
     step_tokens = math.lcm(*sizes) * stage.seq_len
     tokens = -(-options.tokens // step_tokens) * step_tokens
-    shared = {**_constants(config, manifest, path), **_own_storage(folder, config), **given}
+    changed = {**_differences("optimizer", last, config), **_differences("lr_schedule", last, config)}
+    shared = {**changed, **_constants(config, manifest, path), **_own_storage(folder, config), **given}
     shared.setdefault(DUMP_FOLDER, str(folder / f"critical_batch_step-{manifest.step}"))
 
     def make(size: int) -> Run:
@@ -142,6 +144,14 @@ def _checkpoint(folder: Place, step: int) -> tuple[Place, Manifest]:
     return path, manifest
 
 
+def _at_step(config: JobConfig, manifest: Manifest) -> JobConfig:
+    """The configuration with the optimizer and learning rate of the checkpoint's step: a later start may have changed
+    them. Raises UserError."""
+    then = config_from_values(manifest.config)
+    training = replace(config.training, steps=then.training.steps)
+    return replace(config, optimizer=then.optimizer, lr_schedule=then.lr_schedule, training=training)
+
+
 def _stage(config: JobConfig, step: int) -> BatchStage:
     """The training stage of a step, which the branches continue. Raises UserError."""
     stages = batch_stages(config)
@@ -177,8 +187,13 @@ def _constants(config: JobConfig, manifest: Manifest, path: Place) -> dict[str, 
 
 def _own_storage(folder: Path, config: JobConfig) -> dict[str, str]:
     """The values of [storage] that a branch takes from this process, and not from the run's file."""
-    saved, own = asdict(read_copy(folder).storage), asdict(config.storage)
-    return {f"storage.{key}": str(text_of(value)) for key, value in own.items() if value != saved[key]}
+    return _differences("storage", read_copy(folder), config)
+
+
+def _differences(section: str, earlier: JobConfig, config: JobConfig) -> dict[str, str]:
+    """The values of a section that differ from those of another configuration."""
+    before, now = asdict(getattr(earlier, section)), asdict(getattr(config, section))
+    return {f"{section}.{key}": str(text_of(value)) for key, value in now.items() if value != before[key]}
 
 
 def schedule_of(config: JobConfig) -> Callable[[int], float]:

@@ -1,6 +1,7 @@
 """titanlite critical-batch: branches continue a run with other batches, and what is concluded from their losses."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import titanlite
 from tests.distributed.program import CONFIG
 from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN, TOKENS
 from tests.unit.tools.sweep.test_training import FakeProcess
+from titanlite.checkpoint.manifest import MANIFEST_FILE, manifest_text, read_manifest
 from titanlite.config.load import parse
 from titanlite.metrics.jsonl import read_rows, read_series
 from titanlite.runtime.errors import UserError
@@ -111,16 +113,30 @@ def test_runs_with_stages(tmp_path: Path) -> None:
     run, _ = branches(options(folder, 2 * GLOBAL_BATCH, 8 * GLOBAL_BATCH, step=6), [])
     assert run.values["lr"] == f"{0.5e-2 * math.sqrt(2):.3g}"
     assert run.values["tokens"] == f"{8 * GLOBAL_BATCH * SEQ_LEN:,}"
-    text = (folder / "config.toml").read_text()
-    for old, new, message in (
-        ('batch_scaling = "sqrt"', 'batch_scaling = "none"', "the learning rates of its branches are not known"),
-        ("min_lr_factor = 0.5", "min_lr_factor = 0.0", "the learning rate of step 6 is 0"),
-        ("weight_decay_end = -1.0", "weight_decay_end = 0.0", "the weight decay of a step depends on"),
+    saved = read_manifest(path := folder / "checkpoint" / "step-6")
+    for section, key, value, message in (
+        ("lr_schedule", "batch_scaling", "none", "the learning rates of its branches are not known"),
+        ("lr_schedule", "min_lr_factor", 0.0, "the learning rate of step 6 is 0"),
+        ("optimizer", "weight_decay_end", 0.0, "the weight decay of a step depends on"),
     ):
-        assert old in text
-        (folder / "config.toml").write_text(text.replace(old, new))
+        assert saved.config[section][key] != value
+        changed = {**saved.config, section: {**saved.config[section], key: value}}
+        (path / MANIFEST_FILE).write_bytes(manifest_text(replace(saved, config=changed)))
         with pytest.raises(UserError, match=message):
             branches(options(folder, step=6), [])
+
+
+@pytest.mark.slow
+def test_the_learning_rate_is_that_of_the_step(tmp_path: Path) -> None:
+    """And not that of a later start, whose configuration the folder has."""
+    folder = train(tmp_path, **{"training.steps": 3, "lr_schedule.decay": "none"})
+    train(tmp_path, **{"optimizer.lr": 0.5, "lr_schedule.warmup_steps": 1, "optimizer.weight_decay": 0.3})
+    for step, lr, weight_decay in ((3, 1e-2, 0.1), (6, 0.25, 0.3)):
+        run, _ = branches(options(folder, GLOBAL_BATCH, 2 * GLOBAL_BATCH, step=step), [])
+        assert run.config.optimizer.weight_decay == weight_decay
+        assert critical_batch.schedule_of(run.config)(step + 1) == pytest.approx(lr, rel=1e-12)
+    run, _ = branches(options(folder, GLOBAL_BATCH, 2 * GLOBAL_BATCH, step=3), ["--optimizer.weight_decay=0.2"])
+    assert run.config.optimizer.weight_decay == 0.2
 
 
 @pytest.mark.parametrize(
