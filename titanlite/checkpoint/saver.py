@@ -19,6 +19,7 @@ from titanlite.checkpoint import objects
 from titanlite.checkpoint.config import AsyncMode
 from titanlite.checkpoint.folder import begin, discard, publish, step_folder
 from titanlite.checkpoint.manifest import FileRecord, Manifest, write_manifest, write_recorded
+from titanlite.checkpoint.planning import PlannedSaves
 from titanlite.checkpoint.state import HostCopy, first_not_finite
 from titanlite.checkpoint.storage import first_failure, save_tensors
 from titanlite.ranks.agreement import RanksError, describe_failure, run_on_all_ranks, run_on_rank_0
@@ -57,6 +58,7 @@ class Saver:
         self._group = group
         self._device = device
         self._retain = delete_older
+        self._saves = PlannedSaves()
         self._small_files = small_files or {}
         self._copy = None if mode == "disabled" else HostCopy(pinned=mode == "async_with_pinned_mem")
         self._thread: threading.Thread | None = None
@@ -129,7 +131,7 @@ class Saver:
             writing = place = run_on_rank_0(lambda: begin(folder, step), self._group)
             self._require_finite(local)
             try:
-                mine = save_tensors(place, tensors, local, self._group)
+                mine = save_tensors(place, tensors, local, self._group, saves=self._saves)
             except dcp.CheckpointException as error:
                 raise first_failure(error) from None
             parts = run_on_all_ranks(lambda: mine, self._group)

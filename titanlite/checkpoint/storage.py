@@ -21,6 +21,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from titanlite.checkpoint.manifest import (
@@ -33,6 +34,7 @@ from titanlite.checkpoint.manifest import (
     read_listed,
     read_manifest,
 )
+from titanlite.checkpoint.planning import LocalPlanner, PlannedSaves
 from titanlite.checkpoint.verified_parts import Part, PartnerError, VerifiedParts, part_bytes, parts_of, share_parts
 from titanlite.ranks.agreement import RanksError, describe_failure
 from titanlite.runtime.errors import UserError
@@ -172,26 +174,32 @@ class _HashingObjects(_HashingFileSystem):
 class _Writer(dcp.FileSystemWriter):
     """Writes one file per rank, or per tensor. Uses one thread: with several, DCP loses errors."""
 
-    def __init__(self, place: Place, rank: int, *, file_per_tensor: bool) -> None:
+    def __init__(self, place: Place, rank: int, saves: PlannedSaves, *, file_per_tensor: bool) -> None:
         is_local = isinstance(place, Path)
         folder = place if isinstance(place, Path) else Path()
         super().__init__(folder, single_file_per_rank=not file_per_tensor, thread_count=1, sync_files=is_local)
         self.files = _HashingFileSystem(rank) if isinstance(place, Path) else _HashingObjects(rank, place)
         self.fs = self.files
+        self._saves = saves
 
     def storage_meta(self) -> None:
         """Return None, so that the metadata do not contain the path of the folder."""
 
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Write this rank's items; the results that are sent to rank 0 are only those that have changed."""
+        written = super().write_data(plan, planner).value()
+        done = torch.futures.Future[list[WriteResult]]()
+        done.set_result(self._saves.changed_results(written))
+        return done
 
-class _LocalPlanner(dcp.DefaultSavePlanner):
-    """Plans with the run's tensors, and reads the data from `local`: this rank's shard of each, on any device."""
-
-    def __init__(self, local: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self._local = local
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._local[index.fqn]
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002
+        final = Path(self.path) / METADATA_FILE
+        writing = final.with_name(f"{METADATA_FILE}.tmp")
+        with self.files.create_stream(writing, "wb") as file:
+            file.write(self._saves.content(results))
+            if self.sync_files:
+                os.fsync(file.fileno())
+        self.files.rename(writing, final)
 
 
 def save_tensors(
@@ -200,22 +208,29 @@ def save_tensors(
     local: Mapping[str, Tensor],
     group: dist.ProcessGroup | None,
     *,
+    saves: PlannedSaves | None = None,
     file_per_tensor: bool = False,
 ) -> dict[str, FileRecord]:
     """Write `tensors` into the empty `place` and sync each file; returns the records of this rank's files.
 
     A collective over `group`; None: this process alone. tensors: DTensors, or plain tensors that are equal on all ranks
     that have the name; only their shapes, placements and dtypes are read. local: this rank's shard of each, with the
-    data; each is looked up once, when it is written. file_per_tensor: DCP then frees each tensor once it is written,
-    not all at the end. Raises dcp.CheckpointException, a BaseException, on all ranks if one fails.
+    data; each is looked up once, when it is written. saves: of the run, so that later saves need no new plan.
+    file_per_tensor: DCP then frees each tensor once it is written, not all at the end. Raises RanksError or
+    dcp.CheckpointException, a BaseException, on all ranks if one fails.
     """
-    writer = _Writer(place, 0 if group is None else dist.get_rank(), file_per_tensor=file_per_tensor)
-    planner = _LocalPlanner(local)
+    saves = PlannedSaves() if saves is None else saves
+    writer = _Writer(place, 0 if group is None else dist.get_rank(), saves, file_per_tensor=file_per_tensor)
+    planner = LocalPlanner(local, saves)
     crc32 = get_crc32_options()
     set_crc32_options(False)  # torch's checksum of each tensor is slower and weaker than HASH
     try:
+        planner.agree(tensors, group)
         with _ignore_no_group_warning():
             dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    except BaseException:
+        saves.forget()
+        raise
     finally:
         set_crc32_options(crc32)
     return writer.files.records

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch.distributed.checkpoint import SavePlan
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor import DTensor
@@ -138,6 +139,17 @@ def shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+# Checkpoints
+
+
+def without_replicas(plans: "list[SavePlan]") -> "list[SavePlan]":
+    """DCP's plans of all ranks, with each item in only one of them. The public DefaultSavePlanner compares all pairs of
+    a tensor's shards, too."""
+    from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+
+    return dedup_save_plans(plans)
 
 
 # Kernels and autograd
