@@ -13,7 +13,7 @@ In a store, nothing is renamed: see objects.py.
 import os
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from datetime import UTC, datetime
 from itertools import chain, count
 from pathlib import Path
@@ -51,7 +51,10 @@ def step_of(path: Place) -> int | None:
 
 def published_steps(folder: Place) -> list[int]:
     """Steps of the published checkpoints, corrupted ones included, in ascending order."""
-    names = objects.names(folder) if isinstance(folder, Address) else [path.name for path in _folders_in(folder)]
+    return _steps(objects.names(folder)) if isinstance(folder, Address) else _listed_steps(folder)
+
+
+def _steps(names: Iterable[str]) -> list[int]:
     return sorted(int(name[1]) for name in map(_STEP.fullmatch, names) if name)
 
 
@@ -192,12 +195,25 @@ def retain(folder: Place, keep_latest_k: int, keep_every: int, keep: Collection[
     """
     if keep_latest_k == 0:
         return []
-    candidates = [step for step in published_steps(folder) if _is_full(folder, step)]
-    kept = {*candidates[-keep_latest_k:], *keep, *(s for s in candidates if keep_every and s % keep_every == 0)}
-    deleted = [step for step in candidates if step not in kept]
-    for step in deleted:
+    counted, deleted = 0, list[int]()
+    for step in reversed(_listed_steps(folder)):
+        is_latest = counted < keep_latest_k
+        is_kept = step in keep or (keep_every > 0 and step % keep_every == 0)
+        if (is_kept and not is_latest) or not _is_full(folder, step):  # kept ones may be many: their files are not read
+            continue
+        if is_latest:
+            counted += 1
+        else:
+            deleted.append(step)
+    for step in reversed(deleted):
         delete(folder, step)
-    return deleted
+    return deleted[::-1]
+
+
+def _listed_steps(folder: Place) -> list[int]:
+    """As published_steps, by one listing: in a store, also steps without a manifest."""
+    names = objects.step_names(folder) if isinstance(folder, Address) else [path.name for path in _folders_in(folder)]
+    return _steps(names)
 
 
 def _folders_in(folder: Path) -> list[Path]:

@@ -33,10 +33,14 @@ _ATTEMPT = re.compile("attempt-[0-9a-f]{16}")
 
 def names(folder: Address) -> list[str]:
     """Names of the checkpoints: those that have a manifest."""
-    store = Store(folder)
-    steps = [name for name, facts in store.children().items() if facts is None and name.startswith("step-")]
+    store, steps = Store(folder), step_names(folder)
     found = in_parallel(lambda name: store.exists(f"{name}/{MANIFEST_FILE}"), steps)
     return [name for name, exists in zip(steps, found, strict=True) if exists]
+
+
+def step_names(folder: Address) -> list[str]:
+    """Names below which there are checkpoints, or files of one that is not published."""
+    return [name for name, facts in Store(folder).children().items() if facts is None and name.startswith("step-")]
 
 
 def begin(folder: Address, step: int) -> Address:
@@ -66,9 +70,8 @@ def clear_leftovers(folder: Address) -> list[str]:
     store = Store(folder)
     store.abort_uploads()
     checkpoints = names(folder)
-    folders = [name for name, facts in store.children().items() if facts is None and name.startswith("step-")]
     cleared = []
-    for name in folders:
+    for name in step_names(folder):
         attempts = {each for each in store.children(name) if _ATTEMPT.fullmatch(each)}
         if "." in name or not attempts:
             continue

@@ -1,8 +1,10 @@
 """The checkpoint folder: names, publishing, quarantine, retention and interruptions."""
 
 import os
+import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -299,6 +301,42 @@ def test_retention_settings(tmp_path: Path, latest: int, every: int, keep: tuple
         make(tmp_path, step)
     assert retain(tmp_path, keep_latest_k=latest, keep_every=every, keep=keep) == deleted
     assert published_steps(tmp_path) == [step for step in (10, 20, 30, 40, 50) if step not in deleted]
+
+
+def test_retention_is_that_of_all_complete_checkpoints(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    for number in range(25):
+        folder = tmp_path / str(number)
+        states = draw.choices(["full", "full", "full", "model", "short"], k=draw.randrange(13))
+        latest, every, keep = draw.randrange(5), draw.randrange(5), {*draw.sample(range(1, 13), draw.randrange(4))}
+        for step, state in enumerate(states, 1):
+            path = make(folder, step, content="model" if state == "model" else "full")
+            if state == "short":
+                os.truncate(path / METADATA_FILE, 1)
+        full = [step for step, state in enumerate(states, 1) if state == "full"]
+        kept = {*full[-latest:], *keep, *(step for step in full if every and step % every == 0)}
+        expected = [step for step in full if step not in kept] if latest else []
+        assert retain(folder, latest, every, keep) == expected, (states, latest, every, keep)
+
+
+def test_retention_does_not_read_what_it_keeps_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Path] = []
+    stat = Path.stat
+
+    def noted(path: Path, **keys: Any) -> os.stat_result:
+        reads.append(path)
+        return stat(path, **keys)
+
+    monkeypatch.setattr(Path, "stat", noted)
+    counts = []
+    for kept in (4, 40):
+        folder = tmp_path / str(kept)
+        for step in (*range(100, 100 * kept + 100, 100), 100 * kept + 10, 100 * kept + 20, 100 * kept + 30):
+            make(folder, step)
+        reads.clear()
+        assert retain(folder, keep_latest_k=2, keep_every=100, keep=(100,)) == [100 * kept + 10]
+        counts.append(len([path for path in reads if path.name == METADATA_FILE]))
+    assert counts == [3, 3]
 
 
 @pytest.mark.parametrize("version", [FORMAT_VERSION - 1, STORE_FORMAT_VERSION + 1])

@@ -103,6 +103,32 @@ def test_a_checkpoint_in_a_store(folder: Address, save: Save) -> None:
     assert (problem.key, problem.remedy) == ("checkpoint.folder", f"write {folder}")
 
 
+def test_retention_asks_nothing_about_what_it_keeps_forever(
+    folder: Address, save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests: list[str] = []
+    call = Store._call
+
+    def noted(store: Store, verb: str, name: str, request: Callable[[], Any]) -> Any:
+        requests.append(f"{verb} {name}")
+        return call(store, verb, name, request)
+
+    monkeypatch.setattr(Store, "_call", noted)
+    counts = []
+    for first, last in ((10, 40), (50, 160)):
+        for step in range(first, last + 1, 10):
+            save(step)
+        requests.clear()
+        assert retain(folder, keep_latest_k=2, keep_every=10, keep=()) == []
+        counts.append(len(requests))
+    assert counts[0] == counts[1] <= 8
+    save(165)
+    save(170)
+    save(180)
+    assert retain(folder, keep_latest_k=2, keep_every=10, keep=()) == [165]
+    assert published_steps(folder) == [*range(10, 181, 10)]
+
+
 def test_a_local_copy_of_a_checkpoint_is_read(folder: Address, save: Save, tmp_path: Path) -> None:
     save(5, TENSORS)
     for name in Store(folder).list():
