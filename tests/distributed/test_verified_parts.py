@@ -58,11 +58,13 @@ def saved(folder: Address, values: dict[str, torch.Tensor]) -> None:
 
 
 def load_on_meshes(address: str) -> dict[str, Any]:
-    """Per mesh: the reads (object, begin) of the tensors' files by this rank, and whether all values are right."""
+    """Per mesh: the reads (object, begin) of the tensors' files by this rank, whether all values are right, and the
+    number of messages that this rank has sent to another one."""
     folder = Address.parse(address)
     values = {"a": torch.arange(8000.0).reshape(400, 20), "b": torch.arange(64.0).reshape(8, 8)}
     reads: list[tuple[str, int]] = []
-    read_range = Store.read_range
+    sends: list[int] = []
+    read_range, isend = Store.read_range, dist.isend
     group = dist.new_group(backend="gloo")
     found: dict[str, Any] = {}
 
@@ -70,15 +72,20 @@ def load_on_meshes(address: str) -> dict[str, Any]:
         reads.append((name, start))
         return read_range(store, name, start, length)
 
-    with small_parts(), patch.object(Store, "read_range", noted):
+    def noted_send(tensor: torch.Tensor, **keys: Any) -> Any:
+        sends.append(keys["group_dst"])
+        return isend(tensor, **keys)
+
+    with small_parts(), patch.object(Store, "read_range", noted), patch.object(dist, "isend", noted_send):
         saved(folder, values)
         for name in MESHES:
             reads.clear()
+            sends.clear()
             loaded = on_mesh({key: torch.zeros_like(value) for key, value in values.items()}, name)
             storage.load_tensors(folder / "step-1", loaded, group)
             expected = on_mesh(values, name)
             is_right = all(torch.equal(loaded[key].to_local(), expected[key].to_local()) for key in values)  # type: ignore[attr-defined]
-            found[name] = [list(reads), is_right]
+            found[name] = [list(reads), is_right, len(sends)]
         for rank in (0, 3):  # its store answers with other content, but for the first requests
             good_answers = iter([True] * 3)
 
@@ -101,6 +108,8 @@ def test_each_part_is_read_by_one_rank() -> None:
         assert len(reads) == len({*reads}) > 4 * verified_parts.PARTS_AHEAD, name
         counts = [len(rank[name][0]) for rank in by_rank]
         assert max(counts) - min(counts) <= 2, (name, counts)
+        has_sent = any(rank[name][2] for rank in by_rank)
+        assert has_sent == (name in ("2 replicas", "other rows")), name  # what all ranks need is broadcast
     for rank in (0, 3):
         for each in by_rank:
             ((at, cause),) = each[f"rank {rank} fails"].items()

@@ -1,5 +1,5 @@
 """Read parts of the files of a checkpoint in a store. Each part that several ranks need is read by one of them, which
-verifies it and sends it to the others."""
+verifies it and sends it to the others: a part that all ranks need by a broadcast."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -27,11 +27,13 @@ class Part(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A part that a rank needs. reader: rank of the group that reads it. receivers: to which this rank sends it."""
+    """A part that a rank needs. reader: rank of the group that reads it. receivers: to which this rank sends it.
+    is_for_all: all ranks of the group need it, such as the position in the data: the reader broadcasts it."""
 
     part: Part
     reader: int
     receivers: Sequence[int] = ()
+    is_for_all: bool = False
 
 
 class PartnerError(Exception):
@@ -65,9 +67,10 @@ def share_parts(needed: Sequence[Sequence[Part]], records: Mapping[str, FileReco
     for part in sorted(ranks):
         reader = min(ranks[part], key=lambda rank: read[rank])
         read[reader] += part_bytes(records[part.name])
+        is_for_all = 1 < len(needed) == len(ranks[part])
         for rank in ranks[part]:
-            others = [each for each in ranks[part] if each != reader] if rank == reader else []
-            shares[rank].append(Share(part, reader, others))
+            others = [each for each in ranks[part] if each != reader] if rank == reader and not is_for_all else []
+            shares[rank].append(Share(part, reader, others, is_for_all))
     return shares
 
 
@@ -75,7 +78,8 @@ class VerifiedParts:
     """The parts that this rank needs, in the order of `shares`. With a group, a collective from the constructor until
     close().
 
-    All ranks take and send their parts in one order, that of the files' names, so none waits for one that waits for it.
+    All ranks take, send and broadcast their parts in one order, that of the files' names, so none waits for one that
+    waits for it.
     """
 
     def __init__(
@@ -124,9 +128,12 @@ class VerifiedParts:
 
     def _send(self, share: Share, content: bytes) -> None:
         """Send a part's number of bytes, 0 if it cannot be read, and its content."""
-        if share.receivers:
+        if share.is_for_all or share.receivers:
             messages = [torch.tensor(len(content)), torch.frombuffer(bytearray(content or b"-"), dtype=torch.uint8)]
             sent = messages if content else messages[:1]
+            if share.is_for_all:
+                for each in sent:
+                    dist.broadcast(each, group=self._group, group_src=self._rank)
             self._sent.append([(each, self._sending(each, rank)) for rank in share.receivers for each in sent])
         while len(self._sent) > PARTS_AHEAD:
             self._wait_for_oldest()
@@ -141,12 +148,13 @@ class VerifiedParts:
             work.wait()
 
     def _received(self, share: Share) -> memoryview:
+        receive = dist.broadcast if share.is_for_all else dist.recv
         size = torch.tensor(0)
-        dist.recv(size, group=self._group, group_src=share.reader)
+        receive(size, group=self._group, group_src=share.reader)
         if not size:
             raise PartnerError
         content = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(content, group=self._group, group_src=share.reader)
+        receive(content, group=self._group, group_src=share.reader)
         return memoryview(content.numpy().data)
 
     def close(self) -> None:
