@@ -20,6 +20,7 @@ from tests.distributed.forked import on_ranks
 from tests.distributed.standin import Run, StandIn, start_in
 from titanlite.checkpoint import saver as saver_module
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch, FileRecord, Manifest
+from titanlite.checkpoint.planning import PlannedSaves
 from titanlite.checkpoint.saver import Saver
 from titanlite.checkpoint.state import STREAMS
 from titanlite.ranks.failure import FailureReport
@@ -173,10 +174,15 @@ def note_saves(note: Callable[[Mapping[str, Tensor]], None]) -> None:
     original = saver_module.save_tensors
 
     def recording(
-        folder: Path, tensors: Mapping[str, Tensor], local: Mapping[str, Tensor], group: dist.ProcessGroup
+        folder: Path,
+        tensors: Mapping[str, Tensor],
+        local: Mapping[str, Tensor],
+        group: dist.ProcessGroup,
+        *,
+        saves: PlannedSaves,
     ) -> dict[str, FileRecord]:
         note(local)
-        records = original(folder, tensors, local, group)
+        records = original(folder, tensors, local, group, saves=saves)
         note({})
         return records
 
