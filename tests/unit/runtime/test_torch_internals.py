@@ -12,6 +12,7 @@ import torch._dynamo
 import torch._functorch.config
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -97,6 +98,12 @@ def test_fsdp_and_dtensors() -> None:
     cut = distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)])
     assert internals.shape_and_offset(cut) == ((3, 2), (0, 0))
     assert [internals.is_dtensor(each) for each in (cut, internals.local_part(cut))] == [True, False]
+
+
+def test_replicas_of_a_shard_are_written_once() -> None:
+    plan = create_default_local_save_plan({"a": torch.ones(2), "b": torch.ones(3)}, is_coordinator=False)
+    first, second = internals.without_replicas([plan, plan])
+    assert sorted(item.index.fqn for item in first.items + second.items) == ["a", "b"]
 
 
 @pytest.mark.usefixtures("group")
