@@ -15,7 +15,7 @@ from titanlite.forward import ModelOnMesh, cross_entropy_in, forward_only, on_de
 from titanlite.metrics.scores import SetTotals, TaskScores
 from titanlite.parallel.exact import loss_grid, on_grid
 from titanlite.parallel.mesh import Mesh
-from titanlite.ranks.agreement import RanksError, run_on_all_ranks
+from titanlite.ranks.agreement import RanksError, run_together
 from titanlite.ranks.signals import StoppedError, StopRequest
 from titanlite.runtime.errors import DataError, UserError
 from titanlite.runtime.logging import Progress
@@ -215,7 +215,7 @@ class Evaluator:
             if tasks.harness is not None:
                 scores[0] = tasks.harness.scores(losses, misses, generate)
 
-        run_on_all_ranks(score, self.group)
+        run_together(score, self.group)
         dist.broadcast_object_list(scores, src=0, group=self.group)
         result: dict[str, TaskScores] = scores[0]
         return result

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -29,6 +30,8 @@ MODULE = "module "
 """Begins the names of facts that a rank may lack: modules."""
 MAX_DIFFERENCES = 5
 """Differences between ranks that a message lists; it counts the others."""
+MAX_GROUPS = 16
+"""Groups of equal ranks that a message compares: the hosts of a large job may all differ."""
 
 
 class RanksError(UserError):
@@ -47,37 +50,46 @@ def require_equal(name: str, facts: Mapping[str, str], world: World, store: dist
     """Raise DifferentRanksError on all ranks unless all ranks give the same facts. Waits for all ranks.
 
     name: of this comparison, unique in the run. facts: name -> value, as shown in the message. Each rank sends a hash;
-    ranks send their facts only if the hashes differ. Rank 0 logs a warning about modules that only some ranks have
-    imported.
+    if they differ, one rank of each of the first MAX_GROUPS hashes sends its facts, and rank 0 compares them. It logs a
+    warning about modules that only some ranks have imported.
     """
     store = dist.PrefixStore(f"equal/{name}", store)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
-    def group(digests: Sequence[str]) -> list[list[int]]:
-        ranks: dict[str, list[int]] = {}
-        for rank, each in enumerate(digests):
-            ranks.setdefault(each, []).append(rank)
-        return list(ranks.values())
+    def group(digests: Sequence[str]) -> list[tuple[int, int]]:
+        """The first rank of each hash, and how many ranks have it."""
+        counts = Counter(digests)
+        return [(digests.index(each), count) for each, count in list(counts.items())[:MAX_GROUPS]]
 
     groups = decide_on_rank_0(digest, group, world, store, timeout_s)
     if len(groups) <= 1:
         return
-    examples = [group[0] for group in groups]
-    if world.rank in examples:
+    if world.rank in [first for first, _ in groups]:
         store.set(f"facts/{world.rank}", json.dumps({"host": socket.gethostname(), "facts": facts}))
-    keys = [f"facts/{rank}" for rank in examples]
-    with waiting(lambda: f"the facts of ranks {examples}, which differ: see their logs"):
-        store.wait(keys, timedelta(seconds=timeout_s))
-    found = [parse_value(value, _parse_facts) for value in store.multi_get(keys)]
-    sent = [each for each in found if each is not None]
-    if len(sent) < len(found):
-        raise LateRanksError([rank for rank, each in zip(examples, found, strict=True) if each is None], timeout_s)
-    lines = _describe_groups(groups, sent)
-    if world.rank == 0 and (modules := _describe_modules(groups, sent)):
-        log.warning("modules that only some ranks have imported are not compared: %s", modules)
+    own_s = -(-timeout_s // 2)  # of rank 0, so that it names a late rank before the others give up on rank 0
+    lines = share_from_rank_0("lines", lambda: _compare(groups, store, own_s), world, store, timeout_s)
     if lines:
         head = "the ranks differ, so nothing was trained; make them equal on all nodes, and start again:"
         raise DifferentRanksError(head, *lines)
+
+
+def _compare(groups: Sequence[tuple[int, int]], store: dist.Store, timeout_s: int) -> list[str]:
+    """How each later group differs from rank 0, in lines, as rank 0 reads it from the store. Raises LateRanksError."""
+    ranks = [first for first, _ in groups]
+    keys = [f"facts/{rank}" for rank in ranks]
+    try:
+        with waiting(lambda: f"the facts of ranks {ranks}, which differ: see their logs"):
+            store.wait(keys, timedelta(seconds=timeout_s))
+    except dist.DistStoreError:
+        late = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+        raise LateRanksError(late or [0], timeout_s) from None
+    found = [parse_value(value, _parse_facts) for value in store.multi_get(keys)]
+    sent = [each for each in found if each is not None]
+    if len(sent) < len(found):
+        raise LateRanksError([rank for rank, each in zip(ranks, found, strict=True) if each is None], timeout_s)
+    if modules := _describe_modules(ranks, sent):
+        log.warning("modules that only some ranks have imported are not compared: %s", modules)
+    return _describe_groups(groups, sent)
 
 
 def decide_on_rank_0(
@@ -145,13 +157,13 @@ def _parse_facts(value: bytes) -> dict[str, Any]:
     return {"host": str(sent["host"]), "facts": {str(key): str(fact) for key, fact in sent["facts"].items()}}
 
 
-def _describe_groups(groups: Sequence[Sequence[int]], sent: Sequence[Mapping[str, Any]]) -> list[str]:
+def _describe_groups(groups: Sequence[tuple[int, int]], sent: Sequence[Mapping[str, Any]]) -> list[str]:
     """Describe how each later group differs from rank 0. sent: host and facts of the first rank of each group."""
     lines: list[str] = []
     first = sent[0]["facts"]
-    for (rank, *others), each in zip(groups[1:], sent[1:], strict=True):
+    for (rank, count), each in zip(groups[1:], sent[1:], strict=True):
         if differences := describe_differences(each["facts"], first, f"on rank 0 on {sent[0]['host']}"):
-            lines += ["", f"  rank {rank} on {each['host']}" + (f" and {len(others)} more ranks" if others else "")]
+            lines += ["", f"  rank {rank} on {each['host']}" + (f" and {count - 1} more ranks" if count > 1 else "")]
             lines += differences
     return lines
 
@@ -166,46 +178,66 @@ def describe_differences(facts: Mapping[str, str], first: Mapping[str, str], whe
     return [*lines[:MAX_DIFFERENCES], *more]
 
 
-def _describe_modules(groups: Sequence[Sequence[int]], sent: Sequence[Mapping[str, Any]]) -> str:
-    """Name the modules that only some groups have imported, with the first rank that has; "" for no such module."""
+def _describe_modules(ranks: Sequence[int], sent: Sequence[Mapping[str, Any]]) -> str:
+    """Name the modules that only some groups have imported, with the first rank that has; "" for no such module.
+
+    ranks: the first one of each group.
+    """
     holders: dict[str, list[int]] = {}
     for number, each in enumerate(sent):
         for key in each["facts"]:
             if key.startswith(MODULE):
                 holders.setdefault(key.removeprefix(MODULE), []).append(number)
     found = [
-        f"{module} (rank {groups[numbers[0]][0]} on {sent[numbers[0]]['host']})"
+        f"{module} (rank {ranks[numbers[0]]} on {sent[numbers[0]]['host']})"
         for module, numbers in sorted(holders.items())
-        if len(numbers) < len(groups)
+        if len(numbers) < len(sent)
     ]
     more = [f"and {len(found) - MAX_DIFFERENCES} more"] if len(found) > MAX_DIFFERENCES else []
     return ", ".join([*found[:MAX_DIFFERENCES], *more])
 
 
-def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup) -> list[T]:
-    """Run `work()` on each rank of `group`; returns all results, by rank. A collective. Raises RanksError.
+def run_together(work: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """Run `work()` on each rank of `group`; returns this rank's result, once all ranks have succeeded.
 
-    group: a gloo group. Results are sent as pickles.
+    A collective: the lowest rank that failed is found by a reduction, and only its error is sent. group: a gloo group.
+    Raises RanksError.
     """
-    outcome: tuple[tuple[str, bool], None] | tuple[None, T]
+    failure: tuple[str, bool] | None = None
     try:
-        outcome = None, work()
+        value = work()
     except Exception as error:
-        outcome = (describe_failure(error), may_pass(error)), None
-    outcomes: list[tuple[tuple[str, bool] | None, T]] = [(None, outcome[1])] * group.size()  # type: ignore[list-item]
-    dist.all_gather_object(outcomes, outcome, group=group)
-    for rank, (failure, _) in enumerate(outcomes):
-        if failure is not None:
-            shared = RanksError(*f"rank {rank}: {failure[0]}".split("\n"))
-            shared.may_pass = failure[1]
-            raise shared
-    return [value for _, value in outcomes]
+        failure = describe_failure(error), may_pass(error)
+    first = torch.tensor(group.size() if failure is None else dist.get_rank(group))
+    dist.all_reduce(first, op=dist.ReduceOp.MIN, group=group)
+    if (rank := int(first)) < group.size():
+        text, passes = _sent_by(rank, failure, group)
+        shared = RanksError(*f"rank {rank}: {text}".split("\n"))
+        shared.may_pass = passes
+        raise shared
+    return value
+
+
+def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup) -> list[T]:
+    """As run_together; returns the results of all ranks, by rank, on all ranks: for small ones. They are sent as
+    pickles, each as long as the longest."""
+    value = run_together(work, group)
+    values: list[T] = [value] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def run_on_rank_0(work: Callable[[], T], group: dist.ProcessGroup) -> T:
     """Run `work()` on rank 0 only; returns its result on all ranks. A collective. Raises RanksError."""
-    results = run_on_all_ranks(lambda: work() if dist.get_rank(group) == 0 else None, group)
-    return results[0]  # type: ignore[return-value]
+    value = run_together(lambda: work() if dist.get_rank(group) == 0 else None, group)
+    return _sent_by(0, value, group)  # type: ignore[return-value]
+
+
+def _sent_by(rank: int, value: T, group: dist.ProcessGroup) -> T:
+    """The value of `rank` of the group, sent to all others as a pickle. A collective."""
+    values = [value]
+    dist.broadcast_object_list(values, group_src=rank, group=group)
+    return values[0]
 
 
 def all_ranks_arrive(group: dist.ProcessGroup, seconds: float) -> bool:

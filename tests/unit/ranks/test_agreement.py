@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed import distributed_c10d
 
 from tests.pool import run_ranks
 from titanlite.checkpoint.manifest import InvalidCheckpointError
@@ -26,6 +27,7 @@ from titanlite.ranks.agreement import (
     require_equal,
     run_on_all_ranks,
     run_on_rank_0,
+    run_together,
     share_from_rank_0,
 )
 from titanlite.ranks.distributed import World
@@ -44,7 +46,7 @@ def raising(error: BaseException) -> Callable[[], Any]:
 @pytest.mark.parametrize("value", [None, 0, "text", {"a": [1, (2,)]}, {3: InvalidCheckpointError}])
 def test_results_are_returned(group: dist.ProcessGroup, value: Any) -> None:
     assert run_on_all_ranks(lambda: value, group) == [value]
-    assert run_on_rank_0(lambda: value, group) == value
+    assert run_on_rank_0(lambda: value, group) == run_together(lambda: value, group) == value
 
 
 ERRORS = [
@@ -61,7 +63,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("error", "text"), ERRORS)
 def test_an_error_is_raised_with_its_rank(group: dist.ProcessGroup, error: Exception, text: str) -> None:
-    for collective in (run_on_all_ranks, run_on_rank_0):
+    for collective in (run_together, run_on_all_ranks, run_on_rank_0):
         with pytest.raises(RanksError) as caught:
             collective(raising(error), group)
         assert str(caught.value) == f"rank 0: {text}"
@@ -204,6 +206,59 @@ def agree(slow_rank: int) -> list[Any]:
 @pytest.mark.parametrize("slow_rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_all_ranks_get_the_maximum_of_the_previous_step(slow_rank: int) -> None:
     assert run_ranks(agree, 2, slow_rank) == [[[0, 0], *AGREED, AGREED[-1]]] * 2
+
+
+def fail_on_some() -> list[str]:
+    """The messages and results of work that fails on no rank, on two, and on rank 0 alone."""
+    rank, found = dist.get_rank(), []
+    for failing in ((), (2, 1), (0,)):
+        for collective in (run_together, run_on_all_ranks, run_on_rank_0):
+
+            def work() -> str:
+                if rank in failing:  # noqa: B023
+                    raise ValueError(f"of {rank}")
+                return f"by {rank}"
+
+            try:
+                found.append(f"{collective(work, group())}")
+            except RanksError as error:
+                found.append(str(error))
+    return found
+
+
+def test_the_lowest_failed_rank_is_named_on_all() -> None:
+    def expected(rank: int) -> list[str]:
+        done = [f"by {rank}", str([f"by {each}" for each in range(3)]), "by 0"]
+        return [*done, *["rank 1: ValueError: of 1"] * 2, "by 0", *["rank 0: ValueError: of 0"] * 3]
+
+    assert run_ranks(fail_on_some, 3) == [expected(rank) for rank in range(3)]
+
+
+def receive() -> list[int]:
+    """The bytes of the tensors that a rank receives for a result of rank 0 of 1 MB."""
+    sizes: list[int] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        call = getattr(distributed_c10d, name)
+
+        def collective(*args: Any, **options: Any) -> Any:
+            tensors = args[0] if isinstance(args[0], list) else [args[0]]
+            sizes.append(sum(tensor.nbytes for tensor in tensors))
+            return call(*args, **options)
+
+        return collective
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "broadcast", "all_reduce", "gather"):
+            patch.setattr(distributed_c10d, name, noted(name))
+        assert len(run_on_rank_0(lambda: b"x" * 10**6, group())) == 10**6
+    return sizes
+
+
+def test_a_result_of_rank_0_is_sent_to_each_rank_once() -> None:
+    for size in (2, 3):
+        for sizes in run_ranks(receive, size):
+            assert 10**6 < sum(sizes) < 10**6 + 200
 
 
 def test_one_process_needs_no_group() -> None:

@@ -91,7 +91,7 @@ def test_results_of_other_ranks(value: bytes) -> None:
 def test_facts_of_other_ranks(value: bytes) -> None:
     store = dist.HashStore()
     facts = dist.PrefixStore("equal/all", store)
-    facts.set("decision", json.dumps({"result": [[0], [1]]}))
+    facts.set("decision", json.dumps({"result": [[0, 1], [1, 1]]}))
     facts.set("facts/0", value)
     with pytest.raises(LateRanksError, match="from rank 0"):
         require_equal("all", {"lr": "1"}, RANK_1_OF_2, store, 1)
