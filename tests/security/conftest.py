@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -75,11 +76,10 @@ def clean(guard: Guard, own_server: Server, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture
-def place(clean: Workplace, stranger: Server, own_server: Server, tmp_path: Path) -> Iterator[Workplace]:
-    """A copy of the clean workplace, to be changed."""
-    shutil.copytree(clean.root, tmp_path / "place", symlinks=True)
-    yield Workplace(tmp_path / "place", stranger.url, own_server.url)
+def place(clean: Workplace, stranger: Server, own_server: Server) -> Iterator[Workplace]:
+    """A copy of the clean workplace, to be changed. Its path is short: sockets are among its temporary files."""
+    with TemporaryDirectory(prefix="place-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        shutil.copytree(clean.root, root := Path(folder, "place"), symlinks=True)
+        yield Workplace(root, stranger.url, own_server.url)
     requests, stranger.requests[:] = stranger.requests[:], []
     assert requests == []
-    for folder in tmp_path.iterdir():
-        shutil.rmtree(folder)

@@ -16,10 +16,12 @@ from tests.task_files import write_task
 from tests.unit.hf.making import write_model
 from titanlite.checkpoint.manifest import MANIFEST_FILE, manifest_text, read_manifest
 from titanlite.data.bpe import train_bpe
+from titanlite.planning.hardware.machine import PROFILES
 
 TEXT = "the model reads what it is given, and says it again\n"
 ROWS = [{"text": f"{TEXT.strip()} {number}"} for number in range(60)]
-TEMPLATE = "{% for message in messages %}{{ message.role + ': ' + message.content + eos_token }}{% endfor %}"
+TEMPLATE = "{% for message in messages %}{{ message.role + ': ' }}"
+TEMPLATE += "{% generation %}{{ message.content + eos_token }}{% endgeneration %}{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
 CONFIG = {
     "job": {"dump_folder": "run"},
@@ -190,6 +192,7 @@ def write_clean(place: Workplace) -> None:
     (here / "ladder.toml").write_text(tomli_w.dumps(LADDER))
     train_bpe(iter([TEXT] * 4), 290, here / "tokenizer")
     (here / "template.jinja").write_text(TEMPLATE)
+    shutil.copy(PROFILES / "h100.toml", here / "profile.toml")
     (data / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (data / "text.txt").write_text(TEXT * 60)
     (data / "rows.csv").write_text("text\n" + "".join(f"{row['text']!r}\n" for row in ROWS))

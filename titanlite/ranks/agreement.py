@@ -211,7 +211,7 @@ def run_together(work: Callable[[], T], group: dist.ProcessGroup) -> T:
     first = torch.tensor(group.size() if failure is None else dist.get_rank(group))
     dist.all_reduce(first, op=dist.ReduceOp.MIN, group=group)
     if (rank := int(first)) < group.size():
-        text, passes = _sent_by(rank, failure, group)
+        text, passes = _sent_by(rank, failure or ("", False), group)
         shared = RanksError(*f"rank {rank}: {text}".split("\n"))
         shared.may_pass = passes
         raise shared

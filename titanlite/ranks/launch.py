@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlite.runtime.errors import UserError
 from titanlite.runtime.plugins import load_plugins, loaded_plugins
 
 _LATE_FAILURES_S = 2.0
@@ -27,6 +28,8 @@ PRELOAD: tuple[str, ...] = (
     *("torch._dynamo", "torch._inductor.compile_fx"),  # else imported by the first optimizer, the first compiled block
 )
 """Modules that the fork server imports, besides the module of the first function."""
+MAX_TEMPORARY_BYTES = 107 - len("/pymp-01234567/listener-01234567")
+"""Of the path of the folder of temporary files: multiprocessing has a socket below it, for which Linux allows 107."""
 
 
 class RankError(RuntimeError):
@@ -65,8 +68,15 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 def fork_context(*modules: str) -> ForkServerContext:
     """Return the multiprocessing context whose processes are forked from the server.
 
-    The first process starts the server, which imports PRELOAD and `modules` and runs no torch operation.
+    The first process starts the server, which imports PRELOAD and `modules` and runs no torch operation. Raises
+    UserError if its socket would have too long a path.
     """
+    folder = tempfile.gettempdir()
+    if (length := len(os.fsencode(folder))) > MAX_TEMPORARY_BYTES:
+        raise UserError(
+            f"the folder of temporary files, {folder}, has a path of {length} bytes, but the socket of the processes "
+            f"needs one of at most {MAX_TEMPORARY_BYTES}: export TMPDIR=/tmp, or another short one"
+        )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *modules])
     return context

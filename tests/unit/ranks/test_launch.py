@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from titanlite.ranks import launch
 from titanlite.ranks.launch import RankError, run_ranks
+from titanlite.runtime.errors import UserError
 
 
 def note_pid(folder: str) -> None:
@@ -154,3 +155,11 @@ def test_a_rank_that_cannot_be_started_kills_the_previous_ranks() -> None:
     with pytest.raises(OSError, match="no more ranks"):
         run_ranks(never_ends_on_rank_1, 2, PicklesOnce())
     assert children() == set()
+
+
+def test_a_long_folder_of_temporary_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", f"/tmp/{'a' * 71}")
+    with pytest.raises(UserError, match=r"aaa, has a path of 76 bytes, .* of at most 75: export TMPDIR=/tmp"):
+        launch.fork_context()
+    monkeypatch.setattr("tempfile.tempdir", f"/tmp/{'a' * 70}")
+    assert launch.fork_context()
