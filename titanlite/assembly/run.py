@@ -162,7 +162,9 @@ def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[st
         checkpoints = build_checkpoints(config, trainer, data, meter, stop, imported, checks)
         start = load_start(config, trainer, checkpoints)
     checks.replicas.compare(start.step)
-    prepare_outputs(config, world, start, data.tokenizer)
+    # One rank lists the folder, which has a file for each data rank.
+    ledger = run_on_rank_0(lambda: ledger_files(config.job.dump_folder), group) if start.resumes else []
+    prepare_outputs(config, world, start, data.tokenizer, ledger)
     resume_step = start.step if start.resumes else 0
     about = record_start(config, mesh, hosts, resume_step, environment)
     loggers = build_run_loggers(config, world, meter, resume_step, about, job.batch_stages)
@@ -300,7 +302,7 @@ def build_checkpoints(
     mesh = trainer.mesh
     norms = trainer.spikes.norms if trainer.spikes else None
     state = RunState(trainer.model_parts, trainer.optimizer, data.loader, mesh, norms, trainer.average, trainer.exact)
-    control_group = mesh.new_group(config.comm.init_timeout_s)
+    control_group = mesh.control_group(config.comm.init_timeout_s)
     saving_group = mesh.new_group(config.comm.save_timeout_s, keeps_timeout=True)
     finder = StartFinder(
         config.checkpoint,
@@ -419,7 +421,7 @@ def build_data_end(config: JobConfig, loader: Loader, mesh: Mesh) -> DataEnd:
     """Build the agreement on exhausted sources. A collective: creates a process group if sources are finite."""
     if all(source.epochs == -1 for source in config.data.sources):
         return DataEnd(None, None)
-    return DataEnd(loader, mesh.new_group(config.comm.init_timeout_s))
+    return DataEnd(loader, mesh.control_group(config.comm.init_timeout_s))
 
 
 def build_ledger(config: JobConfig, trainer: Trainer, cleanup: ExitStack) -> Ledger | None:
@@ -456,7 +458,7 @@ def build_validation(
     config = job.config
     if not config.validation.enable:
         return None
-    group = trainer.mesh.new_group(config.comm.init_timeout_s)
+    group = trainer.mesh.control_group(config.comm.init_timeout_s)
     metrics_file = Path(config.job.dump_folder, METRICS_FILE)
     evaluator = build_evaluator(job, trainer, group, stop, data.tokenizer)
     evaluator.check_data(data.held_out, steps=config.validation.steps, max_bad_rows=config.data.max_bad_rows)
@@ -559,15 +561,18 @@ def require_no_checkpoints(config: JobConfig) -> None:
         )
 
 
-def prepare_outputs(config: JobConfig, world: World, start: Start, tokenizer: Tokenizer | None) -> None:
+def prepare_outputs(
+    config: JobConfig, world: World, start: Start, tokenizer: Tokenizer | None, ledger: Sequence[Path]
+) -> None:
     """Write the resolved configuration and the tokenizer into the dump folder.
 
-    A new run renames the files of an earlier run there. A resumed run removes ledger rows of later steps.
+    A new run renames the files of an earlier run there. A resumed run removes rows of later steps from the files of its
+    ledger.
     """
     if not start.resumes:
         prepare_dump_folder(config.job.dump_folder, OUTPUTS, world.rank)
     else:
-        for file in ledger_files(config.job.dump_folder)[world.rank :: world.size]:
+        for file in ledger[world.rank :: world.size]:
             keep_rows(file, start.step)
     append_errors_to(Path(config.job.dump_folder, LOG_FILE))
     if world.rank == 0:

@@ -34,11 +34,9 @@ def most_sequences(global_batch_size: int, num_streams: int, data_degree: int, t
         return -(-global_batch_size // data_degree)
     rounds, rest = divmod(global_batch_size, num_streams)
     # Beside full rounds of the streams, a step takes `rest` of them, from the first one of its first sequence.
+    # Those of rank 0 are the most: the streams of another rank lie at the same distances, or are one less.
     begins = np.arange(num_streams)
     streams = np.arange(2 * num_streams) % num_streams
-    most = 0
-    for rank in range(data_degree):
-        before = np.concatenate(([0], np.cumsum(streams % data_degree == rank)))  # of this rank, up to each stream
-        in_rest = int((before[begins + rest] - before[begins]).max())
-        most = max(most, rounds * len(streams_of(rank, num_streams, data_degree)) + in_rest)
-    return most
+    before = np.concatenate(([0], np.cumsum(streams % data_degree == 0)))  # of rank 0, up to each stream
+    in_rest = int((before[begins + rest] - before[begins]).max())
+    return rounds * len(streams_of(0, num_streams, data_degree)) + in_rest

@@ -155,6 +155,7 @@ class Mesh:
         self.cp_group: dist.ProcessGroup | None = None
         """The ranks that hold the other positions of the same rows. Set by `connect` if there are any."""
         self.groups: list[dist.ProcessGroup] = []
+        self._control_group: dist.ProcessGroup | None = None
 
     def is_first(self, axes: Iterable[str]) -> bool:
         """Whether this process has coordinate 0 on all `axes`."""
@@ -234,6 +235,13 @@ class Mesh:
         if not keeps_timeout:
             self.groups.append(group)
         return group
+
+    def control_group(self, timeout_s: int) -> dist.ProcessGroup:
+        """The gloo group of all ranks for exchanges of the main thread, such as a stop, the end of data, errors of a
+        validation: each group costs connections. The first call is a collective, and sets the timeout."""
+        if self._control_group is None:
+            self._control_group = self.new_group(timeout_s)
+        return self._control_group
 
     def set_timeout(self, seconds: int) -> None:
         """Set the timeout of later collectives in all groups."""

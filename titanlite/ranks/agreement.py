@@ -269,8 +269,8 @@ def describe_failure(error: BaseException) -> str:
 class Agreement:
     """The element-wise maximum of `count` integers over all ranks, one exchange late, to overlap with training.
 
-    group: a gloo group of all ranks that nothing else uses at the same time; None: one process. One all-reduce of a few
-    bytes is in flight between two exchanges.
+    group: a gloo group of all ranks that only this thread uses, so that all ranks begin its collectives in one order;
+    None: one process. One all-reduce of a few bytes is in flight between two exchanges.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, count: int) -> None:

@@ -28,7 +28,12 @@ OPEN_TO_ALL = (
     "torchrun listens on all addresses of this host, and a program that connects can run code in it: "
     "python -P -m titanlite.torchrun, with the same options, listens on 127.0.0.1 only"
 )
+MAX_CONNECTED = 256
+"""With more ranks, the gloo groups connect two ranks when they first exchange something. Else each group connects all
+pairs at its start, and each rank reads the addresses of all: bytes from the store grow with the cube of the ranks."""
 JOIN_POLL_S = 0.02
+POLLED = 64
+"""Missing ranks up to which rank 0 looks for them each JOIN_POLL_S; with more, less often in proportion."""
 REACH_POLL_S = 0.2
 
 
@@ -200,6 +205,8 @@ def require_gloo_address(world: World, store: dist.Store) -> None:
 def init_process_group(world: World, store: dist.Store, section: CommConfig) -> dist.ProcessGroup:
     """Initialize torch's default group with all ranks and the start-up timeout."""
     enable_flight_recorder()
+    if world.size > MAX_CONNECTED:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if world.device_type == "cuda":
         torch.cuda.set_device(world.device)
     with waiting(lambda: f"the connections between {world.size} ranks: one that still starts, or {UNREACHED}"):
@@ -258,5 +265,6 @@ def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: int) ->
                     f"example rank {missing[0]}. Check the logs of these ranks, or increase comm.init_timeout_s if "
                     "they start slowly"
                 )
-            time.sleep(JOIN_POLL_S if missing else 0)
+            # Each poll asks the store about all missing ranks.
+            time.sleep(JOIN_POLL_S * max(1, len(missing) / POLLED) if missing else 0)
     return own

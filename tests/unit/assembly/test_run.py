@@ -58,7 +58,7 @@ def test_a_folder_in_place_of_the_configuration_is_an_error(tmp_path: Path) -> N
     config = JobConfig(job=JobSection(dump_folder=str(tmp_path)))
     message = f"job.dump_folder: cannot write {tmp_path / CONFIG_COPY}: Is a directory; fix this, or give another"
     with pytest.raises(UserError, match=message):
-        prepare_outputs(config, World(0, 0, 1, "cpu"), Start(5, (), {}, resumes=True), None)
+        prepare_outputs(config, World(0, 0, 1, "cpu"), Start(5, (), {}, resumes=True), None, [])
 
 
 @pytest.mark.parametrize(
