@@ -121,10 +121,10 @@ def before_call(number: int, function: Callable[..., Any], act: Callable[[], Any
     """`function` that calls `act` before this call, or before each call if it is 0."""
     calls = count(1)
 
-    def faulty(*args: Any) -> Any:
+    def faulty(*args: Any, **options: Any) -> Any:
         if number in (0, next(calls)):
             act()
-        return function(*args)
+        return function(*args, **options)
 
     return faulty
 
