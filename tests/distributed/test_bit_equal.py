@@ -1,6 +1,6 @@
 """training.bit_equal: weights, optimizer state, losses and gradient norms are equal to the last bit on all meshes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +24,7 @@ from titanlite.metrics.meter import Meter, Work
 from titanlite.models import linear
 from titanlite.models.losses import LOSSES, Loss, Term, cross_entropy
 from titanlite.parallel.digest import combine, sum_of_bits, weights_digest
-from titanlite.parallel.exact import ExactGradients
+from titanlite.parallel.exact import ExactGradients, _row_box
 from titanlite.parallel.mesh import AXES
 from titanlite.parallel.pipeline import SCHEDULES
 from titanlite.trainer import Trainer
@@ -228,20 +228,37 @@ def run(cases: Sequence[tuple[Case, Sequence[str]]], steps: int = STEPS) -> list
 
 
 def run_planted(mistake: str, case: Case, settings: Sequence[str]) -> list[str]:
-    """Like `run`, with gradients that are not rounded, or that are cast to float32 and reduced in it."""
+    """Like `run`, one step with a mistake of MISTAKES, or with none: ""."""
     reduce: Any = _fsdp_param_group.foreach_reduce
 
-    def in_float32(parameters: Any, gradients: list[Tensor], *others: Any) -> Any:
+    def in_float32(parameters: Any, gradients: list[Tensor], *others: Any, **keys: Any) -> Any:
         gradients[:] = [gradient.float() for gradient in gradients]
-        return reduce(parameters, gradients, *others[:4], torch.float32, *others[5:])
+        others = tuple(torch.float32 if each is torch.float64 else each for each in others)  # the dtype of the sum
+        return reduce(parameters, gradients, *others, **keys)
 
-    is_rounded, planted = mistake == "float32", in_float32 if mistake == "float32" else reduce
-    rounding = ExactGradients._rounding if is_rounded else lambda *_: lambda _: None
     with (
-        patch.object(_fsdp_param_group, "foreach_reduce", planted),
-        patch.object(ExactGradients, "_rounding", rounding),
+        patch.object(_fsdp_param_group, "foreach_reduce", in_float32 if mistake == "float32" else reduce),
+        patch.object(ExactGradients, "_rounding", MISTAKES.get(mistake, ROUNDING)),
     ):
         return run([(case, settings)], steps=1)[0]
+
+
+ROUNDING = ExactGradients._rounding
+
+
+def rounding_before_the_cast(exact: ExactGradients, name: str, parameter: Tensor) -> Callable[[Tensor], Tensor]:
+    """A hook that rounds in the parameter's dtype, which has too few digits for it."""
+    note, shifts = ROUNDING(exact, name, parameter), exact._rows.of_each(exact._shifts)[name][_row_box(parameter)]
+
+    def rounded(gradient: Tensor) -> Tensor:
+        note(gradient.clone())
+        shift = shifts.unflatten(-1, (-1, *[1] * (gradient.dim() - shifts.dim()))).to(parameter.dtype)
+        return (gradient.to(parameter.dtype) + shift).sub_(shift).to(gradient.dtype)
+
+    return rounded
+
+
+MISTAKES = {"not rounded": lambda *_: lambda _: None, "before the cast": rounding_before_the_cast, "float32": ROUNDING}
 
 
 def different(expected: Sequence[str], found: Sequence[str]) -> list[str]:
@@ -278,10 +295,18 @@ def test_two_ranks_have_the_bits_of_one() -> None:
     assert min(norms) < 1 < max(norms), "the norm is clipped in some steps only"
 
 
-@pytest.mark.parametrize("mistake", ["not rounded", pytest.param("float32", marks=pytest.mark.soak)])
-def test_mistakes_in_the_sum_of_gradients_are_seen(mistake: str) -> None:
+@pytest.mark.parametrize(
+    ("alone", "shared"),
+    [
+        ("not rounded", "not rounded"),
+        ("", "before the cast"),  # on both, sums would be equal: of gradients with far fewer digits
+        pytest.param("float32", "float32", marks=pytest.mark.soak),
+    ],
+)
+def test_mistakes_in_the_sum_of_gradients_are_seen(alone: str, shared: str) -> None:
     settings, (case, *_) = QUICK["cancelling"]
-    one, two = (run_ranks(run_planted, prod(each[0]), mistake, each, settings)[0] for each in (ALONE, case))
+    runs = ((alone, ALONE), (shared, case))
+    one, two = (run_ranks(run_planted, prod(each[0]), mistake, each, settings)[0] for mistake, each in runs)
     assert different(one, two)
 
 

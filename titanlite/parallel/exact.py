@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.parallel.mesh import Mesh
-from titanlite.runtime.torch_internals import is_dtensor, mixed_precision_policy, shape_and_offset
+from titanlite.runtime.torch_internals import is_dtensor, local_part, mixed_precision_policy, shape_and_offset
 
 HEAD_ROOM = 10
 """A row's gradient may be 2^HEAD_ROOM times as large as its largest one so far."""
@@ -89,21 +89,28 @@ class ExactGradients:
             for name, parameter in part.named_parameters():
                 if parameter is not sharded[name] and name not in registered:
                     registered.add(name)
+                    assert parameter.dtype != torch.float64, "a gradient would be no cast, and may not be changed"
                     parameter.grad_dtype = torch.float64
                     parameter.register_hook(self._rounding(name, parameter))
             module.reshard()
         assert registered == sharded.keys(), "a parameter is not wrapped"
 
-    def _rounding(self, name: str, parameter: Tensor) -> Callable[[Tensor], None]:
-        """The hook that rounds a gradient in place, and notes the largest magnitudes of its rows."""
+    def _rounding(self, name: str, parameter: Tensor) -> Callable[[Tensor], Tensor]:
+        """The hook that rounds a gradient, and notes the largest magnitudes of its rows.
+
+        It gets a gradient that autograd has cast to float64, or one in the parameter's dtype: since torch 2.15, FSDP
+        leaves the cast to its reduction, or to the addition to earlier gradients. The result has the dtype of what it
+        gets, which does not round it again: in binary, a multiple of a power of two has no more digits than the
+        number from which it has been rounded.
+        """
         box = _row_box(parameter)
         seen, bounds, shifts = (
             self._rows.of_each(each)[name][box] for each in (self._seen, self._bounds, self._shifts)
         )
 
-        def round_(gradient: Tensor) -> None:
-            local = gradient.to_local() if is_dtensor(gradient) else gradient
-            assert local.dtype == torch.float64, "the gradient is no cast of another one, so it may not be changed"
+        def rounded(gradient: Tensor) -> Tensor:
+            wide = gradient.to(torch.float64)  # itself, if it has been cast: nothing else refers to it
+            local = local_part(wide)
             rows = local.unsqueeze(-1) if local.dim() == 1 else local
             # The 20th part of the time of an infinity norm on a CPU.
             magnitudes = torch.maximum(rows.amax(-1), -rows.amin(-1))
@@ -111,8 +118,9 @@ class ExactGradients:
             torch.maximum(seen, magnitudes.nan_to_num(nan=0.0, posinf=0.0), out=seen)
             shift = torch.where(magnitudes <= bounds, shifts, torch.nan).unsqueeze(-1)
             rows.add_(shift).sub_(shift)
+            return wide.to(gradient.dtype)
 
-        return round_
+        return rounded
 
     def end_step(self) -> None:
         """Find what the next step rounds by. A collective over all ranks of the stage."""
