@@ -14,7 +14,6 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 from typing_extensions import TypedDict
 
 from titanlite.data.chat.encoder import ChatEncoder, EncodedChat
@@ -42,6 +41,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.cache import built_once, cached_folder
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.json_files import read_json
+from titanlite.runtime.progress import tqdm
 from titanlite.runtime.retry import retrying
 from titanlite.runtime.text import counted, is_visible
 

@@ -4,8 +4,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tqdm import tqdm
-
 from titanlite.config.check import apply_stores, start_model
 from titanlite.config.conventions import with_conventions
 from titanlite.config.load import parse, without_consequences
@@ -16,6 +14,7 @@ from titanlite.data.corpus import TextCorpus
 from titanlite.data.kinds import open_source
 from titanlite.data.sources.config import CHAT
 from titanlite.runtime.errors import Problem, raise_problems
+from titanlite.runtime.progress import tqdm
 
 
 def config_of_data(

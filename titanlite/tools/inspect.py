@@ -8,7 +8,6 @@ from itertools import chain, islice
 from typing import get_args
 
 import numpy as np
-from tqdm import tqdm
 
 from titanlite.config.check import resolve_config
 from titanlite.config.schema import JobConfig
@@ -28,6 +27,7 @@ from titanlite.data.sources.tokens import Tokens, manifests_of
 from titanlite.data.streams import TooLong, piece_lengths
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.parallel.mesh import AXES
+from titanlite.runtime.progress import tqdm
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import counted
 from titanlite.tools.command import ConfigFile, Count, print_lines, print_text, read_options_and_overrides, run_command

@@ -4,11 +4,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from tqdm import tqdm
-
 from titanlite.data.config import DataConfig
 from titanlite.data.preparation import bad_row_policy
 from titanlite.data.sources.pieces import BadRowError
+from titanlite.runtime.progress import tqdm
 
 T = TypeVar("T")
 

@@ -4,10 +4,9 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 
-from tqdm import tqdm
-
 from titanlite.data.config import DataConfig
 from titanlite.data.sources.tokens import Shard
+from titanlite.runtime.progress import tqdm
 from titanlite.runtime.text import counted, duration
 from titanlite.tools.tokenize.manifest import check_bad_rows
 
