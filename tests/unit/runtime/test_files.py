@@ -102,7 +102,7 @@ class Schema(TypedDict):
         (b'{"a": -Infinity}', "-Infinity, which is not finite"),
         (b'{"a": 1e999}', "1e999, which is not finite"),
         (b'{"a": ' + b"9" * 5000 + b"}", "is not JSON: Exceeds the limit"),
-        (b'{"a": ' + b"[" * 100_000, "is not JSON: maximum recursion depth"),
+        (b'{"a": ' + b"[" * 100_000, "is not JSON: "),  # too deep for Python 3.13
         (b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}", f"has more than {MAX_DEPTH} levels"),
         (b'{"a": ' + b'{"a":' * 70 + b"1" + b"}" * 71, f"has more than {MAX_DEPTH} levels"),
     ],
