@@ -168,7 +168,7 @@ def config_values(config: JobConfig) -> Iterator[tuple[str, Any]]:
     """(full key, value) of all keys, as on the command line."""
     for section, values in fields_of(config).items():
         keys = fields_of(values)
-        for name, value in (keys | keys.pop("overrides", {})).items():
+        for name, value in (keys | keys.pop("kept", {}) | keys.pop("overrides", {})).items():
             if isinstance(value, tuple) and value and is_dataclass(value[0]):
                 for index, row in enumerate(value):
                     yield from ((f"{section}.{name}.{index}.{key}", item) for key, item in fields_of(row).items())

@@ -35,7 +35,7 @@ _REMEDIES = {
 # Hyper-parameters that only the training of the model depends on: they may change.
 _COEFFICIENTS = ("balance_loss", "z_loss", "bias_rate")
 # Hyper-parameters that checkpoints of earlier versions lack, with what they stand for there.
-_MISSING = {"base_dim": 0, "base_layers": 0, "n_further_tokens": 0}
+MISSING = {"base_dim": 0, "base_layers": 0, "n_further_tokens": 0, "init_std": 0.02, "init_by_depth": True}
 # The stage that [training] describes.
 _FIRST = "from step 1"
 _ACCEPTED = "accepted change since the checkpoint"
@@ -129,8 +129,13 @@ def _of(side: Mapping[str, Any], name: str) -> Any:
 
 def model_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One line per hyper-parameter of the model that differs. saved, now: facts of a manifest."""
-    before, after = ({**_MISSING, **side.get("model", {})} for side in (saved, now))
+    before, after = (with_missing(side)["model"] for side in (saved, now))
     return list(differences(before, after, "model"))
+
+
+def with_missing(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of a manifest, with the hyper-parameters that an earlier version did not have."""
+    return {**facts, "model": {**MISSING, **facts.get("model", {})}}
 
 
 def _is_coefficient(line: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

@@ -133,8 +133,9 @@ class _Facts(TypedDict):
 def _with_fitting_values(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Raise ValueError unless what is looked into before a configuration is read has its type."""
     sources, plugins = config.get("data", {}).get("sources", []), config.get("job", {}).get("plugins", [])
-    if not isinstance(config.get("model", {}).get("overrides", {}), dict):
-        raise ValueError("model.overrides is not a table")
+    for name in ("overrides", "kept"):
+        if not isinstance(config.get("model", {}).get(name, {}), dict):
+            raise ValueError(f"model.{name} is not a table")
     if not isinstance(sources, list) or not all(isinstance(source, dict) for source in sources):
         raise ValueError("data.sources is not a list of tables")
     if not isinstance(plugins, list) or not all(isinstance(plugin, str) for plugin in plugins):

@@ -6,7 +6,7 @@ from typing import Any
 
 from titanlite.checkpoint.config import CheckpointConfig, another_run
 from titanlite.checkpoint.folder import checkpoint_names, latest_manifest, published_steps, read_or_none, step_folder
-from titanlite.checkpoint.manifest import has_manifest
+from titanlite.checkpoint.manifest import Manifest, has_manifest
 from titanlite.hf.folder import PREFIX
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.storage.address import Address, Place, place
@@ -60,8 +60,8 @@ def imported_from(section: CheckpointConfig, dump_folder: str) -> str:
     return section.initial_load_path if section.initial_load_path.startswith(PREFIX) and not resumes else ""
 
 
-def earlier_config(section: CheckpointConfig, dump_folder: str) -> Mapping[str, Any]:
-    """Return the resolved configuration of the checkpoint that a run will most likely start from; {} if absent.
+def earlier_manifest(section: CheckpointConfig, dump_folder: str) -> Manifest | None:
+    """Return the manifest of the checkpoint that a run will most likely start from; None if absent.
 
     Reads manifests only, so it may be called before the ranks are connected.
     """
@@ -71,21 +71,21 @@ def earlier_config(section: CheckpointConfig, dump_folder: str) -> Mapping[str, 
         folders.append(place(path))
     for folder in folders:
         chosen = read_or_none(step_folder(folder, section.load_step)) if section.load_step >= 0 else None
-        if found := chosen.config if chosen else _config_in(folder):
+        if found := chosen or _manifest_in(folder):
             return found
-    return {}
+    return None
 
 
 def initial_config(section: CheckpointConfig) -> Mapping[str, Any]:
     """The resolved configuration of the checkpoint in initial_load_path; {} if there is none. Reads a manifest only."""
     path = section.initial_load_path
-    return _config_in(place(path)) if path and not path.startswith(PREFIX) else {}
-
-
-def _config_in(folder: Place) -> Mapping[str, Any]:
-    """That of a checkpoint, or of the latest one in a folder of checkpoints; {} if there is none."""
-    manifest = read_or_none(folder) or latest_manifest(folder)
+    manifest = _manifest_in(place(path)) if path and not path.startswith(PREFIX) else None
     return {} if manifest is None else manifest.config
+
+
+def _manifest_in(folder: Place) -> Manifest | None:
+    """That of a checkpoint, or of the latest one in a folder of checkpoints; None if there is none."""
+    return read_or_none(folder) or latest_manifest(folder)
 
 
 def _is_inside(path: Place, own: Place) -> bool:

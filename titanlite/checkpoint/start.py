@@ -351,6 +351,9 @@ class StartFinder:
         if self.state.average().keys() - saved.keys():
             self.state.restart_average()
             log.info("Weight average: begins at the weights of step %d, since the checkpoint has none", manifest.step)
+        section = self.about.config.get("model", {})
+        for name, value in section.get("kept", {}).items():
+            log.info("As in the checkpoint, unlike the flavor %s of now: model.%s = %s", section["flavor"], name, value)
         for line in changed_settings(manifest.config, self.about.config, self.about.logged):
             log.info("Changed since the checkpoint: %s", line)
 

@@ -67,7 +67,7 @@ def keys_of(section: str, family: str | None) -> dict[str, Key]:
     """Key -> what it takes, of one section. [model] has the hyper-parameters of `family`, unless it is None."""
     keys = columns_of(SECTIONS[section])
     if section == "model":
-        del keys["overrides"]
+        del keys["overrides"], keys["kept"]
         keys["family"] = keys["family"]._replace(type=Literal[tuple(FAMILIES)])
         if family is not None:
             flavors = FAMILIES[family].flavors

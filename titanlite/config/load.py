@@ -11,8 +11,10 @@ from typing import Any
 
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.dropped import remove_dropped
-from titanlite.checkpoint.preflight import earlier_config
+from titanlite.checkpoint.manifest import Manifest
+from titanlite.checkpoint.preflight import earlier_manifest
 from titanlite.config.arguments import Arguments, Options, split_arguments
+from titanlite.config.begun import pop_kept, with_begun_model
 from titanlite.config.check import (
     apply_stores,
     check_config,
@@ -121,23 +123,24 @@ def read_tables(
     """
     family = family or _sections(tables).get("model", {}).get("family", ModelConfig.family)
     family = family if isinstance(family, str) and family in FAMILIES else None
+    kept, of_kept = pop_kept(tables, family)
     found = [put_argument(tables, key, text, family) for key, text in texts.items()]
     found += [put_value(tables, key, value, family) for key, value in values.items()]
-    problems += [problem for problem in found if problem]
+    problems += [*of_kept, *(problem for problem in found if problem)]
     problems += check_lengths(_sections(tables))
     if family is not None and "model" in _sections(tables):
         tables["model"].setdefault("flavor", ModelConfig.flavor)  # a family may lack the default flavor
     read, of_values = read_values(tables, family)
     problems += of_values
     sections = {name: kind(**read.get(name, {})) for name, kind in SECTIONS.items() if name != "model"}
-    return JobConfig(model=_model(read.get("model", {}), family), **sections)
+    return JobConfig(model=_model(read.get("model", {}), family, kept), **sections)
 
 
-def _model(values: Mapping[str, Any], family: str | None) -> ModelConfig:
+def _model(values: Mapping[str, Any], family: str | None, kept: Mapping[str, Any]) -> ModelConfig:
     if family is None:
         return ModelConfig()
     overrides = {key: value for key, value in values.items() if key not in ("family", "flavor")}
-    return ModelConfig(family, values.get("flavor", next(iter(FAMILIES[family].flavors))), overrides)
+    return ModelConfig(family, values.get("flavor", next(iter(FAMILIES[family].flavors))), overrides, kept)
 
 
 def _sections(tables: Tables) -> dict[str, dict[str, Any]]:
@@ -218,10 +221,13 @@ def keep_earlier(config: JobConfig) -> JobConfig:
     checkpoint.enable, that of the configuration in the dump folder: a start that is lost before its first save has the
     same batch again, on any number of ranks. data.document_mask and add_bos, which depend on the sources, the version
     of the streams, the dtype of Muon's orthogonalization, and with training.stages, of which later ones may be longer
-    than all of the checkpoint, data.max_piece_bytes: those of the checkpoint.
+    than all of the checkpoint, data.max_piece_bytes: those of the checkpoint. So are hyper-parameters of the flavor.
     """
     training, data, optimizer = config.training, config.data, config.optimizer
-    earlier = earlier_config(config.checkpoint, config.job.dump_folder)
+    manifest = earlier_manifest(config.checkpoint, config.job.dump_folder)
+    earlier: Mapping[str, Any] = {} if manifest is None else manifest.config
+    if manifest is not None:
+        config = replace(config, model=with_begun_model(config.model, manifest))
     if problems := remove_dropped({name: dict(table) for name, table in earlier.items()}):
         raise ConfigError(problems)
     if earlier and data.document_mask == "auto":
@@ -258,10 +264,13 @@ def read_copy(dump_folder: Path) -> JobConfig:
     return parse([f"--{CONFIG_FILE}", str(dump_folder / CONFIG_COPY)], imports=False).config
 
 
-def config_from_values(values: Mapping[str, Mapping[str, Any]], argv: Sequence[str] = ()) -> JobConfig:
+def config_from_values(
+    values: Mapping[str, Mapping[str, Any]], argv: Sequence[str] = (), begun: Manifest | None = None
+) -> JobConfig:
     """The configuration of a checkpoint's manifest, with overrides `--section.key value` from argv.
 
-    values: by section. Raises ConfigError if argv is invalid, or if a later version wrote a manifest with other keys.
+    values: by section. begun: a checkpoint of the run, see with_begun_model. Raises ConfigError if argv is invalid, or
+    if a later version wrote a manifest with other keys.
     """
     arguments = split_arguments(argv)
     tables = {name: dict(table) for name, table in values.items()}
@@ -272,7 +281,7 @@ def config_from_values(values: Mapping[str, Mapping[str, Any]], argv: Sequence[s
     config = read_tables(tables, arguments.texts, {}, problems)
     if problems:
         raise ConfigError(problems)
-    return config
+    return config if begun is None else replace(config, model=with_begun_model(config.model, begun))
 
 
 def _with_origin(problem: Problem, given: JobConfig, kept: JobConfig) -> Problem:

@@ -29,6 +29,8 @@ def tables_of(config: JobConfig) -> dict[str, dict[str, Any]]:
     """The configuration as the tables of TOML. Tables in arrays are without defaults."""
     tables = {section: fields_of(getattr(config, section)) for section in SECTIONS}
     tables["model"] |= tables["model"].pop("overrides")
+    if not tables["model"]["kept"]:
+        del tables["model"]["kept"]
     return {section: {key: _plain(value) for key, value in table.items()} for section, table in tables.items()}
 
 
@@ -86,7 +88,7 @@ def _lines(config: JobConfig, comment: Comment, as_comments: Collection[str]) ->
         values = getattr(config, section)
         table = fields_of(values)
         if isinstance(values, ModelConfig):
-            del table["overrides"]
+            del table["overrides"], table["kept"]
             table |= fields_of(resolve_model(values)[1])
         yield from ["", f"[{section}]"] if number else [f"[{section}]"]
         rows = {

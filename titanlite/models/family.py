@@ -27,6 +27,9 @@ class ModelConfig:
     """Named set of hyper-parameters of the family."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Hyper-parameters that override the flavor's, by name, e.g. {"vocab_size": 4096}; written in [model] itself."""
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    """Hyper-parameters of the flavor as the run began with it, where the flavor has other values by now; `overrides`
+    come before them. No key for users: see titanlite/config/begun.py."""
 
 
 class DecoderConfig:
@@ -45,6 +48,8 @@ class DecoderConfig:
     tie_embeddings: bool
     base_dim: int = 0
     base_layers: int = 0
+    init_std: float = 0.02
+    init_by_depth: bool = True
     n_experts: int = 1
     n_active_experts: int = 1
     balance_loss: float = 0.0
@@ -459,10 +464,11 @@ FAMILIES: dict[str, Family] = {}
 
 
 def resolve_model(section: ModelConfig) -> tuple[Family, Any]:
-    """The family of `section`, and its hyper-parameters: those of the flavor with the overrides.
+    """The family of `section`, and its hyper-parameters: those of the flavor with the kept ones and the overrides.
 
     Raises KeyError if the family or flavor is unknown, TypeError if an override is.
     """
     family = FAMILIES[section.family]
     flavor = family.flavors[section.flavor]
-    return family, replace(flavor, **section.overrides) if section.overrides else flavor
+    changes = {**section.kept, **section.overrides}
+    return family, replace(flavor, **changes) if changes else flavor

@@ -235,7 +235,7 @@ def evaluated_config(
     if options.tokenizer is not None:
         values["tokenizer"] = values["tokenizer"] | {"path": options.tokenizer}
     values |= {"validation": validation, "parallelism": layout | {"pp_split": []}}
-    config = config_from_values(values, overrides)
+    config = config_from_values(values, overrides, saved.manifest)
     config = replace(config, validation=replace(config.validation, enable=True))
     if not config.validation.sources and not config.validation.tasks:
         rule = "needed, since the run has neither validation.sources nor validation.tasks"

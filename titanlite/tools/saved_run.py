@@ -27,6 +27,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.start import generation_config_of, load
 from titanlite.checkpoint.state import AVERAGE, MODEL
 from titanlite.checkpoint.storage import read_shapes
+from titanlite.config.begun import with_begun_model
 from titanlite.config.files import CONFIG_FILE
 from titanlite.config.load import CONFIG_COPY, config_from_values, parse, read_copy
 from titanlite.config.plugins import import_plugins_of
@@ -106,7 +107,7 @@ class SavedRun:
     @property
     def _saved_config(self) -> JobConfig:
         try:
-            return config_from_values(self.manifest.config)
+            return config_from_values(self.manifest.config, begun=self.manifest)
         except ConfigError as error:
             version = self.manifest.versions.get("titanlite", "of an unknown version")
             raise UserError(
@@ -243,16 +244,22 @@ def name_storage(where: Place, saved: StorageConfig) -> None:
         log.warning("%s was trained with %s, which is not used here: if you trust it, add %s", where, found, words)
 
 
-def saved_config(file: Path, overrides: Sequence[str], where: Place, *, allow_import: bool) -> JobConfig:
+def saved_config(
+    file: Path, overrides: Sequence[str], where: Place, *, allow_import: bool, begun: Manifest | None = None
+) -> JobConfig:
     """The configuration in a TOML file that was saved with the run `where`, with overrides `--section.key=value` and
-    the [storage] of this process. allow_import: whether to import its plugins. Raises UserError, ConfigError."""
+    the [storage] of this process. allow_import: whether to import its plugins. begun: a checkpoint of the run, see
+    with_begun_model. Raises UserError, ConfigError."""
     of_file = [f"--{CONFIG_FILE}={file}"]
     arguments = [*of_file, *overrides]
     import_plugins_of(tables_of(parse(arguments, imports=False).config), where, allowed=allow_import)
     parsed = parse(arguments)
     raise_problems(parsed.problems)
     name_storage(where, parse(of_file, imports=False).config.storage)
-    return with_own_storage(parsed.config)
+    config = parsed.config
+    if begun is not None:
+        config = replace(config, model=with_begun_model(config.model, begun))
+    return with_own_storage(config)
 
 
 def require_names(where: Place, tasks: Sequence[str], remedy: str) -> None:

@@ -10,7 +10,7 @@ from tests.unit.checkpoint.making import make
 from titanlite.checkpoint.config import CheckpointConfig, check_checkpoint
 from titanlite.checkpoint.folder import quarantine, step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE, Branch
-from titanlite.checkpoint.preflight import check_start, earlier_config
+from titanlite.checkpoint.preflight import check_start, earlier_manifest
 from titanlite.config.load import config_from_values, keep_earlier, load_config
 from titanlite.config.schema import JobConfig
 
@@ -217,7 +217,7 @@ def test_settings_are_read_from_initial_load_path_if_all_state_is_loaded(tmp_pat
 def test_settings_are_read_from_checkpoint_folder(tmp_path: Path) -> None:
     make(tmp_path / "a" / "b", 5, config=saved_config(16, 8))
     assert kept_settings(job(tmp_path, folder="a/b")) == (16, 8)
-    assert earlier_config(CheckpointConfig(enable=True), str(tmp_path / "none")) == {}
+    assert earlier_manifest(CheckpointConfig(enable=True), str(tmp_path / "none")) is None
 
 
 def test_a_start_on_more_processes_keeps_batch_and_streams(tmp_path: Path) -> None:

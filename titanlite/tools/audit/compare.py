@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.compatibility import differences as facts_differences
+from titanlite.checkpoint.compatibility import with_missing
 from titanlite.data.fingerprint import describe_difference
 from titanlite.data.ledger import read_ledger
 from titanlite.faults.record import RecordedStep, read_records
@@ -47,7 +48,7 @@ def differences(run: Side, again: Side, steps: range, *, rounds: bool = False) -
 
     Records that only one of them has are not compared. rounds: True: leave out what rounding may explain.
     """
-    earlier, later = (dict(each.end.manifest.facts) for each in (run, again))
+    earlier, later = (with_missing(each.end.manifest.facts) for each in (run, again))
     yield from (f"data: {line}" for line in describe_difference(earlier.pop("data", {}), later.pop("data", {})))
     for line in facts_differences(earlier, later, ""):
         yield line.removeprefix(".").replace("in the checkpoint", "in the run")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
+from titanlite.checkpoint.folder import latest_manifest
 from titanlite.config.load import CONFIG_COPY
 from titanlite.config.schema import JobConfig
 from titanlite.metrics.config import METRICS_FILE
@@ -20,7 +21,7 @@ from titanlite.runtime.environment import expand_home
 from titanlite.runtime.errors import UsageError, UserError, raise_problems
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import aligned, counted, duration
-from titanlite.storage.address import place
+from titanlite.storage.address import Place, place
 from titanlite.tools.command import AllowImport, Count, print_lines, read_options_and_overrides, run_command, write_json
 from titanlite.tools.compare.envelope import FACTOR, FLOOR_EPS, Compared, compare, first_outside
 from titanlite.tools.compare.measure import NUMBERS, Pairs, Trained, common_steps, differences
@@ -81,8 +82,9 @@ def main(argv: Sequence[str]) -> None:
         for text in (a, b):
             where = place(expand_home(text))
             folder = stack.enter_context(local_dump_folder(where))
-            configs.append(_config_of(folder, overrides, allow_import=options.allow_import))
-            sides.append(Trained(folder, checkpoints_in(folder, where, allow_import=options.allow_import)))
+            checkpoints = checkpoints_in(folder, where, allow_import=options.allow_import)
+            configs.append(_config_of(folder, checkpoints, overrides, allow_import=options.allow_import))
+            sides.append(Trained(folder, checkpoints))
         if lines := setting_differences(*configs):
             raise UserError(
                 "A and B are not runs of one configuration, so that more than rounding drives them apart:",
@@ -111,11 +113,13 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(1)
 
 
-def _config_of(folder: Path, overrides: Sequence[str], *, allow_import: bool) -> JobConfig:
-    """The configuration in a dump folder, with overrides. Raises UserError, ConfigError."""
+def _config_of(folder: Path, checkpoints: Place, overrides: Sequence[str], *, allow_import: bool) -> JobConfig:
+    """The configuration in a dump folder, with overrides, and the values of the flavor in the run's checkpoints. Raises
+    UserError, ConfigError."""
     if not (folder / CONFIG_COPY).is_file():
         raise UserError(f"{folder} has no {CONFIG_COPY}: pass the dump folder of a run")
-    return saved_config(folder / CONFIG_COPY, overrides, folder, allow_import=allow_import)
+    begun = latest_manifest(checkpoints)
+    return saved_config(folder / CONFIG_COPY, overrides, folder, allow_import=allow_import, begun=begun)
 
 
 def _trained(config: JobConfig, a: Trained, out: Path, last: int, options: Options) -> Sequence[Run]:

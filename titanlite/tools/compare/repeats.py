@@ -38,6 +38,8 @@ def setting_differences(a: JobConfig, b: JobConfig) -> list[str]:
 
 
 def _settings(config: JobConfig) -> dict[str, Any]:
+    model = config.model
+    config = replace(config, model=replace(model, overrides={**model.kept, **model.overrides}, kept={}))
     found = {f"{section}.{key}": value for section, table in tables_of(config).items() for key, value in table.items()}
     return {key: value for key, value in found.items() if setting_of(key).affects in ("numbers", "facts")}
 

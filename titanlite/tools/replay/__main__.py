@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> None:
         require_trained(where, last, all_records, published_steps(checkpoints), step)
         records = [record for record in all_records if step in record.steps]
         saved = latest_before(checkpoints, step, allow_import=options.allow_import)
-        config = launch_config(folder, records, saved, allow_import=options.allow_import)
+        config = launch_config(folder, checkpoints, records, saved, allow_import=options.allow_import)
         start = saved or start_of_run(config, step, allow_import=options.allow_import)
         config = replayed_config(config, folder, start, world)
         require_start(where, last, config, records, start, step, from_checkpoint_only=options.from_checkpoint_only)

@@ -15,6 +15,7 @@ from titanlite.assembly.model import build_model, build_trainer
 from titanlite.assembly.run import build_meter, checkpoint_facts, fetch_imported, fix_threads
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.checkpoint.compatibility import changed_settings
+from titanlite.checkpoint.folder import latest_manifest
 from titanlite.checkpoint.start import StartFinder
 from titanlite.checkpoint.state import RunState
 from titanlite.config.check import check_config, resolve_config
@@ -67,22 +68,25 @@ class Replayed:
     rows: list[Row]
 
 
-def launch_config(folder: Path, records: Sequence[Record], saved: SavedRun | None, *, allow_import: bool) -> JobConfig:
+def launch_config(
+    folder: Path, checkpoints: Place, records: Sequence[Record], saved: SavedRun | None, *, allow_import: bool
+) -> JobConfig:
     """The configuration of the launch that took the step. Raises ConfigError.
 
-    It is in the record; without one, that of the run's checkpoint `saved` or of the latest start is taken.
-    allow_import: whether to import its plugins.
+    It is in the record; without one, that of the run's checkpoint `saved` or of the latest start is taken. The values
+    of the flavor are those in the `checkpoints` of the run. allow_import: whether to import its plugins.
     """
+    begun = latest_manifest(checkpoints)
     if records:
         values = records[0].about["config"]
         import_plugins_of(values, folder, allowed=allow_import)
-        config = config_from_values(values)
+        config = config_from_values(values, begun=begun)
         name_storage(folder, config.storage)
         return with_own_storage(config)
     if saved is not None:
         name_storage(folder, saved.storage)
         return saved.config
-    return saved_config(folder / CONFIG_COPY, (), folder, allow_import=allow_import)
+    return saved_config(folder / CONFIG_COPY, (), folder, allow_import=allow_import, begun=begun)
 
 
 def start_of_run(config: JobConfig, step: int, *, allow_import: bool) -> SavedRun | None:

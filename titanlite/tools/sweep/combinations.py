@@ -254,6 +254,8 @@ def _settings(config: JobConfig) -> dict[str, Any]:
 
 
 def _learned(config: JobConfig) -> dict[str, Any]:
+    """Those that the configuration gives: a run that has begun keeps the values of its flavor."""
+    config = replace(config, model=replace(config.model, kept={}))
     found = {
         f"{section}.{key}": value
         for section, values in fields_of(config).items()
