@@ -45,7 +45,7 @@ from titanlite.models.family import (
     StoredPart,
     saved_tensors,
 )
-from titanlite.models.hugging_face import stored_names, unknown_fields
+from titanlite.models.hugging_face import OWN_BALANCE_LOSS, stored_names, unknown_fields
 from titanlite.models.init import local_region
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.json_files import JsonError, read_regular
@@ -85,7 +85,8 @@ class ModelFolder:
     stored ones of parameters that modules share, as (name in the folder, copy), by titanlite's names. computed: names
     of stored tensors that are not read, since they follow from config.json. left_out: those outside of the text model,
     if another model wraps it, or of layers that the model does not have. unknown: fields of config.json that no family
-    reads. generation_config: the content of generation_config.json, if any; see defaults_of_config.
+    reads. generation_config: the content of generation_config.json, if any; see defaults_of_config. has_own_loss:
+    whether the coefficient of the balance loss in config.json is that of a run of titanlite.
     """
 
     name: str
@@ -99,6 +100,7 @@ class ModelFolder:
     left_out: tuple[str, ...]
     unknown: tuple[str, ...]
     generation_config: bytes | None
+    has_own_loss: bool
 
     def files(self) -> list[Path]:
         """All files of the folder, sorted."""
@@ -222,7 +224,10 @@ def open_folder(name: str, path: Path, inside: Path | None = None) -> ModelFolde
     count = len(found) - len(computed) + stacks
     unknown = tuple(unknown_fields(family.exported.config_json(hyper_parameters), fields))
     unread = (computed, left_out, unknown)
-    return ModelFolder(name, path, family, hyper_parameters, tensors, count, copies, *unread, generation_config)
+    own_loss = OWN_BALANCE_LOSS in fields and fields[OWN_BALANCE_LOSS] == fields.get("router_aux_loss_coef")
+    return ModelFolder(
+        *(name, path, family, hyper_parameters, tensors, count, copies, *unread, generation_config, own_loss)
+    )
 
 
 def _of_experts(name: str, stack: StoredTensor) -> dict[str, StoredTensor]:

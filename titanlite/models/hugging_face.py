@@ -59,6 +59,8 @@ SUPPORTED_VALUES = {
 NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 """For families of which transformers would add special tokens of its own: it does not train a pad_token_id."""
 
+OWN_BALANCE_LOSS = "titanlite_balance_loss"
+"""Field of an export: the balance_loss of the run. In other folders, router_aux_loss_coef belongs to another loss."""
 _READ_ELSEWHERE = (
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "layer_types", "quantization_config"),
     *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
@@ -78,7 +80,7 @@ _NOT_OF_THE_MODEL = (
     *("max_window_layers", "_sliding_window_pattern", "sliding_window_size", "experts_per_token"),
     *("initial_context_length", "mamba_ssm_dtype"),
     # of the balance loss and of layouts of other code
-    *("ep_size", "seq_aux"),
+    *("ep_size", "seq_aux", OWN_BALANCE_LOSS),
 )
 _KINDS_OF_WINDOWS = ("full_attention", "sliding_attention")
 _TOO_LARGE = 2**40

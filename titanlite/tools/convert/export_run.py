@@ -16,7 +16,7 @@ from titanlite.hf.folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from titanlite.hf.generation_defaults import GENERATION_FILE, read_generation_defaults, with_eos
 from titanlite.hf.safetensors import SUFFIX, write_tensors
 from titanlite.models.family import StoredCopies, StoredName, stored_dtype
-from titanlite.models.hugging_face import stored_names, stored_tensors
+from titanlite.models.hugging_face import OWN_BALANCE_LOSS, stored_names, stored_tensors
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
 from titanlite.tools.saved_run import SavedRun
@@ -46,14 +46,17 @@ def config_json(
 
     eos_ids: those of generation_config.json, which some programs do not read.
     """
-    described = run.family.exported
+    described, coefficient = run.family.exported, "router_aux_loss_coef"
+    fields = described.config_json(run.hyper_parameters)
+    own = {OWN_BALANCE_LOSS: fields[coefficient]} if coefficient in fields else {}
     name = str(dtype).removeprefix("torch.")
     return {
         "architectures": [described.architecture],
         "model_type": described.model_type,
         "dtype": name,
         "torch_dtype": name,
-        **described.config_json(run.hyper_parameters),
+        **fields,
+        **own,
         **_separators(tokenizer),
         **({"eos_token_id": eos_ids if len(eos_ids) > 1 else eos_ids[0]} if eos_ids else {}),
     }

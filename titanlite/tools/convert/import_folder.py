@@ -87,20 +87,22 @@ def write_run(source: ModelFolder, folder: Path, out: Path, dtype: DtypeName) ->
 
 def _config(source: ModelFolder, out: Path, dtype: DtypeName, tokenizer: Tokenizer | None) -> JobConfig:
     """The configuration of an untrained run. [model] names the nearest flavor and overrides all hyper-parameters, but
-    for a balance loss of another meaning."""
+    for the initial distributions, which the format has not, and a balance loss of another meaning."""
     values = asdict(source.hyper_parameters)
 
     def differing(name: str) -> int:
         return sum(values[key] != value for key, value in asdict(source.family.flavors[name]).items())
 
     flavor = min(source.family.flavors, key=differing)
+    own = asdict(source.family.flavors[flavor])
+    values |= {name: own[name] for name in ("init_std", "init_by_depth") if name in own}
     theirs = source.family.exported.config_json(source.hyper_parameters).get("router_aux_loss_coef")
-    ours = getattr(source.family.flavors[flavor], "balance_loss", None)
-    if theirs and theirs != ours:
+    ours = own.get("balance_loss")
+    if theirs and theirs != ours and not source.has_own_loss:
         values["balance_loss"] = ours
         log.info(
             "model.balance_loss = %s, that of the flavor %s: router_aux_loss_coef = %s in config.json is the "
-            "coefficient of another loss (docs/numerics.md)",
+            "coefficient of another loss (docs/numerics.md); write it in [model] if an earlier titanlite exported it",
             *(ours, flavor, theirs),
         )
     path = str(Path(out, TOKENIZER_FOLDER).absolute()) if tokenizer is not None else ""

@@ -16,6 +16,7 @@ from torch import Tensor
 import titanlite
 from tests.distributed.program import REPOSITORY, TEXT
 from tests.unit.hf.making import tiny, write_model
+from titanlite.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from titanlite.data.bpe import train_bpe
 from titanlite.data.chat.encoder import ChatEncoder, EncodedChat
 from titanlite.data.chat.messages import Conversation
@@ -180,7 +181,7 @@ def test_a_folder_saved_by_transformers_is_the_same_model(tmp_path: Path, family
 
 @pytest.mark.parametrize(
     ("family", "theirs", "ours"),
-    [("gpt_oss", 0.9, 0.001), ("gpt_oss", 0.0, 0.0), ("olmoe", 0.02, 0.01), ("deepseek_v3", 0.001, 0.001)],
+    [("gpt_oss", 0.9, 0.001), ("gpt_oss", 0.0, 0.0), ("olmoe", 0.02, 0.01 / 16), ("deepseek_v3", 0.001, 0.001)],
 )
 def test_the_balance_loss_of_a_flavor_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, theirs: float, ours: float
@@ -191,6 +192,27 @@ def test_the_balance_loss_of_a_flavor_is_kept(
     assert open_run(tmp_path / "run").hyper_parameters.balance_loss == ours
     said = f"model.balance_loss = {ours}, that of the flavor debug: router_aux_loss_coef = {theirs} in config.json"
     assert (said in capsys.readouterr().out) == (ours != theirs)
+
+
+def test_an_export_has_the_balance_loss_of_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path / "original", "olmoe", balance_loss=0.0)
+    main(["import", str(tmp_path / "original"), "--out", str(tmp_path / "first")])
+    step_0 = tmp_path / "first" / "checkpoint" / "step-0"
+    manifest = read_manifest(step_0)
+    facts = {**manifest.facts, "model": manifest.facts["model"] | {"balance_loss": 0.02}}
+    (step_0 / MANIFEST_FILE).unlink()
+    write_manifest(step_0, replace(manifest, facts=facts))
+    main(["export", str(tmp_path / "first"), "--out", str(tmp_path / "exported"), "--no-verify"])
+    main(["import", str(tmp_path / "exported"), "--out", str(tmp_path / "second")])
+    output = capsys.readouterr().out
+    assert open_run(tmp_path / "second").hyper_parameters.balance_loss == 0.02
+    assert "unknown fields" not in output
+    assert "of another loss" not in output
+    fields = json.loads((tmp_path / "exported" / "config.json").read_text()) | {"router_aux_loss_coef": 0.5}
+    (tmp_path / "exported" / "config.json").write_text(json.dumps(fields))
+    main(["import", str(tmp_path / "exported"), "--out", str(tmp_path / "third")])
+    assert open_run(tmp_path / "third").hyper_parameters.balance_loss == 0.01 / 16
+    assert "router_aux_loss_coef = 0.5 in config.json is the coefficient of another loss" in capsys.readouterr().out
 
 
 DEFAULTS = b"""{ "bos_token_id": null, "eos_token_id": [7, 0], "pad_token_id": 9, "do_sample": true,
