@@ -27,7 +27,10 @@ RULE = "hf:FOLDER, a model folder in the format of transformers, or hf:ORGANIZAT
 _POLL_S = 0.2
 _PROGRESS = "progress"
 """Key in the store: a count that grows while a rank downloads."""
-_MAY_DIFFER = {"max_seq_len", "balance_loss", "z_loss", "bias_rate", "base_dim", "base_layers"}
+_MAY_DIFFER = {
+    *("max_seq_len", "balance_loss", "z_loss", "bias_rate", "base_dim", "base_layers"),
+    *("init_std", "init_by_depth"),
+}
 """Hyper-parameters that need not match: they do not change what the model computes at the start."""
 
 

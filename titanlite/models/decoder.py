@@ -53,6 +53,10 @@ class HyperParameters(DecoderConfig):
     over by µP (docs/optimizers.md): the other widths must be larger by the same factor, head_dim the same. 0: none."""
     base_layers: int = 0
     """n_layers of the smaller model. 0: nothing is taken over for the depth."""
+    init_std: float = 0.02
+    """Standard deviation of the initial values of matrices and embeddings, which are clamped at three of them."""
+    init_by_depth: bool = True
+    """The standard deviation of wo and w2, which write into the residual stream, is divided by sqrt(2 x n_layers)."""
 
     @property
     def head_dim(self) -> int:  # type: ignore[override]
@@ -360,12 +364,12 @@ def _of_layer(layer: nn.Module, argument: Any) -> Any:
 
 
 def init(config: DecoderConfig, name: str) -> Init:
-    """Distribution of the parameter `name`: norms 1 less their offset, biases 0, others normal with std 0.02.
+    """Distribution of the parameter `name`: norms 1 less their offset, biases 0, others normal with std init_std.
 
-    The std of matrices that write into the residual stream (wo, w2) is multiplied by 1/sqrt(number of such matrices) =
-    1/sqrt(2 * n_layers), so that the variance of the residual stream does not grow with depth (Radford et al., "GPT-2",
-    2019, section 2.3). With a base model, n_layers is that of the base model here, and all values but biases have the
-    factor of their Transfer.
+    With init_by_depth, the std of matrices that write into the residual stream (wo, w2) is multiplied by
+    1/sqrt(number of such matrices) = 1/sqrt(2 * n_layers), so that the variance of the residual stream does not grow
+    with depth (Radford et al., "GPT-2", 2019, section 2.3). With a base model, n_layers is that of the base model here,
+    and all values but biases have the factor of their Transfer.
     """
     transfer = transfer_of(config, name)
     module, is_bias = parts_of(name)
@@ -374,8 +378,8 @@ def init(config: DecoderConfig, name: str) -> Init:
     if module == "norm" or module.endswith("_norm"):
         value = transfer.std - config.norm_offset
         return Init("ones") if value == 1 else Init("constant", value)
-    std = 0.02 * transfer.std
-    if module in ("wo", "w2"):
+    std = config.init_std * transfer.std
+    if config.init_by_depth and module in ("wo", "w2"):
         return Init("normal", std / math.sqrt(2 * (config.base_layers or config.n_layers)))
     assert module in (*MATRICES, "tok_embeddings", "output", "router", "sinks"), f"no initial distribution for {name}"
     return Init("normal", std)
@@ -484,19 +488,17 @@ def describe_size(num_parameters: int, config: Any) -> str:
     """The number of parameters, and without the experts that a token does not use if there are any. config: of any
     family."""
     text, idle = f"{num_parameters:,} parameters", idle_parameters(config)
-    if idle and config.expert_biases:
-        # of w1, w2 and w3; a ladder, which counts tokens per parameter, leaves them out
-        idle += idle // (3 * config.dim * config.ffn_dim) * (2 * config.ffn_dim + config.dim)
     return f"{text}, {num_parameters - idle:,} of them active" if idle else text
 
 
 def idle_parameters(config: Any) -> int:
-    """The number of weights, without biases, of experts that a token does not use. config: of any family; 0 if it is no
+    """The number of parameters of experts that a token does not use. config: of any family; 0 if it is no
     DecoderConfig."""
     if not isinstance(config, DecoderConfig):
         return 0
-    blocks = config.n_blocks - config.n_dense_layers
-    return blocks * 3 * config.dim * config.ffn_dim * (config.n_experts - config.n_active_experts)
+    weights, biases = 3 * config.dim * config.ffn_dim, 2 * config.ffn_dim + config.dim  # of w1, w2 and w3
+    per_expert = weights + (biases if config.expert_biases else 0)
+    return (config.n_blocks - config.n_dense_layers) * per_expert * (config.n_experts - config.n_active_experts)
 
 
 def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
@@ -553,6 +555,7 @@ RANGES = {
     "sliding_window": Range("0 for none", least=0, most=2**31 - 1),
     "n_experts": Range("another family, such as qwen3, has one feed-forward layer per block", least=2, most=2**31 - 1),
     **dict.fromkeys(("norm_eps", "rope_low_freq_factor", "rope_high_freq_factor"), _FACTOR),
+    "init_std": Range("0.02 is usual", above=0, below=math.inf),
     **dict.fromkeys(("rope_beta_fast", "rope_beta_slow", "rope_mscale", "route_scale"), _FACTOR),
     **dict.fromkeys(("rope_theta", "rope_local_theta"), replace(_FACTOR, above=1)),
     "rope_scaling_factor": Range("1.0 for no scaling", least=1, below=math.inf),

@@ -131,11 +131,18 @@ FLAVORS = {
         n_groups=1,
         n_active_groups=1,
         route_scale=2.446,
+        balance_loss=0.001,
     ),
-    "671B-A37B": DeepseekV3Config(7168, 61, 128, 128, 2048, 129_280, rope_scaling_factor=40.0),
+    "671B-A37B": DeepseekV3Config(
+        *(7168, 61, 128, 128, 2048, 129_280), rope_scaling_factor=40.0, init_std=0.006, init_by_depth=False
+    ),
 }
 """Published sizes (16B-A3B is that of Moonlight, Liu et al., "Muon is Scalable for LLM Training", 2025), and a debug
-size for a laptop."""
+size for a laptop.
+
+671B-A37B: initial values and balance loss of the report, section 4.2; without the block that predicts a further token.
+16B-A3B: the balance loss is aux_loss_alpha of its config.json; initial values are not published.
+"""
 
 
 class ScoreYarn(YarnScaling):

@@ -37,7 +37,7 @@ class MistralConfig(HyperParameters):
 
 
 _7B = MistralConfig(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14_336, vocab_size=32_768)
-_12B = replace(_7B, dim=5120, n_layers=40, vocab_size=131_072, max_seq_len=131_072)
+_12B = replace(_7B, dim=5120, n_layers=40, vocab_size=131_072, max_seq_len=128_000)
 
 FLAVORS = {
     "debug": MistralConfig(
@@ -48,7 +48,8 @@ FLAVORS = {
     "12B": _12B,
     "24B": replace(_12B, ffn_dim=32_768, rope_theta=100_000_000.0, max_seq_len=32_768),
 }
-"""Published sizes (7B: v0.3; 12B: Nemo; 24B: Small 3), and a debug size for a laptop."""
+"""Published sizes (7B: v0.3; 12B: Nemo; 24B: Small 3), and a debug size for a laptop. max_seq_len of 12B is that of the
+base model's config.json; the post-trained one has 131,072."""
 
 
 class Mistral(Decoder):

@@ -28,6 +28,7 @@ class Olmo2Config(HyperParameters):
 
     norm_eps: float = 1e-6
     rope_theta: float = 500_000.0
+    init_by_depth: bool = False
     norms: ClassVar[Any] = "after"
 
 
@@ -40,7 +41,8 @@ FLAVORS = {
     "13B": replace(_7B, dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, ffn_dim=13_824),
     "32B": replace(_7B, dim=5120, n_layers=64, n_heads=40, n_kv_heads=8, ffn_dim=27_648),
 }
-"""Published sizes, and a debug size for a laptop."""
+"""Published sizes, and a debug size for a laptop. Initial values: the report, section 3.2: normal with a standard
+deviation of 0.02, cut at three of them, in all matrices."""
 
 
 class Olmo2(Decoder):

@@ -60,7 +60,7 @@ FLAVORS = {
     "7B": _7B,
     "32B": replace(_7B, dim=5120, n_layers=64, n_heads=40, n_kv_heads=8, ffn_dim=27_648),
 }
-"""Published sizes, and a debug size for a laptop."""
+"""Published sizes, and a debug size for a laptop. Initial values are those of OLMo 2, as in OLMo-core."""
 
 
 class Olmo3(Decoder):

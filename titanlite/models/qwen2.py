@@ -33,23 +33,23 @@ class Qwen2Config(HyperParameters):
 _SMALL = Qwen2Config(
     dim=896, n_layers=24, n_heads=14, n_kv_heads=2, ffn_dim=4864, vocab_size=151_936, tie_embeddings=True
 )
-_LARGE = Qwen2Config(dim=5120, n_layers=48, n_heads=40, n_kv_heads=8, ffn_dim=13_824, vocab_size=152_064, norm_eps=1e-5)
+_7B = Qwen2Config(
+    dim=3584, n_layers=28, n_heads=28, n_kv_heads=4, ffn_dim=18_944, vocab_size=152_064, max_seq_len=131_072
+)
+_LARGE = replace(_7B, dim=5120, n_layers=48, n_heads=40, n_kv_heads=8, ffn_dim=13_824, norm_eps=1e-5)
 
 FLAVORS = {
     "debug": Qwen2Config(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768, vocab_size=2000),
     "0.5B": _SMALL,
-    "1.5B": replace(_SMALL, dim=1536, n_layers=28, n_heads=12, ffn_dim=8960),
+    "1.5B": replace(_SMALL, dim=1536, n_layers=28, n_heads=12, ffn_dim=8960, max_seq_len=131_072),
     "3B": replace(_SMALL, dim=2048, n_layers=36, n_heads=16, ffn_dim=11_008),
-    "7B": Qwen2Config(dim=3584, n_layers=28, n_heads=28, n_kv_heads=4, ffn_dim=18_944, vocab_size=152_064),
+    "7B": _7B,
     "14B": _LARGE,
     "32B": replace(_LARGE, n_layers=64, ffn_dim=27_648),
     "72B": replace(_LARGE, dim=8192, n_layers=80, n_heads=64, ffn_dim=29_568),
 }
-"""Published sizes of Qwen2.5, and a debug size for a laptop.
-
-max_seq_len is that of the post-trained models; base models but 0.5B and 3B have 131,072 in config.json and compute the
-same. norm_eps is that of the base models; the post-trained ones of 14B, 32B and 72B have 1e-6.
-"""
+"""Published sizes of the base models of Qwen2.5, and a debug size for a laptop: max_seq_len and norm_eps are those of
+their config.json. The post-trained models have 32,768, and those of 14B, 32B and 72B a norm_eps of 1e-6."""
 
 
 class Qwen2(Decoder):

@@ -91,7 +91,7 @@ FLAVORS = {
     "9B": _9B,
     "27B": replace(_9B, dim=5120, n_layers=64, n_heads=24, ffn_dim=17_408, linear_value_heads=48),
 }
-"""Published sizes, and a debug size for a laptop."""
+"""Published sizes, without the layer that predicts a further token, and a debug size for a laptop."""
 
 MOE_FLAVORS = {
     "debug": Qwen35MoeConfig(256, 4, 4, 2, 128, 2000, n_experts=8, n_active_experts=2, **_DEBUG),  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ MOE_FLAVORS = {
         *(4096, 60, 32, 2, 1024, 248_320), n_experts=512, n_active_experts=10, linear_value_heads=64
     ),
 }
-"""Published sizes, and a debug size for a laptop."""
+"""Published sizes, without the layer that predicts a further token, and a debug size for a laptop."""
 
 
 class Qwen35(Decoder):
@@ -200,7 +200,7 @@ def init(config: Any, name: str) -> Init:
     if module in ("dt_bias", "out_norm"):
         return Init("ones")
     if module in ("wg", "wa", "wb", "conv_q", "conv_k", "conv_v", "gate"):
-        return Init("normal", 0.02)
+        return Init("normal", config.init_std)
     return decoder.init(config, name)
 
 

@@ -20,7 +20,7 @@ FLAVORS = {
     "debug": Qwen3NextConfig(**vars(MOE_FLAVORS["debug"])),
     "80B-A3B": Qwen3NextConfig(2048, 48, 16, 2, 512, 151_936),
 }
-"""The published size, and a debug size for a laptop."""
+"""The published size, without its layer that predicts a further token, and a debug size for a laptop."""
 
 
 def linear_names(config: Any) -> dict[str, StoredName]:

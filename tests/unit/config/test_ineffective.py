@@ -30,6 +30,8 @@ ALWAYS = {
         "model.tie_embeddings",
         "model.base_dim",
         "model.base_layers",
+        "model.init_std",
+        "model.init_by_depth",
         "model.n_experts",
         "model.n_active_experts",
         "model.balance_loss",

@@ -86,7 +86,7 @@ PUBLISHED: dict[tuple[str, str], tuple[Any, ...]] = {  # parameters, then SIZES
 LLAMA3 = {"norm_eps": 1e-5, "rope_theta": 500_000.0, "max_seq_len": 131_072, "rope_original_seq_len": 8192}
 LLAMA3 |= {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0}
 QWEN3 = {"norm_eps": 1e-6, "rope_theta": 1_000_000.0, "max_seq_len": 40_960, "rope_scaling_factor": 1.0}
-OLMOE = {"norm_eps": 1e-5, "rope_theta": 10_000.0, "max_seq_len": 4096, "n_active_experts": 8, "balance_loss": 0.01}
+OLMOE = {"norm_eps": 1e-5, "rope_theta": 10_000.0, "max_seq_len": 4096, "n_active_experts": 8}
 OLMO2 = {"norm_eps": 1e-6, "rope_theta": 500_000.0, "max_seq_len": 4096}
 SMOLLM3 = {"norm_eps": 1e-6, "rope_theta": 5_000_000.0, "max_seq_len": 65_536, "no_rope_interval": 4}
 GEMMA = {"norm_eps": 1e-6, "norm_offset": 1.0}
@@ -95,7 +95,7 @@ HYBRID = {"head_dim": 256, "rope_theta": 1e7, "partial_rotary_factor": 0.25, "fu
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "llama3": LLAMA3 | {"vocab_size": 128_256},
     "mistral": {"head_dim": 128, "norm_eps": 1e-5},
-    "qwen2": {"rope_theta": 1_000_000.0, "max_seq_len": 32_768},
+    "qwen2": {"rope_theta": 1_000_000.0},
     "olmo2": OLMO2 | {"vocab_size": 100_352},
     "olmo3": OLMO2 | {"vocab_size": 100_278, "max_seq_len": 65_536},
     "smollm3": SMOLLM3 | {"vocab_size": 128_256},
@@ -112,6 +112,29 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
 }
 OF_DEBUG = {"vocab_size": 2000, "head_dim": 64, "n_experts": 8, "n_active_experts": 2}
 LLAMA3_FACTORS = {"debug": 1.0, "1B": 32.0, "3B": 32.0, "8B": 8.0, "70B": 8.0, "405B": 8.0}
+
+
+OF_FLAVOR: dict[str, dict[tuple[str, ...], dict[str, Any]]] = {  # of config.json and of the training: docs/models.md
+    "qwen2": {
+        ("debug", "0.5B", "3B"): {"max_seq_len": 32_768, "norm_eps": 1e-6},
+        ("1.5B", "7B"): {"max_seq_len": 131_072, "norm_eps": 1e-6},
+        ("14B", "32B", "72B"): {"max_seq_len": 131_072, "norm_eps": 1e-5},
+    },
+    "mistral": {("7B-v0.1", "7B", "24B"): {"max_seq_len": 32_768}, ("12B",): {"max_seq_len": 128_000}},
+    "olmo2": {("debug", "1B", "7B", "13B", "32B"): {"init_std": 0.02, "init_by_depth": False}},
+    "olmo3": {("debug", "7B", "32B"): {"init_std": 0.02, "init_by_depth": False}},
+    "olmoe": {
+        ("debug", "1B-7B"): {
+            "init_std": 0.02, "init_by_depth": False, "balance_loss": 0.01 / 16, "z_loss": 0.001 / 16
+        }
+    },
+    "gpt_oss": {("debug", "20B", "120B"): {"balance_loss": 0.001, "z_loss": 0.0}},
+    "deepseek_v3": {
+        ("debug",): {"balance_loss": 0.0001, "init_std": 0.02, "init_by_depth": True},
+        ("16B-A3B",): {"balance_loss": 0.001, "init_std": 0.02, "init_by_depth": True},
+        ("671B-A37B",): {"balance_loss": 0.0001, "init_std": 0.006, "init_by_depth": False},
+    },
+}  # fmt: skip
 
 
 def count_parameters(family: Family, config: Any) -> int:
@@ -156,6 +179,16 @@ def test_published_sizes(name: str, flavor: str) -> None:
 def test_flops_of_8b(name: str, without: int, heads: int) -> None:
     weights = PUBLISHED[name, "8B"][0] - without
     assert FAMILIES[name].flops_per_token(FAMILIES[name].flavors["8B"], 8192) == 6 * weights + 12 * 8192 * heads
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_values_of_each_flavor(name: str) -> None:
+    expected = {flavor: values for flavors, values in OF_FLAVOR.get(name, {}).items() for flavor in flavors}
+    for flavor, config in FAMILIES[name].flavors.items():
+        values = expected.get(flavor, {"init_std": 0.02})
+        assert {key: getattr(config, key) for key in values} == values, flavor
+        if name not in OF_FLAVOR:
+            assert config.init_by_depth
 
 
 def test_overrides_replace_values_of_the_flavor() -> None:
