@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import islice, pairwise
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -172,8 +172,9 @@ def simulate(
         before = left
         for rank, queue in enumerate(queues):
             clock, worked, next_one = clocks[rank], busy[rank], position[rank]
-            for action in islice(queue, next_one, None):
+            while next_one < len(queue):
                 # what a rank has computed itself comes earlier in its own order
+                action = queue[next_one]
                 kind, stage, index = action
                 if kind != "weight_gradient":
                     arrival = activations[stage][index] if kind == "forward" else gradients[stage][index]
