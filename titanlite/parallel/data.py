@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 from titanlite.models.experts import Experts
 from titanlite.models.family import Structure
 from titanlite.parallel.mesh import GradientSync, ModelDtypes, ReshardAfterForward
-from titanlite.runtime.torch_internals import local_part, mixed_precision_policy, replicate
+from titanlite.runtime.torch_internals import local_part, mixed_precision_policy, replicate, shards_on_demand
 
 AT_ONCE_BYTES = 256 * 2**20
 
@@ -54,7 +54,8 @@ def apply_data_parallel(
         def by_shape(parameter: nn.Parameter) -> Shard:
             return Shard(sharded_dimension(local_part(parameter).shape, over.size(-1)))
 
-        fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=by_shape)
+        with shards_on_demand():
+            fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=by_shape)
 
     units = [[*dict.fromkeys(model.get_submodule(name) for name in unit)] for unit in structure.units]
     if shards == 1:

@@ -3,8 +3,10 @@
 import json
 import time
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -32,7 +35,7 @@ def test_each_function_is_tested_here() -> None:
     functions = {name for name, value in vars(internals).items() if isinstance(value, FunctionType)}
     source = Path(__file__).read_text("utf-8")
     untested = {name for name in functions if not name.startswith("_") and f"internals.{name}(" not in source}
-    assert untested == {"tree_leaves"}  # torch's, not ours
+    assert untested == {"contextmanager", "tree_leaves"}  # not ours
 
 
 def test_groups_and_meshes(group: dist.ProcessGroup) -> None:
@@ -98,6 +101,32 @@ def test_fsdp_and_dtensors() -> None:
     cut = distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)])
     assert internals.shape_and_offset(cut) == ((3, 2), (0, 0))
     assert [internals.is_dtensor(each) for each in (cut, internals.local_part(cut))] == [True, False]
+
+
+def test_shards_are_made_when_they_are_read() -> None:
+    """As many views as torch reads, and the same ones as without."""
+    original = _fsdp_param._chunk_with_empty
+    with internals.shards_on_demand():
+        assert _fsdp_param._chunk_with_empty is not original
+        for count in (1, 2, 3, 5, 7, 9):
+            for dim, tensor in product((0, 1), (torch.rand(7, 9), torch.rand(1, 1), torch.rand(9, 0))):
+                made, expected = _fsdp_param._chunk_with_empty(tensor, count, dim), original(tensor, count, dim)
+                if tensor.size(dim):
+                    assert all(map(torch.equal, made, expected))
+                    assert [each.shape for each in made] == [each.shape for each in expected]
+        with CountViews() as views:
+            made = _fsdp_param._chunk_with_empty(torch.rand(2**14, 1), 2**14, 0)
+            assert made[5].shape == made[0].shape == (1, 1)
+    assert views.count == 2
+    assert _fsdp_param._chunk_with_empty is original
+
+
+class CountViews(internals.TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.slice.Tensor, torch.ops.aten.split.Tensor)
+        return func(*args, **(kwargs or {}))
 
 
 def test_replicas_of_a_shard_are_written_once() -> None:
