@@ -252,15 +252,12 @@ class Meter:
         assert self._num_steps > 0, "flush without a step since the last one"
         step, stats, lr = self._last
         too_long = too_long or {}
-        ranks = self._gather(stats, [*epochs, *too_long.values()])
+        of_mesh, of_ranks = self._reduce(stats, [*epochs, *too_long.values()])
         now = self._clock()
 
-        columns = list(zip(*ranks, strict=True))
-        mean_loss, grad_norm, num_valid, skipped_steps, data_time_s, memory, bad_rows, compute_s, watched = columns[:9]
-        loss_sum, num_counted = (sum(column) for column in columns[9:11])
-        max_score, others = columns[11], columns[12:]
+        grad_norm, num_valid, skipped_steps, mean_loss, bad_rows, loss_sum, num_counted, *others = of_mesh
+        data_time_s, memory, watched, compute_s, max_score = zip(*of_ranks, strict=True)
         of_terms, others = others[: PARTS * len(self._terms)], others[PARTS * len(self._terms) :]
-        sums = [sum(parts) for parts in of_terms]
         of_epochs, others = others[: len(epochs)], others[len(epochs) :]
         of_too_long, by_source = others[: len(too_long)], others[len(too_long) :]
         step_time_s = (now - self._interval_start) / self._num_steps
@@ -269,27 +266,27 @@ class Meter:
         slowest = self._slow_ranks.compare(self._num_steps, compute_s) if self._slow_ranks else None
         record = Record(
             step=step,
-            loss=sum(mean_loss),
-            grad_norm=grad_norm[0],
+            loss=mean_loss,
+            grad_norm=grad_norm,
             lr=lr,
-            num_valid=int(num_valid[0]),
+            num_valid=int(num_valid),
             tokens_seen=self._tokens_seen,
             tokens_per_second=tokens_per_second,
             step_time_s=step_time_s,
             data_time_s=max(data_time_s),
             memory_gib=max(memory) / 2**30,
-            skipped_steps=int(skipped_steps[0]),
-            bad_rows=int(sum(bad_rows)),
+            skipped_steps=int(skipped_steps),
+            bad_rows=int(bad_rows),
             interval_loss=loss_sum / num_counted if num_counted else None,
             max_score=None if stats.max_score is None else max(max_score),
             mfu=None if self._mesh_peak_flops is None else flops / self._mesh_peak_flops,
             slowest_rank=slowest.rank if slowest else None,
             slowest_host=slowest.host if slowest else None,
             slowest_ratio=slowest.ratio if slowest else None,
-            epochs={f"epoch/{name}": sum(parts) for name, parts in zip(self._names, of_epochs, strict=False)},
-            too_long={name: sum(parts) for name, parts in zip(too_long, of_too_long, strict=True)},
-            by_source=self._describe_sources([sum(column) for column in by_source]),
-            terms={f"term/{name}": sum(sums[n * PARTS :][:PARTS]) for n, name in enumerate(self._terms)},
+            epochs={f"epoch/{name}": epoch for name, epoch in zip(self._names, of_epochs, strict=False)},
+            too_long={name: int(count) for name, count in zip(too_long, of_too_long, strict=True)},
+            by_source=self._describe_sources(by_source),
+            terms={f"term/{name}": sum(of_terms[n * PARTS :][:PARTS]) for n, name in enumerate(self._terms)},
             watched=self._watched_means() if any(watched) else {},
             experts=experts or {},
             goodput=goodput(),
@@ -326,35 +323,34 @@ class Meter:
             name: (math.sqrt(mean) if mean >= 0 else math.nan) if root else mean for name, (mean, root) in means.items()
         }
 
-    def _gather(self, stats: StepStats, of_sources: Sequence[float]) -> list[list[float]]:
-        """One row per rank, in float64 (counts are exact up to 2^53): values on the device, then those on the host.
-
-        of_sources: values of the host that are summed over ranks.
-        """
-        on_device = (stats.mean_loss, stats.grad_norm, stats.num_valid, self._skipped_steps)
-        on_host = (
-            (self._data_wait_s - self._data_wait_s_logged) / self._num_steps,
-            float(peak_memory_bytes(self._device)),
-            float(self._bad_rows),
-            median(self._compute_s),
-            float(len(self._watched or ())),
+    def _reduce(self, stats: StepStats, of_sources: Sequence[float]) -> tuple[list[float], list[list[float]]]:
+        """(values that are the same on all ranks, then sums; by rank: data time, memory, watched, compute time, score),
+        in float64: counts are exact up to 2^53. of_sources: values of the host that are summed over ranks."""
+        equal = torch.stack(
+            [each.detach().to(torch.float64) for each in (stats.grad_norm, stats.num_valid, self._skipped_steps)]
         )
-        local = torch.cat(
+        data_time_s = (self._data_wait_s - self._data_wait_s_logged) / self._num_steps
+        on_host = [data_time_s, peak_memory_bytes(self._device), len(self._watched or ()), median(self._compute_s)]
+        score = self._interval.new_zeros(1) if stats.max_score is None else stats.max_score.to(torch.float64).view(1)
+        own = torch.cat([self._interval.new_tensor(on_host), score])
+        of_ranks = own.new_zeros(self._group.size(), own.numel())
+        of_ranks[self._group.rank()] = own  # one collective for all: the sum of these is a gather
+        totals = torch.cat(
             [
-                torch.stack([value.detach().to(torch.float64) for value in on_device]),
-                torch.tensor(on_host, dtype=torch.float64, device=self._device),
+                of_ranks.flatten(),
+                equal if self._group.rank() == 0 else torch.zeros_like(equal),
+                stats.mean_loss.detach().to(torch.float64).view(1),
+                self._interval.new_tensor([self._bad_rows]),
                 self._interval,
-                self._interval.new_zeros(1) if stats.max_score is None else stats.max_score.to(torch.float64).view(1),
                 torch.cat(list(stats.terms)) if stats.terms else self._interval.new_zeros(PARTS * len(self._terms)),
-                torch.tensor(of_sources, dtype=torch.float64, device=self._device),
+                self._interval.new_tensor(of_sources),
                 self._by_source.flatten(),
             ]
         )
-        # All supported torch versions have all_gather with a list of outputs; here they are rows of one tensor.
-        gathered = local.new_empty(self._group.size(), local.numel())
-        dist.all_gather(list(gathered.unbind()), local, group=self._group)
-        rows: list[list[float]] = gathered.tolist()
-        return rows
+        dist.all_reduce(totals, group=self._group)
+        values: list[float] = totals.tolist()
+        width, count = own.numel(), of_ranks.numel()
+        return values[count:], [values[begin : begin + width] for begin in range(0, count, width)]
 
 
 def _total(of_ranks: Sequence[Sequence[float]]) -> float:
