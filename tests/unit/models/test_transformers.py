@@ -52,7 +52,7 @@ SCALED = replace(
 )
 STRETCHED = {"rope_scaling_factor": 8.0, "rope_beta_fast": 4.0, "rope_beta_slow": 0.5, "rope_original_seq_len": 32}
 STRETCHED["max_seq_len"] = 256  # the scaled length: transformers warns about other ones
-OF_EXPERTS = {"n_experts": 6, "n_active_experts": 3, "balance_loss": 0.0}  # transformers does not add its own
+OF_EXPERTS = {"n_experts": 6, "n_active_experts": 3, "balance_loss": 0.0, "z_loss": 0.0}  # not in transformers
 QWEN3 = Qwen3Config(32, 2, 4, 2, 48, VOCAB_SIZE, head_dim=16, **SMALL)
 YARN = replace(QWEN3, **STRETCHED)
 EXPERTS = Qwen3MoeConfig(32, 2, 4, 2, 24, VOCAB_SIZE, head_dim=16, **SMALL, **OF_EXPERTS)
