@@ -106,7 +106,7 @@ def require_output_layer(config: JobConfig, model: LanguageModel) -> None:
     remedy = "leave it out, or use OutputLayer in the model"
     loss, validation = Rules("loss", config.loss), Rules("validation", config.validation)
     is_plain = config.loss.chosen is CROSS_ENTROPY
-    key = "terms" if config.loss.terms else "z_loss" if config.loss.z_loss else "name"
+    key = "terms" if config.loss.terms else "z_loss" if config.loss.z_loss > 0 else "name"
     rule = '"cross_entropy"' if key == "name" else "left out"
     loss.require(key, is_plain, f"{rule} {family}", remedy)
     has_none = not (config.validation.enable and config.validation.tasks)

@@ -331,12 +331,16 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
     if data.max_piece_bytes == -1:
         longest = max(each.training.seq_len for each in stage_configs(config))
         data = replace(data, max_piece_bytes=PIECE_BYTES_PER_POSITION * longest)
+    loss = config.loss
+    if loss.z_loss == -1:
+        has_own = "z_loss" in loss.chosen.terms or not loss.is_cross_entropy
+        loss = replace(loss, z_loss=0.0 if has_own else config.family.logit_z_loss)
     if data.num_workers == -1:
         # Kernels are launched by the training process, whose interpreter a thread would share.
         launches = device_type == "cuda" and any(open_source(source).holds == "text" for source in data.sources)
         has_all = not any(is_of_program(KINDS, source.kind) for source in data.sources)
         data = replace(data, num_workers=int(launches and has_all))
-    return resolve_lengths(replace(config, training=training, data=data, optimizer=optimizer))
+    return resolve_lengths(replace(config, training=training, data=data, loss=loss, optimizer=optimizer))
 
 
 def check_stores(config: JobConfig) -> list[Problem]:

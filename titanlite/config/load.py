@@ -214,6 +214,10 @@ WITHOUT_STREAM_VERSION = 2
 """data.stream_version of stored runs that have no such key."""
 
 
+WITHOUT_Z_LOSS = 0.0
+"""loss.z_loss of stored runs that have no such key."""
+
+
 def keep_earlier(config: JobConfig) -> JobConfig:
     """If the run has started before, replace automatic settings of its batches by the values of its first start.
 
@@ -221,13 +225,16 @@ def keep_earlier(config: JobConfig) -> JobConfig:
     checkpoint.enable, that of the configuration in the dump folder: a start that is lost before its first save has the
     same batch again, on any number of ranks. data.document_mask and add_bos, which depend on the sources, the version
     of the streams, the dtype of Muon's orthogonalization, and with training.stages, of which later ones may be longer
-    than all of the checkpoint, data.max_piece_bytes: those of the checkpoint. So are hyper-parameters of the flavor.
+    than all of the checkpoint, data.max_piece_bytes: those of the checkpoint. So are loss.z_loss, and hyper-parameters
+    of the flavor.
     """
     training, data, optimizer = config.training, config.data, config.optimizer
     manifest = earlier_manifest(config.checkpoint, config.job.dump_folder)
     earlier: Mapping[str, Any] = {} if manifest is None else manifest.config
     if manifest is not None:
         config = replace(config, model=with_begun_model(config.model, manifest))
+        stored = manifest.config.get("loss", {}).get("z_loss", WITHOUT_Z_LOSS)
+        config = replace(config, loss=replace(config.loss, z_loss=stored)) if config.loss.z_loss == -1 else config
     if problems := remove_dropped({name: dict(table) for name, table in earlier.items()}):
         raise ConfigError(problems)
     if earlier and data.document_mask == "auto":
@@ -277,6 +284,7 @@ def config_from_values(
     model = tables.setdefault("model", {})
     model |= model.pop("overrides", {})
     tables.setdefault("data", {}).setdefault("stream_version", WITHOUT_STREAM_VERSION)
+    tables["loss"] = {"z_loss": WITHOUT_Z_LOSS, **tables.get("loss", {})}
     problems = [*remove_dropped(tables), *arguments.problems]
     config = read_tables(tables, arguments.texts, {}, problems)
     if problems:

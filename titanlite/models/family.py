@@ -426,6 +426,7 @@ class Family:
     needs: hyper-parameters that have no effect under other ones; see Needs.
     boundary(config): numbers per position that a pipeline stage passes to the next one; None: dim, the residual stream
     alone. A model whose blocks also pass other tensors concatenates all into one.
+    logit_z_loss: what loss.z_loss is by default: that of the training of the published models.
     """
 
     name: str
@@ -439,11 +440,12 @@ class Family:
     hugging_face: HuggingFace | None = None
     needs: Mapping[str, Needs] = field(default_factory=dict)
     boundary: Callable[[Any], int] | None = None
+    logit_z_loss: float = 0.0
 
     def variant(self, name: str, build: Callable[[Any], LanguageModel], **changes: Any) -> "Family":
-        """A family with its own `build` and changes of other fields. It has no format for transformers, unless the
-        changes have `hugging_face`: the model may compute something else."""
-        return replace(self, **{"name": name, "build": build, "hugging_face": None, **changes})
+        """A family with its own `build` and changes of other fields. It has no format for transformers and no
+        logit_z_loss, unless the changes have them: the model may compute something else."""
+        return replace(self, **{"name": name, "build": build, "hugging_face": None, "logit_z_loss": 0.0, **changes})
 
     def stage_width(self, config: Any) -> int:
         """Numbers per position that a pipeline stage passes to the next one."""

@@ -47,9 +47,12 @@ class LossConfig:
     least float32, and at most 4,096; on a CPU 128 MiB, and at most 256. With a narrower compute dtype, two copies in
     this dtype exist beside them."""
 
-    z_loss: float = setting(0.0, "0 for none; 1e-4 is usual", least=0)
+    z_loss: float = setting(
+        -1.0, "0 for none; 1e-4 is usual", least=0, unset=-1, automatic="as the family's published models were trained"
+    )
     """Coefficient of the z-loss, the mean over tokens of the squared logarithm of the sum of the exponentials of the
-    logits, a term of the objective; 0: none. Not that of routers, model.z_loss."""
+    logits, a term of the objective; 0: none. Not that of routers, model.z_loss. -1: that of the checkpoint to resume
+    from; else, with the cross-entropy, 1e-5 for olmo2 and olmo3, as their published models were trained; else 0."""
     terms: tuple[str, ...] = ()
     """Further terms of the objective, that plugins have registered (docs/models.md)."""
     further_tokens_weight: float = setting(0.3, "0.3 and 0.1 are usual", above=0)
@@ -59,7 +62,7 @@ class LossConfig:
     @property
     def chosen(self) -> Loss:
         """The loss with all its terms. The section must be valid."""
-        loss, own = LOSSES[self.name], {"z_loss": z_loss(self.z_loss)} if self.z_loss else {}
+        loss, own = LOSSES[self.name], {"z_loss": z_loss(self.z_loss)} if self.z_loss > 0 else {}
         more = own | {name: TERMS[name] for name in self.terms}
         return replace(loss, terms={**loss.terms, **more}) if more else loss
 
@@ -76,7 +79,7 @@ def check_terms(section: LossConfig) -> list[Problem]:
     is_free = FURTHER_TOKENS not in {*own, *section.terms}
     rules.require("terms", is_free, f"none of the name {FURTHER_TOKENS}, which is taken", "register it as another one")
     rule, remedy = "0 with another term of the name z_loss", "set one of them"
-    rules.require("z_loss", not (section.z_loss and has_one), rule, remedy)
+    rules.require("z_loss", not (section.z_loss > 0 and has_one), rule, remedy)
     twice = [name for name in section.terms if name in own or section.terms.count(name) > 1]
     of_loss = f', and none that loss.name = "{section.name}" has: {", ".join(own)}' if own else ""
     rules.require("terms", not twice, f"each term once{of_loss}", "remove it")

@@ -68,6 +68,11 @@ FORMAT = DecoderFormat(
     Olmo2Config, check, norm_names=POST_NORM_NAMES, block_names=HEAD_NORM_NAMES, written=lambda _: NO_SPECIAL_TOKENS
 )
 
-OLMO2 = decoder_family(
-    "olmo2", FLAVORS, check, Olmo2, POST_NORM_STYLES | WIDE_NORMS, FORMAT.hugging_face("olmo2", "Olmo2ForCausalLM")
+Z_LOSS = 1e-5
+"""Of the logits, in OLMo-core's official scripts for OLMo 2 and 3."""
+OLMO2 = replace(
+    decoder_family(
+        "olmo2", FLAVORS, check, Olmo2, POST_NORM_STYLES | WIDE_NORMS, FORMAT.hugging_face("olmo2", "Olmo2ForCausalLM")
+    ),
+    logit_z_loss=Z_LOSS,
 )

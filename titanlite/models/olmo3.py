@@ -28,7 +28,7 @@ from titanlite.models.hugging_face import (
     written_windows,
 )
 from titanlite.models.layers import RotaryEmbedding
-from titanlite.models.olmo2 import Olmo2Config, attention
+from titanlite.models.olmo2 import Z_LOSS, Olmo2Config, attention
 from titanlite.models.qwen3 import NEEDS, check_yarn, yarn
 from titanlite.runtime.errors import Problem
 
@@ -103,12 +103,11 @@ FORMAT = DecoderFormat(
     written=_written,
 )
 
-OLMO3 = decoder_family(
-    "olmo3",
-    FLAVORS,
-    check,
-    Olmo3,
-    POST_NORM_STYLES | WIDE_NORMS,
-    FORMAT.hugging_face("olmo3", "Olmo3ForCausalLM"),
-    needs=NEEDS,
+OLMO3 = replace(
+    decoder_family(
+        *("olmo3", FLAVORS, check, Olmo3, POST_NORM_STYLES | WIDE_NORMS),
+        FORMAT.hugging_face("olmo3", "Olmo3ForCausalLM"),
+        needs=NEEDS,
+    ),
+    logit_z_loss=Z_LOSS,
 )

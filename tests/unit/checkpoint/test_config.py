@@ -115,7 +115,7 @@ def job(tmp_path: Path, **checkpoint: Any) -> JobConfig:
 
 def kept_settings(config: JobConfig) -> tuple[int, int]:
     found = keep_earlier(config)
-    assert replace(found, training=config.training, data=config.data) == config
+    assert replace(found, training=config.training, data=config.data, loss=config.loss) == config
     unchanged = (
         replace(found.training, global_batch_size=-1),
         replace(found.data, num_streams=-1, document_mask="auto", add_bos="auto", stream_version=-1),

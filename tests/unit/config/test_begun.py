@@ -10,11 +10,16 @@ from tests.unit.checkpoint.making import make
 from titanlite.checkpoint.compatibility import check_facts
 from titanlite.checkpoint.folder import latest_manifest
 from titanlite.checkpoint.manifest import Manifest
+from titanlite.config.check import resolve_config
 from titanlite.config.load import check_and_resolve, config_from_values, keep_earlier, parse
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import dump_config
+from titanlite.models.losses import LOSSES, Loss
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
+from titanlite.tools.compare.__main__ import _config_of
+from titanlite.tools.compare.repeats import setting_differences
+from titanlite.tools.sweep.combinations import _learned
 
 LATER = {"norm_eps": 0.5, "balance_loss": 0.25, "z_loss": 0.125, "max_seq_len": 8192, "init_std": 1.0}
 """Values of a flavor in a later version."""
@@ -106,6 +111,44 @@ def test_a_stored_configuration_has_the_values_of_its_checkpoint(tmp_path: Path)
     assert config_from_values(values).hyper_parameters == replace(FLAVOR, dim=128, **LATER)
     given = config_from_values(values, ["--model.norm_eps=0.1"], manifest).hyper_parameters
     assert given == replace(FLAVOR, dim=128, norm_eps=0.1)
+
+
+def test_the_logit_z_loss_of_a_family_is_that_of_new_runs(tmp_path: Path) -> None:
+    def resolved(config: JobConfig) -> float:
+        return resolve_config(keep_earlier(config), world_size=1, device_type="cpu").loss.z_loss
+
+    new = configuration(tmp_path, family="olmo2")
+    assert (new.loss.z_loss, "z_loss" in new.loss.chosen.terms, resolved(new)) == (-1, False, 1e-5)
+    assert resolved(configuration(tmp_path, family="olmo3")) == 1e-5
+    assert resolved(configuration(tmp_path)) == 0
+    assert resolved(configuration(tmp_path, "--loss.z_loss=0", family="olmo2")) == 0
+    other = Loss("other", lambda logits, labels: logits[:, 0] * labels)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LOSSES, "other", other)
+        assert resolved(configuration(tmp_path, "--loss.name=other", family="olmo2")) == 0
+    assert FAMILIES["olmo2"].variant("another", lambda _: None).logit_z_loss == 0  # type: ignore[arg-type, return-value]
+    model = {"family": "olmo2", "flavor": "debug", "overrides": {}}
+    for step, (stored, expected) in enumerate((({}, 0.0), ({"z_loss": 0.0}, 0.0), ({"z_loss": 1e-4}, 1e-4)), 1):
+        make(tmp_path / "checkpoint", step, config={"model": model, "loss": stored, **SECTIONS})
+        assert resolved(new) == expected
+        assert resolved(configuration(tmp_path, "--loss.z_loss=0.5", family="olmo2")) == 0.5
+        assert config_from_values({"model": model, "loss": stored}).loss.z_loss == expected
+
+
+@pytest.mark.usefixtures("later")
+def test_runs_are_compared_with_the_values_of_their_checkpoints(tmp_path: Path) -> None:
+    """config.toml of an earlier version has no kept values."""
+    (tmp_path / "config.toml").write_text('[model]\nfamily = "olmoe"\n[loss]\nz_loss = 0.0\n')
+    a = _config_of(tmp_path, tmp_path / "checkpoint", (), allow_import=False)
+    assert a.hyper_parameters == replace(FLAVOR, **LATER)  # a run without checkpoints does not store them
+    save(tmp_path)
+    a = _config_of(tmp_path, tmp_path / "checkpoint", (), allow_import=False)
+    assert a.hyper_parameters == FLAVOR
+    same = replace(a.model, overrides=a.model.kept, kept={})
+    assert setting_differences(a, replace(a, model=same)) == []
+    lines = setting_differences(a, replace(a, model=replace(a.model, kept={})))
+    assert "model.norm_eps: 1e-05 in A, unset in B" in lines
+    assert _learned(a) == _learned(replace(a, model=replace(a.model, kept={})))  # a sweep continues
 
 
 def test_another_flavor_and_values_of_a_wrong_type_are_not_kept(tmp_path: Path) -> None:
