@@ -36,8 +36,19 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_each_command_gives_the_recorded_results(name: str, tmp_path: Path) -> None:
+    require_recorded(name, results_of(workplace(name, tmp_path)))
+
+
+@pytest.mark.slow
+def test_a_run_keeps_the_values_that_its_flavor_had(tmp_path: Path) -> None:
+    """Loss coefficient, norms and initial weights come from the flavor; all commands take the checkpoint's values."""
+    require_recorded("latent_attention", results_of(workplace("latent_attention", tmp_path), "tests.golden.later"))
+
+
+def require_recorded(name: str, results: Any) -> None:
+    """Require the results that are recorded for a stored run."""
     expected = dict(leaves(json.loads((RUNS / name / "expected.json").read_text())))
-    found = dict(leaves(results_of(workplace(name, tmp_path))))
+    found = dict(leaves(results))
     assert found.keys() == expected.keys()
     rounded = {path for path, value in expected.items() if isinstance(value, float)}
     assert {path: found[path] for path in found if path not in rounded} == {

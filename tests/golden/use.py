@@ -42,9 +42,9 @@ def workplace(name: str, folder: Path) -> Path:
     return folder
 
 
-def results_of(folder: Path) -> Any:
+def results_of(folder: Path, module: str = "tests.golden.use") -> Any:
     """What the commands find out about the run in a workplace, in a process of its own: plugins stay registered."""
-    start_command(folder, program=("-m", "tests.golden.use")).succeed()
+    start_command(folder, program=("-m", module)).succeed()
     return json.loads((folder / RESULTS).read_text())
 
 
