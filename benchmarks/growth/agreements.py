@@ -1,6 +1,7 @@
 """Agreements of the start and gloo groups: requests and bytes of the store of the ranks, which are threads here."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from titanlite.ranks.agreement import decide_on_rank_0, require_equal, share_fro
 from titanlite.ranks.distributed import World
 from titanlite.ranks.network import agree_on_attempt, require_gloo_address
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.logging import log
 
 LOCAL = 8
 """Ranks of a node."""
@@ -126,6 +128,7 @@ def of_start(size: int) -> Iterator[Count]:
         "a decision of rank 0": lambda world, store: decide_on_rank_0("9 GiB", len, world, store, TIMEOUT_S),
         "a result of rank 0": lambda world, store: share_from_rank_0("a", lambda: 1, world, store, TIMEOUT_S),
     }
+    log.setLevel(logging.ERROR)  # threads wait for each other for seconds
     with patch("titanlite.ranks.network.gloo_address", lambda: "10.0.0.1"):
         for part, work in parts.items():
             yield from costs(part, size, work)

@@ -8,7 +8,6 @@ import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from benchmarks.growth.count import Count
-from titanlite.data.deal import most_sequences
 from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.planning.pipeline_order import bubble_share, schedule_order
 from titanlite.runtime.torch_internals import shards_on_demand
@@ -30,7 +29,7 @@ def of_microbatches(count: int) -> Iterator[Count]:
 
 
 def of_shards(size: int) -> Iterator[Count]:
-    """The views of one parameter that fully_shard makes, and the search for the largest share of a batch."""
+    """The views of one parameter that fully_shard makes on each rank."""
     views = 0
 
     def narrow(tensor: torch.Tensor, *place: int) -> torch.Tensor:
@@ -43,7 +42,6 @@ def of_shards(size: int) -> Iterator[Count]:
         parts = _fsdp_param._chunk_with_empty(torch.empty(size, 1), size, 0)
         parts[0], parts[size - 1]
     yield Count("shards of a parameter", size, "views", views)
-    yield Count("streams of a rank", size, "CPU s", cpu_s(lambda: most_sequences(3 * size, 4 * size, size - 1)))
 
 
 def cpu_s(work: Callable[[], object]) -> float:
