@@ -203,7 +203,7 @@ class StartFinder:
         if absent:
             log.info("Not in the checkpoint, so they begin at 0: %s", ", ".join(sorted(absent)))
             tensors = {name: tensor for name, tensor in tensors.items() if name not in absent}
-        changes = model_differences({"model": found.manifest.model}, self.about.facts)
+        changes = _of_weights(model_differences({"model": found.manifest.model}, self.about.facts))
         for line in check_tensors(found.path, tensors, self.group, changes):
             log.info("%s", line)
         for line in changes:
@@ -240,7 +240,7 @@ class StartFinder:
         fingerprint = run_on_rank_0(folder.tokenizer_fingerprint, self.group)
         self._warn_of_tokenizer(fingerprint, folder.name)
         theirs = {"family": folder.family.name, **asdict(folder.hyper_parameters)}
-        for line in differences(theirs, self.about.facts["model"], "model"):
+        for line in _of_weights(differences(theirs, self.about.facts["model"], "model")):
             log.info("Changed from the imported model: %s", line.replace("in the checkpoint", "there"))
         log.info(
             "Start: new run at step 0 with the weights of %s, %s, %.1f MiB read by rank 0, %.2f s",
@@ -356,6 +356,11 @@ class StartFinder:
             log.info("As in the checkpoint, unlike the flavor %s of now: model.%s = %s", section["flavor"], name, value)
         for line in changed_settings(manifest.config, self.about.config, self.about.logged):
             log.info("Changed since the checkpoint: %s", line)
+
+
+def _of_weights(lines: Iterable[str]) -> list[str]:
+    """The lines of `differences` without initial distributions, which weights that are loaded do not have."""
+    return [line for line in lines if not line.startswith("model.init_")]
 
 
 def _new_branch(step: int) -> Branch:

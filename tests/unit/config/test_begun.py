@@ -81,6 +81,7 @@ def test_hyper_parameters_that_the_checkpoint_has_not_yet_are_those_of_its_time(
 def test_kept_values_are_stored_and_read_by_the_next_start(tmp_path: Path) -> None:
     save(tmp_path)
     first = keep_earlier(configuration(tmp_path))
+    assert first.model.kept == {name: getattr(FLAVOR, name) for name in LATER}
     facts = {"model": {"family": "olmoe", **asdict(first.hyper_parameters)}}
     make(tmp_path / "checkpoint", 9, config={"model": asdict(first.model), **SECTIONS}, facts=facts)
     assert keep_earlier(configuration(tmp_path)).model == first.model
