@@ -34,6 +34,7 @@ from titanlite.metrics.config import (
     check_metrics,
 )
 from titanlite.models.head import check_terms
+from titanlite.models.losses import CROSS_ENTROPY
 from titanlite.models.registry import check_model, full_model, full_parameters
 from titanlite.optim.optimizer import OWN, optimizers_of
 from titanlite.optim.qk_clip import check_qk_clip
@@ -333,8 +334,8 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
         data = replace(data, max_piece_bytes=PIECE_BYTES_PER_POSITION * longest)
     loss = config.loss
     if loss.z_loss == -1:
-        has_own = "z_loss" in loss.chosen.terms or not loss.is_cross_entropy
-        loss = replace(loss, z_loss=0.0 if has_own else config.family.logit_z_loss)
+        is_usual = loss.name == CROSS_ENTROPY.name and "z_loss" not in loss.terms
+        loss = replace(loss, z_loss=config.family.logit_z_loss if is_usual else 0.0)
     if data.num_workers == -1:
         # Kernels are launched by the training process, whose interpreter a thread would share.
         launches = device_type == "cuda" and any(open_source(source).holds == "text" for source in data.sources)
