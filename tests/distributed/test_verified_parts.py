@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from tests.pool import run_ranks
 from tests.unit.checkpoint.making import a_manifest
-from titanlite.checkpoint import manifest, storage, verified_parts
+from titanlite.checkpoint import manifest, planning, storage, verified_parts
 from titanlite.checkpoint.saver import Saver
 from titanlite.storage.address import Address
 from titanlite.storage.store import Store
@@ -57,7 +57,7 @@ def saved(folder: Address, values: dict[str, torch.Tensor]) -> None:
         Store(folder).write(name, content)
 
 
-def load_on_meshes(address: str) -> dict[str, Any]:
+def load_on_meshes(address: str, most_listed: int) -> dict[str, Any]:
     """Per mesh: the reads (object, begin) of the tensors' files by this rank, whether all values are right, and the
     number of messages that this rank has sent to another one."""
     folder = Address.parse(address)
@@ -77,7 +77,9 @@ def load_on_meshes(address: str) -> dict[str, Any]:
         return isend(tensor, **keys)
 
     with small_parts(), patch.object(Store, "read_range", noted), patch.object(dist, "isend", noted_send):
-        saved(folder, values)
+        with patch.object(planning, "MOST_LISTED", most_listed):
+            saved(folder, values)
+        assert manifest.read_manifest(folder / "step-1").format == (4 if most_listed else 5)
         for name in MESHES:
             reads.clear()
             sends.clear()
@@ -100,8 +102,9 @@ def load_on_meshes(address: str) -> dict[str, Any]:
     return found
 
 
-def test_each_part_is_read_by_one_rank() -> None:
-    by_rank = run_ranks(load_on_meshes, RANKS, f"memory://{uuid4().hex}/run", timeout_s=60)
+@pytest.mark.parametrize("most_listed", [0, planning.MOST_LISTED])
+def test_each_part_is_read_by_one_rank(most_listed: int) -> None:
+    by_rank = run_ranks(load_on_meshes, RANKS, f"memory://{uuid4().hex}/run", most_listed, timeout_s=60)
     for name in MESHES:
         reads = [tuple(read) for rank in by_rank for read in rank[name][0]]
         assert [rank[name][1] for rank in by_rank] == [True] * RANKS, name

@@ -206,6 +206,21 @@ def _(place: Workplace) -> None:
     _replace_files(place, lambda name: name == ".metadata", widen)
 
 
+@hostile("a grid of exabytes in place of the metadata", "run", "digest")
+def _(place: Workplace) -> None:
+    from titanlite.checkpoint.manifest import GRID_FILE, GRID_FORMAT_VERSION, read_manifest, write_recorded
+
+    large = {"name": "model/x.weight", "dtype": "torch.float32", "shape": [2**40, 2**20], "cuts": 0, "writers": 0}
+    tables = {"tensors": [large], "cuts": [[[0], [0]]], "writers": [[0]], "places": [[[0, 0, 2**62]]]}
+    for manifest in (place.here / "run" / "checkpoint").glob("*/MANIFEST.json"):
+        files = dict(read_manifest(manifest.parent).files)
+        file = next(name for name in files if name.endswith(".distcp"))
+        content = json.dumps({**tables, "files": [{"name": file, "places": 0}]}).encode()
+        del files[".metadata"]
+        files[GRID_FILE] = write_recorded(manifest.parent / GRID_FILE, content)
+        place.seal(manifest, files=files, format=GRID_FORMAT_VERSION)
+
+
 @hostile("an unknown schedule in the manifest", "run", "train")
 def _(place: Workplace) -> None:
     for manifest in (place.here / "run" / "checkpoint").glob("*/MANIFEST.json"):

@@ -25,10 +25,14 @@ from titanlite.storage.store import LargeObjectError, Store
 MANIFEST_FILE = "MANIFEST.json"
 HASH = "xxh3-128"
 METADATA_FILE = ".metadata"
+GRID_FILE = "GRID.json"
+"""In place of METADATA_FILE in checkpoints of very many shards."""
 FORMAT_VERSION = 3
 """Incremented with every change that older versions of titanlite cannot read."""
 STORE_FORMAT_VERSION = 4
 """Of a checkpoint in a store, also of its copy in a folder: the files are below the manifest's `attempt`."""
+GRID_FORMAT_VERSION = 5
+"""Of a checkpoint with GRID_FILE, in a folder or a store."""
 PART_BYTES = 2**26
 """Size of the parts of a file that have a hash each, so that a part can be verified alone. A constant of the format."""
 
@@ -51,7 +55,7 @@ class UnknownFormatError(Exception):
                 'use the titanlite that wrote it; "titanlite convert export" of that version writes a Hugging Face '
                 "folder, from which checkpoint.initial_load_path starts a new run"
             )
-        formats = f"{FORMAT_VERSION} and {STORE_FORMAT_VERSION}"
+        formats = f"{FORMAT_VERSION} to {GRID_FORMAT_VERSION}"
         super().__init__(f"its format version is {version}, this titanlite reads {formats} only: {remedy}")
 
 
@@ -194,6 +198,11 @@ class Manifest:
     attempt: str = ""
 
     @property
+    def metadata_file(self) -> str:
+        """The name of the file that says where each tensor is."""
+        return GRID_FILE if self.format == GRID_FORMAT_VERSION else METADATA_FILE
+
+    @property
     def model(self) -> dict[str, Any]:
         """The family and the hyper-parameters of the model at the step. `facts` has those of the first stage of the
         training: here, stages that have begun have changed the rotary embeddings."""
@@ -240,7 +249,7 @@ def read_manifest(place: Place) -> Manifest:
         digest = seal["hash"][HASH]
         if _digest(_replace_last(raw.decode("utf-8"), digest, _NO_HASH).encode()) != digest:
             raise InvalidCheckpointError(f"{MANIFEST_FILE} has changed since it was written: its {HASH} differs")
-        if seal["format"] not in (FORMAT_VERSION, STORE_FORMAT_VERSION):
+        if seal["format"] not in (FORMAT_VERSION, STORE_FORMAT_VERSION, GRID_FORMAT_VERSION):
             raise UnknownFormatError(seal["format"])
         manifest: Manifest = of_type(raw, Manifest)
         branches = (branch.id for branch in manifest.lineage)  # a superseded checkpoint is renamed by it
@@ -255,8 +264,8 @@ def read_manifest(place: Place) -> Manifest:
         raise InvalidCheckpointError(f"{MANIFEST_FILE} cannot be read: it {error}") from None
     except (KeyError, ValueError):
         raise InvalidCheckpointError(f"{MANIFEST_FILE} cannot be read: it is truncated or corrupted") from None
-    if METADATA_FILE not in manifest.files:
-        raise InvalidCheckpointError(f"{MANIFEST_FILE} does not list {METADATA_FILE}")
+    if manifest.metadata_file not in manifest.files:
+        raise InvalidCheckpointError(f"{MANIFEST_FILE} does not list {manifest.metadata_file}")
     return manifest
 
 

@@ -60,7 +60,7 @@ def publish(writing: Address, manifest: Manifest) -> None:
     """Put the manifest of a finished attempt. Raises FileExistsError if the step is published already, and UserError if
     another job has taken over the folder meanwhile."""
     require_claim(writing.parent.parent)
-    own = replace(manifest, attempt=writing.name, format=STORE_FORMAT_VERSION)
+    own = replace(manifest, attempt=writing.name, format=max(manifest.format, STORE_FORMAT_VERSION))
     Store(writing.parent).create(MANIFEST_FILE, manifest_text(own))
 
 

@@ -18,7 +18,15 @@ from torch import Tensor
 from titanlite.checkpoint import objects
 from titanlite.checkpoint.config import AsyncMode
 from titanlite.checkpoint.folder import begin, discard, publish, step_folder
-from titanlite.checkpoint.manifest import FileRecord, Manifest, write_manifest, write_recorded
+from titanlite.checkpoint.manifest import (
+    FORMAT_VERSION,
+    GRID_FILE,
+    GRID_FORMAT_VERSION,
+    FileRecord,
+    Manifest,
+    write_manifest,
+    write_recorded,
+)
 from titanlite.checkpoint.planning import PlannedSaves
 from titanlite.checkpoint.state import HostCopy, first_not_finite
 from titanlite.checkpoint.storage import first_failure, save_tensors
@@ -157,7 +165,8 @@ class Saver:
 
     def _publish(self, writing: Place, manifest: Manifest) -> None:
         small = {name: write_recorded(writing / name, content) for name, content in self._small_files.items()}
-        manifest = replace(manifest, files={**manifest.files, **small})
+        form = GRID_FORMAT_VERSION if GRID_FILE in manifest.files else FORMAT_VERSION
+        manifest = replace(manifest, files={**manifest.files, **small}, format=form)
         if isinstance(writing, Address):
             objects.publish(writing, manifest)
         else:

@@ -8,11 +8,11 @@ import pickle
 import re
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,19 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from titanlite.checkpoint.grid import DTYPES, MAX_DIMS, Grid
 from titanlite.checkpoint.manifest import (
+    GRID_FILE,
     METADATA_FILE,
     PART_BYTES,
     FileRecord,
@@ -39,6 +47,8 @@ from titanlite.checkpoint.verified_parts import Part, PartnerError, VerifiedPart
 from titanlite.ranks.agreement import RanksError, describe_failure
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import open_regular
+from titanlite.runtime.json_files import read_regular
+from titanlite.runtime.torch_internals import is_dtensor, shape_and_offset
 from titanlite.storage.address import Address, Place, is_safe_name
 from titanlite.storage.store import Store, Upload
 
@@ -189,12 +199,12 @@ class _Writer(dcp.FileSystemWriter):
         """Write this rank's items; the results that are sent to rank 0 are only those that have changed."""
         written = super().write_data(plan, planner).value()
         done = torch.futures.Future[list[WriteResult]]()
-        done.set_result(self._saves.changed_results(written))
+        done.set_result(self._saves.results(written))
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002
-        final = Path(self.path) / METADATA_FILE
-        writing = final.with_name(f"{METADATA_FILE}.tmp")
+        final = Path(self.path) / self._saves.file
+        writing = final.with_name(f"{final.name}.tmp")
         with self.files.create_stream(writing, "wb") as file:
             file.write(self._saves.content(results))
             if self.sync_files:
@@ -286,15 +296,45 @@ def read_shapes(place: Place) -> dict[str, tuple[tuple[int, ...], str]]:
     return {
         name: (tuple(entry.size), str(entry.properties.dtype))
         for name, entry in found.items()
-        if isinstance(entry, dcp.metadata.TensorStorageMetadata)
+        if isinstance(entry, TensorStorageMetadata)
     }
 
 
 class _TensorPlanner(dcp.DefaultLoadPlanner):
     """Loads tensors only: any other value would be a pickle."""
 
+    def create_local_plan(self) -> dcp.LoadPlan:
+        assert self.metadata is not None
+        if isinstance(grid := self.metadata.planner_data, Grid):
+            self._add_blocks(grid, self.metadata)
+        return super().create_local_plan()
+
+    def _add_blocks(self, grid: Grid, metadata: Metadata) -> None:
+        """Add the blocks that this rank needs to metadata without any."""
+        for name, tensor in self.state_dict.items():
+            entry = metadata.state_dict_metadata.get(name)
+            if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.shape:
+                continue
+            if is_dtensor(tensor) and tensor.device_mesh.get_coordinate() is None:
+                continue
+            shape, offset = shape_and_offset(tensor) if is_dtensor(tensor) else (tensor.shape, (0,) * tensor.dim())
+            for block in grid.blocks(name, offset, shape):
+                entry.chunks.append(ChunkStorageMetadata(torch.Size(block.offset), torch.Size(block.sizes)))
+                metadata.storage_data[MetadataIndex(name, block.offset)] = ShardPlace(
+                    block.name, block.start, block.length
+                )
+
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> NoReturn:  # noqa: ARG002
         raise InvalidCheckpointError(f"{read_item.dest_index.fqn} is not a tensor")
+
+
+class ShardPlace(NamedTuple):
+    """Where a shard is, for DCP's reader."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: Sequence[str] = ()
 
 
 class _VerifiedObject(io.RawIOBase):
@@ -340,32 +380,42 @@ class _Reader(dcp.FileSystemReader):
     def __init__(self, place: Place, group: dist.ProcessGroup | None = None) -> None:
         self._place = place
         self._group = group
-        is_plain = isinstance(place, Path) and ((place / METADATA_FILE).exists() or not has_manifest(place))
+        self._items: list[dcp.planner.ReadItem] = []
+        found = [file for file in (GRID_FILE, METADATA_FILE) if isinstance(place, Path) and (place / file).exists()]
+        is_plain = isinstance(place, Path) and (found == [METADATA_FILE] or not has_manifest(place))
         self._manifest = None if is_plain else read_manifest(place)
         self._files = place if self._manifest is None else files_of(place, self._manifest)
+        by_name = found[0] if found else METADATA_FILE
+        self._metadata_file = by_name if self._manifest is None else self._manifest.metadata_file
         super().__init__(self._files if isinstance(self._files, Path) else Path())
+
+    def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
+        """Keep this rank's items: the others need to know only which parts of files it needs."""
+        self._items = plan.items
+        parts = set[Part]()
+        if isinstance(self._files, Address) and self._manifest is not None:
+            files = self._manifest.files
+            for index in {item.storage_index for item in plan.items}:
+                stored = self.storage_data[index]
+                if (name := stored.relative_path) not in files:
+                    raise InvalidCheckpointError(
+                        f"{self._metadata_file} names {name}, which the manifest does not list"
+                    )
+                parts.update(parts_of(name, files[name], stored.offset, stored.length))
+        return dcp.LoadPlan([], storage_data=sorted(parts))
 
     def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
         """Called on one rank, with the plans of all: decides which rank reads which part."""
         if isinstance(self._files, Path) or self._manifest is None:
             return plans
-        files, needed = self._manifest.files, list[list[Part]]()
-        for plan in plans:
-            parts = set[Part]()
-            for index in {item.storage_index for item in plan.items}:
-                stored = self.storage_data[index]
-                if (name := stored.relative_path) not in files:
-                    raise InvalidCheckpointError(f"{METADATA_FILE} names {name}, which the manifest does not list")
-                parts.update(parts_of(name, files[name], stored.offset, stored.length))
-            needed.append(sorted(parts))
-        shares = share_parts(needed, files)
+        shares = share_parts([plan.storage_data for plan in plans], self._manifest.files)
         return [replace(plan, storage_data=each) for plan, each in zip(plans, shares, strict=True)]
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future[None]:
         if isinstance(self._files, Path) or self._manifest is None:
-            return super().read_data(plan, planner)
+            return super().read_data(replace(plan, items=self._items), planner)
         files = self._manifest.files
-        items = [(self.storage_data[item.storage_index], item) for item in plan.items]
+        items = [(self.storage_data[item.storage_index], item) for item in self._items]
         items.sort(key=lambda pair: (pair[0].relative_path, pair[0].offset))
         parts = VerifiedParts(Store(self._files), files, plan.storage_data, self._group)
         self.fs = _VerifiedObjects(parts, files)
@@ -385,13 +435,16 @@ class _Reader(dcp.FileSystemReader):
 
     def _open_metadata(self) -> IO[bytes]:
         if isinstance(self._files, Address) and self._manifest is not None:
-            return io.BytesIO(read_listed(self._place, self._manifest, METADATA_FILE))
-        return open_regular(Path(self.path) / METADATA_FILE)
+            return io.BytesIO(read_listed(self._place, self._manifest, self._metadata_file))
+        path = Path(self.path) / self._metadata_file
+        return io.BytesIO(read_regular(path)) if self._metadata_file == GRID_FILE else open_regular(path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         try:
             with self._open_metadata() as file:
                 content = file.read()
+            if self._metadata_file == GRID_FILE:
+                return self._of_grid(Grid(content))
             _require_known_opcodes(content)
             metadata = _MetadataUnpickler(io.BytesIO(content)).load()
             if not isinstance(metadata, Metadata) or not _has_fitting_values(metadata, len(content)):
@@ -402,8 +455,19 @@ class _Reader(dcp.FileSystemReader):
         except (InvalidCheckpointError, UserError):
             raise
         except Exception as error:  # a corrupted pickle can raise any
-            raise InvalidCheckpointError(f"{METADATA_FILE} cannot be read: {type(error).__name__}: {error}") from None
+            name = self._metadata_file
+            raise InvalidCheckpointError(f"{name} cannot be read: {type(error).__name__}: {error}") from None
         return metadata
+
+    def _of_grid(self, grid: Grid) -> Metadata:
+        """The metadata without any shards, for _TensorPlanner."""
+        if self._manifest is not None:
+            grid.require_bytes(sum(file.bytes for file in self._manifest.files.values()))
+        entries = {
+            name: TensorStorageMetadata(TensorProperties(grid.dtype(name)), torch.Size(tensor["shape"]), [])
+            for name, tensor in grid.tensors.items()
+        }
+        return Metadata({**entries}, planner_data=grid, storage_data={})
 
 
 def _has_fitting_values(found: Metadata, num_bytes: int) -> bool:
@@ -412,7 +476,7 @@ def _has_fitting_values(found: Metadata, num_bytes: int) -> bool:
     num_bytes: of the pickle. Tensors that share a list of chunks could have many more chunks.
     """
     entries = found.state_dict_metadata.values()
-    tensors = [entry for entry in entries if isinstance(entry, dcp.metadata.TensorStorageMetadata)]
+    tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
     return (
         sum(len(entry.chunks) for entry in tensors) <= num_bytes
         and all(isinstance(name, str) and _is_tensor(entry) for name, entry in found.state_dict_metadata.items())
@@ -426,20 +490,17 @@ def _has_fitting_values(found: Metadata, num_bytes: int) -> bool:
 
 def _is_tensor(entry: Any) -> bool:
     return (
-        isinstance(entry, dcp.metadata.TensorStorageMetadata)
-        and entry.properties.dtype in _DTYPES
+        isinstance(entry, TensorStorageMetadata)
+        and entry.properties.dtype in DTYPES
         and _are_sizes(entry.size)
         and all(_are_sizes(chunk.offsets) and _are_sizes(chunk.sizes) for chunk in entry.chunks)
     )
 
 
 def _are_sizes(values: Collection[Any]) -> bool:
-    return len(values) <= _MAX_DIMS and all(type(value) is int and 0 <= value < 2**63 for value in values)
+    return len(values) <= MAX_DIMS and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
-_MAX_DIMS = 64
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
-"""Those of the tensors of a run."""
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {
     (f"{_DCP}.metadata", "Metadata"),
@@ -451,7 +512,7 @@ _ALLOWED = {
     (f"{_DCP}.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
-    *(("torch", str(dtype).removeprefix("torch.")) for dtype in _DTYPES),
+    *(("torch", str(dtype).removeprefix("torch.")) for dtype in DTYPES),
 }
 
 

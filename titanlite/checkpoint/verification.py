@@ -25,7 +25,6 @@ from titanlite.checkpoint.folder import (
 )
 from titanlite.checkpoint.manifest import (
     MANIFEST_FILE,
-    METADATA_FILE,
     InvalidCheckpointError,
     Manifest,
     UnknownFormatError,
@@ -159,7 +158,7 @@ def _damage_in_store(path: Address, manifest: Manifest) -> str | None:
     """The first damage that shows without reading all files, as rank 0 finds it."""
     try:
         check_files(path, manifest)
-        read_listed(path, manifest, METADATA_FILE)
+        read_listed(path, manifest, manifest.metadata_file)
     except (InvalidCheckpointError, FileNotFoundError) as error:
         return str(error)
     return None

@@ -25,9 +25,9 @@ from titanlite.checkpoint.folder import (
 )
 from titanlite.checkpoint.manifest import (
     FORMAT_VERSION,
+    GRID_FORMAT_VERSION,
     MANIFEST_FILE,
     METADATA_FILE,
-    STORE_FORMAT_VERSION,
     Branch,
     InvalidCheckpointError,
     UnknownFormatError,
@@ -339,7 +339,7 @@ def test_retention_does_not_read_what_it_keeps_forever(tmp_path: Path, monkeypat
     assert counts == [3, 3]
 
 
-@pytest.mark.parametrize("version", [FORMAT_VERSION - 1, STORE_FORMAT_VERSION + 1])
+@pytest.mark.parametrize("version", [FORMAT_VERSION - 1, GRID_FORMAT_VERSION + 1])
 def test_another_format_is_not_deleted_or_reported_as_corrupted(version: int, tmp_path: Path) -> None:
     make(tmp_path, 5, format=version)
     make(tmp_path, 10)

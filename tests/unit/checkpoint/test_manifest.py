@@ -12,9 +12,9 @@ import xxhash
 from tests.unit.checkpoint.making import a_manifest
 from titanlite.checkpoint.manifest import (
     FORMAT_VERSION,
+    GRID_FORMAT_VERSION,
     MANIFEST_FILE,
     METADATA_FILE,
-    STORE_FORMAT_VERSION,
     Branch,
     InvalidCheckpointError,
     Manifest,
@@ -165,16 +165,16 @@ def test_a_permission_error_is_not_reported_as_corruption(tmp_path: Path, monkey
 
 @pytest.mark.parametrize(
     ("version", "remedy"),
-    [(STORE_FORMAT_VERSION + 1, "a newer titanlite"), (FORMAT_VERSION - 1, "the titanlite that wrote it")],
+    [(GRID_FORMAT_VERSION + 1, "a newer titanlite"), (FORMAT_VERSION - 1, "the titanlite that wrote it")],
 )
 def test_another_format_is_not_reported_as_corruption(version: int, remedy: str, tmp_path: Path) -> None:
     write_manifest(tmp_path, a_manifest(3, {METADATA_FILE: b"m"}, format=version))
-    with pytest.raises(UnknownFormatError, match=rf"is {version}, .* {STORE_FORMAT_VERSION} only: use {remedy}"):
+    with pytest.raises(UnknownFormatError, match=rf"is {version}, .* {GRID_FORMAT_VERSION} only: use {remedy}"):
         read_manifest(tmp_path)
 
 
 def test_a_newer_format_with_other_keys_is_recognized(tmp_path: Path) -> None:
-    write_manifest(tmp_path, a_manifest(3, {}, format=STORE_FORMAT_VERSION + 1, lineage=(), counts=None))
+    write_manifest(tmp_path, a_manifest(3, {}, format=GRID_FORMAT_VERSION + 1, lineage=(), counts=None))
     with pytest.raises(UnknownFormatError):
         read_manifest(tmp_path)
 
