@@ -50,7 +50,7 @@ def rows(family: str, flavor: str, shards: Sequence[int]) -> Iterator[Count]:
 
 def grid(tensors: Tensors, shards: int) -> Iterator[Count]:
     """Rank 0's first save with GRID.json, and the start of a rank of another mesh."""
-    sent, num_bytes = [], 0
+    sent, num_bytes = list[Described](), 0
     for rank in range(shards):
         boxes = list(dict.fromkeys(_box(shape, shards, rank) for _, shape in tensors))
         own = sent[0].tensors if sent else _described(tensors, shards).tensors
