@@ -1,5 +1,6 @@
 """Saves: what rank 0 receives and computes, with the plans of all ranks and the tensors of a model, but no values."""
 
+import math
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,20 +40,17 @@ def tensors_of(family: str, flavor: str) -> Tensors:
     return [*((f"model/{name}", shape) for name, shape in parameters), *moments]
 
 
-def rows(family: str, flavor: str, shards: Sequence[int]) -> Iterator[Count]:
-    """The costs of saves with a grid, and of resumes, for each number of shards."""
-    tensors = tensors_of(family, flavor)
-    for number in shards:
-        yield from grid(tensors, number)
-    for kept in (10, 40):
-        yield from retention(kept)
+def of_saves(shards: int) -> Iterator[Count]:
+    """The costs of saves of Llama 3 405B."""
+    return grid(tensors_of("llama3", "405B"), shards)
 
 
 def grid(tensors: Tensors, shards: int) -> Iterator[Count]:
     """Rank 0's first save with GRID.json, and the start of a rank of another mesh."""
     sent, num_bytes = list[Described](), 0
+    shapes = dict.fromkeys(shape for _, shape in tensors)
     for rank in range(shards):
-        boxes = list(dict.fromkeys(_box(shape, shards, rank) for _, shape in tensors))
+        boxes = [_box(shape, shards, rank) for shape in shapes]
         own = sent[0].tensors if sent else _described(tensors, shards).tensors
         sent.append(Described(own, boxes))  # all ranks of a mesh have the same list
         num_bytes += len(pickle.dumps(sent[-1]))
@@ -91,8 +89,9 @@ def listed(tensors: Tensors, shards: int) -> Iterator[Count]:
     yield Count("first save, listed: metadata", shards, "CPU s", seconds)
 
 
-def retention(kept: int) -> Iterator[Count]:
-    """The requests of a save that keeps all of `kept` earlier checkpoints in a store, but the last three."""
+def of_retention(kept: int) -> Iterator[Count]:
+    """The requests of a save that keeps all of `kept` earlier checkpoints in a store, but the last three: `ranks` is
+    their number."""
     folder, requests = Address.parse(f"memory://{uuid4().hex}/run"), list[str]()
     for step in (*range(100, 100 * kept + 1, 100), *(100 * kept + n for n in (10, 20, 30))):
         attempt = folder / f"step-{step}" / "attempt-0123456789abcdef"
@@ -130,7 +129,7 @@ def _places(tensors: Tensors, shards: int, rank: int, share: bytes) -> bytes:
     for position, (_, shape) in enumerate(tensors):
         if is_own[position]:
             _, _, sizes = _box(shape, shards, rank)
-            length = 1216 + -(-4 * int(np.prod(sizes)) // 64) * 64
+            length = 1216 + -(-4 * math.prod(sizes) // 64) * 64
             found.append((position, begin, length))
             begin += length
     return packed_places(found)

@@ -3,8 +3,6 @@
 import math
 from unittest.mock import patch
 
-import pytest
-
 from benchmarks.growth import saves
 
 TENSORS = [(f"model/layers.{n}.w{i}", (512, 16)) for n in range(30) for i in range(3)] + [("model/norm", (24,))]
@@ -53,14 +51,12 @@ def test_no_pairs_of_shards_are_compared() -> None:
 
 
 def test_requests_of_retention_do_not_grow_with_kept_checkpoints() -> None:
-    (few,), (many,) = saves.retention(4), saves.retention(16)
+    (few,), (many,) = saves.of_retention(4), saves.of_retention(16)
     assert few.value == many.value <= 16
 
 
-def test_the_rows_of_a_model() -> None:
-    found = [*saves.rows("llama3", "debug", [4, 8])]
-    assert {count.name for count in found} == {"items", "bytes", "CPU s", "requests"}
-    assert all(count.value >= 0 for count in found)
-    assert [count.value for count in found if count.part == "first save"] == pytest.approx(
-        [4 * len(saves.tensors_of("llama3", "debug")), 8 * len(saves.tensors_of("llama3", "debug"))]
-    )
+def test_tensors_of_a_model_with_its_optimizer() -> None:
+    tensors = dict(saves.tensors_of("llama3", "debug"))
+    shape = tensors["model/layers.0.attention.wq.weight"]
+    assert tensors["optimizer/layers.0.attention.wq.weight/exp_avg"] == shape
+    assert len(tensors) == 3 * len([name for name in tensors if name.startswith("model/")])
