@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from tests.distributed.reference import GLOBAL_BATCH, MODEL, SEQ_LEN, TOKENS
 from titanlite.data.bpe import train_bpe
+from titanlite.ranks.collector import PROCESS_NAME
 from titanlite.ranks.launch import end_with_parent, fork_context
 from titanlite.ranks.network import LISTENS
 
@@ -130,7 +131,10 @@ class Program:
         if isinstance(self.process, ForkedProcesses):
             living = self.processes()
             return {rank: pid for rank, pid in enumerate(self.process.pids) if pid in living}
-        environments = {pid: read(Path(f"/proc/{pid}/environ")) for pid in self.processes()}
+        names = {pid: read(Path(f"/proc/{pid}/comm")).strip() for pid in self.processes()}
+        # The process that collects the heartbeats of a node is forked from its first rank.
+        pids = [pid for pid, name in names.items() if name != PROCESS_NAME]
+        environments = {pid: read(Path(f"/proc/{pid}/environ")) for pid in pids}
         found = {pid: re.search(r"(?:^|\0)RANK=(\d+)\0", text) for pid, text in environments.items()}
         return {int(match[1]): pid for pid, match in found.items() if match}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.program import FAULTY, TORCHRUN, Program, Starter, rows
+from tests.distributed.program import FAULTY, PATIENCE_S, TORCHRUN, Program, Starter, rows
 from tests.distributed.recovered import (
     Undisturbed,
     assert_matches_undisturbed,
@@ -94,7 +94,7 @@ def test_signal_saves_once_and_the_next_start_resumes_bit_for_bit(
         assert [path.name for path in (tmp_path / "out" / "checkpoint").iterdir() if path.name.startswith(".")] == []
         assert [row["step"] for row in rows(tmp_path / "out")] == list(range(1, step + 1))
         assert not (tmp_path / "out" / JOB_LOCK_FILE).exists()
-        assert program.processes() == []
+        program.wait_until_gone(PATIENCE_S)
         last = step
     program = start_saving(start, tmp_path, "--training.steps", str(STEPS), name="output").succeed()
     assert starts(program.output) == [last]

@@ -356,6 +356,8 @@ def watch_ranks(
     """Let all ranks of a program report failures together from now on. dump_folder, silence_s: see Positions."""
     local = world.local_ranks
     store = dist.PrefixStore("positions", store)
-    failure.connected(
-        Positions(store, world.rank, world.size, local, dump_folder, silence_s, on_silence=failure.end_from_thread)
+    positions = Positions(
+        store, world.rank, world.size, local, dump_folder, silence_s, on_silence=failure.end_from_thread
     )
+    positions.start_process()
+    failure.connected(positions)

@@ -159,13 +159,12 @@ class FailureReport:
         end_process(1)
 
     def _follow(self) -> None:
-        """End the process SILENT_WAIT_S after the error of another rank is printed. Raises RuntimeError.
+        """End the process SILENT_WAIT_S after the error of another rank is printed.
 
         The main thread may wait for that rank without noticing that it has ended.
         """
-        assert self.store is not None
         assert self.positions is not None
-        if election.first_failure(self.store) == election.PRINTED:
+        if self.positions.first_failure == election.PRINTED:
             self.positions.on_beat = lambda: None
             in_thread(self._end_after_message)
 
@@ -229,21 +228,23 @@ class FailureReport:
         """Whether a rank has failed, or one of this node gives no heartbeat for so long, or the store is lost."""
         assert self.positions is not None
         try:
-            return self._first_failure() != "" or bool(self.positions.silent(self.positions.local_ranks, within_s))
+            return self._first_failure() != "" or bool(self.positions.silent(within_s))
         except RuntimeError:
             return True
 
     def _takes_over(self) -> bool:
         """Wait, as a silent rank, for the rank that prints. True: it has ended before, and this rank has to print."""
-        end = time.monotonic() + SILENT_WAIT_S
+        begin = time.monotonic()
         with suppress(RuntimeError):  # the process of the store has ended or is stopped
-            while (now := time.monotonic()) < end:
-                first = self._first_failure()
+            first = self._first_failure()
+            while (now := time.monotonic()) < begin + (3 * SILENT_WAIT_S if first else SILENT_WAIT_S):
+                # Not from the store, which all ranks would ask at the same time.
+                first = self._first_failure() if self.positions is None else self.positions.first_failure or first
                 if first == election.PRINTED:
                     self._leave()
-                    self._terminated.wait(end - now)
+                    self._terminated.wait(max(0.0, begin + SILENT_WAIT_S - now))
                     return False
-                if first and self.positions is not None and self.positions.silent([int(first)], SETTLE_S):
+                if first and self.positions is not None and self.positions.is_first_silent:
                     assert self.store is not None
                     if election.take_over(self.store, first, self._rank):
                         return True

@@ -10,6 +10,7 @@ import re
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from titanlite.runtime.errors import LateRanksError, UserError
 
@@ -22,26 +23,31 @@ MAX_CAUSE = 300
 """Characters of the error of a lost connection that a message shows. It may list a key per rank."""
 
 NO_SPACE = "the disk is full, or has no inodes left for further files: see df -h and df -i"
-
-
 SILENT_S = 2.0
 """A rank whose heartbeat is older has ended."""
 
 
 @dataclass
 class Seen:
-    """What this rank has seen of another rank. count: number of phases entered. changed_at, alive_at: time of the last
-    change of the position and of the heartbeat, by this rank's monotonic clock. alive_tick: this rank's own tick at
-    that time."""
+    """What this rank has seen of another rank. count: number of phases entered. state: of the process, see page.py.
+    changed_at: when it entered its phase. alive_at: when its watch thread has run. node_at: of the last heartbeat of
+    its node. Times by this rank's monotonic clock. alive_tick: this rank's own tick at alive_at."""
 
     count: int = 0
     step: int = 0
     phase: str = "start-up"
     host: str = "an unknown host"
+    state: str = "running"
+    has_left: bool = False
     changed_at: float = 0.0
     beats: int = 0
+    node_at: float = 0.0
     alive_at: float = 0.0
     alive_tick: int = 0
+
+    def is_lost(self, now: float, silent_s: float) -> bool:
+        """Whether the process has ended or is stopped, or its node gives no heartbeat for so long."""
+        return self.state != "running" or now - self.node_at > silent_s
 
 
 def describe_error(
@@ -96,38 +102,45 @@ def _describe_limit(error: BaseException) -> str:
     return ""
 
 
-def describe_ranks(
-    seen: Mapping[int, Seen], own_rank: int, now: float, behind: Sequence[int] = (), *, store_is_lost: bool
-) -> str:
-    """Describe the ranks without a heartbeat, or else those with the oldest position, or else those `behind`.
+def describe_loss(zero: Sequence[Any] | None, now: float) -> str:
+    """Describe the loss of the store. zero: phases entered, step, phase and host of rank 0, and when they were read."""
+    last_seen = ""
+    if zero is not None and zero[0]:
+        _, step, phase, host, at = zero
+        last_seen = f"; rank 0 was last seen in step {step} ({phase}) on {host}, {now - at:.1f} s before"
+    lost = "the launcher or rank 0 has ended, is stopped, or its node is lost, and the store of the ranks with it"
+    return lost + last_seen
 
-    seen: by rank. behind: see ranks_behind.
+
+def describe_ranks(
+    seen: Mapping[int, Seen], own_rank: int, now: float, behind: Sequence[int] = (), *, silent_s: float = SILENT_S
+) -> str:
+    """Describe the ranks that have ended, or else those with the oldest position, or else those that hold Python's lock
+    or are `behind`.
+
+    seen: by rank. behind: see ranks_behind. silent_s: a rank without a heartbeat for longer has ended.
     """
-    if store_is_lost:
-        one = seen[0]
-        last_seen = (
-            f"; rank 0 was last seen in step {one.step} ({one.phase}) on {one.host}, {now - one.alive_at:.1f} s before"
-        )
-        return (
-            "the launcher or rank 0 has ended, is stopped, or its node is lost, and the store of the ranks with it"
-            + (last_seen if one.count else "")
-        )
-    others = {rank: each for rank, each in seen.items() if rank != own_rank}
-    ended = [rank for rank, each in others.items() if now - each.alive_at > SILENT_S]
-    if ended:
+    lost = [rank for rank, each in seen.items() if rank != own_rank and each.is_lost(now, silent_s)]
+    if ended := [rank for rank in lost if not seen[rank].has_left]:
         one = seen[ended[0]]
         return (
             f"{_names(ended)} on {one.host}: no heartbeat, in step {one.step} ({one.phase}): killed, out of memory, "
             "stopped, or its node is lost"
         )
-    oldest = min(each.count for each in seen.values())
-    last = [rank for rank, each in seen.items() if each.count == oldest]
-    one = seen[last[0]]
+    running = {rank: each for rank, each in seen.items() if rank not in lost}
+    oldest = min(each.count for each in running.values())
+    last = [rank for rank, each in running.items() if each.count == oldest]
+    held = [rank for rank in last if rank != own_rank and now - running[rank].alive_at > silent_s]
+    one = running[last[0]]
     where = f"in step {one.step} ({one.phase}) for {now - one.changed_at:.0f} s"
-    if len(last) == len(seen) and behind:
+    # If most hold it, they wait inside a launch for a device, and so for the others.
+    if held and 2 * len(held) <= len(running):
+        waits = "in a call that holds Python's lock; the other ranks wait for it"
+        return f"{_names(held)} on {running[held[0]].host} hangs or lags: {where}, {waits}"
+    if len(last) == len(running) and behind:
         first = seen[behind[0]]
         return f"{_names(behind)} on {first.host} hangs or lags: {where}; the other ranks wait for it in a collective"
-    if len(last) == len(seen):
+    if len(last) == len(running):
         unmet = f", or they meet {UNREACHED}" if one.step == 0 else ""
         return f"all ranks are {where}: one of them hangs, or the network is lost{unmet}"
     return f"{_names(last)} on {one.host} hangs or lags: {where}; the other ranks wait for it"

@@ -6,25 +6,33 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from titanlite.ranks.message import Seen, describe_ranks, last_numbers, ranks_behind
+from titanlite.ranks.collector import PROCESS, TAKE_OVER, Collector, interval_s, start_process
+from titanlite.ranks.message import SILENT_S, describe_loss, describe_ranks, last_numbers, ranks_behind
+from titanlite.ranks.page import Page
 from titanlite.ranks.signals import TICK_S, in_thread, watch
+from titanlite.ranks.view import View
 from titanlite.runtime.errors import LateRanksError
 from titanlite.runtime.files import no_link
 from titanlite.runtime.logging import log
 from titanlite.runtime.torch_internals import recorded_collectives
 from titanlite.runtime.waiting import AGAIN_S, ANSWER_S, FIRST_S, SETTLE_S, call_within, parse_value, waiting
 
-INTERVAL_S = 0.5
-"""Seconds between two heartbeats of a process."""
-MAX_READERS = 64
-"""With more ranks, only the first of each node keeps a view of the others."""
+POLL_S = 0.1
+"""Seconds between two looks of a rank at what its collector orders."""
+MAX_FILES = 64
+"""With more ranks, one rank of each node writes its stacks: of those that run, one with the oldest position."""
+MOST_LATE = 64
+"""Late ranks that an error lists."""
+ALL_LEFT = "all left"
+"""Key in the store: all ranks end by themselves."""
 FAULTS_FOLDER = "faults"
 STACKS_NAME = "%Y%m%d-%H%M%S"
 """Of a folder in FAULTS_FOLDER: when its stacks were asked for."""
@@ -33,12 +41,13 @@ FINISHED = "finished"
 
 
 class Positions:
-    """The step and phase of each rank, shared through the store.
+    """The step and phase of each rank, shared by the collectors of the nodes (collector.py).
 
-    The main thread writes its position when it enters a phase. A thread of each process writes heartbeats: those of
-    a process that is killed end, those of one whose main thread hangs do not. It also keeps a view of the other ranks,
-    which survives the loss of the store, and on request writes the stacks and the last collectives of this process.
-    The watch thread checks the view: a call to a store whose process is stopped blocks without limit.
+    The main thread writes its position into the page of this rank when it enters a phase, and the watch thread a pulse:
+    that of a process that is killed ends, that of one whose main thread hangs does not. A further thread does what the
+    collector orders: it writes the stacks and the last collectives of this process on request, and ends the process
+    after the message of another rank. It collects if no process does. On the first and on the last rank, it also keeps
+    a view of all ranks. The watch thread checks it: a call to a store whose process is stopped blocks without limit.
     """
 
     def __init__(
@@ -67,31 +76,44 @@ class Positions:
         self.silence_s = silence_s
         self._on_silence = on_silence
         self.on_beat: Callable[[], None] = lambda: None
-        """Called after each heartbeat, in the thread that uses the store. May raise RuntimeError: the store is lost."""
+        """Called at least once per heartbeat, by a thread."""
         self._ticks = 0
-        self._answered_tick = 0
+        self._answered: tuple[object, int] = (None, 0)  # the last answer of the store, and the tick
         self._log_after_s = FIRST_S
-        self._host = socket.gethostname()
         self._count = 0
-        self._lost = False
-        self._seen = {other: Seen(changed_at=time.monotonic(), alive_at=time.monotonic()) for other in range(size)}
-        self._guard = threading.Lock()
+        self._lost = self._has_left = False
+        self._order: dict[str, Any] = {}
+        self._guard = threading.Lock()  # of the collector and the view
+        self._leaving = threading.Lock()
+        if size == 1:
+            return
+        nodes = -(-size // len(local_ranks))
+        self._interval_s = interval_s(nodes)
+        self._page = Page.create()
+        self._view = View(self.background, size)
+        self._reads = rank in (0, size - 1)
         self.enter(0, "start-up")
-        if size > 1:
-            store.set(f"alive/{rank}", "0")  # the others read nothing before all ranks have written
-            reads = size <= MAX_READERS or rank == local_ranks.start
-            threading.Thread(target=self._beat, args=(reads,), name="titanlite-store", daemon=True).start()
-            watch().checks.append(self._check_silence)
+        self._tick()
+        store.set(f"page/{rank}", json.dumps([socket.gethostname(), self._page.address]))
+        place = rank - local_ranks.start + 1
+        self._collector = Collector(
+            self.background, local_ranks, {rank: self._page}, place, nodes, waits=place * TAKE_OVER
+        )
+        threading.Thread(target=self._run, name="titanlite-store", daemon=True).start()
+        watch().checks.append(self._tick)
+
+    def start_process(self) -> None:
+        """On the first rank of a node, fork the process that collects its ranks. Before there are other threads that
+        hold locks, and before the device is used."""
+        if self.size > 1 and self._rank == self.local_ranks.start:
+            nodes = -(-self.size // len(self.local_ranks))
+            start_process(self.background, self.local_ranks, {self._rank: self._page}, nodes)
 
     def enter(self, step: int, phase: str) -> None:
         """Note that the main thread enters a phase; takes microseconds."""
-        if self.size == 1 or self._lost:
-            return
-        self._count += 1
-        try:
-            self._store.set(f"position/{self._rank}", json.dumps([self._count, step, phase, self._host]))
-        except RuntimeError:  # the next collective fails, too
-            self._lost = True
+        if self.size > 1:
+            self._count += 1
+            self._page.write("position", [self._count, step, phase, time.monotonic()])
 
     def finish(self, step: int) -> None:
         """Wait until all ranks have finished or failed: one that hangs is named by the others. Raises LateRanksError
@@ -99,119 +121,176 @@ class Positions:
         if self.size == 1:
             return
         self.enter(step, FINISHED)
-        keys = [f"finished/{rank}" for rank in range(self.size)]
         with suppress(dist.DistNetworkError):  # rank 0, which may host the store, has finished, and seen that all have
             self.leave()
             try:
                 with waiting(lambda: f"the end of all {self.size} ranks, in step {step}: see their logs"):
-                    self._store.wait(keys, timedelta(seconds=self.silence_s))
+                    self._store.wait([ALL_LEFT], timedelta(seconds=self.silence_s))
             except dist.DistStoreError:
-                late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                raise LateRanksError(late or [0], self.silence_s) from None
+                raise LateRanksError(self._late(), self.silence_s) from None
+
+    def _late(self) -> list[int]:
+        """The ranks that have not left: one rank looks, for all. Raises RuntimeError."""
+        if self.background.compare_set("late/by", "", str(self._rank)) == str(self._rank).encode():
+            with self._guard:
+                late = self._view.late() or [0]
+            self.background.set("late", json.dumps(late[:MOST_LATE]))
+        with suppress(dist.DistStoreError):
+            self._store.wait(["late"], timedelta(seconds=ANSWER_S))
+            return parse_value(self._store.get("late"), lambda value: [*map(int, json.loads(value))]) or [0]
+        return [0]
 
     def leave(self) -> None:
         """Tell the other ranks that this one ends by itself. Raises RuntimeError."""
-        self.background.set(f"finished/{self._rank}", "")
+        with self._leaving:
+            has_left, self._has_left = self._has_left, True
+        if has_left or self.size == 1:
+            return
+        self._page.write("pulse", [time.monotonic(), True])
+        note_left(self.background, self._rank, self.size)
 
     def is_needed(self) -> bool:
-        """Whether another rank that has not called `leave` gives heartbeats, or starts. Raises RuntimeError."""
+        """Whether another rank that has not called `leave` gives heartbeats, or starts. For rank 0. Raises
+        RuntimeError."""
+        if self.size == 1:
+            return False
         with self._guard:
             now = time.monotonic()
-            others = [(rank, each) for rank, each in self._seen.items() if rank != self._rank]
-            living = [rank for rank, each in others if each.beats == 0 or now - each.alive_at <= SETTLE_S]
-        return any(not self.background.check([f"finished/{rank}"]) for rank in living)
+            others = [
+                (rank, each) for rank, each in self._view.seen.items() if rank != self._rank and not each.has_left
+            ]
+            living = [rank for rank, each in others if each.beats == 0 or not each.is_lost(now, SETTLE_S)]
+        return any(not self.background.check([f"left/{rank}"]) for rank in living)
 
-    def silent(self, ranks: Iterable[int], within_s: float) -> list[int]:
-        """Return those of `ranks` that give no heartbeat within `within_s`, as soon as the others have given one.
+    @property
+    def first_failure(self) -> str:
+        """What the collector has read last: the rank that prints, or election.PRINTED; "" if no rank has failed."""
+        return str(self._order.get("first", ""))
 
-        This rank, and ranks that end by themselves, are never silent. Raises RuntimeError.
-        """
+    @property
+    def is_first_silent(self) -> bool:
+        """Whether the rank that prints has ended before, or is blocked."""
+        return bool(self._order.get("is_silent"))
+
+    def silent(self, within_s: float) -> list[int]:
+        """Return those of the other ranks of this node that give no heartbeat within `within_s`, as soon as the others
+        have given one. Ranks that end by themselves are never silent. Raises RuntimeError."""
 
         def wait() -> list[int]:
-            waiting = {rank: self._beats(rank) for rank in ranks if rank != self._rank}
+            with self._guard:
+                self._collector.find()
+            pages = {rank: page for rank, page in self._collector.pages.items() if rank != self._rank}
+            waiting = {rank: page.read("pulse") for rank, page in pages.items()}
             end = time.monotonic() + within_s
             while waiting and time.monotonic() < end:
-                time.sleep(INTERVAL_S / 5)
+                time.sleep(POLL_S)
                 waiting = {
-                    rank: beats
-                    for rank, beats in waiting.items()
-                    if self._beats(rank) == beats and not self.background.check([f"finished/{rank}"])
+                    rank: pulse
+                    for rank, pulse in waiting.items()
+                    if pages[rank].read("pulse") == pulse and not self.background.check([f"left/{rank}"])
                 }
             return list(waiting)
 
         return call_within(within_s + ANSWER_S, wait)
 
-    def _beats(self, rank: int) -> bytes:
-        """The number of heartbeats; b"" before the first one."""
-        key = f"alive/{rank}"
-        return self.background.get(key) if self.background.check([key]) else b""
-
     def explain(self, behind: Sequence[int] = ()) -> str:
-        """Describe the ranks that ended or lag, and name the folder with the stacks and last collectives of all living
+        """Describe the ranks that ended or lag, and name the folder with the stacks and last collectives of living
         ranks. Takes SETTLE_S, or ANSWER_S if the store does not answer.
 
         behind: ranks that others wait for, if known; else the last collectives tell.
         """
         folder = None if self._folder is None else self._folder / f"{datetime.now():{STACKS_NAME}}"
+        settle_s = max(SETTLE_S, 2 * self._interval_s + POLL_S)
         try:
             # Another rank may have asked for stacks before, and been killed.
             own = "" if folder is None else folder.name
             folder = self._stacks_folder(call_within(ANSWER_S, lambda: self.background.compare_set("stacks", "", own)))
-            last = call_within(SETTLE_S + ANSWER_S, self._settle)
+            last = call_within(settle_s + ANSWER_S, lambda: self._settle(settle_s))
             behind = behind or ranks_behind(last)
         except RuntimeError:
             self._lost = True
             if folder is not None:
                 self._write(folder, recorded_collectives())
-        with self._guard:
-            text = describe_ranks(self._seen, self._rank, time.monotonic(), behind, store_is_lost=self._lost)
+        now = time.monotonic()
+        if self._lost:
+            text = describe_loss(self._order.get("zero"), now)
+        else:
+            with self._guard:
+                text = describe_ranks(self._view.seen, self._rank, now, behind, silent_s=self._silent_s)
         is_written = folder is not None and folder.is_dir()
-        return text + (f"; stacks and last collectives of all running ranks: {folder}" if is_written else "")
+        which = "all running ranks" if self.size <= MAX_FILES else "a running rank of each node"
+        return text + (f"; stacks and last collectives of {which}: {folder}" if is_written else "")
 
-    def _settle(self) -> dict[int, dict[str, int]]:
-        """Update the view for SETTLE_S, while all ranks write their stacks; returns the last collectives by rank."""
-        begin = time.monotonic()
-        store = self.background
-        while time.monotonic() < begin + SETTLE_S:
-            self._read()
-            time.sleep(INTERVAL_S / 5)
-        keys = {rank: f"collectives/{rank}" for rank in range(self.size)}
-        values = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
-        found = {rank: parse_value(value, _parse_numbers) for rank, value in values.items()}
-        return {rank: numbers for rank, numbers in found.items() if numbers is not None}
+    @property
+    def _silent_s(self) -> float:
+        """A rank without a heartbeat for longer has ended."""
+        return max(SILENT_S, 2 * self._interval_s)
+
+    def _settle(self, settle_s: float) -> dict[int, dict[str, int]]:
+        """Update the view for so long, while ranks write their stacks; returns the last collectives by rank."""
+        end = time.monotonic() + settle_s
+        while True:
+            is_last = time.monotonic() >= end
+            if self._order.get("by") != PROCESS:  # the rank that has collected may be the one that has ended
+                with self._guard:
+                    self._collector.beat(at_once=True)
+            with self._guard:
+                self._view.read(self._ticks)
+            if is_last:
+                self._view.find_hosts()
+                return self._view.collectives()
+            time.sleep(POLL_S if self.size <= MAX_FILES else self._interval_s)
 
     def _stacks_folder(self, value: bytes) -> Path | None:
         """The folder for stacks, whose name is the value; None if there is no dump folder."""
         name = parse_value(value, lambda text: f"{datetime.strptime(text.decode(), STACKS_NAME):{STACKS_NAME}}")
         return None if self._folder is None or name is None else self._folder / name
 
-    def _beat(self, reads: bool) -> None:
-        """Run the thread that uses the store, until the store is lost."""
-        store, beats, dumped = self.background, 0, False
+    def _run(self) -> None:
+        """Run the thread that follows the collector, until the store is lost."""
+        beat_at, dumped = 0.0, False
         with suppress(RuntimeError):
             while True:
-                beats += 1
-                store.set(f"alive/{self._rank}", str(beats))
+                self._order = self._page.read("order") or self._order
                 self.on_beat()
-                awaits_others = reads and not self._read()
-                if self._rank == 0:
-                    self._log_wait()
-                if not dumped and store.check(["stacks"]):
+                if self._order.get("stacks") and not dumped:
                     dumped = True
-                    recorded = recorded_collectives()
-                    store.set(f"collectives/{self._rank}", json.dumps(last_numbers(recorded)))
-                    folder = self._stacks_folder(store.get("stacks"))
-                    if folder is not None:
-                        self._write(folder, recorded)
-                self._answered_tick = self._ticks
-                time.sleep(INTERVAL_S / 5 if awaits_others else INTERVAL_S)
+                    self._show_stacks()
+                now = time.monotonic()
+                if now >= beat_at:
+                    beat_at = now + self._interval_s
+                    with self._guard:
+                        self._collector.beat()
+                        self._collector.kill()
+                    if self._reads:
+                        with self._guard:
+                            self._view.read(self._ticks)
+                            awaits = any(each.beats == 0 for each in self._view.seen.values())
+                        beat_at = now if awaits and self.size <= MAX_FILES else beat_at
+                    if self._rank == 0:
+                        self._log_wait()
+                time.sleep(POLL_S)
 
-    def _check_silence(self) -> None:
-        """Notice silence, counted in ticks of the watch thread: a pause of all ranks does not count."""
+    def _show_stacks(self) -> None:
+        """Write the last collectives for the message and, of one rank per node if there are many, the files."""
+        recorded = recorded_collectives()
+        self._page.write("last", last_numbers(recorded))
+        folder = self._stacks_folder(self._order["stacks"].encode())
+        if folder is not None and (self.size <= MAX_FILES or self._order.get("writer") == self._rank):
+            self._write(folder, recorded)
+
+    def _tick(self) -> None:
+        """Write the pulse, and notice silence, counted in ticks of the watch thread: a pause of all ranks does not
+        count."""
+        self._page.write("pulse", [time.monotonic(), self._has_left])
         self._ticks += 1
-        begun = [each.alive_tick for rank, each in self._seen.items() if rank != self._rank and each.step > 0]
-        if self._ticks - min([self._answered_tick, *begun]) > self.silence_s / TICK_S:
-            watch().checks.remove(self._check_silence)
+        order = self._page.read("order")
+        if order is not None and (order["by"], order["answered"]) != self._answered[0]:
+            self._answered = (order["by"], order["answered"]), self._ticks
+        others = [each for rank, each in self._view.seen.items() if rank != self._rank] if self._reads else []
+        begun = [each.alive_tick for each in others if each.step > 0]
+        if self._ticks - min([self._answered[1], *begun]) > self.silence_s / TICK_S:
+            watch().checks.remove(self._tick)
             in_thread(self._on_silence)
 
     def _log_wait(self) -> None:
@@ -219,33 +298,17 @@ class Positions:
         which a step of a large model takes minutes: then only a rank without heartbeat is certain."""
         now = time.monotonic()
         with self._guard:
-            waited_s = now - max(each.changed_at for each in self._seen.values())
-            differ = len({each.count for each in self._seen.values()}) > 1
-            silent = any(each.step > 0 and now - each.alive_at > FIRST_S for each in self._seen.values())
-            text = describe_ranks(self._seen, self._rank, now, store_is_lost=False)
-        if waited_s < FIRST_S:
-            self._log_after_s = FIRST_S
-        elif waited_s > self._log_after_s and (differ or silent) and self._seen[self._rank].phase != FINISHED:
-            self._log_after_s = waited_s + AGAIN_S
-            log.warning("waiting for %.0f s: %s", waited_s, text)
-
-    def _read(self) -> bool:
-        """Update the view by two requests; does nothing and returns False until all ranks have written."""
-        now = time.monotonic()
-        keys = [f"{kind}/{other}" for kind in ("position", "alive") for other in range(self.size)]
-        if not self.background.check(keys):
-            return False
-        values = self.background.multi_get(keys)
-        with self._guard:
-            for other, (position, beats) in enumerate(zip(values[: self.size], values[self.size :], strict=True)):
-                seen = self._seen[other]
-                place, count = parse_value(position, _parse_position), parse_value(beats, int)
-                if place is not None and place[0] != seen.count:
-                    seen.count, seen.step, seen.phase, seen.host = place
-                    seen.changed_at = now
-                if count is not None and count != seen.beats:
-                    seen.beats, seen.alive_at, seen.alive_tick = count, now, self._ticks
-        return True
+            seen = self._view.seen
+            waited_s = now - max(each.changed_at for each in seen.values())
+            differ = len({each.count for each in seen.values()}) > 1
+            silent = any(each.step > 0 and now - each.alive_at > FIRST_S for each in seen.values())
+            if waited_s < FIRST_S:
+                self._log_after_s = FIRST_S
+            if waited_s <= self._log_after_s or not (differ or silent) or seen[self._rank].phase == FINISHED:
+                return
+            text = describe_ranks(seen, self._rank, now, silent_s=self._silent_s)
+        self._log_after_s = waited_s + AGAIN_S
+        log.warning("waiting for %.0f s: %s", waited_s, text)
 
     def _write(self, folder: Path, recorded: Mapping[str, str]) -> None:
         """Write the stacks of this process and its recorded collectives, by backend, into the folder."""
@@ -254,7 +317,7 @@ class Positions:
             if folder.is_symlink():  # before rank 0 has renamed links
                 return
             with open(folder / f"rank-{self._rank}.txt", "w", opener=no_link) as file:
-                file.write(f"rank {self._rank} on {self._host}, process {os.getpid()}\n\n")
+                file.write(f"rank {self._rank} on {socket.gethostname()}, process {os.getpid()}\n\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
             for backend, text in recorded.items():
@@ -262,10 +325,8 @@ class Positions:
                     file.write(text)
 
 
-def _parse_position(value: bytes) -> tuple[int, int, str, str]:
-    count, step, phase, host = json.loads(value)
-    return int(count), int(step), str(phase), str(host)
-
-
-def _parse_numbers(value: bytes) -> dict[str, int]:
-    return {group: int(number) for group, number in json.loads(value).items()}
+def note_left(store: dist.Store, rank: int, size: int) -> None:
+    """Note that a rank ends by itself; the last one sets the key for which all of them wait."""
+    store.set(f"left/{rank}", "")
+    if store.add("left", 1) == size:
+        store.set(ALL_LEFT, "")

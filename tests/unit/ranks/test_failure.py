@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.program import free_port
-from titanlite.ranks import election, failure, positions
+from titanlite.ranks import collector, election, failure, positions
 from titanlite.ranks.agreement import RanksError
 from titanlite.ranks.distributed import ConnectError
 from titanlite.ranks.failure import EmbeddedReport, FailureReport
@@ -369,7 +369,8 @@ def computes(port: int, timeout_s: float) -> None:
 
 def is_one_of_two_ranks(port: int, prefix: str, settle_s: float, work: str) -> None:
     """Wait in the store, as in start-up; or for the other rank, after the last step; or fail."""
-    positions.INTERVAL_S, positions.SETTLE_S = 0.1, settle_s
+    collector.INTERVAL_S, positions.SETTLE_S = 0.1, settle_s
+    positions.POLL_S = 0.02
     rank = int(os.environ["RANK"])
     with FailureReport() as report:
         # "host": rank 0 hosts the store, as without torchrun
@@ -377,7 +378,7 @@ def is_one_of_two_ranks(port: int, prefix: str, settle_s: float, work: str) -> N
         store = dist.PrefixStore(prefix, server)
         report.connected(Positions(store, rank, 2, range(2), None, 100.0, report.end_from_thread))
         if prefix == "host":
-            store.wait([f"alive/{1 - rank}"], timedelta(seconds=30))
+            store.wait([f"page/{1 - rank}"], timedelta(seconds=30))
         if work == "lost" and prefix == "host":
             store.wait([election.FIRST_FAILURE], timedelta(seconds=30))
         print("waiting", flush=True)
@@ -498,7 +499,8 @@ def test_a_killed_rank_is_explained_by_one_that_the_launcher_ends(start: Start) 
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
 
     def start_rank(work: str, rank: int, settle_s: float) -> Program:
-        return start(is_one_of_two_ranks, server.port, work, settle_s, work, rank=rank, SETTLE_S=settle_s)
+        waits = {"SETTLE_S": settle_s, "SILENT_WAIT_S": 3.0}
+        return start(is_one_of_two_ranks, server.port, work, settle_s, work, rank=rank, **waits)
 
     killed = start_rank("start-up", 1, 1.0)
     left = start_rank("start-up", 0, 1.0)

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from titanlite.hf.source import _share
-from titanlite.ranks import positions
+from titanlite.ranks import collector, positions
 from titanlite.ranks.agreement import require_equal, share_from_rank_0
 from titanlite.ranks.distributed import World
 from titanlite.ranks.election import FIRST_FAILURE
@@ -34,7 +34,8 @@ RANK_1_OF_2 = World(1, 1, 2, "cpu", 2)
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """The positions of two ranks, their store, and the errors that have ended threads."""
-    for name in ("INTERVAL_S", "SETTLE_S"):
+    monkeypatch.setattr(collector, "INTERVAL_S", 0.01)
+    for name in ("POLL_S", "SETTLE_S"):
         monkeypatch.setattr(positions, name, 0.01)
     errors: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", errors.append)
@@ -46,27 +47,32 @@ def pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return SimpleNamespace(store=server, ranks=ranks, errors=errors)
 
 
-@pytest.mark.parametrize("key", ["alive/1", "position/1", "collectives/1", "stacks", FIRST_FAILURE])
+STORED = ["page/1", "where/0", "where/1", "collectives/1", "zero", "stacks", FIRST_FAILURE]
+
+
+@pytest.mark.parametrize("key", [*STORED, "node/2"])
 def test_threads_that_read_the_store_go_on(key: str, pair: Any, tmp_path: Path) -> None:
     report = FailureReport()
     report.positions, report.store = pair.ranks[0], pair.ranks[0].background
     pair.ranks[0].on_beat = report._follow
+    pair.store.add("collectors", 2)
     for value in FOREIGN:
         pair.store.set(key, value)
-        pair.ranks[0]._read()
-        pair.ranks[0]._settle()
+        if parse_value(value, int) is None:
+            pair.store.set(FIRST_FAILURE, "1")  # a rank that is about to print: the others look for its heartbeat
         pair.ranks[0].explain()
         report._first_failure()
-    beats = pair.store.get("alive/0")
+    beats = pair.ranks[0]._order["answered"]
     end = time.monotonic() + 20
-    while pair.store.get("alive/0") == beats:
+    while pair.ranks[0]._order["answered"] == beats:
         assert time.monotonic() < end, "the heartbeat of rank 0 has ended"
         time.sleep(0.01)
     assert pair.errors == []
     assert [path.name for path in tmp_path.iterdir()] in ([], ["out"])
     pair.ranks[1].enter(7, "saving")
-    pair.ranks[0]._read()
-    assert pair.ranks[0]._seen[1].step == 7
+    while pair.ranks[0]._view.seen[1].step != 7:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_stacks_are_written_in_the_folder_of_the_run_only(pair: Any, tmp_path: Path) -> None:

@@ -5,13 +5,13 @@ import errno
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from titanlite.ranks.agreement import RanksError
-from titanlite.ranks.message import NO_SPACE, Seen, describe_error, describe_ranks, ranks_behind
+from titanlite.ranks.message import NO_SPACE, Seen, describe_error, describe_loss, describe_ranks, ranks_behind
 from titanlite.runtime.errors import ConfigError, LateRanksError, Problem, UserError
 
 LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:57997"
@@ -78,38 +78,52 @@ def test_limits_of_the_system_are_explained() -> None:
     assert text_of(raised.value).endswith("d is too long for the file system: choose a shorter one")
 
 
-def seen(count: int, phase: str = "saving", alive_s_ago: float = 0.2) -> Seen:
-    return Seen(count, 7, phase, f"node{count}", changed_at=900.0, beats=3, alive_at=1000 - alive_s_ago)
+def seen(count: int, phase: str = "saving", s_ago: float = 0.2, pulse_s_ago: float = 0.2, **given: Any) -> Seen:
+    """A rank that has entered `count` phases, whose node has given a heartbeat s_ago, and its watch thread a pulse."""
+    changed = {"node_at": 1000 - s_ago, "alive_at": 1000 - pulse_s_ago, "changed_at": 900.0, "step": 7, **given}
+    return Seen(count=count, phase=phase, host=f"node{count}", beats=3, **changed)
+
+
+HELD = {"pulse_s_ago": 90.0}
 
 
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [
-        ([seen(5), seen(5, alive_s_ago=2.2), seen(5)], "rank 1 on node5: no heartbeat, in step 7 (saving)"),
-        ([seen(9, alive_s_ago=9), seen(4)], "rank 1 on node4 hangs or lags: in step 7 (saving) for 100 s; the other"),
+        ([seen(5), seen(5, s_ago=2.2), seen(5)], "rank 1 on node5: no heartbeat, in step 7 (saving)"),
+        ([seen(5), seen(5), seen(5, state="ended")], "rank 2 on node5: no heartbeat, in step 7 (saving)"),
+        ([seen(5), seen(4), seen(5, state="stopped")], "rank 2 on node5: no heartbeat, in step 7 (saving)"),
+        ([seen(9, s_ago=9), seen(4)], "rank 1 on node4 hangs or lags: in step 7 (saving) for 100 s; the other"),
         ([seen(9), seen(4), seen(4)], "ranks 1, 2 on node4 hangs or lags"),
+        ([seen(9), seen(4, state="ended", has_left=True), seen(5), seen(9)], "rank 2 on node5 hangs or lags"),
         ([seen(5), seen(5)], "all ranks are in step 7 (saving) for 100 s: one of them hangs, or the network is lost"),
+        ([seen(5), seen(5, **HELD)], "rank 1 on node5 hangs or lags: in step 7 (saving) for 100 s, in a call that"),
+        ([seen(5), seen(5, **HELD), seen(5, **HELD)], "all ranks are in step 7"),
         (
-            [replace(seen(5), step=0)] * 2,
+            [seen(5), seen(4), *[seen(5, **HELD)] * 6],
+            "rank 1 on node4 hangs or lags: in step 7 (saving) for 100 s; the",
+        ),
+        (
+            [seen(5, step=0)] * 2,
             "all ranks are in step 0 (saving) for 100 s: one of them hangs, or the network is lost, or they meet",
         ),
     ],
 )
 def test_the_rank_that_others_wait_for_is_named(ranks: list[Seen], text: str) -> None:
-    """Rank 0 writes the message: its own heartbeats do not count."""
-    assert describe_ranks(dict(enumerate(ranks)), 0, 1000.0, store_is_lost=False).startswith(text)
+    """Rank 0 writes the message: its own heartbeats do not count. If most ranks hold Python's lock, they wait inside a
+    launch."""
+    assert describe_ranks(dict(enumerate(ranks)), 0, 1000.0).startswith(text)
 
 
 def test_the_store_may_be_lost() -> None:
-    text = describe_ranks({0: seen(5, alive_s_ago=13), 1: seen(5)}, 1, 1000.0, store_is_lost=True)
+    text = describe_loss([5, 7, "saving", "node5", 987.0], 1000.0)
     assert "launcher or rank 0 has ended" in text
     assert text.endswith("; rank 0 was last seen in step 7 (saving) on node5, 13.0 s before")
-    unseen = describe_ranks({0: Seen(), 1: seen(5)}, 1, 1000.0, store_is_lost=True)
-    assert unseen == text.partition("; rank 0 was")[0]
+    assert describe_loss(None, 1000.0) == describe_loss([0, 0, "", "", 987.0], 1000.0) == text.partition("; rank 0")[0]
 
 
 def test_ranks_in_the_same_phase_are_told_apart_by_their_collectives() -> None:
-    text = describe_ranks({0: seen(5), 1: seen(5)}, 0, 1000.0, [1], store_is_lost=False)
+    text = describe_ranks({0: seen(5), 1: seen(5)}, 0, 1000.0, [1])
     assert text.startswith(
         "rank 1 on node5 hangs or lags: in step 7 (saving) for 100 s; the other ranks wait for it in a"
     )

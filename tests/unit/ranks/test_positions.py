@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import run_ranks
-from titanlite.ranks import positions, signals
+from titanlite.ranks import collector, election, positions, signals
 from titanlite.ranks.distributed import enable_flight_recorder
 from titanlite.ranks.message import last_numbers, ranks_behind
 from titanlite.ranks.positions import Positions
 from titanlite.runtime.errors import LateRanksError
 from titanlite.runtime.torch_internals import recorded_collectives
+from titanlite.runtime.waiting import SETTLE_S
 
 
 def fail() -> None:
@@ -27,7 +29,7 @@ def fail() -> None:
 
 
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((positions, "INTERVAL_S"), (positions, "TICK_S"), (signals, "TICK_S")):
+    for module, name in ((collector, "INTERVAL_S"), (positions, "POLL_S"), (positions, "TICK_S"), (signals, "TICK_S")):
         monkeypatch.setattr(module, name, 0.02)
 
 
@@ -36,10 +38,23 @@ def connected(server: dist.TCPStore) -> dist.Store:
     return dist.TCPStore("127.0.0.1", server.port, is_master=False)
 
 
+def beats_of(store: dist.Store, rank: int) -> Callable[..., None]:
+    """give(beat, step, pulse_s): a heartbeat of a node that has this rank only."""
+    number = store.add("collectors", 1)
+    store.set(f"page/{rank}", json.dumps(["node1", ""]))
+    store.set(f"collectives/{number}", "{}")
+
+    def give(beat: int, step: int, pulse_s: float = 0.0) -> None:
+        row = ["running", pulse_s, beat + 1, step, "saving", 0.0, False]
+        store.set(f"node/{number}", json.dumps({"beat": beat, "host": "node1", "ranks": {rank: row}}))
+
+    return give
+
+
 @pytest.mark.slow
 def test_ranks_see_each_other_and_write_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks in one process, of which only rank 1 enters the second phase."""
-    monkeypatch.setattr(positions, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(collector, "INTERVAL_S", 0.05)
     monkeypatch.setattr(positions, "SETTLE_S", 1.5)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
@@ -50,6 +65,7 @@ def test_ranks_see_each_other_and_write_stacks(tmp_path: Path, monkeypatch: pyte
         rank.enter(3, "waiting for data")
     ranks[1].enter(3, "saving")
     time.sleep(0.3)
+    assert election.register(ranks[1].background, "1")
     text = ranks[1].explain()
     assert "rank 0 on " in text
     assert "hangs or lags: in step 3 (waiting for data)" in text
@@ -62,24 +78,25 @@ def test_one_process_needs_no_store(tmp_path: Path) -> None:
     Positions(dist.HashStore(), 0, 1, range(1), str(tmp_path), 1000.0, fail).enter(1, "saving")
 
 
-def test_ranks_see_each_other_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store may be lost soon: the message then has the host of rank 0."""
-    monkeypatch.setattr(positions, "INTERVAL_S", 3.0)
+def test_ranks_see_each_other_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store may be lost soon: the message then has the position of rank 0."""
+    quick(monkeypatch)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first = Positions(connected(store), 1, 2, range(2), None, 1000.0, fail)
     time.sleep(0.1)
     begin = time.monotonic()
     Positions(connected(store), 0, 2, range(2), None, 1000.0, fail)
-    while first._seen[0].host != socket.gethostname():
-        assert time.monotonic() - begin < 2
+    while first._view.seen[0].host != socket.gethostname() or first._order["zero"] is None:
+        assert time.monotonic() - begin < 10
         time.sleep(0.01)
+    assert first._order["zero"][:4] == [1, 0, "start-up", socket.gethostname()]
 
 
 def test_rank_0_logs_for_which_rank_the_others_wait(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing, however long a phase takes, while all ranks are in it."""
-    monkeypatch.setattr(positions, "INTERVAL_S", 0.02)
+    quick(monkeypatch)
     monkeypatch.setattr(positions, "FIRST_S", 0.3)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [Positions(connected(store), rank, 2, range(2), None, 1000.0, fail) for rank in range(2)]
@@ -100,7 +117,7 @@ def test_rank_0_logs_for_which_rank_the_others_wait(
 
 @pytest.mark.slow
 def test_a_silent_rank_is_noticed_once_in_any_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 has no thread of its own: the test gives its heartbeats, and then stops."""
+    """Rank 1 is a node of its own, whose heartbeats the test gives, and then stops."""
     quick(monkeypatch)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     calls = []
@@ -111,9 +128,9 @@ def test_a_silent_rank_is_noticed_once_in_any_phase(monkeypatch: pytest.MonkeyPa
         called.set()
 
     Positions(connected(store), 0, 2, range(1), None, 0.5, on_silence)
+    give = beats_of(store, 1)
     for beat in range(50):  # twice as long as the limit
-        store.set("position/1", json.dumps([beat, beat // 10, "saving", "node1"]))
-        store.set("alive/1", str(beat))
+        give(beat, beat // 10)
         time.sleep(0.02)
     assert not calls
     assert called.wait(60)
@@ -121,12 +138,24 @@ def test_a_silent_rank_is_noticed_once_in_any_phase(monkeypatch: pytest.MonkeyPa
     assert calls == ["titanlite-end"]
 
 
+@pytest.mark.slow
+def test_a_rank_that_holds_the_lock_of_python_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its node gives heartbeats, its watch thread no pulse."""
+    quick(monkeypatch)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    called = threading.Event()
+    Positions(connected(store), 0, 2, range(1), None, 0.5, called.set)
+    give, begin = beats_of(store, 1), time.monotonic()
+    while not called.wait(0.02):
+        assert time.monotonic() - begin < 60
+        give(round(50 * (time.monotonic() - begin)), 3, pulse_s=time.monotonic() - begin)
+
+
 def test_silence_does_not_count_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """An index may be built for hours, by code that holds the interpreter's lock."""
     quick(monkeypatch)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store.set("position/1", json.dumps([1, 0, "start-up", "node1"]))
-    store.set("alive/1", "1")
+    beats_of(store, 1)(1, 0)
     silent = threading.Event()
     Positions(connected(store), 0, 2, range(1), None, 0.1, silent.set)
     assert not silent.wait(0.5)
@@ -161,7 +190,7 @@ def test_a_store_that_does_not_answer_is_noticed_and_explained(monkeypatch: pyte
     assert called.wait(30)
     begin = time.monotonic()
     text = rank.explain()
-    assert time.monotonic() - begin < positions.SETTLE_S
+    assert time.monotonic() - begin < SETTLE_S
     store.ended.set()
     assert text.startswith("the launcher or rank 0 has ended, is stopped, or its node is lost")
     assert "test_a_store_that_does_not_answer" in next((tmp_path / "faults").glob("*/rank-1.txt")).read_text()
@@ -171,7 +200,7 @@ def test_a_store_that_does_not_answer_is_noticed_and_explained(monkeypatch: pyte
 def test_ranks_finish_together_or_name_the_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 has failed, and printed its error: the others do not wait for it."""
     monkeypatch.setattr(positions, "SETTLE_S", 0.6)
-    monkeypatch.setattr(positions, "INTERVAL_S", 0.15)
+    quick(monkeypatch)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [Positions(connected(store), rank, 3, range(3), None, 1.0, lambda: None) for rank in range(3)]
     for rank in ranks:
@@ -182,7 +211,7 @@ def test_ranks_finish_together_or_name_the_one_that_hangs(monkeypatch: pytest.Mo
         ranks[0].finish(6)
     assert ranks[0].explain().startswith("rank 1 on ")
     assert "hangs or lags: in step 6 (ending)" in ranks[0].explain()
-    assert ranks[0].silent([1, 2], 10.0) == []
+    assert ranks[0].silent(10.0) == []
     ranks[1].finish(6)
     ranks[0].finish(6)
 
