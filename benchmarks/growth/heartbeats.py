@@ -1,8 +1,8 @@
 """Heartbeats, the explanation of a hang and the end of a run, of up to 16,384 simulated ranks, 8 per node.
 
-The functions are those of a run: a Collector per node, two Views. `of_heartbeats` uses a store in memory, and counts what a
-client sends. `store_seconds` uses a TCPStore in a process of its own, with a connection per node, and measures the CPU
-time of its only thread.
+The functions are those of a run: a Collector per node, two Views. `of_heartbeats` uses a store in memory, and counts
+what a client sends. `store_seconds` uses a TCPStore in a process of its own, with a connection per node, and measures
+the CPU time of its only thread.
 """
 
 import json

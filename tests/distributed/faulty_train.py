@@ -5,6 +5,7 @@ data: data preparation never ends (as in a long index build), while the other ra
 late: a data error is raised 2 s after those of other ranks.
 kill: the rank is killed in the third step.
 hang, hang-data: the rank hangs in the third step, or while it waits for that step's data.
+lock: the rank holds Python's lock in a call of C in the third step, as a launch may that waits for the device.
 gradient: in the fourth step, a gradient of the rank is too large by 0.1 %, as after a fault of the hardware.
 stop-save: the rank is stopped (SIGSTOP) while it saves the third step.
 stop: the rank is stopped in the third step.
@@ -26,6 +27,7 @@ evaluate: the ranks are nodes of their own that evaluate a run, with further arg
 Each rank prints a line when its training ends.
 """
 
+import ctypes
 import os
 import signal
 import sys
@@ -82,6 +84,11 @@ def fail(*_: Any) -> Any:
 def hang(*_: Any) -> Any:
     time.sleep(1000)
     raise AssertionError
+
+
+def hold_lock() -> None:
+    time.sleep(1)  # the positions of this step are known then
+    ctypes.PyDLL(None).sleep(1000)
 
 
 def end(number: signal.Signals, after_s: float, *_: Any) -> None:
@@ -194,6 +201,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "late": (Loader, "next_step", late_next_step),
     "kill": (Trainer, "train_step", before_step(3, partial(kill, 1))),  # the positions of this step are known then
     "hang": (Trainer, "train_step", before_step(3, hang)),
+    "lock": (Trainer, "train_step", before_step(3, hold_lock)),
     "hang-data": (Loader, "next_step", hanging_next_step),
     "gradient": (Trainer, "train_step", step_with_wrong_gradient),
     "stop-save": (Saver, "_write", before_third_write(partial(stop, 0))),

@@ -231,6 +231,7 @@ SILENT = {
     "kill": (r" 2/\d", rf"{DEAD}{IN_STEP}: killed, out of memory{ALONE}", ()),
     "hang-data": (r" 2/\d", rf"{HANGS}in step 3 \(waiting for data\) for \d+ s; the other.*{ALONE}", CHECKPOINTS),
     "hang": (r" 2/\d", rf"{HANGS}{IN_STEP} for \d+ s; .* in a collective{ALONE}", ()),
+    "lock": (r" 2/\d", rf"{HANGS}{IN_STEP} for \d+ s, in a call that holds Python's lock; .*{ALONE}", ()),
     "stop-save": (r" 3/\d", rf"{DEAD}in step 3 \(saving\): killed, out of memory, stopped", CHECKPOINTS),
     "kill-start": ("Job: ", rf"{DEAD}in step 0 \(start-up\): killed, out of memory", ()),
     "hang-start": ("Job: ", rf"{HANGS}in step 0 \(start-up\) for \d+ s; the other ranks wait for it", ()),
@@ -260,6 +261,10 @@ def test_a_rank_that_is_killed_or_hangs_is_named(fault: str, tmp_path: Path, sta
         program.process.poll()
         assert time.monotonic() - begin < limit_s + 5, program.output
         time.sleep(0.05)
+    if fault == "lock":  # no thread of the rank runs: the process of its node kills it
+        while program.ranks():
+            assert time.monotonic() - begin < limit_s + 5 + 7 + 5, program.output
+            time.sleep(0.05)
     program.close()
     (message,) = re.findall("^titanlite: .*$", program.output, re.MULTILINE)
     assert re.search(f"^titanlite: {expected}", program.output, re.MULTILINE), program.output
