@@ -25,7 +25,7 @@ def requirements(extras: list[str]) -> list[str]:
 
 
 def fits(version: str, clauses: str) -> bool:
-    """Whether a version is a release (no nightly or pre-release) that satisfies clauses such as ">=2.11,<2.15"."""
+    """Whether a version is a release (no nightly or pre-release) that satisfies clauses such as ">=2.11,<2.16"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)*)(?:\.post\d+)?(?:\+.*)?", version)
     if not match:
         return not clauses

@@ -6,7 +6,7 @@
 repo=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
 venv=${VENV:-$repo/.venv}
 [[ $venv == /* ]] || venv=$PWD/$venv
-tested=(3.11 3.12 3.13) # newer Pythons may work, if all dependencies have wheels for them
+tested=(3.11 3.12 3.13 3.14) # newer Pythons may work, if all dependencies have wheels for them
 
 say() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }
 die() {

@@ -2,7 +2,7 @@
 # Test with several versions of torch, each in an environment of its own, and print a table:
 #
 #     ./scripts/test_torch.sh                       those whose environment exists: .venv-torch-*
-#     ./scripts/test_torch.sh 2.11.0 2.14.1         these; installs them where they are missing
+#     ./scripts/test_torch.sh 2.11.0 2.15.0         these; installs them where they are missing
 #
 # Runs the tests that are not slow, and what trains on several ranks against one process.
 set -euo pipefail

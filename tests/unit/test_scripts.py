@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TESTED = ["3.11", "3.12", "3.13"]
+TESTED = ["3.11", "3.12", "3.13", "3.14"]
 TOOLS = ["bash", "cat", "chmod", "cp", "dirname", "env", "flock", "getconf", "grep", "mkdir", "nproc", "readlink", "rm"]
 
 # A Python that logs its calls. Files next to it set its state: version, missing, gpus, torch-folder, no-venv
@@ -311,8 +311,8 @@ def test_stated_pythons_agree() -> None:
 
 
 def test_untested_python_is_used_with_a_warning(checkout: Checkout) -> None:
-    checkout.python_is(version="3.14", missing="torch")
-    remark = "Python 3.14 is untested: if it fails, delete .venv and set PYTHON to one of 3.11 3.12 3.13"
+    checkout.python_is(version="3.15", missing="torch")
+    remark = "Python 3.15 is untested: if it fails, delete .venv and set PYTHON to one of 3.11 3.12 3.13 3.14"
     (checkout.log.parent / "log.no-pip").touch()
     assert checkout.refused(script="scripts/test.sh").endswith(f": fix it, and start again. {remark}")
     (checkout.log.parent / "log.no-pip").unlink()
@@ -352,15 +352,15 @@ check_environment = load_check_environment()
 @pytest.mark.parametrize(
     ("version", "fits"),
     [
-        *[(version, True) for version in ("2.11", "2.11.0", "2.13.1+cu130", "2.12.0.post1", "2.14.1")],
+        *[(version, True) for version in ("2.11", "2.11.0", "2.13.1+cu130", "2.12.0.post1", "2.15.0")],
         *[
             (version, False)
-            for version in ("2.10.9", "2.15", "2.15.0+cpu", "3.0", "2.13.0.dev20260101", "2.12.0a0+git")
+            for version in ("2.10.9", "2.16", "2.16.0+cpu", "3.0", "2.13.0.dev20260101", "2.12.0a0+git")
         ],
     ],
 )
 def test_version_range_excludes_nightlies(version: str, fits: bool) -> None:
-    assert check_environment.fits(version, ">=2.11,<2.15") is fits
+    assert check_environment.fits(version, ">=2.11,<2.16") is fits
 
 
 def test_every_requirement_can_be_checked() -> None:

@@ -1,7 +1,7 @@
 """All private and unstable names of torch in titanlite: a torch that lacks one fails here, and in this module's test.
 
-Each function says what it is for and, where a public name exists or comes, which. Checked with torch 2.11, 2.13 and
-2.14 by scripts/test_torch.sh. What `import torch` does not import is imported when it is used, or a start would
+Each function says what it is for and, where a public name exists or comes, which. Checked with torch 2.11 and 2.13
+to 2.15 by scripts/test_torch.sh. What `import torch` does not import is imported when it is used, or a start would
 be slower.
 """
 
