@@ -30,7 +30,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.planning import PlannedSaves
 from titanlite.checkpoint.state import HostCopy, first_not_finite
 from titanlite.checkpoint.storage import first_failure, save_tensors
-from titanlite.ranks.agreement import RanksError, describe_failure, run_on_all_ranks, run_on_rank_0
+from titanlite.ranks.agreement import RanksError, describe_failure, gather_on_rank_0, run_on_all_ranks, run_on_rank_0
 from titanlite.runtime.durability import replace_file, sync_path
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.logging import log
@@ -142,20 +142,16 @@ class Saver:
                 mine = save_tensors(place, tensors, local, self._group, saves=self._saves)
             except dcp.CheckpointException as error:
                 raise first_failure(error) from None
-            parts = run_on_all_ranks(lambda: mine, self._group)
+            parts = gather_on_rank_0(mine, self._group)
             records = {name: record for part in parts for name, record in part.items()}
             run_on_rank_0(lambda: self._publish(place, replace(draft, files=records)), self._group)
         except RanksError as error:
             if writing is not None and dist.get_rank(self._group) == 0:
                 discard(writing)
             raise RanksError(f"cannot save step {step}: {error}") from None
-        log.info(
-            "Saved step %d in %s: %s, %.2f s",
-            step,
-            step_folder(folder, step),
-            size_of(records),
-            time.perf_counter() - start,
-        )
+        if dist.get_rank(self._group) == 0:  # the only one that knows the files of all
+            seconds = time.perf_counter() - start
+            log.info("Saved step %d in %s: %s, %.2f s", step, step_folder(folder, step), size_of(records), seconds)
         run_on_rank_0(self._delete_older, self._group)
 
     def _require_finite(self, local: Mapping[str, Tensor]) -> None:

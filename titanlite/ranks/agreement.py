@@ -233,6 +233,13 @@ def run_on_rank_0(work: Callable[[], T], group: dist.ProcessGroup) -> T:
     return _sent_by(0, value, group)  # type: ignore[return-value]
 
 
+def gather_on_rank_0(value: T, group: dist.ProcessGroup) -> list[T]:
+    """The values of all ranks, by rank, on rank 0; [] on the others. A collective; the values are sent as pickles."""
+    values = [value] * group.size() if dist.get_rank(group) == 0 else None
+    dist.gather_object(value, values, group_dst=0, group=group)
+    return values or []
+
+
 def _sent_by(rank: int, value: T, group: dist.ProcessGroup) -> T:
     """The value of `rank` of the group, sent to all others as a pickle. A collective."""
     values = [value]
