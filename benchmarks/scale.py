@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks.growth import agreements, plans, saves
+from benchmarks.growth import agreements, heartbeats, plans, saves
 from benchmarks.growth.count import Count
 from benchmarks.measuring import Row, report
 
@@ -20,6 +20,7 @@ PARTS: tuple[tuple[Part, tuple[int, ...]], ...] = (
     (agreements.of_groups, (32, 64, 128)),
     (plans.of_microbatches, (4096, 8192, 16_384)),
     (plans.of_shards, (1024, 4096, 16_384)),
+    (heartbeats.of_heartbeats, (256, 1024, 4096)),
     (saves.of_saves, (64, 256, 1024)),
     (saves.of_retention, (10, 40)),
 )
