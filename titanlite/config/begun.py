@@ -7,13 +7,14 @@ from typing import Any
 
 from titanlite.checkpoint.compatibility import MISSING
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.config.values import read_values, unknown_key
+from titanlite.config.values import read_values
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import Problem
 
 KEPT = "kept"
-"""Table of [model] in the copy of a run's configuration: the field of ModelConfig."""
+"""Table of [model] in the copy of a run's configuration: the field of ModelConfig, and by _FLAVOR that of the values."""
+_FLAVOR = ("family", "flavor")
 
 
 def with_begun_model(model: ModelConfig, begun: Manifest) -> ModelConfig:
@@ -34,17 +35,22 @@ def with_begun_model(model: ModelConfig, begun: Manifest) -> ModelConfig:
     return replace(model, kept={**model.kept, **_read(kept, model.family)[0]})
 
 
-def pop_kept(tables: Mapping[str, Any], family: str | None) -> tuple[dict[str, Any], list[Problem]]:
-    """Remove the kept hyper-parameters from the tables of a configuration: (by name, their problems)."""
+def pop_kept(tables: Mapping[str, Any]) -> Any:
+    """Remove the table KEPT from the tables of a configuration; None without one."""
     section = tables.get("model")
-    if family is None or not isinstance(section, dict) or not isinstance(section.get(KEPT), dict):
-        return {}, []  # no table is an unknown key
-    return _read(section.pop(KEPT), family)
+    has_one = isinstance(section, dict) and isinstance(section.get(KEPT), dict)
+    return section.pop(KEPT) if has_one else None  # no table is an unknown key
+
+
+def read_kept(table: Mapping[str, Any] | None, family: str, flavor: str) -> tuple[dict[str, Any], list[Problem]]:
+    """The kept hyper-parameters of a model, and the problems of those that are left out; none for those of another
+    flavor, which a new run with the copy of this configuration has chosen."""
+    values = dict(table or {})
+    of_flavor = [values.pop(name, now) for name, now in zip(_FLAVOR, (family, flavor), strict=True)]
+    return _read(values, family) if of_flavor == [family, flavor] else ({}, [])
 
 
 def _read(values: Mapping[str, Any], family: str) -> tuple[dict[str, Any], list[Problem]]:
     """Hyper-parameters, and the problems of those that are left out."""
-    names = [name for name in values if name in ("family", "flavor")]
-    others = {name: value for name, value in values.items() if name not in names}
-    read, problems = read_values({"model": others}, family)
-    return read.get("model", {}), [*problems, *(unknown_key(f"model.{KEPT}.{name}", "", family) for name in names)]
+    read, problems = read_values({"model": dict(values)}, family)
+    return read.get("model", {}), problems

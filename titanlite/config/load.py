@@ -14,7 +14,7 @@ from titanlite.checkpoint.dropped import remove_dropped
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.preflight import earlier_manifest
 from titanlite.config.arguments import Arguments, Options, split_arguments
-from titanlite.config.begun import pop_kept, with_begun_model
+from titanlite.config.begun import pop_kept, read_kept, with_begun_model
 from titanlite.config.check import (
     apply_stores,
     check_config,
@@ -123,24 +123,30 @@ def read_tables(
     """
     family = family or _sections(tables).get("model", {}).get("family", ModelConfig.family)
     family = family if isinstance(family, str) and family in FAMILIES else None
-    kept, of_kept = pop_kept(tables, family)
+    kept = pop_kept(tables)
     found = [put_argument(tables, key, text, family) for key, text in texts.items()]
     found += [put_value(tables, key, value, family) for key, value in values.items()]
-    problems += [*of_kept, *(problem for problem in found if problem)]
+    problems += [problem for problem in found if problem]
     problems += check_lengths(_sections(tables))
     if family is not None and "model" in _sections(tables):
         tables["model"].setdefault("flavor", ModelConfig.flavor)  # a family may lack the default flavor
     read, of_values = read_values(tables, family)
     problems += of_values
     sections = {name: kind(**read.get(name, {})) for name, kind in SECTIONS.items() if name != "model"}
-    return JobConfig(model=_model(read.get("model", {}), family, kept), **sections)
+    return JobConfig(model=_model(read.get("model", {}), family, kept, problems), **sections)
 
 
-def _model(values: Mapping[str, Any], family: str | None, kept: Mapping[str, Any]) -> ModelConfig:
+def _model(
+    values: Mapping[str, Any], family: str | None, table: Mapping[str, Any] | None, problems: list[Problem]
+) -> ModelConfig:
+    """The section [model]; adds problems of the kept hyper-parameters. table: see pop_kept."""
     if family is None:
         return ModelConfig()
     overrides = {key: value for key, value in values.items() if key not in ("family", "flavor")}
-    return ModelConfig(family, values.get("flavor", next(iter(FAMILIES[family].flavors))), overrides, kept)
+    flavor = values.get("flavor", next(iter(FAMILIES[family].flavors)))
+    kept, of_kept = read_kept(table, family, flavor)
+    problems += of_kept
+    return ModelConfig(family, flavor, overrides, kept)
 
 
 def _sections(tables: Tables) -> dict[str, dict[str, Any]]:

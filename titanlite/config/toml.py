@@ -29,8 +29,9 @@ def tables_of(config: JobConfig) -> dict[str, dict[str, Any]]:
     """The configuration as the tables of TOML. Tables in arrays are without defaults."""
     tables = {section: fields_of(getattr(config, section)) for section in SECTIONS}
     tables["model"] |= tables["model"].pop("overrides")
-    if not tables["model"]["kept"]:
-        del tables["model"]["kept"]
+    if kept := tables["model"].pop("kept"):
+        of_flavor = {name: tables["model"][name] for name in ("family", "flavor")}  # see titanlite/config/begun.py
+        tables["model"]["kept"] = of_flavor | kept
     return {section: {key: _plain(value) for key, value in table.items()} for section, table in tables.items()}
 
 
@@ -105,8 +106,10 @@ def _lines(config: JobConfig, comment: Comment, as_comments: Collection[str]) ->
 
 def _default(key: str, config: JobConfig) -> str:
     """The origin of a value that is not given."""
-    is_own = key.partition(".")[2] in ("family", "flavor")
-    return "default" if is_own or not key.startswith("model.") else f"flavor {config.model.flavor}"
+    section, _, name = key.partition(".")
+    if section != "model" or name in ("family", "flavor"):
+        return "default"
+    return f"flavor {config.model.flavor}{', when the run began' if name in config.model.kept else ''}"
 
 
 def _labels(origins: Mapping[str, str]) -> dict[str, str]:

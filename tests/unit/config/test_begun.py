@@ -13,7 +13,7 @@ from titanlite.checkpoint.manifest import Manifest
 from titanlite.config.check import resolve_config
 from titanlite.config.load import check_and_resolve, config_from_values, keep_earlier, parse
 from titanlite.config.schema import JobConfig
-from titanlite.config.toml import dump_config
+from titanlite.config.toml import dump_config, print_config
 from titanlite.models.losses import LOSSES, Loss
 from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import UserError
@@ -89,9 +89,29 @@ def test_kept_values_are_stored_and_read_by_the_next_start(tmp_path: Path) -> No
     parsed = parse([f"--job.config_file={tmp_path / 'copy.toml'}"])
     assert (parsed.problems, parsed.config.model) == ([], first.model)
     assert read_again(first).model == first.model
-    (tmp_path / "copy.toml").write_text('[model]\nfamily = "olmoe"\n[model.kept]\nflavor = "debug"\ndim = "x"\n')
+    (tmp_path / "copy.toml").write_text('[model]\nfamily = "olmoe"\n[model.kept]\nnope = 1\ndim = "x"\n')
     problems = parse([f"--job.config_file={tmp_path / 'copy.toml'}"]).problems
-    assert {problem.key for problem in problems} == {"model.kept.flavor", "model.dim"}
+    assert {problem.key for problem in problems} == {"model.nope", "model.dim"}
+
+
+@pytest.mark.usefixtures("later")
+def test_a_copy_with_another_flavor_has_the_values_of_that_flavor(tmp_path: Path) -> None:
+    save(tmp_path)
+    copy = tmp_path / "copy.toml"
+    first = keep_earlier(configuration(tmp_path))
+    copy.write_text(dump_config(first))
+    (tmp_path / "own.toml").write_text('extends = "copy.toml"\n[model]\nflavor = "1B-7B"\n')
+    for words in (
+        [f"--job.config_file={copy}", "--model.flavor=1B-7B"],
+        [f"--job.config_file={copy}", "--model.family=qwen2"],
+        [f"--job.config_file={tmp_path / 'own.toml'}"],
+    ):
+        parsed = parse(words)
+        assert (parsed.problems, parsed.config.model.kept) == ([], {})
+    parsed = parse([f"--job.config_file={copy}"])
+    lines = print_config(parsed.config, parsed.config, resolved(parsed.config), parsed.origins, ()).splitlines()
+    assert "norm_eps = 1e-05  # flavor debug, when the run began" in lines
+    assert "n_layers = 4  # flavor debug" in lines
 
 
 def read_again(config: JobConfig) -> JobConfig:
@@ -114,25 +134,29 @@ def test_a_stored_configuration_has_the_values_of_its_checkpoint(tmp_path: Path)
     assert given == replace(FLAVOR, dim=128, norm_eps=0.1)
 
 
+def resolved(config: JobConfig) -> JobConfig:
+    return resolve_config(keep_earlier(config), world_size=1, device_type="cpu")
+
+
 def test_the_logit_z_loss_of_a_family_is_that_of_new_runs(tmp_path: Path) -> None:
-    def resolved(config: JobConfig) -> float:
-        return resolve_config(keep_earlier(config), world_size=1, device_type="cpu").loss.z_loss
+    def z_loss(config: JobConfig) -> float:
+        return resolved(config).loss.z_loss
 
     new = configuration(tmp_path, family="olmo2")
-    assert (new.loss.z_loss, "z_loss" in new.loss.chosen.terms, resolved(new)) == (-1, False, 1e-5)
-    assert resolved(configuration(tmp_path, family="olmo3")) == 1e-5
-    assert resolved(configuration(tmp_path)) == 0
-    assert resolved(configuration(tmp_path, "--loss.z_loss=0", family="olmo2")) == 0
+    assert (new.loss.z_loss, "z_loss" in new.loss.chosen.terms, z_loss(new)) == (-1, False, 1e-5)
+    assert z_loss(configuration(tmp_path, family="olmo3")) == 1e-5
+    assert z_loss(configuration(tmp_path)) == 0
+    assert z_loss(configuration(tmp_path, "--loss.z_loss=0", family="olmo2")) == 0
     other = Loss("other", lambda logits, labels: logits[:, 0] * labels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(LOSSES, "other", other)
-        assert resolved(configuration(tmp_path, "--loss.name=other", family="olmo2")) == 0
+        assert z_loss(configuration(tmp_path, "--loss.name=other", family="olmo2")) == 0
     assert FAMILIES["olmo2"].variant("another", lambda _: None).logit_z_loss == 0  # type: ignore[arg-type, return-value]
     model = {"family": "olmo2", "flavor": "debug", "overrides": {}}
     for step, (stored, expected) in enumerate((({}, 0.0), ({"z_loss": 0.0}, 0.0), ({"z_loss": 1e-4}, 1e-4)), 1):
         make(tmp_path / "checkpoint", step, config={"model": model, "loss": stored, **SECTIONS})
-        assert resolved(new) == expected
-        assert resolved(configuration(tmp_path, "--loss.z_loss=0.5", family="olmo2")) == 0.5
+        assert z_loss(new) == expected
+        assert z_loss(configuration(tmp_path, "--loss.z_loss=0.5", family="olmo2")) == 0.5
         assert config_from_values({"model": model, "loss": stored}).loss.z_loss == expected
 
 
