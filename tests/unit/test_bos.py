@@ -151,12 +151,27 @@ def test_ways_in(kind: str, tmp_path: Path) -> None:
     assert add_bos(checkpoint__initial_load_path=f"hf:{model}") is adds
     assert add_bos(tokenizer__path=model, **checkpoint) is adds
     assert add_bos(tokenizer__path=model) is False
+    write_tokenizer("none" if adds else "bos", tmp_path / "another")  # the model, not the tokenizer, was trained
+    assert add_bos(checkpoint__initial_load_path=f"hf:{model}", tokenizer__path=tmp_path / "another") is adds
     for given in (True, False):
         assert add_bos(checkpoint__initial_load_path=f"hf:{model}", data__add_bos=given) is given
     titanlite.run(tmp_path / "base.toml", {"tokenizer.path": model, "data.add_bos": True})
     assert add_bos(tokenizer__path=model) is True  # the resume
     again = {"job__dump_folder": tmp_path / "again", "tokenizer__path": model}
     assert add_bos(checkpoint__initial_load_path=tmp_path / "new" / "checkpoint", **again) is True
+
+
+@pytest.mark.parametrize(("kind", "flag"), [("none", True), ("bos", False), ("none", False), ("bos", True)])
+def test_files_that_disagree_about_bos_are_named(kind: str, flag: bool, tmp_path: Path, capfd: Any) -> None:
+    """Such as those of a folder whose class of transformers 4 puts its own post-processor in place of the file's."""
+    model = model_folder(kind, tmp_path / "model")
+    names = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(names | {"add_bos_token": flag}))
+    convert.main(["import", str(model), "--out", str(tmp_path / "run")])
+    output = "".join(capfd.readouterr()).splitlines()
+    found = [line for line in output if "BOS: tokenizer_config.json has add_bos_token" in line]
+    assert len(found) == (flag != (kind == "bos"))
+    assert all(f"write data.add_bos = {str(flag).lower()}" in each for each in found)
 
 
 @pytest.mark.parametrize("adds", [True, False])

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.assembly.job import Job
+from titanlite.config.check import start_model
 from titanlite.config.conventions import bos_of_data
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import prepare_tokenizer
@@ -44,6 +45,11 @@ def _describe_bos(config: JobConfig, tokenizer: Tokenizer) -> None:
         log.warning(
             "BOS: the documents in the token files %s, prompts and tasks %s: data.add_bos = %s should be %s",
             *(have[of_data], have[of_run], *(str(each).lower() for each in (of_run, of_data))),
+        )
+    elif start_model(config) and tokenizer.conflict_of_bos:
+        log.warning(
+            "BOS: %s; the documents of this run %s: if the model was trained otherwise, write data.add_bos = %s",
+            *(tokenizer.conflict_of_bos, have[of_run], str(not of_run).lower()),
         )
     elif tokenizer.adds_bos and not of_run:
         log.info("BOS: the tokenizer adds it to a text; documents, prompts, tasks and exports of this run have none")

@@ -13,7 +13,7 @@ from titanlite.models.registry import FAMILIES
 from titanlite.runtime.errors import Problem
 
 KEPT = "kept"
-"""Table of [model] in the copy of a run's configuration: the field of ModelConfig, and by _FLAVOR that of the values."""
+"""Table of [model] in the copy of a run's configuration: the field of ModelConfig, and what _FLAVOR names of then."""
 _FLAVOR = ("family", "flavor")
 
 

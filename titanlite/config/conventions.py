@@ -37,9 +37,10 @@ def with_conventions(config: JobConfig) -> JobConfig:
 
 def _bos_of_model(config: JobConfig) -> bool:
     """Whether the model that the run starts from was trained on documents that begin with BOS."""
-    if start_model(config):
-        tokenizer = _tokenizer(config)
-        return tokenizer is not None and tokenizer.adds_bos
+    if folder := start_model(config):
+        own, file = _tokenizer(config), tokenizer_file(folder)
+        of_model = Tokenizer(file) if file.is_file() else own
+        return own is not None and own.bos_id is not None and of_model is not None and of_model.adds_bos
     return bool(initial_config(config.checkpoint).get("data", {}).get("add_bos", False))
 
 

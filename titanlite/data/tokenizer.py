@@ -163,6 +163,18 @@ class Tokenizer:
         return self.bos_id is not None and self.prefix_ids[:1] == (self.bos_id,)
 
     @property
+    def conflict_of_bos(self) -> str:
+        """How tokenizer_config.json contradicts adds_bos; "" if it does not."""
+        flag = self._files.config.get("add_bos_token")
+        if self.bos_id is None or not isinstance(flag, bool) or flag == self.adds_bos:
+            return ""
+        does = "adds it" if self.adds_bos else "does not add it"
+        return (
+            f"tokenizer_config.json has add_bos_token = {str(flag).lower()}, which some classes of transformers "
+            f"follow, but the post-processor of tokenizer.json {does}"
+        )
+
+    @property
     def prefix_ids(self) -> tuple[int, ...]:
         """The special tokens, such as BOS, that the post-processor of tokenizer.json puts before a text."""
         for text in ("a", *self._tokenizer.get_vocab()) if self._post_processor else ():

@@ -79,7 +79,7 @@ def parse_row(row: object, *, reads_fields: bool = True) -> Conversation:
     assert isinstance(row, Mapping), "see parse_conversation"
     if not reads_fields:
         if row.get(TOOLS):
-            raise BadRowError(f"the row has {TOOLS!r}, which a run with data.stream_version = 2 or 3 does not read")
+            raise BadRowError(f"the row has {TOOLS!r}, which is read only from data.stream_version = 4 on")
         return Conversation(messages)
     values = row.get(VALUES) or {}
     if not isinstance(values, Mapping):

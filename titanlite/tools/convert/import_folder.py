@@ -55,6 +55,9 @@ def write_run(source: ModelFolder, folder: Path, out: Path, dtype: DtypeName) ->
                 "The tokenizer has ids up to %d, but the model has only %d tokens: training and generation reject it",
                 *(tokenizer.vocab_size - 1, source.hyper_parameters.vocab_size),
             )
+        if tokenizer.conflict_of_bos:
+            remedy = f"write data.add_bos = {str(not tokenizer.adds_bos).lower()} in runs from it"
+            log.warning("BOS: %s: if the model was trained otherwise, %s", tokenizer.conflict_of_bos, remedy)
     config = _config(source, out, dtype, tokenizer)
     (folder / CONFIG_COPY).write_text(dump_config(config), encoding="utf-8")
     checkpoints = folder / CheckpointConfig.folder
