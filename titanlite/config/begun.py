@@ -38,8 +38,9 @@ def with_begun_model(model: ModelConfig, begun: Manifest) -> ModelConfig:
 def pop_kept(tables: Mapping[str, Any]) -> Any:
     """Remove the table KEPT from the tables of a configuration; None without one."""
     section = tables.get("model")
-    has_one = isinstance(section, dict) and isinstance(section.get(KEPT), dict)
-    return section.pop(KEPT) if has_one else None  # no table is an unknown key
+    if not isinstance(section, dict) or not isinstance(section.get(KEPT), dict):
+        return None  # no table is an unknown key
+    return section.pop(KEPT)
 
 
 def read_kept(table: Mapping[str, Any] | None, family: str, flavor: str) -> tuple[dict[str, Any], list[Problem]]:

@@ -237,28 +237,29 @@ def keep_earlier(config: JobConfig) -> JobConfig:
     training, data, optimizer = config.training, config.data, config.optimizer
     manifest = earlier_manifest(config.checkpoint, config.job.dump_folder)
     earlier: Mapping[str, Any] = {} if manifest is None else manifest.config
-    if manifest is not None:
-        config = replace(config, model=with_begun_model(config.model, manifest))
-        stored = manifest.config.get("loss", {}).get("z_loss", WITHOUT_Z_LOSS)
-        config = replace(config, loss=replace(config.loss, z_loss=stored)) if config.loss.z_loss == -1 else config
     if problems := remove_dropped({name: dict(table) for name, table in earlier.items()}):
         raise ConfigError(problems)
+    of_data, of_training, of_optimizer, of_loss = _stored_values(earlier).values()
+    if manifest is not None:
+        config = replace(config, model=with_begun_model(config.model, manifest))
+        stored = of_loss.get("z_loss", WITHOUT_Z_LOSS)
+        config = replace(config, loss=replace(config.loss, z_loss=stored)) if config.loss.z_loss == -1 else config
     if earlier and data.document_mask == "auto":
-        data = replace(data, document_mask=earlier["data"].get("document_mask", False))
+        data = replace(data, document_mask=of_data.get("document_mask", False))
     if earlier and data.add_bos == "auto":
-        data = replace(data, add_bos=earlier["data"].get("add_bos", False))
+        data = replace(data, add_bos=of_data.get("add_bos", False))
     if earlier and data.max_piece_bytes == -1 and training.stages:
-        data = replace(data, max_piece_bytes=earlier["data"]["max_piece_bytes"])
+        data = replace(data, max_piece_bytes=of_data.get("max_piece_bytes", -1))
     if earlier and data.stream_version == -1:
-        data = replace(data, stream_version=earlier["data"].get("stream_version", WITHOUT_STREAM_VERSION))
+        data = replace(data, stream_version=of_data.get("stream_version", WITHOUT_STREAM_VERSION))
     if earlier and optimizer.newton_schulz_dtype == "auto" and "Muon" in optimizers_of(optimizer):
-        known: Any = earlier["optimizer"].get("newton_schulz_dtype", "auto")
+        known = of_optimizer.get("newton_schulz_dtype", "auto")
         if known == "auto":  # of older versions
             known = "float64" if training.dtype == "float64" else "float32"
         optimizer = replace(optimizer, newton_schulz_dtype=known)
     copy = Path(config.job.dump_folder, CONFIG_COPY)
     if earlier:
-        sequences, streams = earlier["training"]["global_batch_size"], earlier["data"]["num_streams"]
+        sequences, streams = of_training.get("global_batch_size", -1), of_data.get("num_streams", -1)
     elif config.checkpoint.enable and copy.is_file():
         kept = read_copy(copy.parent)
         sequences, streams = kept.training.global_batch_size, kept.data.num_streams
@@ -269,6 +270,28 @@ def keep_earlier(config: JobConfig) -> JobConfig:
     if data.num_streams == -1:
         data = replace(data, num_streams=streams)
     return replace(config, training=training, data=data, optimizer=optimizer)
+
+
+_STORED = {
+    "data": ("num_streams", "document_mask", "add_bos", "max_piece_bytes", "stream_version"),
+    "training": ("global_batch_size",),
+    "optimizer": ("newton_schulz_dtype",),
+    "loss": ("z_loss",),
+}
+"""Keys that a run keeps, by section."""
+
+
+def _stored_values(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The values of _STORED in the configuration of a manifest, by section. Raises ConfigError if one does not fit its
+    key: another version wrote the file, or it was edited."""
+    tables = {
+        name: {key: config[name][key] for key in keys if key in config.get(name, {})} for name, keys in _STORED.items()
+    }
+    read, problems = read_values(tables, None)
+    if problems:
+        remedy = "this is in the checkpoint, of another version or edited: use that version, or another checkpoint"
+        raise ConfigError([replace(problem, remedy=remedy) for problem in problems])
+    return {name: read.get(name, {}) for name in _STORED}
 
 
 def read_copy(dump_folder: Path) -> JobConfig:

@@ -16,7 +16,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.toml import dump_config, print_config
 from titanlite.models.losses import LOSSES, Loss
 from titanlite.models.registry import FAMILIES
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.tools.compare.__main__ import _config_of
 from titanlite.tools.compare.repeats import setting_differences
 from titanlite.tools.sweep.combinations import _learned
@@ -183,3 +183,29 @@ def test_another_flavor_and_values_of_a_wrong_type_are_not_kept(tmp_path: Path) 
     assert keep_earlier(configuration(tmp_path)).model.kept == {"dim": 12}
     assert keep_earlier(configuration(tmp_path, "--model.flavor=1B-7B")).model.kept == {}
     assert keep_earlier(configuration(tmp_path, family="olmo2")).model.kept == {}
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        *(("loss", "z_loss", value) for value in ("x", -5.0)),
+        *(("data", name, []) for name in ("num_streams", "add_bos", "document_mask", "stream_version")),
+        ("training", "global_batch_size", "x"),
+    ],
+)
+def test_stored_values_that_do_not_fit_their_keys_are_named(
+    section: str, name: str, value: Any, tmp_path: Path
+) -> None:
+    model = {"family": "olmoe", "flavor": "debug", "overrides": {}}
+    config = {"model": model, **SECTIONS, section: {**SECTIONS.get(section, {}), name: value}}
+    make(tmp_path / "checkpoint", 5, config=config)
+    with pytest.raises(ConfigError, match="this is in the checkpoint") as caught:
+        keep_earlier(configuration(tmp_path))
+    assert [(each.key, each.value) for each in caught.value.problems] == [(f"{section}.{name}", value)]
+
+
+def test_stored_values_that_are_missing_are_chosen_anew(tmp_path: Path) -> None:
+    model = {"family": "olmoe", "flavor": "debug", "overrides": {}}
+    make(tmp_path / "checkpoint", 5, config={"model": model})
+    found = keep_earlier(configuration(tmp_path))
+    assert (found.data.num_streams, found.training.global_batch_size, found.data.stream_version) == (-1, -1, 2)
