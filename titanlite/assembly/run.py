@@ -79,9 +79,10 @@ from titanlite.precision import DTYPES
 from titanlite.profiling.trace import Profiling
 from titanlite.ranks.agreement import DataEnd, require_equal, run_on_all_ranks, run_on_rank_0
 from titanlite.ranks.claim import claim
-from titanlite.ranks.distributed import World
+from titanlite.ranks.distributed import World, keep_nccl_records
 from titanlite.ranks.job_lock import job_lock, require_own
 from titanlite.ranks.network import init_process_group
+from titanlite.ranks.positions import FAULTS_FOLDER
 from titanlite.ranks.signals import StopRequest
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.dump_folder import prepare_dump_folder, rename_links
@@ -145,6 +146,8 @@ def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[st
     if config.training.bit_equal:
         content["device"] = device_kind(world.device)
     require_equal("content", content, world, store, config.comm.init_timeout_s)
+    if world.device_type == "cuda":
+        keep_nccl_records(Path(config.job.dump_folder, FAULTS_FOLDER))
     group = init_process_group(world, store, config.comm)
     cleanup.callback(dist.destroy_process_group)
     mesh.connect(config.comm)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -20,6 +21,11 @@ _FINISHED = "finished"
 _IDLE_POLL_S = 60
 RECORDED_COLLECTIVES = 512
 """Collectives that torch's flight recorder keeps: several steps of a sharded model, about 0.25 MB as JSON."""
+NCCL_FILE = "nccl-rank-"
+"""Torch adds the number of the rank."""
+NCCL_AFTER_S = 60
+"""After a timeout, NCCL ends the process, with a message that blames a rank that waits: the exchanges on gloo, whose
+message names the rank that hangs, have their timeouts before."""
 MAX_TIMEOUT_S = 604_800
 """A week."""
 
@@ -129,7 +135,14 @@ def enable_flight_recorder() -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_COLLECTIVES))
 
 
+def keep_nccl_records(folder: Path) -> None:
+    """Let NCCL's watchdog write the last collectives into this folder before it ends a process, and not into the
+    temporary files of its node. Call before the first collective."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / NCCL_FILE))
+
+
 def set_timeout(groups: Iterable[dist.ProcessGroup], seconds: int) -> None:
     """Set the timeout of later collectives of these groups."""
     for group in groups:
-        set_group_timeout(group, timedelta(seconds=seconds))
+        set_group_timeout(group, timedelta(seconds=seconds), timedelta(seconds=seconds + NCCL_AFTER_S))

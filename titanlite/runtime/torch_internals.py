@@ -45,12 +45,19 @@ def local_part(tensor: Tensor) -> Tensor:
 # Process groups and meshes
 
 
-def set_group_timeout(group: "dist.ProcessGroup", timeout: timedelta) -> None:
-    """Set the timeout of later collectives. Public as dist.set_timeout since 2.14, where the old name warns."""
+def set_group_timeout(group: "dist.ProcessGroup", timeout: timedelta, of_nccl: timedelta) -> None:
+    """Set the timeout of later collectives. Public as dist.set_timeout since 2.14, where the old name warns.
+
+    of_nccl: of the group's collectives on GPUs, which no public function sets apart.
+    """
     import torch.distributed as dist
 
     change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     change(timeout, group)
+    if dist.is_nccl_available() and torch.device("cuda") in group._device_types:
+        backend = group._get_backend(torch.device("cuda"))
+        if isinstance(backend, dist.ProcessGroupNCCL):  # else gloo, which has both kinds of devices
+            backend._set_default_timeout(of_nccl)
 
 
 def gloo_options(timeout: timedelta) -> Any:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.pool import run_ranks
 from titanlite.ranks import collector, election, positions, signals
-from titanlite.ranks.distributed import enable_flight_recorder
+from titanlite.ranks.distributed import enable_flight_recorder, keep_nccl_records
 from titanlite.ranks.message import last_numbers, ranks_behind
 from titanlite.ranks.positions import Positions
 from titanlite.runtime.errors import LateRanksError
@@ -242,6 +242,16 @@ def test_the_environment_decides_on_the_size(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     enable_flight_recorder()
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "0"
+
+
+def test_nccl_writes_its_records_beside_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_FR_DUMP_TEMP_FILE", raising=False)
+    keep_nccl_records(tmp_path / "run" / "faults")
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/run/faults/nccl-rank-"
+    assert (tmp_path / "run" / "faults").is_dir()
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", "elsewhere")
+    keep_nccl_records(tmp_path / "run" / "faults")
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == "elsewhere"
 
 
 def test_without_a_recorder_there_are_no_records(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.unit.models.test_float8 import ON_CPU
 from titanlite.models.linear import HAS_ONEDNN
+from titanlite.ranks.distributed import set_timeout
 from titanlite.runtime import torch_internals as internals
 
 
@@ -39,12 +40,33 @@ def test_each_function_is_tested_here() -> None:
 
 
 def test_groups_and_meshes(group: dist.ProcessGroup) -> None:
-    internals.set_group_timeout(group, timedelta(seconds=77))
+    internals.set_group_timeout(group, timedelta(seconds=77), timedelta(seconds=99))  # gloo's, also for GPUs
     assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
     assert internals.gloo_options(timedelta(seconds=5))._timeout == timedelta(seconds=5)
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
     assert internals.flattened(mesh["a", "b"], "ab").mesh_dim_names == ("ab",)
     assert internals.unflattened(mesh, "b", (1, 1), ("c", "d")).mesh_dim_names == ("a", "c", "d")
+
+
+def test_nccl_has_a_timeout_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeouts: dict[str, timedelta] = {}
+
+    class Nccl:
+        def _set_default_timeout(self, timeout: timedelta) -> None:
+            timeouts["nccl"] = timeout
+
+    class Group:
+        _device_types = (torch.device("cpu"), torch.device("cuda"))
+
+        def _get_backend(self, device: torch.device) -> Nccl:
+            assert device.type == "cuda"
+            return Nccl()
+
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(dist, "set_timeout", lambda timeout, _: timeouts.update(all=timeout), raising=False)
+    set_timeout([Group()], 5)  # type: ignore[list-item]
+    assert timeouts == {"all": timedelta(seconds=5), "nccl": timedelta(seconds=65)}
 
 
 def test_rendezvous_of_nodes() -> None:
