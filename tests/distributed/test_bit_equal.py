@@ -253,7 +253,8 @@ def rounding_before_the_cast(exact: ExactGradients, name: str, parameter: Tensor
     def rounded(gradient: Tensor) -> Tensor:
         note(gradient.clone())
         shift = shifts.unflatten(-1, (-1, *[1] * (gradient.dim() - shifts.dim()))).to(parameter.dtype)
-        return (gradient.to(parameter.dtype) + shift).sub_(shift).to(gradient.dtype)
+        sums: Tensor = gradient.to(parameter.dtype) + shift
+        return sums.sub_(shift).to(gradient.dtype)
 
     return rounded
 
