@@ -25,6 +25,8 @@ from titanlite.storage.address import is_safe_name
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 """Those of the tensors of a run."""
 MAX_DIMS = 64
+LEAST_BLOCK = 1024
+"""Bytes of a file that the smallest block takes: torch stores it as an archive of at least 1,500 bytes."""
 _Size = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -82,7 +84,10 @@ class Grid:
         self._check()
 
     def require_bytes(self, most: int) -> None:
-        """Raise InvalidCheckpointError if the tensors have more bytes than the files."""
+        """Raise InvalidCheckpointError if the tensors have more bytes than the files, or more blocks than these can
+        have: a table of a few bytes could make a reader look at any number."""
+        blocks = sum(len(self._tables["writers"][tensor["writers"]]) for tensor in self.tensors.values())
+        _require(blocks * LEAST_BLOCK <= most, f"has {blocks:,} blocks of tensors, too many for files of {most:,} bytes")
         stated = sum(math.prod(tensor["shape"]) * self.dtype(name).itemsize for name, tensor in self.tensors.items())
         _require(stated <= most, f"has tensors of {stated:,} bytes, but its files have {most:,}")
 
@@ -132,6 +137,7 @@ class Grid:
             _require(file["places"] < len(tables["places"]), f"has no places of {file['name']!r}")
         for numbers in tables["writers"]:
             _require(max(numbers, default=0) < len(tables["files"]), "names the writer of a block, but not its file")
+            _require(len({*numbers}) == len(numbers), "has two blocks of a tensor in one file")
         for cuts in tables["cuts"]:
             rising = all(starts[0] == 0 and all(a < b for a, b in pairwise(starts)) for starts in cuts)
             _require(rising, "has blocks that overlap or leave a gap")

@@ -463,6 +463,8 @@ class _Reader(dcp.FileSystemReader):
         """The metadata without any shards, for _TensorPlanner."""
         if self._manifest is not None:
             grid.require_bytes(sum(file.bytes for file in self._manifest.files.values()))
+        else:  # a folder
+            grid.require_bytes(sum(file.stat().st_size for file in Path(self.path).iterdir()))
         entries = {
             name: TensorStorageMetadata(TensorProperties(grid.dtype(name)), torch.Size(tensor["shape"]), [])
             for name, tensor in grid.tensors.items()

@@ -49,6 +49,10 @@ PROCESS_NAME = "titanlite-node"
 """As ps shows it."""
 MOST_FILES = 2**20
 END_POLL_S = 0.1
+MOST_TEXT = 64
+"""Characters of a name, such as a host's, that another program may have written into the store."""
+MOST_PLACE = 256
+"""Bytes of the position of rank 0. It goes into the pages, whose records have a fixed size."""
 START_SHARE = 0.2
 """Of an interval, until all ranks of the node have come."""
 LAST_BEAT_S = 1.0
@@ -108,7 +112,7 @@ class Collector:
             self._ranks.add(rank)
         if 0 in rows:
             self._store.set("zero", json.dumps([*rows[0][2:5], self._host]))
-        self._ask()
+        self._ask(mine)
         self._orders["answered"] += 1
         self._orders["writer"] = min(mine, key=lambda rank: (rows[rank][1] > PULSE_S, rows[rank][2], rank))
         self._write_orders(mine)
@@ -158,6 +162,8 @@ class Collector:
         order = self.pages[rank].read("order")
         if order is None:  # never collected
             return time.monotonic() - self._found_at[rank] >= self._waits_s / TAKE_OVER
+        if order["by"] != self._priority:
+            self._ranks.discard(rank)
         return bool(order["by"] >= self._priority or time.monotonic() - order["at"] >= self._waits_s)
 
     def _row(self, rank: int) -> list[Any]:
@@ -172,15 +178,17 @@ class Collector:
         for rank in ranks:
             self.pages[rank].write("order", self._orders)
 
-    def _ask(self) -> None:
+    def _ask(self, mine: Iterable[int]) -> None:
         """Ask the store who has failed; waits for its answer."""
         orders, now = self._orders, time.monotonic()
         first = orders["first"] = election.first_failure(self._store)
         if first == election.PRINTED:
             self.end_ranks()
+        elif first and int(first) in mine:  # another one may have collected it for a while, and not any more
+            self._store.set(f"where/{first}", str(self._number))
         orders["is_silent"] = first not in ("", election.PRINTED) and self._is_silent(int(first))
         if first and not orders["stacks"] and self._store.check(["stacks"]):
-            orders["stacks"] = self._store.get("stacks").decode(errors="replace")[:64]
+            orders["stacks"] = self._store.get("stacks").decode(errors="replace")[:MOST_TEXT]
         period = max(1, self._nodes // NODES_THAT_SEE_ZERO)
         if (self._beats - 1) % period == 0 and (orders["zero"] or self._store.check(["zero"])):
             place = parse_value(self._store.get("zero"), parse_place)
@@ -238,20 +246,22 @@ class Node(NamedTuple):
 def parse_node(value: bytes) -> Node:
     content = json.loads(value)
     rows = {
-        int(rank): Row(str(a), float(b), int(c), int(d), str(e), float(f), bool(g))
+        int(rank): Row(str(a), float(b), int(c), int(d), str(e)[:MOST_TEXT], float(f), bool(g))
         for rank, (a, b, c, d, e, f, g) in content["ranks"].items()
     }
-    return Node(int(content["beat"]), str(content["host"]), rows)
+    return Node(int(content["beat"]), str(content["host"])[:MOST_TEXT], rows)
 
 
 def parse_address(value: bytes) -> tuple[str, str]:
     """(host, address of the page)"""
     host, address = json.loads(value)
-    return str(host), str(address)
+    return str(host)[:MOST_TEXT], str(address)
 
 
 def parse_place(value: bytes) -> tuple[int, int, str, str]:
     """The position of rank 0: (phases entered, step, phase, host)."""
+    if len(value) > MOST_PLACE:
+        raise ValueError("no position of a rank")
     count, step, phase, host = json.loads(value)
     return int(count), int(step), str(phase), str(host)
 

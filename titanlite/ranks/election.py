@@ -10,6 +10,8 @@ from titanlite.runtime.waiting import parse_value
 FIRST_FAILURE = "titanlite/first_failure"
 """Key in the store: the rank that prints its error, and afterwards PRINTED."""
 PRINTED = "printed"
+MOST_BYTES = 16
+"""Of a value of FIRST_FAILURE."""
 LOWEST_SEQUENCE = "titanlite/lowest_sequence"
 """Key in the store: the lowest sequence with unusable data."""
 
@@ -61,4 +63,6 @@ def note_sequence(store: Store, sequence: int) -> None:
 
 def _parse_failure(value: bytes) -> str:
     """A rank, or PRINTED."""
+    if len(value) > MOST_BYTES:
+        raise ValueError("no rank")
     return PRINTED if value == PRINTED.encode() else str(int(value))

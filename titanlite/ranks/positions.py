@@ -137,7 +137,8 @@ class Positions:
             self.background.set("late", json.dumps(late[:MOST_LATE]))
         with suppress(dist.DistStoreError):
             self._store.wait(["late"], timedelta(seconds=ANSWER_S))
-            return parse_value(self._store.get("late"), lambda value: [*map(int, json.loads(value))]) or [0]
+            late = parse_value(self._store.get("late"), lambda value: [*map(int, json.loads(value))]) or []
+            return [rank for rank in late if 0 <= rank < self.size][:MOST_LATE] or [0]
         return [0]
 
     def leave(self) -> None:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from titanlite.ranks.collector import parse_address, parse_node
+from titanlite.ranks.collector import PULSE_S, parse_address, parse_node
 from titanlite.ranks.message import Seen
 from titanlite.runtime.waiting import parse_value
 
@@ -40,9 +40,10 @@ class View:
                 seen.count, seen.step, seen.phase, seen.host = row.phases, row.step, row.phase, node.host
                 seen.state, seen.has_left, seen.changed_at = row.state, row.has_left, now - row.phase_s
                 seen.beats, seen.node_at = seen.beats + 1, now
-                alive_at = now - row.pulse_s
-                if row.state == "running" and alive_at > seen.alive_at:
-                    seen.alive_at, seen.alive_tick = alive_at, tick
+                if row.state == "running":
+                    seen.alive_at = max(seen.alive_at, now - row.pulse_s)
+                    # Not by alive_at, which is late by the time that the value took, each time by another one.
+                    seen.alive_tick = tick if row.pulse_s <= PULSE_S else seen.alive_tick
 
     def find_hosts(self) -> None:
         """Find the hosts of ranks that have ended before a collector has seen them. Raises RuntimeError."""
@@ -54,7 +55,8 @@ class View:
 
     def collectives(self) -> dict[int, dict[str, int]]:
         """The last collectives of each rank that has written them. Raises RuntimeError."""
-        return {rank: last for _, found in self._values("collectives", _parse_numbers) for rank, last in found.items()}
+        of_ranks = (each for _, found in self._values("collectives", _parse_numbers) for each in found.items())
+        return {rank: last for rank, last in of_ranks if rank in self.seen}
 
     def late(self) -> list[int]:
         """The ranks that have not left. Raises RuntimeError."""

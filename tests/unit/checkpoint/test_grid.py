@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titanlite.checkpoint.grid import Grid, Tables, grid_content
+from titanlite.checkpoint.grid import LEAST_BLOCK, Grid, Tables, grid_content
 from titanlite.checkpoint.grid_plan import MOST_WRITERS, Box, Described, GridPlan, Written, described, packed_places
 from titanlite.checkpoint.manifest import InvalidCheckpointError
 
@@ -170,6 +170,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "unknown cuts": (_set("tensors", 0, "cuts", to=10**12), "no blocks of 'model/wide'"),
     "unknown writers": (_set("tensors", 0, "writers", to=10**12), "no blocks of 'model/wide'"),
     "writers of another grid": (_set("writers", 0, to=[0]), "lacks writers"),
+    "a file with two blocks": (_set("writers", 0, 1, to=0), "two blocks of a tensor in one file"),
     "a writer without a file": (_set("writers", 0, 0, to=99), "but not its file"),
     "cuts that fall": (_set("cuts", 0, 0, to=[0, 6, 3]), "overlap or leave a gap"),
     "cuts without the beginning": (_set("cuts", 0, 0, 0, to=1), "overlap or leave a gap"),
@@ -206,11 +207,16 @@ def test_a_block_without_a_place_is_damage() -> None:
 
 
 def test_tensors_that_are_larger_than_the_files_are_refused() -> None:
-    grid = Grid(grid_content(tables()))
-    stated = 4 * (12 * 7 + 5 * 3 + 9 + 1) + 8 * 12
-    grid.require_bytes(stated)
-    with pytest.raises(InvalidCheckpointError, match=f"has tensors of {stated} bytes, but its files have 10"):
+    content = tables()
+    grid = Grid(grid_content(content))
+    blocks = sum(len(content["writers"][tensor["writers"]]) for tensor in content["tensors"])
+    grid.require_bytes(blocks * LEAST_BLOCK)
+    with pytest.raises(InvalidCheckpointError, match=f"has {blocks} blocks of tensors, too many for files of 10 bytes"):
         grid.require_bytes(10)
+    content["tensors"][0]["shape"] = [2**40, 7]
+    stated = 4 * (2**40 * 7 + 5 * 3 + 9 + 1) + 8 * 12
+    with pytest.raises(InvalidCheckpointError, match=f"has tensors of {stated:,} bytes, but its files have 1,000,000"):
+        Grid(grid_content(content)).require_bytes(10**6)
 
 
 def test_a_described_rank_is_small() -> None:

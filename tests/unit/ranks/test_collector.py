@@ -123,6 +123,25 @@ def test_the_lowest_rank_that_runs_collects(server: dist.TCPStore, monkeypatch: 
     assert {page.read("order")["by"] for page in pages} == {PROCESS}
 
 
+def test_ranks_that_another_one_has_collected_for_a_while_are_found_again(
+    server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a slow store, or a node that was stopped. Else all nodes would take the rank that prints for silent."""
+    monkeypatch.setattr(collector, "INTERVAL_S", 0.02)
+    pages, deputies = collectors_of(server, 2)
+    process = Collector(connected(server), [], dict(enumerate(pages)), PROCESS, 1, 0)
+    process.beat()
+    time.sleep(0.1)
+    deputies[0].beat()
+    assert server.get("where/1") == b"2"
+    process.beat()
+    assert server.get("where/1") == b"1"
+    server.set("where/1", "2")  # the deputy waits for the store meanwhile
+    server.set("titanlite/first_failure", "1")
+    process.beat()
+    assert server.get("where/1") == b"1"
+
+
 def test_many_nodes_give_heartbeats_less_often() -> None:
     assert [interval_s(nodes) for nodes in (1, 256, 512, 2048)] == [0.5, 0.5, 1.0, 2.0]
 

@@ -75,6 +75,24 @@ def test_threads_that_read_the_store_go_on(key: str, pair: Any, tmp_path: Path) 
         time.sleep(0.01)
 
 
+def test_numbers_and_texts_without_limit(pair: Any) -> None:
+    """Ranks that do not exist are none; what has no place in a page does not stop the heartbeats."""
+    pair.store.set("collectives/1", '{"0": {"group": 9}, "7": {"group": 1}, "-1": {"group": 1}}')
+    assert pair.ranks[0].explain().startswith("all ranks are in step 0")
+    pair.store.set("late/by", "1")
+    pair.store.set("late", "[7, -1]")
+    assert pair.ranks[0]._late() == [0]
+    places = [[1, 2, "x" * 3000, "host"], [10**4000, 2, "saving", "host"]]
+    for key, value in [(FIRST_FAILURE, "9" * 4000), *(("zero", json.dumps(place)) for place in places)]:
+        pair.store.set(key, value)
+        order = pair.ranks[1]._page.read("order")
+        end = time.monotonic() + 20
+        while pair.ranks[1]._page.read("order")["answered"] < order["answered"] + 2:
+            assert time.monotonic() < end, key
+            time.sleep(0.01)
+        pair.store.set(FIRST_FAILURE, "x")
+
+
 def test_stacks_are_written_in_the_folder_of_the_run_only(pair: Any, tmp_path: Path) -> None:
     pair.store.set("stacks", str(tmp_path / "elsewhere"))
     pair.ranks[0].explain()
