@@ -87,7 +87,7 @@ class Grid:
         """Raise InvalidCheckpointError if the tensors have more bytes than the files, or more blocks than these can
         have: a table of a few bytes could make a reader look at any number."""
         blocks = sum(len(self._tables["writers"][tensor["writers"]]) for tensor in self.tensors.values())
-        _require(blocks * LEAST_BLOCK <= most, f"has {blocks:,} blocks of tensors, too many for files of {most:,} bytes")
+        _require(blocks * LEAST_BLOCK <= most, f"has {blocks:,} blocks, too many for files of {most:,} bytes")
         stated = sum(math.prod(tensor["shape"]) * self.dtype(name).itemsize for name, tensor in self.tensors.items())
         _require(stated <= most, f"has tensors of {stated:,} bytes, but its files have {most:,}")
 

@@ -3,6 +3,7 @@
 Does not import torch.
 """
 
+import ctypes
 import json
 import mmap
 import os
@@ -28,6 +29,7 @@ RECORDS = {
 request. order: by the process that collects the ranks of the node, see collector.py."""
 SIZE = 65_536
 _HEAD = 8
+_MFD_CLOEXEC = 1  # linux/memfd.h
 
 State = Literal["running", "stopped", "ended"]
 
@@ -35,7 +37,7 @@ State = Literal["running", "stopped", "ended"]
 class Page:
     """A value of JSON per record. Each record has one writer at a time; a reader never sees half a value.
 
-    address: for `open` in another process of the node; "" on systems other than Linux, where none can open it.
+    address: for `open` in another process of the node; "" if the system has no such memory, as others than Linux.
     """
 
     def __init__(self, memory: mmap.mmap, address: str, pid: int, began: str) -> None:
@@ -49,7 +51,7 @@ class Page:
         """The page of this process. Its memory is freed when no process has it any more."""
         pid, token = os.getpid(), secrets.token_hex(16)
         began = _stat(pid)[1]
-        descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC) if sys.platform == "linux" and began else -1
+        descriptor = _new_memory() if sys.platform == "linux" and began else -1
         if descriptor >= 0:
             os.ftruncate(descriptor, SIZE)
         address = f"{pid} {descriptor} {began} {token}" if descriptor >= 0 else ""
@@ -94,6 +96,13 @@ class Page:
         if began != self._began or code in "ZXx":
             return "ended"
         return "stopped" if code == "T" else "running"
+
+
+def _new_memory() -> int:
+    """A descriptor of empty memory; -1 if the system forbids it. By libc: Python builds for many systems, as that of
+    uv, lack os.memfd_create."""
+    create = getattr(ctypes.CDLL(None), "memfd_create", None)
+    return -1 if create is None else int(create(NAME.encode(), _MFD_CLOEXEC))
 
 
 def _stat(pid: int) -> tuple[str, str]:

@@ -211,7 +211,7 @@ def test_tensors_that_are_larger_than_the_files_are_refused() -> None:
     grid = Grid(grid_content(content))
     blocks = sum(len(content["writers"][tensor["writers"]]) for tensor in content["tensors"])
     grid.require_bytes(blocks * LEAST_BLOCK)
-    with pytest.raises(InvalidCheckpointError, match=f"has {blocks} blocks of tensors, too many for files of 10 bytes"):
+    with pytest.raises(InvalidCheckpointError, match=f"has {blocks} blocks, too many for files of 10 bytes"):
         grid.require_bytes(10)
     content["tensors"][0]["shape"] = [2**40, 7]
     stated = 4 * (2**40 * 7 + 5 * 3 + 9 + 1) + 8 * 12
