@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from titanlite.ranks.distributed import World, world_from_environment
 from titanlite.ranks.failure import FailureReport
-from titanlite.ranks.positions import Positions
+from titanlite.ranks.positions import Positions, late_error
 from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import LateRanksError, UsageError, UserError
 from titanlite.runtime.logging import log, setup_logging, warn_in_lines
@@ -111,8 +111,11 @@ def decide_on_rank_0(
                 store.wait(keys, timedelta(seconds=timeout_s))
         return share_from_rank_0("decision", decide_here, world, store, timeout_s)
     except (dist.DistStoreError, LateRanksError):
-        late = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise LateRanksError(late or [0], timeout_s) from None
+
+        def look() -> list[int]:
+            return [rank for rank, key in enumerate(keys) if not store.check([key])]
+
+        raise late_error(store, world.rank, world.size, timeout_s, look) from None
 
 
 def share_from_rank_0(name: str, work: Callable[[], T], world: World, store: dist.Store, timeout_s: int) -> T:

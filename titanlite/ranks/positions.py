@@ -127,19 +127,16 @@ class Positions:
                 with waiting(lambda: f"the end of all {self.size} ranks, in step {step}: see their logs"):
                     self._store.wait([ALL_LEFT], timedelta(seconds=self.silence_s))
             except dist.DistStoreError:
-                raise LateRanksError(self._late(), self.silence_s) from None
+                raise self._late() from None
 
-    def _late(self) -> list[int]:
-        """The ranks that have not left: one rank looks, for all. Raises RuntimeError."""
-        if self.background.compare_set("late/by", "", str(self._rank)) == str(self._rank).encode():
+    def _late(self) -> LateRanksError:
+        """The ranks that have not left. Raises RuntimeError."""
+
+        def look() -> list[int]:
             with self._guard:
-                late = self._view.late() or [0]
-            self.background.set("late", json.dumps(late[:MOST_LATE]))
-        with suppress(dist.DistStoreError):
-            self._store.wait(["late"], timedelta(seconds=ANSWER_S))
-            late = parse_value(self._store.get("late"), lambda value: [*map(int, json.loads(value))]) or []
-            return [rank for rank in late if 0 <= rank < self.size][:MOST_LATE] or [0]
-        return [0]
+                return self._view.late()
+
+        return late_error(self.background, self._rank, self.size, self.silence_s, look)
 
     def leave(self) -> None:
         """Tell the other ranks that this one ends by itself. Raises RuntimeError."""
@@ -331,3 +328,25 @@ def note_left(store: dist.Store, rank: int, size: int) -> None:
     store.set(f"left/{rank}", "")
     if store.add("left", 1) == size:
         store.set(ALL_LEFT, "")
+
+
+def late_error(
+    store: dist.Store, rank: int, size: int, waited_s: float, look: Callable[[], list[int]]
+) -> LateRanksError:
+    """The error of all ranks that have waited in vain. One of them looks for the late ones, and tells the others, since
+    it asks the store for each rank; they are said to wait for rank 0 if it finds none, or does not tell.
+
+    store: for this use only. Raises RuntimeError.
+    """
+    found: list[int] | None = None
+    if store.compare_set("late/by", "", str(rank)) == str(rank).encode():
+        late = look()
+        found = [len(late), *late[:MOST_LATE]]
+        store.set("late", json.dumps(found))
+    else:
+        with suppress(dist.DistStoreError):
+            store.wait(["late"], timedelta(seconds=ANSWER_S))
+            found = parse_value(store.get("late"), lambda value: [*map(int, json.loads(value))])
+    number, *late = found or [0]
+    ranks = [each for each in late if 0 <= each < size][:MOST_LATE]
+    return LateRanksError(ranks, waited_s, min(number, size)) if ranks else LateRanksError([0], waited_s)

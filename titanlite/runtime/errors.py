@@ -37,11 +37,12 @@ class DataError(UserError):
 
 
 class LateRanksError(RuntimeError):
-    """Ranks did not take part in an exchange in time. ranks: which ones."""
+    """Ranks did not take part in an exchange in time. ranks: which ones, or the first of `number`."""
 
-    def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, ranks: Sequence[int], timeout_s: float, number: int = 0) -> None:
         self.ranks = tuple(ranks)
-        others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+        more = max(number, len(ranks)) - 1
+        others = f" and {more} more" if more else ""
         super().__init__(f"no message within {timeout_s:g} s from rank {ranks[0]}{others}")
 
 

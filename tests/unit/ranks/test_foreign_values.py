@@ -80,8 +80,8 @@ def test_numbers_and_texts_without_limit(pair: Any) -> None:
     pair.store.set("collectives/1", '{"0": {"group": 9}, "7": {"group": 1}, "-1": {"group": 1}}')
     assert pair.ranks[0].explain().startswith("all ranks are in step 0")
     pair.store.set("late/by", "1")
-    pair.store.set("late", "[7, -1]")
-    assert pair.ranks[0]._late() == [0]
+    pair.store.set("late", "[2, 7, -1]")
+    assert pair.ranks[0]._late().ranks == (0,)
     places = [[1, 2, "x" * 3000, "host"], [10**4000, 2, "saving", "host"]]
     for key, value in [(FIRST_FAILURE, "9" * 4000), *(("zero", json.dumps(place)) for place in places)]:
         pair.store.set(key, value)

@@ -18,7 +18,7 @@ from tests.pool import run_ranks
 from titanlite.ranks import collector, election, positions, signals
 from titanlite.ranks.distributed import enable_flight_recorder, keep_nccl_records
 from titanlite.ranks.message import last_numbers, ranks_behind
-from titanlite.ranks.positions import Positions
+from titanlite.ranks.positions import Positions, late_error
 from titanlite.runtime.errors import LateRanksError
 from titanlite.runtime.torch_internals import recorded_collectives
 from titanlite.runtime.waiting import SETTLE_S
@@ -259,3 +259,17 @@ def test_without_a_recorder_there_are_no_records(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch._C, "_distributed_c10d", object())
     assert recorded_collectives() == {}
     assert last_numbers({"gloo": '{"pg_config": {}}'}) == {}
+
+
+def test_one_rank_looks_for_those_that_are_late() -> None:
+    """A look takes a request per rank, and all ranks end their wait at the same time."""
+    store, looks = dist.HashStore(), list[int]()
+
+    def error_of(rank: int) -> LateRanksError:
+        return late_error(store, rank, 1000, 5.0, lambda: [*range(looks.append(rank) or 400, 700)])
+
+    found = [error_of(rank) for rank in (3, 4, 5)]
+    assert looks == [3]
+    assert {error.ranks for error in found} == {tuple(range(400, 464))}
+    assert {str(error) for error in found} == {"no message within 5 s from rank 400 and 299 more"}
+    assert late_error(dist.HashStore(), 3, 1000, 5.0, list).ranks == (0,)
