@@ -194,22 +194,26 @@ class Collector:
             place = parse_value(self._store.get("zero"), parse_place)
             orders["zero"] = None if place is None else [*place, now]
 
+    def said_of(self, rank: int) -> "tuple[int, Row] | None":
+        """The number of the last heartbeat, and what it says of a rank; None if there is none. Raises RuntimeError."""
+        if not self._store.check([f"where/{rank}"]):
+            return None
+        number = parse_value(self._store.get(f"where/{rank}"), int)
+        if number is None or not self._store.check([f"node/{number}"]):
+            return None
+        node = parse_value(self._store.get(f"node/{number}"), parse_node)
+        return None if node is None or rank not in node.ranks else (node.beat, node.ranks[rank])
+
     def _is_silent(self, rank: int) -> bool:
         """Whether the rank that is about to print has ended, or cannot print."""
-        store, now = self._store, time.monotonic()
-        if store.check([f"left/{rank}"]) or not store.check([f"where/{rank}"]):
+        now = time.monotonic()
+        if self._store.check([f"left/{rank}"]) or (said := self.said_of(rank)) is None:
             return False
-        number = parse_value(store.get(f"where/{rank}"), int)
-        node = None
-        if number is not None and store.check([f"node/{number}"]):
-            node = parse_value(store.get(f"node/{number}"), parse_node)
-        if node is None or rank not in node.ranks:
-            return False
-        row = node.ranks[rank]
+        beat, row = said
         if row.state != "running" or row.pulse_s > SETTLE_S:
             return True
-        if self._seen_first[0] != (rank, node.beat):
-            self._seen_first = (rank, node.beat), now
+        if self._seen_first[0] != (rank, beat):
+            self._seen_first = (rank, beat), now
         return now - self._seen_first[1] > max(SETTLE_S, 2 * interval_s(self._nodes))
 
     def _send_collectives(self, ranks: Iterable[int]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titanlite.ranks.collector import PROCESS, TAKE_OVER, Collector, interval_s, start_process
+from titanlite.ranks.collector import PROCESS, PULSE_S, TAKE_OVER, Collector, interval_s, start_process
 from titanlite.ranks.message import SILENT_S, describe_loss, describe_ranks, last_numbers, ranks_behind
 from titanlite.ranks.page import Page
 from titanlite.ranks.signals import TICK_S, in_thread, watch
@@ -174,18 +174,24 @@ class Positions:
         """Return those of the other ranks of this node that give no heartbeat within `within_s`, as soon as the others
         have given one. Ranks that end by themselves are never silent. Raises RuntimeError."""
 
+        def sign(rank: int) -> object:
+            """Changes while the rank runs; None: there is none."""
+            if (page := self._collector.pages.get(rank)) is not None:
+                return page.read("pulse")
+            said = self._collector.said_of(rank)
+            return said[0] if said is not None and said[1].state == "running" and said[1].pulse_s <= PULSE_S else None
+
         def wait() -> list[int]:
             with self._guard:
-                self._collector.find()
-            pages = {rank: page for rank, page in self._collector.pages.items() if rank != self._rank}
-            waiting = {rank: page.read("pulse") for rank, page in pages.items()}
+                self._collector.find()  # those that run
+            waiting = {rank: sign(rank) for rank in self.local_ranks if rank != self._rank}
             end = time.monotonic() + within_s
             while waiting and time.monotonic() < end:
                 time.sleep(POLL_S)
                 waiting = {
-                    rank: pulse
-                    for rank, pulse in waiting.items()
-                    if pages[rank].read("pulse") == pulse and not self.background.check([f"left/{rank}"])
+                    rank: before
+                    for rank, before in waiting.items()
+                    if sign(rank) in (before, None) and not self.background.check([f"left/{rank}"])
                 }
             return list(waiting)
 

@@ -1,11 +1,13 @@
 """The process or thread that gives the heartbeats of a node: which one does, and what it ends."""
 
 import ctypes
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,36 @@ def test_the_process_of_a_node_outlives_its_ranks_and_kills_those_that_cannot_en
     ranks[2].kill()
     last = node(server).beat
     wait_until(lambda: node(server).beat > last and node(server).ranks[2].state == "ended")
+
+
+def looks_for_silent_ranks(port: int) -> None:
+    """The first of three ranks of a node, which has the launcher's signal once another one is killed."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    positions = Positions(store, 0, 3, range(3), None, 1000.0, lambda: None)
+    positions.start_process()
+    store.wait(["killed"])
+    store.set("silent", json.dumps(positions.silent(2.0)))
+    time.sleep(1000)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_silent_for_one_that_has_never_read_its_page(server: dist.TCPStore) -> None:
+    context = fork_context()
+    first = context.Process(target=looks_for_silent_ranks, args=(server.port,))
+    others = [context.Process(target=is_rank, args=(server.port, rank, False)) for rank in (1, 2)]
+    for process in (first, *others):
+        process.start()
+    try:
+        wait_until(lambda: server.check(["where/0", "where/1", "where/2"]))
+        others[1].kill()
+        others[1].join()
+        server.set("killed", "")
+        server.wait(["silent"], timedelta(seconds=LIMIT_S))
+        assert json.loads(server.get("silent")) == [2]
+    finally:
+        for process in (first, *others):
+            process.kill()
+            process.join()
 
 
 def node(store: dist.Store) -> Any:
