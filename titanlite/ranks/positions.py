@@ -157,7 +157,9 @@ class Positions:
             others = [
                 (rank, each) for rank, each in self._view.seen.items() if rank != self._rank and not each.has_left
             ]
-            living = [rank for rank, each in others if each.beats == 0 or not each.is_lost(now, SETTLE_S)]
+            living = [
+                rank for rank, each in others if each.beats == 0 or not each.is_lost(now, max(SETTLE_S, self._silent_s))
+            ]
         return any(not self.background.check([f"left/{rank}"]) for rank in living)
 
     @property
@@ -227,8 +229,8 @@ class Positions:
 
     @property
     def _silent_s(self) -> float:
-        """A rank without a heartbeat for longer has ended."""
-        return max(SILENT_S, 2 * self._interval_s)
+        """A rank without a heartbeat for longer has ended: four intervals, as a reader is late by up to one."""
+        return max(SILENT_S, 4 * self._interval_s)
 
     def _settle(self, settle_s: float) -> dict[int, dict[str, int]]:
         """Update the view for so long, while ranks write their stacks; returns the last collectives by rank."""
