@@ -141,9 +141,9 @@ class Collector:
         """The ranks whose processes have not ended."""
         return [rank for rank, page in tuple(self.pages.items()) if page.state() != "ended"]
 
-    def end_ranks(self) -> None:
-        """The job ends: `kill` may end those that cannot."""
-        self._ended_at = min(self._ended_at, time.monotonic())
+    def end_ranks(self, in_s: float = 0.0) -> None:
+        """The job ends, after so many seconds: `kill` may end ranks that cannot."""
+        self._ended_at = min(self._ended_at, time.monotonic() + in_s)
 
     def kill(self) -> None:
         """Kill the ranks that hold Python's lock, or are stopped, KILL_S after the message of the job."""
@@ -270,20 +270,25 @@ def parse_place(value: bytes) -> tuple[int, int, str, str]:
     return int(count), int(step), str(phase), str(host)
 
 
-def start_process(store: dist.Store, ranks: Iterable[int], pages: dict[int, Page], nodes: int) -> None:
-    """Fork the process that collects the ranks of this node, if the system can. It ends after all of them."""
+def start_process(
+    store: dist.Store, ranks: Iterable[int], pages: dict[int, Page], nodes: int, silence_s: float
+) -> None:
+    """Fork the process that collects the ranks of this node, if the system can. It ends after all of them.
+
+    silence_s: after the loss of the store, the time in which ranks end, or finish their work.
+    """
     if sys.platform != "linux":
         return
     with warnings.catch_warnings(), suppress(OSError):
         warnings.simplefilter("ignore")  # that there are threads: the child uses nothing of theirs
         if os.fork() == 0:
             try:
-                _run_process(store, ranks, pages, nodes)
+                _run_process(store, ranks, pages, nodes, silence_s)
             finally:
                 os._exit(0)
 
 
-def _run_process(store: dist.Store, ranks: Iterable[int], pages: dict[int, Page], nodes: int) -> None:
+def _run_process(store: dist.Store, ranks: Iterable[int], pages: dict[int, Page], nodes: int, silence_s: float) -> None:
     gc.freeze()
     signal.set_wakeup_fd(-1)  # that of the rank
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -306,7 +311,7 @@ def _run_process(store: dist.Store, ranks: Iterable[int], pages: dict[int, Page]
                 is_ending = ended.wait(interval_s(nodes) * (START_SHARE if collector.awaits else 1))
             collector.beat()
         except RuntimeError:
-            collector.end_ranks()
+            collector.end_ranks(silence_s)
 
     thread = threading.Thread(target=give_beats, daemon=True)
     thread.start()

@@ -107,7 +107,7 @@ class Positions:
         hold locks, and before the device is used."""
         if self.size > 1 and self._rank == self.local_ranks.start:
             nodes = -(-self.size // len(self.local_ranks))
-            start_process(self.background, self.local_ranks, {self._rank: self._page}, nodes)
+            start_process(self.background, self.local_ranks, {self._rank: self._page}, nodes, self.silence_s)
 
     def enter(self, step: int, phase: str) -> None:
         """Note that the main thread enters a phase; takes microseconds."""

@@ -92,6 +92,24 @@ def test_the_process_of_a_node_outlives_its_ranks_and_kills_those_that_cannot_en
     wait_until(lambda: node(server).beat > last and node(server).ranks[2].state == "ended")
 
 
+def test_ranks_may_finish_their_work_after_the_loss_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that end by themselves, do so after silence_s."""
+    killed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, _: killed.append(pid))
+    monkeypatch.setattr(collector, "KILL_S", 0.0)
+    page = Page.create()
+    page.pid += 1
+    page.write("pulse", [time.monotonic() - 10, False])
+    monkeypatch.setattr(page, "state", lambda: "running")
+    own = Collector(dist.HashStore(), [], {0: page}, PROCESS, 1, 0)
+    own.end_ranks(1000.0)
+    own.kill()
+    assert killed == []
+    own.end_ranks()
+    own.kill()
+    assert killed == [page.pid]
+
+
 def looks_for_silent_ranks(port: int) -> None:
     """The first of three ranks of a node, which has the launcher's signal once another one is killed."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
