@@ -16,6 +16,7 @@ import torch.distributed as dist
 from titanlite.ranks.distributed import World, world_from_environment
 from titanlite.ranks.failure import FailureReport
 from titanlite.ranks.positions import Positions, late_error
+from titanlite.ranks.view import BATCH
 from titanlite.runtime.environment import raise_open_file_limit
 from titanlite.runtime.errors import LateRanksError, UsageError, UserError
 from titanlite.runtime.logging import log, setup_logging, warn_in_lines
@@ -113,7 +114,9 @@ def decide_on_rank_0(
     except (dist.DistStoreError, LateRanksError):
 
         def look() -> list[int]:
-            return [rank for rank, key in enumerate(keys) if not store.check([key])]
+            batches = (range(first, min(first + BATCH, world.size)) for first in range(0, world.size, BATCH))
+            incomplete = [batch for batch in batches if not store.check([keys[rank] for rank in batch])]
+            return [rank for batch in incomplete for rank in batch if not store.check([keys[rank]])]
 
         raise late_error(store, world.rank, world.size, timeout_s, look) from None
 

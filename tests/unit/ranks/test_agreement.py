@@ -103,6 +103,15 @@ def test_rank_0_shares_its_result_or_its_error(error: Exception, text: str) -> N
     assert share_from_rank_0("works", lambda: (2, "b"), other, store, 5) == [1, "a"]
 
 
+def test_late_ranks_of_many_are_named() -> None:
+    store = dist.HashStore()
+    for rank in {*range(600)} - {0, 300, 599}:
+        store.set(f"text/{rank}", "")
+    with pytest.raises(LateRanksError, match="from rank 300 and 1 more") as caught:
+        decide_on_rank_0("", len, World(0, 0, 600, "cpu"), store, 1)
+    assert caught.value.ranks == (300, 599)
+
+
 def test_a_late_rank_0_is_named() -> None:
     with pytest.raises(LateRanksError, match="no message within 1 s from rank 0"):
         share_from_rank_0("late", lambda: 1, World(1, 1, 2, "cpu"), dist.HashStore(), 1)
