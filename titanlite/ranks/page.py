@@ -45,6 +45,7 @@ class Page:
         self.address = address
         self.pid = pid
         self._began = began
+        self._last_read: dict[str, Any] = {}
 
     @classmethod
     def create(cls) -> Self:
@@ -81,12 +82,14 @@ class Page:
         self._memory[offset : offset + _HEAD + len(content)] = head + content
 
     def read(self, record: str) -> Any:
-        """The value that was written last; None if there is none, or while it is written."""
+        """The value that was written last, or the one that was read last while it is written; None: there is none."""
         offset, size = RECORDS[record]
         head = self._memory[offset : offset + _HEAD]
         length, check = int.from_bytes(head[:4], "little"), int.from_bytes(head[4:], "little")
         content = self._memory[offset + _HEAD : offset + _HEAD + min(length, size - _HEAD)]
-        return parse_value(content, json.loads) if zlib.crc32(content) == check and content else None
+        if content and zlib.crc32(content) == check:
+            self._last_read[record] = parse_value(content, json.loads)
+        return self._last_read.get(record)
 
     def state(self) -> State:
         """Of the process."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from titanlite.ranks import collector
 from titanlite.ranks.collector import PROCESS, Collector, interval_s, parse_node
 from titanlite.ranks.launch import fork_context
-from titanlite.ranks.page import Page
+from titanlite.ranks.page import RECORDS, Page
 from titanlite.ranks.positions import Positions
 
 LIMIT_S = 60.0  # generous, for a busy machine
@@ -207,6 +207,10 @@ def test_a_page_is_read_by_its_address_only(monkeypatch: pytest.MonkeyPatch) -> 
     assert other.read("last") is None
     other.write("order", {"by": 0})
     assert page.read("order") == {"by": 0}
+    offset, _ = RECORDS["order"]
+    other._memory[offset + 8] += 1  # while it is written
+    assert page.read("order") == {"by": 0}
+    assert Page.open(page.address).read("order") is None
     pid, descriptor, began, token = page.address.split()
     file = os.open("/dev/null", os.O_RDWR)
     wrong = [f"{pid} {file} {began} {token}", f"{pid} {descriptor} 1 {token}", f"{pid} {descriptor} {began} {'0' * 32}"]
