@@ -78,6 +78,7 @@ class Layout:
             f"training.global_batch_size={self.rows}",
             f"training.local_batch_size={-(-most // self.accumulation)}",
             f"data.num_streams={streams}",
+            "loss.z_loss=0",  # the reference has none; olmo2 and olmo3 would
             *self.settings,
             *settings,
         )

@@ -97,12 +97,12 @@ def test_rank_0_logs_for_which_rank_the_others_wait(
 ) -> None:
     """Nothing, however long a phase takes, while all ranks are in it."""
     quick(monkeypatch)
-    monkeypatch.setattr(positions, "FIRST_S", 0.3)
+    monkeypatch.setattr(positions, "FIRST_S", 1.5)  # a heartbeat may come late on a busy machine
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [Positions(connected(store), rank, 2, range(2), None, 1000.0, fail) for rank in range(2)]
     for rank in ranks:
         rank.enter(3, "waiting for data")
-    time.sleep(0.8)
+    time.sleep(2)
     assert caplog.messages == []
     ranks[0].enter(3, "saving")
     end = time.monotonic() + 20
@@ -111,7 +111,7 @@ def test_rank_0_logs_for_which_rank_the_others_wait(
         time.sleep(0.01)
     (line,) = caplog.messages
     assert re.fullmatch(
-        r"waiting for 0 s: rank 1 on .* hangs or lags: in step 3 \(waiting for data\) for 1 s; .*", line
+        r"waiting for \d s: rank 1 on .* hangs or lags: in step 3 \(waiting for data\) for \d s; .*", line
     )
 
 
