@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -138,7 +139,8 @@ def enable_flight_recorder() -> None:
 def keep_nccl_records(folder: Path) -> None:
     """Let NCCL's watchdog write the last collectives into this folder before it ends a process, and not into the
     temporary files of its node. Call before the first collective."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):  # what cannot be written is reported by what a run needs
+        folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / NCCL_FILE))
 
 
