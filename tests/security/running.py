@@ -18,7 +18,7 @@ FORGED = "FORGED"
 
 SCRIPT = "stranger()"
 
-_CHECKED = {"ladder": 9, "parity": 3, "inspect": 3}
+_CHECKED = {"ladder": 9, "parity": 5, "inspect": 3}
 """Times that a command reads the data, for trainings, ranks or packings: the limit of CPU time is for each."""
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
