@@ -341,8 +341,8 @@ def note_left(store: dist.Store, rank: int, size: int) -> None:
 def late_error(
     store: dist.Store, rank: int, size: int, waited_s: float, look: Callable[[], list[int]]
 ) -> LateRanksError:
-    """The error of all ranks that have waited in vain. One of them looks for the late ones, and tells the others, since
-    it asks the store for each rank; they are said to wait for rank 0 if it finds none, or does not tell.
+    """The error of all ranks that have waited in vain. One of them looks for the late ranks, with a request for each
+    rank, and tells the others. The error names rank 0 if it finds none, or does not tell.
 
     store: for this use only. Raises RuntimeError.
     """
