@@ -241,9 +241,21 @@ SILENT = {
 """Fault -> last output before it, message, settings."""
 
 
+SILENT_CASES = [
+    *(pytest.param(fault, {}, id=fault, marks=pytest.mark.soak if fault != "kill" else ()) for fault in SILENT),
+    *(
+        pytest.param(fault, {"TORCH_GLOO_LAZY_INIT": "1"}, id=f"{fault}-not-connected", marks=pytest.mark.soak)
+        for fault in SILENT
+    ),
+]
+"""Faults with groups that connect at their start, and with those of large jobs, which connect at their first use."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["kill", *(pytest.param(name, marks=pytest.mark.soak) for name in [*SILENT][1:])])
-def test_a_rank_that_is_killed_or_hangs_is_named(fault: str, tmp_path: Path, start: Starter) -> None:
+@pytest.mark.parametrize(("fault", "environment"), SILENT_CASES)
+def test_a_rank_that_is_killed_or_hangs_is_named(
+    fault: str, environment: dict[str, str], tmp_path: Path, start: Starter
+) -> None:
     """One message, by a rank that waits for it, and an exit within 5 s after the timeout; files show where ranks are.
 
     A save may take comm.save_timeout_s, half an hour; a rank that is stopped gives no heartbeats.
@@ -251,6 +263,7 @@ def test_a_rank_that_is_killed_or_hangs_is_named(fault: str, tmp_path: Path, sta
     begun, expected, settings = SILENT[fault]
     limit_s = 6 if begun == "Job: " else 3
     faults = {"FAULT": fault, "FAULTY_RANK": "1", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    faults |= environment
     settings = ("--comm.train_timeout_s", "3", "--comm.init_timeout_s", "6", *settings)
     if fault == "hang-data":  # in a run that has resumed
         assert start(tmp_path, *settings, "--training.steps", "1", name="first").wait() == 0
@@ -277,6 +290,25 @@ def test_a_rank_that_is_killed_or_hangs_is_named(fault: str, tmp_path: Path, sta
     assert sorted(files) == [f"rank-{rank}.{suffix}" for rank in living for suffix in ("gloo.json", "txt")]
     assert begun == "Job: " or json.loads(files["rank-0.gloo.json"])["entries"]
     assert fault.startswith("hang") == (" in hang\n" in files.get("rank-1.txt", ""))
+
+
+@pytest.mark.soak  # default suite: two ranks
+@pytest.mark.parametrize("fault", ["kill", "hang"])
+def test_one_of_16_ranks_that_is_killed_or_hangs_is_named(fault: str, tmp_path: Path, start: Starter) -> None:
+    """On a machine that has too few cores for them."""
+    begun, expected, _ = SILENT[fault]
+    faults = {"FAULT": fault, "FAULTY_RANK": "11"}
+    settings = ("--comm.train_timeout_s", "30", "--training.local_batch_size", "1")
+    program = start(tmp_path, *settings, ranks=16, program=FAULTY, environment=faults)
+    program.wait_for(begun)
+    assert seconds_to_end(program) < 30 + 20
+    (message,) = re.findall("^titanlite: .*$", program.output, re.MULTILINE)
+    assert re.search(f"^titanlite: {expected.partition(ALONE)[0]}".replace("rank 1 ", "rank 11 "), message)
+    assert own_tracebacks(program.output) == 0
+    (folder,) = (tmp_path / "out" / "faults").iterdir()
+    living = {rank for rank in range(16) if fault == "hang" or rank != 11}
+    assert {file.name for file in folder.glob("*.txt")} == {f"rank-{rank}.txt" for rank in living}
+    program.wait_until_gone(SOON_S)
 
 
 @pytest.mark.soak  # default suite: tests/unit/metrics/test_goodput.py

@@ -23,6 +23,10 @@ MAX_CAUSE = 300
 """Characters of the error of a lost connection that a message shows. It may list a key per rank."""
 
 NO_SPACE = "the disk is full, or has no inodes left for further files: see df -h and df -i"
+ALL_RANKS = " 0 default_pg"
+"""Names of torch's default group after the backend, see last_numbers: all ranks are in it, also one that has entered
+none of its collectives."""
+
 SILENT_S = 2.0
 """A rank whose heartbeat is older has ended."""
 
@@ -175,7 +179,8 @@ def ranks_behind(last: Mapping[int, Mapping[str, int]]) -> list[int]:
     """
     behind, ahead = set(), set()
     for group in {group for numbers in last.values() for group in numbers}:
-        numbers = {rank: each[group] for rank, each in last.items() if group in each}
+        all_ranks = group.endswith(ALL_RANKS)
+        numbers = {rank: each.get(group, 0) for rank, each in last.items() if all_ranks or group in each}
         behind |= {rank for rank, number in numbers.items() if number < max(numbers.values())}
         ahead |= {rank for rank, number in numbers.items() if number > min(numbers.values())}
     return sorted(behind - ahead)

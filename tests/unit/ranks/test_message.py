@@ -138,6 +138,9 @@ def test_ranks_in_the_same_phase_are_told_apart_by_their_collectives() -> None:
         ([{"tp0": 5, "dp0": 9}, {"tp0": 5, "dp1": 9}, {"tp1": 5, "dp0": 8}, {"tp1": 4, "dp1": 8}], [3]),
         ([{"world": 7, "only 0": 3}, {"world": 7}], []),
         ([{"world": 8}, {"world": 7}, {"world": 7}], [1, 2]),
+        # All ranks are in the default group, also those that have not used it.
+        ([{"gloo 0 default_pg": 1}, {}], [1]),
+        ([{"gloo 1 tp": 1}, {}], []),
     ],
 )
 def test_the_rank_that_waits_for_no_other_is_behind(last: list[dict[str, int]], behind: list[int]) -> None:
