@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 import titanlite
 from tests.unit.hf.making import write_model
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.errors import ConfigError
 from titanlite.tools.convert import __main__ as convert
 from titanlite.tools.saved_run import open_run
 from titanlite.tools.tokenize import __main__ as tokenize
@@ -155,6 +156,10 @@ def test_ways_in(kind: str, tmp_path: Path) -> None:
     assert add_bos(checkpoint__initial_load_path=f"hf:{model}", tokenizer__path=tmp_path / "another") is adds
     for given in (True, False):
         assert add_bos(checkpoint__initial_load_path=f"hf:{model}", data__add_bos=given) is given
+    (model / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"(?s)data.add_bos .*the tokenizer of .*model, which would tell, cannot"):
+        add_bos(checkpoint__initial_load_path=f"hf:{model}", tokenizer__path=tmp_path / "another")
+    write_tokenizer(kind, model)
     titanlite.run(tmp_path / "base.toml", {"tokenizer.path": model, "data.add_bos": True})
     assert add_bos(tokenizer__path=model) is True  # the resume
     again = {"job__dump_folder": tmp_path / "again", "tokenizer__path": model}

@@ -48,7 +48,10 @@ def read_kept(table: Mapping[str, Any] | None, family: str, flavor: str) -> tupl
     flavor, which a new run with the copy of this configuration has chosen."""
     values = dict(table or {})
     of_flavor = [values.pop(name, now) for name, now in zip(_FLAVOR, (family, flavor), strict=True)]
-    return _read(values, family) if of_flavor == [family, flavor] else ({}, [])
+    if of_flavor != [family, flavor]:
+        return {}, []
+    read, problems = _read(values, family)
+    return read, [replace(each, key=each.key.replace("model", f"model.{KEPT}", 1)) for each in problems]
 
 
 def _read(values: Mapping[str, Any], family: str) -> tuple[dict[str, Any], list[Problem]]:

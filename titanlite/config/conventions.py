@@ -23,7 +23,7 @@ def with_conventions(config: JobConfig) -> JobConfig:
     """The configuration of a new run with the tokenizer of the model that it starts from, if it names none, and with
     data.add_bos: as in the token files, else as of that model, else false.
 
-    Files that cannot be read decide nothing: the checks name them.
+    It stays "auto" if one of these files cannot be read.
     """
     config = with_model_tokenizer(config)
     if config.data.add_bos != "auto":
@@ -31,7 +31,7 @@ def with_conventions(config: JobConfig) -> JobConfig:
     try:
         found = _bos_of_model(config) if (of_data := bos_of_data(config)) is None else of_data
     except UserError:
-        found = False
+        return config
     return replace(config, data=replace(config.data, add_bos=found))
 
 
@@ -39,8 +39,9 @@ def _bos_of_model(config: JobConfig) -> bool:
     """Whether the model that the run starts from was trained on documents that begin with BOS."""
     if folder := start_model(config):
         own, file = _tokenizer(config), tokenizer_file(folder)
-        of_model = Tokenizer(file) if file.is_file() else own
-        return own is not None and own.bos_id is not None and of_model is not None and of_model.adds_bos
+        if own is None or own.bos_id is None:
+            return False
+        return (Tokenizer(file) if file.is_file() else own).adds_bos
     return bool(initial_config(config.checkpoint).get("data", {}).get("add_bos", False))
 
 

@@ -22,6 +22,7 @@ from titanlite.config.check import (
     check_stores,
     one_rank,
     resolve_config,
+    start_model,
 )
 from titanlite.config.conventions import with_conventions
 from titanlite.config.fields import SECTIONS, columns_of, fields_of, keys_of
@@ -182,6 +183,9 @@ def resolve(
         found = [_with_origin(problem, parsed.config, config) for problem in found]
         found = [_with_file(problem, parsed.origins, parsed.path) for problem in found]
         problems += without_consequences(found, parsed.problems)
+    if readable and config.data.add_bos == "auto" and not problems:  # no check reads the tokenizer of the model
+        rule = f"true or false: the tokenizer of {start_model(config)}, which would tell, cannot be read"
+        problems.append(Problem("data.add_bos", "auto", rule, "write whether its documents began with BOS"))
     if problems:
         raise ConfigError(problems)
     config = resolve_config(config, world_size=world_size, device_type=device_type)

@@ -91,7 +91,7 @@ def test_kept_values_are_stored_and_read_by_the_next_start(tmp_path: Path) -> No
     assert read_again(first).model == first.model
     (tmp_path / "copy.toml").write_text('[model]\nfamily = "olmoe"\n[model.kept]\nnope = 1\ndim = "x"\n')
     problems = parse([f"--job.config_file={tmp_path / 'copy.toml'}"]).problems
-    assert {problem.key for problem in problems} == {"model.nope", "model.dim"}
+    assert {problem.key for problem in problems} == {"model.kept.nope", "model.kept.dim"}
 
 
 @pytest.mark.usefixtures("later")
