@@ -187,6 +187,8 @@ def test_given_values_are_not_overridden() -> None:
     assert config.training.mixed_precision_param == config.training.mixed_precision_reduce == "float32"
 
 
+PLAIN = string.printable.translate(str.maketrans("", "", "~$"))
+"""Without what paths may not contain."""
 STRINGS = [
     *("", "plain", 'quo"te', "back\\slash", "new\nline\r\n\ttab", "\x01\x1f\x7f\x80", "\u2028", "\U0001f642", "#'"),
     "\\u0041",
@@ -211,7 +213,7 @@ def any_value(kind: Key, choose: random.Random) -> Any:
     if get_origin(kind.type) is dict:
         item = kind._replace(type=get_args(kind.type)[1], default=1.0)
         return {name: any_value(item, choose) for name in choose.sample(STRINGS, choose.randrange(4))}
-    noise = "".join(choose.choices(string.printable.replace("~", "") + "\u00e4\u4e2d", k=5))  # "~" is for paths
+    noise = "".join(choose.choices(PLAIN + "\u00e4\u4e2d", k=5))
     values: list[Any] = {bool: [True, False], int: INTS, float: FLOATS, str: [*STRINGS, noise]}[kind.type]
     inside = [value for value in values if kind.range is None or (kind.range.has(value) and str(value) != "-0.0")]
     return choose.choice(inside or [kind.default])
