@@ -171,6 +171,19 @@ def last_numbers(recorded: Mapping[str, str]) -> dict[str, int]:
     return last
 
 
+def unfinished(recorded: str) -> tuple[tuple[tuple[str, str], ...], float]:
+    """Of each group with a collective that has begun and not ended, the numbers of the last two that have begun and
+    ended; and the timeout of the last collective in seconds. recorded: of NCCL, see recorded_collectives."""
+    record = json.loads(recorded) if recorded else {}
+    numbers = [
+        (status["last_enqueued_collective"], status["last_completed_collective"])
+        for _, status in sorted(record.get("pg_status", {}).items())
+    ]
+    entries = record.get("entries", ())
+    timeout_s = entries[-1]["timeout_ms"] / 1000 if entries else 0.0
+    return tuple((begun, ended) for begun, ended in numbers if int(begun) > int(ended)), timeout_s
+
+
 def ranks_behind(last: Mapping[int, Mapping[str, int]]) -> list[int]:
     """The ranks that others wait for, and that wait for no other rank. last: last_numbers by rank.
 

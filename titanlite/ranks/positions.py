@@ -15,7 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from titanlite.ranks.collector import PROCESS, PULSE_S, TAKE_OVER, Collector, interval_s, start_process
-from titanlite.ranks.message import SILENT_S, describe_loss, describe_ranks, last_numbers, ranks_behind
+from titanlite.ranks.distributed import NCCL_AFTER_S
+from titanlite.ranks.message import SILENT_S, describe_loss, describe_ranks, last_numbers, ranks_behind, unfinished
 from titanlite.ranks.page import Page
 from titanlite.ranks.signals import TICK_S, in_thread, watch
 from titanlite.ranks.view import View
@@ -27,6 +28,8 @@ from titanlite.runtime.waiting import AGAIN_S, ANSWER_S, FIRST_S, SETTLE_S, call
 
 POLL_S = 0.1
 """Seconds between two looks of a rank at what its collector orders."""
+LOOK_S = 5.0
+"""Age of a phase from which on its collectives on the device are looked at, and seconds between two looks."""
 MAX_FILES = 64
 """With more ranks, one rank of each node writes its stacks: of those that run, one with the oldest position."""
 MOST_LATE = 64
@@ -61,9 +64,10 @@ class Positions:
         on_silence: Callable[[], None],
     ) -> None:
         """
-        local_ranks: those of this node. dump_folder: None: no stacks are written. on_silence: called once, in a thread
-        of its own, if for `silence_s` the store has not answered, or another rank that has begun training has given no
-        heartbeat: the main thread may wait for it with a longer timeout.
+        local_ranks: those of this node. dump_folder: None: no stacks are written. on_silence: called in a thread of its
+        own, if for `silence_s` the store has not answered, or another rank that has begun training has given no
+        heartbeat: the main thread may wait for it with a longer timeout; also after the timeout of a collective of
+        NCCL, in which no thread of Python waits.
         """
         self._store = store
         self.background: dist.Store = store.clone() if size > 1 else store  # type: ignore[attr-defined]
@@ -80,7 +84,8 @@ class Positions:
         self._ticks = 0
         self._answered: tuple[object, int] = (None, 0)  # the last answer of the store, and the tick
         self._log_after_s = FIRST_S
-        self._count = 0
+        self._count, self._entered_at = 0, 0.0
+        self._looked_at, self._unfinished = 0.0, ((), 0.0)  # last look, and what it has found since when
         self._lost = self._has_left = False
         self._order: dict[str, Any] = {}
         self._guard = threading.Lock()  # of the collector and the view
@@ -112,8 +117,8 @@ class Positions:
     def enter(self, step: int, phase: str) -> None:
         """Note that the main thread enters a phase; takes microseconds."""
         if self.size > 1:
-            self._count += 1
-            self._page.write("position", [self._count, step, phase, time.monotonic()])
+            self._count, self._entered_at = self._count + 1, time.monotonic()
+            self._page.write("position", [self._count, step, phase, self._entered_at])
 
     def finish(self, step: int) -> None:
         """Wait until all ranks have finished or failed: one that hangs is named by the others. Raises LateRanksError
@@ -263,6 +268,7 @@ class Positions:
                     dumped = True
                     self._show_stacks()
                 now = time.monotonic()
+                self._look_at_collectives(now)
                 if now >= beat_at:
                     beat_at = now + self._interval_s
                     with self._guard:
@@ -276,6 +282,20 @@ class Positions:
                     if self._rank == 0:
                         self._log_wait()
                 time.sleep(POLL_S)
+
+    def _look_at_collectives(self, now: float) -> None:
+        """End the process once no collective of NCCL has ended for as long as their timeout, while this rank waits for
+        one. NCCL would end it NCCL_AFTER_S later, and without a word about the rank that hangs."""
+        if now - max(self._looked_at, self._entered_at) < LOOK_S:
+            return
+        self._looked_at = now
+        found, timeout_s = unfinished(recorded_collectives().get("nccl", ""))
+        before, since = self._unfinished
+        if found != before:
+            self._unfinished = found, now
+        elif found and now - since > timeout_s - NCCL_AFTER_S:
+            self._unfinished = (), now
+            in_thread(self._on_silence)
 
     def _show_stacks(self) -> None:
         """Write the last collectives for the message and, of one rank per node if there are many, the files."""

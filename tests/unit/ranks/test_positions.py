@@ -161,6 +161,31 @@ def test_silence_does_not_count_before_the_first_step(monkeypatch: pytest.Monkey
     assert not silent.wait(0.5)
 
 
+def record_of(ended: int) -> dict[str, str]:
+    """As recorded_collectives on a device, of a rank that waits in collective 9."""
+    status = {"last_enqueued_collective": "9", "last_started_collective": "-1", "last_completed_collective": str(ended)}
+    entry = {"timeout_ms": 60_200, "state": "scheduled"}
+    return {"nccl": json.dumps({"pg_status": {"0": status}, "entries": [entry]}), "gloo": "{}"}
+
+
+def test_a_rank_that_waits_for_the_timeout_on_its_device_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL, which ends the ranks that wait and blames them, has its timeout 60 s later. Collectives that end are no
+    wait, nor is a rank without any."""
+    quick(monkeypatch)
+    monkeypatch.setattr(positions, "LOOK_S", 0.02)
+    for record, waits in (
+        (lambda: record_of(8), True),
+        (lambda: record_of(int(20 * time.monotonic()) % 8), False),
+        (lambda: record_of(9), False),
+        (dict, False),
+    ):
+        monkeypatch.setattr(positions, "recorded_collectives", record)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ended = threading.Event()
+        Positions(connected(store), 0, 2, range(2), None, 100.0, ended.set)
+        assert ended.wait(30.0 if waits else 0.6) is waits
+
+
 class StoppedStore:
     """Simulates a store whose process is stopped: what needs no answer returns, all else blocks."""
 
