@@ -31,6 +31,10 @@ SILENT_S = 2.0
 """A rank whose heartbeat is older has ended."""
 
 
+Unfinished = tuple[tuple[str, str], ...]
+"""Of each group that waits, the numbers of the last collectives that have begun and that have ended."""
+
+
 @dataclass
 class Seen:
     """What this rank has seen of another rank. count: number of phases entered. state: of the process, see page.py.
@@ -171,9 +175,9 @@ def last_numbers(recorded: Mapping[str, str]) -> dict[str, int]:
     return last
 
 
-def unfinished(recorded: str) -> tuple[tuple[tuple[str, str], ...], float]:
-    """Of each group with a collective that has begun and not ended, the numbers of the last two that have begun and
-    ended; and the timeout of the last collective in seconds. recorded: of NCCL, see recorded_collectives."""
+def unfinished(recorded: str) -> tuple[Unfinished, float]:
+    """The groups with a collective that has not ended, and the timeout of the last collective in seconds. recorded: of
+    NCCL, see recorded_collectives."""
     record = json.loads(recorded) if recorded else {}
     numbers = [
         (status["last_enqueued_collective"], status["last_completed_collective"])

@@ -16,7 +16,15 @@ import torch.distributed as dist
 
 from titanlite.ranks.collector import PROCESS, PULSE_S, TAKE_OVER, Collector, interval_s, start_process
 from titanlite.ranks.distributed import NCCL_AFTER_S
-from titanlite.ranks.message import SILENT_S, describe_loss, describe_ranks, last_numbers, ranks_behind, unfinished
+from titanlite.ranks.message import (
+    SILENT_S,
+    Unfinished,
+    describe_loss,
+    describe_ranks,
+    last_numbers,
+    ranks_behind,
+    unfinished,
+)
 from titanlite.ranks.page import Page
 from titanlite.ranks.signals import TICK_S, in_thread, watch
 from titanlite.ranks.view import View
@@ -85,7 +93,8 @@ class Positions:
         self._answered: tuple[object, int] = (None, 0)  # the last answer of the store, and the tick
         self._log_after_s = FIRST_S
         self._count, self._entered_at = 0, 0.0
-        self._looked_at, self._unfinished = 0.0, ((), 0.0)  # last look, and what it has found since when
+        self._looked_at = 0.0
+        self._unfinished: tuple[Unfinished, float] = ((), 0.0)  # what the last look has found, and since when
         self._lost = self._has_left = False
         self._order: dict[str, Any] = {}
         self._guard = threading.Lock()  # of the collector and the view
