@@ -3,8 +3,13 @@ processes, which would copy their memory pages (0.2 s per process)."""
 
 import gc
 
+from titanlite.config.fields import SECTIONS
 from titanlite.config.values import adapter_of
+from titanlite.models.registry import FAMILIES
 
-adapter_of("llama3")
+for section in SECTIONS:
+    adapter_of(section, "llama3")
+for family in FAMILIES:
+    adapter_of("model", family)
 gc.collect()
 gc.freeze()

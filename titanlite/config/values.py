@@ -30,29 +30,37 @@ def read_values(tables: Mapping[str, Any], family: str | None) -> tuple[dict[str
     given = deepcopy(dict(tables))
     if family is None and isinstance(given.get("model"), dict):
         given["model"] = {key: value for key, value in given["model"].items() if key == "family"}
-    adapter = adapter_of(family)
-    try:
-        return adapter.validate_python(given), []
-    except ValidationError as error:
-        found: dict[str, Problem] = {}
-        for details in error.errors(include_url=False):
-            problem = _problem(details, tables, family)
-            found.setdefault(problem.key, problem)
-            _remove(given, details["loc"])
-    return adapter.validate_python(given), list(found.values())
+    read: dict[str, dict[str, Any]] = {}
+    found: dict[str, Problem] = {}
+    for section in [name for name in SECTIONS if name in given]:
+        adapter = adapter_of(section, family)
+        try:
+            read[section] = adapter.validate_python(given[section])
+        except ValidationError as error:
+            for details in error.errors(include_url=False):
+                location = (section, *details["loc"])
+                problem = _problem(location, details, tables, family)
+                found.setdefault(problem.key, problem)
+                _remove(given, location)
+            if section in given:
+                read[section] = adapter.validate_python(given[section])
+    unknown = [_unknown_entry(name, value) for name, value in given.items() if name not in SECTIONS]
+    return read, [*found.values(), *unknown]
 
 
-def adapter_of(family: str | None) -> TypeAdapter[dict[str, dict[str, Any]]]:
-    """What reads all sections, with the choices that are registered now."""
-    flavors = (FAMILIES[family].config_type, *FAMILIES[family].flavors) if family else ()
+def adapter_of(section: str, family: str | None) -> TypeAdapter[dict[str, Any]]:
+    """What reads a section, with the choices that are registered now."""
+    if section == "model":
+        flavors = (FAMILIES[family].config_type, *FAMILIES[family].flavors) if family else ()
+        return _adapter(section, family, (tuple(FAMILIES), flavors))
     choices = tuple(tuple(table) for keys in TABLES.values() for tables in keys.values() for table in tables)
-    return _adapter(family, (tuple(FAMILIES), flavors, choices))
+    return _adapter(section, None, choices)
 
 
 @cache
-def _adapter(family: str | None, _registered: Any) -> TypeAdapter[dict[str, dict[str, Any]]]:
-    sections = {name: table_type(name, keys_of(name, family)) for name in SECTIONS}
-    return TypeAdapter(table_type("job", sections))
+def _adapter(section: str, family: str | None, _registered: Any) -> TypeAdapter[dict[str, Any]]:
+    """Cached by section, since a configuration has some of them, and only [model] depends on the family."""
+    return TypeAdapter(table_type(section, keys_of(section, family)))
 
 
 def table_type(name: str, keys: Mapping[str, Any]) -> Any:
@@ -89,12 +97,12 @@ def _at(tables: Any, location: Sequence[str | int]) -> Any:
     return tables
 
 
-def _problem(error: ErrorDetails, tables: Mapping[str, Any], family: str | None) -> Problem:
-    """The problem that an error of pydantic describes."""
-    location, value, is_unknown = error["loc"], error["input"], error["type"] == "extra_forbidden"
+def _problem(
+    location: Sequence[str | int], error: ErrorDetails, tables: Mapping[str, Any], family: str | None
+) -> Problem:
+    """The problem that an error of pydantic describes. location: of the value, from its section on."""
+    value, is_unknown = error["input"], error["type"] == "extra_forbidden"
     section, *path = (str(part) for part in location)
-    if not path and is_unknown:
-        return _unknown_entry(section, value)
     if not path:
         return Problem(section, value, "a table of keys", f"write [{section}] and its keys below it")
     key = f"{section}.{path[0]}"
