@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -83,22 +84,21 @@ def code_facts(environment: Mapping[str, str]) -> dict[str, str]:
     The code: all files of titanlite, and all imported modules that belong to neither Python nor an installed package.
     """
     facts = {"torch": torch.__version__, "Python": "{}.{}".format(*sys.version_info)}
-    facts |= {package: version(package) for package in PACKAGES}
+    facts |= {package: _version(package) for package in PACKAGES}
     facts |= {name: environment[name] for name in VARIABLES if name in environment}
-    root = Path(titanlite.__file__).parent
-    files = {f"titanlite/{file.relative_to(root)}": file for file in root.rglob("*.py")} | _user_modules(root)
-    return facts | {name: f"sha256 {code_digest([file.read_bytes()])}" for name, file in files.items()}
+    root = os.path.dirname(titanlite.__file__)
+    files = {f"titanlite{file.removeprefix(root)}": file for file in _own_files(root)} | _user_modules(root)
+    return facts | {name: f"sha256 {_digest(file)}" for name, file in files.items()}
 
 
 def computer_facts(device: torch.device) -> dict[str, Any]:
     """The software and the device, which checkpoints store. draws: version of the random numbers. code: digest of
     titanlite's files."""
-    files = sorted(Path(titanlite.__file__).parent.rglob("*.py"))
     return {
         "titanlite": titanlite.__version__,
         "torch": str(torch.__version__),
         "draws": DRAW_VERSION,
-        "code": code_digest(file.read_bytes() for file in files),
+        "code": _digest(*_own_files(os.path.dirname(titanlite.__file__))),
         "device": device_kind(device),
     }
 
@@ -176,14 +176,34 @@ def config_values(config: JobConfig) -> Iterator[tuple[str, Any]]:
                 yield f"{section}.{name}", value
 
 
-def _user_modules(package: Path) -> dict[str, Path]:
+_version = cache(version)
+
+
+def _own_files(package: str) -> list[str]:
+    """The Python files of a package, as sorted paths."""
+    found = [os.path.join(folder, name) for folder, _, names in os.walk(package) for name in names]
+    return sorted([file for file in found if file.endswith(".py")], key=lambda file: file.split(os.sep))
+
+
+def _digest(*files: str) -> str:
+    """The digest of the contents of files, which are read again only after a change: a run needs it several times."""
+    changed = [(file, os.stat(file)) for file in files]
+    return _digest_of(tuple((file, status.st_mtime_ns, status.st_size) for file, status in changed))
+
+
+@cache
+def _digest_of(versions: tuple[tuple[str, int, int], ...]) -> str:
+    return code_digest(Path(file).read_bytes() for file, _, _ in versions)
+
+
+def _user_modules(package: str) -> dict[str, str]:
     """Name -> file of the imported modules that belong to neither Python, nor an installed package, nor `package`, and
     of CUSTOMIZATIONS; without the files of plugins, which have facts of their own."""
     installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    excluded = tuple(f"{folder}{os.sep}" for folder in (*installed, str(package)))
+    excluded = tuple(f"{folder}{os.sep}" for folder in (*installed, package))
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     return {
-        name if name in CUSTOMIZATIONS else f"{MODULE}{name}": Path(file)
+        name if name in CUSTOMIZATIONS else f"{MODULE}{name}": file
         for name, file in files.items()
         # torch has modules with file names that do not exist
         if file and (name in CUSTOMIZATIONS or not file.startswith(excluded)) and os.path.isfile(file)

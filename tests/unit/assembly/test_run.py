@@ -107,6 +107,8 @@ def test_modules_that_python_imports_by_itself_count_from_any_folder(
     facts = code_facts({})
     assert {"usercustomize", "sitecustomize", "module own"} <= facts.keys()
     assert not {"module usercustomize", "module sitecustomize", "module b"} & facts.keys()
+    (tmp_path / "own.py").write_text("changed")  # since files that have not changed are read once
+    assert {name for name, value in code_facts({}).items() if value != facts[name]} == {"module own"}
 
 
 def test_a_rank_that_opens_a_folder_when_it_has_grown_differs(tmp_path: Path) -> None:
