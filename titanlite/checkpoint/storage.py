@@ -52,9 +52,13 @@ from titanlite.runtime.torch_internals import is_dtensor, shape_and_offset
 from titanlite.storage.address import Address, Place, is_safe_name
 from titanlite.storage.store import Store, Upload
 
+_GATHERED_BYTES = 2**18
+"""Of writes that are made as one: torch writes each tensor in about 40 pieces, most of them a few bytes."""
+
 
 class _HashingFile(io.RawIOBase):
-    """Hashes a file, in a store its parts too, while it is written sequentially.
+    """Hashes a file, in a store its parts too, while it is written sequentially. Small writes wait for `flush`, which
+    DCP calls after each tensor.
 
     The constructor takes an open file instead of a path: if it opened the file and that failed, Python's finalizer
     would call close() on an object without `_file`.
@@ -68,6 +72,7 @@ class _HashingFile(io.RawIOBase):
         """The hash of the part that is written: of the first one, that of the file."""
         self._parts: list[str] = []
         self._bytes = 0
+        self._waiting = bytearray()
         self.failure: OSError | UserError | None = None
         """The error of a failed write: torch's archive continues after it and raises a less specific error."""
 
@@ -75,19 +80,33 @@ class _HashingFile(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Write all of `data`. After a partial write, writing the rest raises the specific error."""
-        with memoryview(data) as view, view.cast("B") as rest:
-            written = 0
-            try:
-                while written < len(rest):
-                    written += self._file.write(rest[written:])
-            except (OSError, UserError) as error:
-                self.failure = error
-                if isinstance(error, OSError) and isinstance(self._file, io.FileIO):
-                    self.failure = OSError(error.errno, error.strerror, str(self._file.name))
-                raise self.failure from None
-            self._update(rest)
-            return written
+        with memoryview(data) as view, view.cast("B") as content:
+            if len(self._waiting) + len(content) > _GATHERED_BYTES:
+                self.flush()
+            if len(content) > _GATHERED_BYTES:
+                self._write(content)
+            else:
+                self._waiting += content
+            return len(content)
+
+    def flush(self) -> None:
+        waiting, self._waiting = self._waiting, bytearray()
+        if waiting:
+            with memoryview(waiting) as content:
+                self._write(content)
+
+    def _write(self, rest: memoryview) -> None:
+        """Write all of it. After a partial write, writing the rest raises the specific error."""
+        written = 0
+        try:
+            while written < len(rest):
+                written += self._file.write(rest[written:])
+        except (OSError, UserError) as error:
+            self.failure = error
+            if isinstance(error, OSError) and isinstance(self._file, io.FileIO):
+                self.failure = OSError(error.errno, error.strerror, str(self._file.name))
+            raise self.failure from None
+        self._update(rest)
 
     def _update(self, data: memoryview) -> None:
         part_bytes = PART_BYTES if isinstance(self._file, Upload) else sys.maxsize
@@ -103,14 +122,16 @@ class _HashingFile(io.RawIOBase):
                 self._part = xxhash.xxh3_128()
 
     def tell(self) -> int:
-        return self._bytes
+        return self._bytes + len(self._waiting)
 
     def fileno(self) -> int:
+        self.flush()  # of what the caller syncs
         if isinstance(self._file, io.FileIO):
             return self._file.fileno()
         raise io.UnsupportedOperation("fileno")
 
     def close(self) -> None:
+        self._waiting.clear()  # `record` has written it, unless the file failed
         try:
             if isinstance(self._file, io.FileIO):
                 self._file.close()
@@ -118,6 +139,8 @@ class _HashingFile(io.RawIOBase):
             super().close()
 
     def record(self, rank: int) -> FileRecord:
+        """Write what waits, and describe the file."""
+        self.flush()
         parts = self._parts + ([self._part.hexdigest()] if self._bytes > len(self._parts) * PART_BYTES else [])
         return FileRecord(rank, self._bytes, self._hash.hexdigest(), tuple(parts) if len(parts) > 1 else ())
 

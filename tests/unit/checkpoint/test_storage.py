@@ -48,6 +48,7 @@ def record_of(path: Path, rank: int = 0) -> FileRecord:
         [b"abc", b"", b"d" * 100_000],
         [bytearray(b"xy"), memoryview(b"uvw")[1:]],
         [memoryview(torch.arange(1000, dtype=torch.int32).numpy())],
+        [b"a", b"b" * 300_000, b"c", b"d" * 200_000, b"e" * 200_000, b"f"],  # some are gathered
     ],
 )
 def test_the_record_matches_the_file_on_disk(tmp_path: Path, pieces: list[Any]) -> None:
@@ -86,11 +87,10 @@ def test_a_full_disk_error_names_the_file(tmp_path: Path) -> None:
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with (
-            _HashingFile(io.FileIO(tmp_path / "file", "x")) as file,
-            pytest.raises(OSError, match="File too large") as caught,
-        ):
+        with _HashingFile(io.FileIO(tmp_path / "file", "x")) as file:
             file.write(bytes(1001))
+            with pytest.raises(OSError, match="File too large") as caught:
+                file.flush()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
