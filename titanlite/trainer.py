@@ -109,12 +109,12 @@ class Trainer(ModelOnMesh):
         if self.shared is not None:
             with region("reduce"):
                 self.shared.sum_gradients()
+        self.before_update()  # also of what bit_equal rounds by
         with region("clip"):
             squares = None if self.exact is None else self.exact.squares
             grad_norm, shard_norms = clip_grad_norm_(self.model_parts, self.max_norm, self.pp_group, squares)
             if self.exact is not None:
                 self.exact.end_step()
-        self.before_update()
         self.optimizer.set_lr(self.schedule(self.step), self.factors(self.step))
         ok = (num_valid > 0) & grad_norm.isfinite()
         spike_ratio = torch.zeros((), dtype=torch.float64, device=self.device)

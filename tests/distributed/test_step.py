@@ -277,14 +277,19 @@ def test_mixed_precision_applies_on_every_mesh() -> None:
     assert run_ranks(mixed_precisions, 2, [REPLICATE, []]) == [[expected, sharded]] * 2
 
 
-def state_around_the_update() -> list[list[bool]]:
+EXACT = ("training.bit_equal=true", "training.dtype=float32", "training.local_batch_size=1")
+
+
+def state_around_the_update(*settings: str) -> list[list[bool]]:
     """Whether state that checkpoints have is as before the step: when before_update is called, and after the step."""
-    trainer, rank, degree = on_mesh("optimizer.name=AdamW", "faults.spike_factor=3.0")
-    batches = rank_batches(global_batch("uneven"), rank, degree, 2)
+    trainer, rank, degree = on_mesh("optimizer.name=AdamW", "faults.spike_factor=3.0", *settings)
+    batches = rank_batches(global_batch("uneven"), rank, degree, 1 if settings else 2)
     assert trainer.spikes is not None
-    trainer.optimizer.init_state()
+    trainer.train_step(batches)
     tensors = [*trainer.model_parts[0].parameters(), *(value for _, value in trainer.optimizer.named_state())]
     tensors.append(trainer.spikes.norms)
+    if trainer.exact is not None:
+        tensors += trainer.exact.largest.values()
     before = [tensor.clone() for tensor in tensors]
     found: list[list[bool]] = []
 
@@ -299,6 +304,8 @@ def state_around_the_update() -> list[list[bool]]:
 
 def test_state_of_checkpoints_is_unchanged_until_the_call_before_the_update() -> None:
     """The copies of an asynchronous save run until then."""
-    ((unchanged, changed),) = run_ranks(state_around_the_update, 1)
-    assert all(unchanged)
-    assert not any(changed)
+    for settings, extra in (((), 0), (EXACT, 21)):
+        ((unchanged, changed),) = run_ranks(state_around_the_update, 1, *settings)
+        assert all(unchanged)
+        assert not any(changed)
+        assert extra == 0 or len(unchanged) > extra

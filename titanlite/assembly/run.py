@@ -132,6 +132,8 @@ def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[st
     began = time.monotonic()
     config = job.config
     apply_determinism(config.debug)
+    if config.training.bit_equal and config.debug.deterministic:
+        log.info("Deterministic algorithms: on; training.bit_equal needs them on GPUs")
     fix_threads(config, world, environment)
     pin_kernels(world.device)
     require_no_checkpoints(config)

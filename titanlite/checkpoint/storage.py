@@ -208,9 +208,15 @@ class _Writer(dcp.FileSystemWriter):
     """Writes one file per rank, or per tensor. Uses one thread: with several, DCP loses errors."""
 
     def __init__(self, place: Place, rank: int, saves: PlannedSaves, *, file_per_tensor: bool) -> None:
-        is_local = isinstance(place, Path)
-        folder = place if isinstance(place, Path) else Path()
-        super().__init__(folder, single_file_per_rank=not file_per_tensor, thread_count=1, sync_files=is_local)
+        super().__init__(
+            place if isinstance(place, Path) else Path(),
+            single_file_per_rank=not file_per_tensor,
+            thread_count=1,
+            sync_files=isinstance(place, Path),
+            # With copies ahead, DCP waits after each of them, also of tensors on the host, until the device has done
+            # all that training has launched.
+            per_thread_copy_ahead=0,
+        )
         self.files = _HashingFileSystem(rank) if isinstance(place, Path) else _HashingObjects(rank, place)
         self.fs = self.files
         self._saves = saves

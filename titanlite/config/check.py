@@ -324,6 +324,9 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
         wide: DtypeName = "float64" if training.dtype == "float64" else "float32"
         is_short = training.mixed_precision_param == "bfloat16"
         optimizer = replace(optimizer, newton_schulz_dtype="bfloat16" if is_short else wide)
+    debug = config.debug
+    if training.bit_equal and device_type == "cuda":  # without it, kernels add in an order that may differ
+        debug = replace(debug, deterministic=True)
     if data.num_streams == -1:
         data = replace(data, num_streams=largest_batch(replace(config, training=training)))
     data = replace(data, document_mask=data.masks_documents, add_bos=data.adds_bos)
@@ -341,7 +344,7 @@ def resolve_config(config: JobConfig, *, world_size: int, device_type: str) -> J
         launches = device_type == "cuda" and any(open_source(source).holds == "text" for source in data.sources)
         has_all = not any(is_of_program(KINDS, source.kind) for source in data.sources)
         data = replace(data, num_workers=int(launches and has_all))
-    return resolve_lengths(replace(config, training=training, data=data, loss=loss, optimizer=optimizer))
+    return resolve_lengths(replace(config, training=training, data=data, loss=loss, optimizer=optimizer, debug=debug))
 
 
 def check_stores(config: JobConfig) -> list[Problem]:

@@ -10,6 +10,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.generation.kv_cache import Reading, Rereading, remembering
 from titanlite.models.family import LanguageModel
 from titanlite.models.randomness import row_keys, uniform
+from titanlite.runtime.determinism import cumulative_sum
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.text import is_visible
 
@@ -45,7 +46,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1:
         falling, tokens = scores.sort(dim=-1, descending=True, stable=True)
         is_tail = torch.zeros_like(falling, dtype=torch.bool)
-        is_tail[:, 1:] = falling.softmax(-1).cumsum(-1)[:, :-1] >= sampling.top_p
+        is_tail[:, 1:] = cumulative_sum(falling.softmax(-1))[:, :-1] >= sampling.top_p
         scores = scores.masked_fill(torch.empty_like(is_tail).scatter_(-1, tokens, is_tail), -torch.inf)
     return scores.softmax(-1)
 
@@ -54,7 +55,7 @@ def choose(logits: Tensor, sampling: Sampling, step: int) -> Tensor:
     """Choose a token per row: int64 (rows,). logits: (rows, vocab_size). step: number of tokens chosen before."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    cumulative = probabilities(logits, sampling).double().cumsum(-1)
+    cumulative = cumulative_sum(probabilities(logits, sampling).double())
     keys = row_keys(sampling.seed, step, torch.arange(len(logits), device=logits.device))
     high, low = uniform(keys, "next token", 2, dtype=torch.float64).unbind(1)  # 24 bits each
     drawn = (high + low * 2.0**-24).unsqueeze(1) * cumulative[:, -1:]

@@ -18,12 +18,16 @@ from titanlite.runtime.torch_internals import (
     fused_attention_choice,
     is_in_backward,
     set_attention_kernels,
+    set_compiler,
 )
 
 MaskForm = Literal["scores", "blocks"]
 """scores: one additive number per query and key; blocks: the 128 x 128 blocks of scores to compute."""
 AttentionMask = Tensor | BlockMask
 """A mask in the form that the kernel of `attend` takes: see `attention_mask`."""
+VARIANTS = 64
+"""Compiled versions of one function in a process: for each shape, dtype and kind of mask. Beyond its limit, torch calls
+the function itself, in which FlexAttention materializes all scores."""
 Kernel = Callable[..., Tensor]
 """`attend`, or a function of a family in its place. An Attention without a window, sinks or a cap calls it without
 them."""
@@ -173,19 +177,26 @@ def block_mask(document_ids: Tensor, queries: Tensor | None = None, window: int 
     return built
 
 
-@cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile `function`, once per input shape. On first use, since importing torch's compiler takes seconds."""
-    return torch.compile(function, dynamic=False)
+    """Compile `function`, once per VARIANTS of its arguments. On first use, since importing torch's compiler takes
+    seconds."""
+    set_compiler(recompile_limit=VARIANTS)
+    return _compiled(function)
+
+
+_compiled = cache(partial(torch.compile, dynamic=False))
 
 
 def causal_blocks(seq_len: int, window: int, device: torch.device) -> BlockMask:
     """The `block_mask` of rows that are one document."""
     # Dynamo warns about a cache that it meets.
-    return (_causal_blocks if torch.compiler.is_compiling() else _kept_causal_blocks)(seq_len, window, device)
+    if torch.compiler.is_compiling():
+        return _causal_blocks(seq_len, window, device)
+    # A tensor that is built in inference mode cannot be saved for a backward pass.
+    return _kept_causal_blocks(seq_len, window, device, torch.is_inference_mode_enabled())
 
 
-def _causal_blocks(seq_len: int, window: int, device: torch.device) -> BlockMask:
+def _causal_blocks(seq_len: int, window: int, device: torch.device, _is_inference: bool = False) -> BlockMask:
     def visible(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = query >= key
         return seen & (query - key < window) if window else seen
@@ -196,7 +207,7 @@ def _causal_blocks(seq_len: int, window: int, device: torch.device) -> BlockMask
 
 
 _kept_causal_blocks = lru_cache(maxsize=8)(_causal_blocks)
-"""For all layers with this window, in all steps."""
+"""For all layers with this window, in all steps; of training and of inference."""
 
 
 def attend(
@@ -262,7 +273,7 @@ def _attend_in_blocks(
     # A compiled block traces the function itself: Dynamo warns about a cache that it meets.
     function: Any = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
     change = partial(_capped, cap=cap) if cap else None
-    attend_to: Any = partial(function, score_mod=change, block_mask=mask, enable_gqa=queries.shape[1] != keys.shape[1])
+    attend_to: Any = partial(function, score_mod=change, block_mask=mask, **_grouping(queries, keys))
     out: Tensor
     if sinks is None:
         out = attend_to(queries, keys, values)
@@ -270,6 +281,12 @@ def _attend_in_blocks(
     out, aux = attend_to(queries, keys, values, return_aux=AuxRequest(lse=True))
     shares: Tensor = (aux.lse - sinks.unsqueeze(1)).sigmoid()
     return out * shares.unsqueeze(-1).to(out.dtype)
+
+
+def _grouping(queries: Tensor, keys: Tensor) -> dict[str, bool]:
+    """The argument of torch's kernels for grouped heads. Decided here: in a compiled graph of several shapes, the
+    comparison itself is a symbol, which they do not take."""
+    return {"enable_gqa": True} if queries.shape[1] != keys.shape[1] else {}
 
 
 def _capped(score: Tensor, *_indexes: Tensor, cap: float) -> Tensor:
@@ -293,9 +310,8 @@ def attend_to_scores(
         out = attend_to_scores(queries, keys, padded, mask, is_causal=is_causal, sinks=sinks)
         return out[..., :-missing]
     if sinks is None:
-        is_grouped = queries.shape[1] != keys.shape[1]
         out = functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=is_grouped
+            queries, keys, values, attn_mask=mask, is_causal=is_causal, **_grouping(queries, keys)
         )
     elif queries.device.type == "cuda":  # generation, and dtypes and widths that FlexAttention does not support
         weights = _weights(_scores(queries, keys, mask), sinks).to(values.dtype)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from titanlite.runtime.determinism import cumulative_sum
+
 CHUNK = 64
 """Positions of a chunk."""
 SEGMENT = 16
@@ -163,7 +165,7 @@ def _chunks(
     q, query_factors = _normalized(_split(queries[:, part], size), queries.shape[-1] ** -0.5)
     k, key_factors = _normalized(_split(keys[:, part], size), 1.0)
     v, beta = _split(values[:, part], size), _split(betas[:, part].unsqueeze(-1), size)
-    total = _split(decays[:, part], size).cumsum(-1)
+    total = cumulative_sum(_split(decays[:, part], size))
     earlier = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
     decay = total.unsqueeze(-1) - total.unsqueeze(-2)
     from_start, to_end = total.exp(), (total[..., -1:] - total).exp_()
@@ -275,8 +277,8 @@ def _backward_of_segment(chunks: _Chunks, state: Tensor, gradient: Tensor, of_st
     ends = (of_keys * chunks.decayed_keys).sum(-1)
     # a position's is in all pairs around it, which are added up: differences would cancel where decays are fast
     later = torch.ones(pairs.shape[-2:], dtype=pairs.dtype, device=pairs.device).triu()
-    of_decays = (later @ pairs).tril_(-1).sum(-1) + starts.flip(-1).cumsum(-1).flip(-1)
-    of_decays += functional.pad(ends[..., :-1].cumsum(-1), (1, 0))
+    of_decays = (later @ pairs).tril_(-1).sum(-1) + cumulative_sum(starts.flip(-1)).flip(-1)
+    of_decays += functional.pad(cumulative_sum(ends[..., :-1]), (1, 0))
     of_decays += (of_next * states).sum((-2, -1)).unsqueeze(-1) * chunks.through.squeeze(-1)
     of_products *= chunks.decay
     of_betas = (of_values * chunks.values).sum(-1, keepdim=True) + of_keyed

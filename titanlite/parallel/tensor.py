@@ -235,8 +235,13 @@ class _ScatterSequence(torch.autograd.Function):
 
 
 def _gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return torch.cat(all_gather(x, group).chunk(group.size()), dim=1)
+    gathered = all_gather(x, group)
+    if len(x) == 1:
+        return gathered.reshape(1, -1, *x.shape[2:])  # no copy
+    return torch.cat(gathered.chunk(group.size()), dim=1)
 
 
 def _scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if len(x) == 1:
+        return reduce_scatter(x.reshape(group.size(), -1, *x.shape[2:]), group)
     return reduce_scatter(torch.cat(x.chunk(group.size(), dim=1)), group)

@@ -20,8 +20,8 @@ ELASTIC = "TITANLITE_ELASTIC"
 a rank writes when all ranks of its attempt are connected."""
 _FINISHED = "finished"
 _IDLE_POLL_S = 60
-RECORDED_COLLECTIVES = 512
-"""Collectives that torch's flight recorder keeps: several steps of a sharded model, about 0.25 MB as JSON."""
+RECORDED_COLLECTIVES = 2_000
+"""Collectives that torch's flight recorder keeps: about 1 MB as JSON."""
 NCCL_FILE = "nccl-rank-"
 """Torch adds the number of the rank."""
 NCCL_AFTER_S = 60

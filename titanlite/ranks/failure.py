@@ -32,6 +32,7 @@ from titanlite.ranks.signals import (
     stop_signals,
 )
 from titanlite.runtime.errors import DataError, UsageError, UserError
+from titanlite.runtime.gpus import set_allocator
 from titanlite.runtime.logging import log_last_error
 from titanlite.runtime.retry import may_pass
 from titanlite.runtime.text import visible_lines
@@ -358,7 +359,8 @@ def write_error_file(message: str) -> None:
 
 
 def prepare_process() -> None:
-    """End a rank with its launcher, and at once on Ctrl-C; hide the warnings of torch's C++ code. Idempotent.
+    """End a rank with its launcher, and at once on Ctrl-C; hide the warnings of torch's C++ code; set its allocator.
+    Idempotent.
 
     To be called by a program before it imports torch, which takes seconds, a fifth less without garbage collections:
     FailureReport allows them again. When a connection is lost, the warnings are 60 lines after the message that has the
@@ -368,6 +370,7 @@ def prepare_process() -> None:
     end_with_launcher()
     end_on_interrupt()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    set_allocator()
 
 
 def end_on_interrupt() -> None:

@@ -55,6 +55,7 @@ def _torch_restored(device: torch.device) -> Iterator[None]:
     dtype, cudnn = torch.get_default_dtype(), torch.backends.cudnn
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     benchmark, cudnn_deterministic = cudnn.benchmark, cudnn.deterministic
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if has_gpu else []))
@@ -69,6 +70,7 @@ def _torch_restored(device: torch.device) -> Iterator[None]:
         finally:
             torch.set_default_dtype(dtype)
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+            torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
             cudnn.benchmark, cudnn.deterministic = benchmark, cudnn_deterministic
             torch_internals.set_compiler(**settings)
             # They refer to process groups and modules of the run; a block is compiled for a limited number of models

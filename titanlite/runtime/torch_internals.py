@@ -306,19 +306,20 @@ def set_activation_memory_budget(budget: float) -> None:
 COMPILER_SETTINGS = {
     "donated_buffer": ("torch._functorch.config", True),
     "allow_unspec_int_on_nn_module": ("torch._dynamo.config", False),
+    "recompile_limit": ("torch._dynamo.config", 8),
 }
 """Settings that a run may change, with their module and default. donated_buffer: compiled backward passes free buffers
 for reuse; one that is split in two needs them in its second half. allow_unspec_int_on_nn_module: blocks that differ in
-an integer, such as the index of a layer, share their compiled code."""
+an integer, such as the index of a layer, share their compiled code. recompile_limit: versions of one function."""
 
 
-def compiler_settings() -> dict[str, bool]:
+def compiler_settings() -> dict[str, int]:
     """COMPILER_SETTINGS, without importing the compiler: so that a part of a process can restore them."""
     modules = {name: (sys.modules.get(module), default) for name, (module, default) in COMPILER_SETTINGS.items()}
     return {name: getattr(module, name, default) for name, (module, default) in modules.items()}
 
 
-def set_compiler(**settings: bool) -> None:
+def set_compiler(**settings: int) -> None:
     """Change some of COMPILER_SETTINGS. Imports their modules if a value is not the current one."""
     now = compiler_settings()
     for name, value in settings.items():

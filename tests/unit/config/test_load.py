@@ -144,6 +144,10 @@ def test_resolved_values_for_cuda() -> None:
     config = load_config([], world_size=1, device_type="cuda")
     assert config.training.mixed_precision_param == "bfloat16"
     assert config.training.mixed_precision_reduce == "float32"
+    assert not config.debug.deterministic
+    equal = ["--training.bit_equal", "true", "--training.local_batch_size", "1"]
+    assert load_config(equal, world_size=1, device_type="cuda").debug.deterministic
+    assert not load_config(equal, world_size=1, device_type="cpu").debug.deterministic
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from titanlite.models.attention import (
 from titanlite.models.llama3 import LLAMA3, Llama3Config
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.recompute import ActivationCheckpointConfig, apply_recompute
+from titanlite.runtime.torch_internals import compiler_settings, set_compiler
 
 pytestmark = [  # warnings of torch's compiler
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -334,6 +335,36 @@ def test_arguments_of_a_forward_pass() -> None:
     assert arguments["positions"] is positions
     assert arguments["document_ids"].tolist() == [[1, 1, 2, 3, 3, 3], [1] * 6]
     assert arguments["document_ids"].dtype == torch.int64
+
+
+def test_a_function_is_compiled_for_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch calls the function itself beyond its limit, of 8 by default."""
+    traced, settings = list[int](), compiler_settings()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        traced.append(len(inputs[0]))
+        return graph.forward
+
+    monkeypatch.setattr(attention, "_compiled", partial(torch.compile, dynamic=False, backend=backend))
+    try:
+        function = attention.compiled(lambda x: x + 1)
+        for length in range(3, 23):
+            function(torch.zeros(length))
+    finally:
+        set_compiler(**settings)
+    assert traced == [*range(3, 23)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("window", [0, 8])
+def test_compiled_attention_of_as_many_rows_as_positions(window: int) -> None:
+    """The second shape makes the graph symbolic, in which equal sizes share a symbol."""
+    torch._dynamo.reset()
+    attending = torch.compile(partial(attend, mask=None, window=window), backend="eager", fullgraph=True)
+    for rows, seq_len in ((1, 64), (2, 32), (16, 16)):
+        queries, keys = torch.ones(rows, 4, seq_len, 8), torch.ones(rows, 2, seq_len, 8)
+        assert torch.equal(attending(queries, keys, keys), attend(queries, keys, keys, None, window))
 
 
 @pytest.mark.slow

@@ -263,7 +263,7 @@ def test_collectives_are_recorded_on_gloo() -> None:
 def test_the_environment_decides_on_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
     enable_flight_recorder()
-    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "512"
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000"
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     enable_flight_recorder()
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "0"

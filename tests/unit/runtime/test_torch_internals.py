@@ -258,8 +258,8 @@ def test_settings_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     internals.set_activation_memory_budget(0.25)
     assert torch._functorch.config.activation_memory_budget == 0.25
     before = internals.compiler_settings()
-    assert before.keys() == {"donated_buffer", "allow_unspec_int_on_nn_module"}
-    changed = {name: not value for name, value in before.items()}
+    assert before == {"donated_buffer": True, "allow_unspec_int_on_nn_module": False, "recompile_limit": 8}
+    changed = {"donated_buffer": False, "allow_unspec_int_on_nn_module": True, "recompile_limit": 9}
     for settings in (changed, before):
         internals.set_compiler(**settings)
         assert internals.compiler_settings() == settings
