@@ -236,15 +236,17 @@ def attend(
     if wide != dtype:
         sinks = None if sinks is None else sinks.to(wide)
         return attend(queries.to(wide), keys.to(wide), values.to(wide), mask, window, sinks, cap).to(dtype)
-    needs_blocks = (sinks is not None or cap > 0) and mask is None
+    is_windowed = 0 < window < keys.shape[2]
+    needs_blocks = (sinks is not None or cap > 0 or is_windowed) and mask is None
     if needs_blocks and mask_form(queries.device.type, dtype, queries.shape[-1]) == "blocks":
-        # the kernel that returns the logsumexp, and caps scores
+        # The kernel that returns the logsumexp, caps scores, and takes windows: for a mask of scores and grouped heads,
+        # scaled_dot_product_attention often has only a plain one, which saves all weights.
         mask = causal_blocks(queries.shape[2], window, queries.device)
     if cap and not isinstance(mask, BlockMask):
         assert sinks is None, "capped scores with sinks"
         capped: Tensor = capped_attention(queries, keys, values, mask, window, cap)[0]
         return capped
-    if 0 < window < keys.shape[2] and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 5)):
+    if is_windowed and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 5)):
         return attend_in_bands(queries, keys, values, mask, window, sinks)
     if isinstance(mask, BlockMask):
         return _attend_in_blocks(queries, keys, values, mask, sinks, cap)

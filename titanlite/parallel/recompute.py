@@ -25,6 +25,7 @@ from titanlite.runtime.torch_internals import (
 SAVED_OPS: tuple[Any, ...] = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
+    torch.ops.aten._grouped_mm.default,
     scaled_product_operation(),
     *fused_attention_operations(),
     torch.ops.higher_order.flex_attention,

@@ -224,6 +224,8 @@ def test_sinks_on_a_gpu(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sinks = torch.linspace(-2.0, 2.0, HEADS[0][0], dtype=torch.float64)
     expected = by_definition(*inputs, ids_of([], []), window, sinks)
     assert relative(attend(*inputs, None, window, sinks), expected) < 1e-14
+    monkeypatch.setattr(attention, "attend_in_bands", None)  # windows have blocks, too
+    assert relative(attend(*inputs, None, window), by_definition(*inputs, ids_of([], []), window)) < 1e-14
     last = attention_weights(inputs[0][:, :, -1:], inputs[1], None, window, sinks) @ inputs[2].repeat_interleave(2, 1)
     assert relative(last, expected[:, :, -1:]) < 1e-14
 

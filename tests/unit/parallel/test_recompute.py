@@ -1,20 +1,22 @@
 """Blocks that recompute, and combinations that are refused."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.load import load_config
 from titanlite.models import linear
+from titanlite.models.experts import grouped_feed_forward
 from titanlite.models.llama3 import LLAMA3, Llama3, Llama3Config
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.mesh import PipelineSchedule
 from titanlite.parallel.pipeline import SCHEDULES
-from titanlite.parallel.recompute import ActivationCheckpointConfig, apply_recompute, recomputes
+from titanlite.parallel.recompute import ActivationCheckpointConfig, _recomputed, apply_recompute, recomputes
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.torch_internals import linear_of_onednn
 
@@ -120,6 +122,33 @@ def test_products_by_onednn_are_saved(
     assert products == 7
     out.sum().backward()
     assert products == 7 + again + 2 * 7  # of the last one, backward needs no result
+
+
+class GroupedProducts(TorchDispatchMode):
+    """Counts products of experts on GPUs, which torch also has for CPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        self.found += func is torch.ops.aten._grouped_mm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mode", "again"), [("selective", 0), ("full", 2)])
+def test_grouped_products_are_saved(mode: Literal["selective", "full"], again: int) -> None:
+    """The last one is not needed by its backward pass."""
+    rows = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
+    shapes = ((4, 24, 16), (4, 16, 24), (4, 24, 16))
+    weights = [torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    forward = _recomputed(grouped_feed_forward, ActivationCheckpointConfig(mode=mode))
+    with GroupedProducts() as products:
+        out = forward(rows, torch.tensor([8, 0, 16, 8]), *weights)
+        assert products.found == 3
+        out.backward(torch.ones_like(out))
+    assert products.found == 3 + again + 2 * 3
 
 
 def saved_and_gradients(section: ActivationCheckpointConfig) -> tuple[int, dict[str, Tensor]]:
