@@ -1,4 +1,4 @@
-"""How costs grow with ranks: agreements, groups, plans, saves and heartbeats, with simulated participants.
+"""How costs grow with ranks: agreements, groups, plans, saves, heartbeats and data, with simulated participants.
 
 Each part runs with real functions of titanlite for several numbers of ranks. The law is the exponent of the growth
 between the last two: 1 is linear in the ranks of a job, 0 is constant. Counts are exact; CPU seconds depend on the
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks.growth import agreements, heartbeats, plans, saves
+from benchmarks.growth import agreements, data, heartbeats, plans, saves
 from benchmarks.growth.count import Count
 from benchmarks.measuring import Row, report
 
@@ -23,6 +23,8 @@ PARTS: tuple[tuple[Part, tuple[int, ...]], ...] = (
     (heartbeats.of_heartbeats, (256, 1024, 4096)),
     (saves.of_saves, (64, 256, 1024)),
     (saves.of_retention, (10, 40)),
+    (data.of_stored_tokens, (1, 8, 64, 512)),
+    (data.of_sources, (1, 10, 100)),
 )
 """What each part is simulated with. More threads in one process would measure the threads."""
 

@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from benchmarks.growth import agreements, plans
+from benchmarks.growth import agreements, data, plans
 from benchmarks.growth.count import Count
 from benchmarks.scale import by_name, law, row_of
+from titanlite.data import order, segments
+from titanlite.data.sources import stored
 
 SIZES = (16, 64)
 SLACK = {"a name of the attempt": 1.5, "facts that differ on all nodes": 1.5}
@@ -36,6 +38,36 @@ def test_the_facts_of_some_nodes_are_compared(monkeypatch: pytest.MonkeyPatch) -
 def test_plans_and_shards() -> None:
     found = {count.part: count.value for count in plans.of_shards(4096)}
     assert found["shards of a parameter"] == 2
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of the order of 8 windows of 512 bytes, or of 4 KiB of a file."""
+    monkeypatch.setattr(segments, "BLOCK_TOKENS", 2**11)
+    monkeypatch.setattr(segments, "FETCHED_TOKENS", 2**8)
+    monkeypatch.setattr(segments, "MIN_BLOCKS", 32)
+    monkeypatch.setattr(stored, "HEAD_BYTES", 2**12)
+    monkeypatch.setattr(stored, "BLOCK_BYTES", 2**12)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("nodes", [1, 3, 8])
+def test_nodes_fetch_shuffled_token_files_once(nodes: int) -> None:
+    """But for the blocks at the ends of the segments of streams; version 3 fetches them on each node."""
+    corpus = {"seq_len": 256, "num_streams": 8, "files": 3, "file_tokens": 80_001}
+    found = data.fetched(nodes, 4, **corpus)
+    assert 0.95 < found.bytes / found.corpus < 1.15
+    assert found.requests * 2**11 < 1.2 * found.bytes  # one of two is for a block, the other confirms it
+    if nodes > 1:
+        before = data.fetched(nodes, 3, **corpus)
+        assert before.bytes / before.corpus > 0.7 * nodes
+
+
+def test_the_orders_of_many_sources_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams in 32 blocks: 16 MB in 64 bits, 4 MB in 16 bits. Less than 4 MB are those of one sort."""
+    monkeypatch.setattr(order, "TABLE_BYTES", 2**20)
+    most = data.order_bytes(2, count=2**21, num_streams=16, own_streams=16, places=2)
+    assert 2**20 < most < 5e6
 
 
 def test_the_law_of_a_cost() -> None:

@@ -41,7 +41,8 @@ class DataConfig:
         -1, "leave it out", least=2, most=4, unset=-1, automatic="that of the checkpoint, or the newest"
     )
     """Version of the tokens and their order. 4: conversations are rendered with the tools and chat_template_kwargs of
-    their rows. 3: rows with tools are bad, and chat_template_kwargs is ignored. 2: as 3, and each part of a document
+    their rows, and shuffled windows of token files are dealt to the streams in blocks. 3: rows with tools are bad,
+    chat_template_kwargs is ignored, and windows are shuffled as documents are. 2: as 3, and each part of a document
     that is cut is tokenized by itself. -1: that of the checkpoint to resume from, else the newest."""
     packing: Packing = "concatenate"
     """concatenate: fill each sequence with consecutive documents, or with the consecutive conversations that fit.
@@ -97,6 +98,11 @@ class DataConfig:
     def reads_fields(self) -> bool:
         """Whether a chat template gets the tools and chat_template_kwargs of a row."""
         return self.stream_version not in (2, 3)
+
+    @property
+    def deals_blocks(self) -> bool:
+        """Whether shuffled windows of token files have the order of titanlite.data.segments."""
+        return self.shuffle and self.stream_version not in (2, 3)
 
     @property
     def adds_bos(self) -> bool:

@@ -314,6 +314,9 @@ class TextCorpus:
         scale = self.size / sum(map(self.num_bytes, sample))
         return EpochSize(round(num_tokens * scale), count_sequences(pieces) * scale, is_exact=count == self.count)
 
+    def prepare(self, pieces: Sequence[int]) -> None:
+        """Do nothing: pieces are read in one batch, see ahead."""
+
     def ahead(self, pieces: Iterator[int], num_tokens: int) -> list[int]:
         taken, num_bytes = list[int](), 0
         for piece in pieces:

@@ -1,17 +1,19 @@
 """The order of pieces and sources, the same on every machine and in every version with the same STREAM_VERSION.
 
-Pieces: a seeded permutation per epoch, in two levels. Sources: a sequence that follows the weights closely from the
-first sequences.
+Pieces: a seeded permutation per epoch, in two levels; of windows of token files, see titanlite.data.segments. Sources:
+a sequence that follows the weights closely from the first sequences.
 
 A permutation sorts keys of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA
 2014; constants from Vigna's public-domain splitmix64.c). It does not use numpy's generators, whose streams may change
 between versions.
 """
 
+import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +28,15 @@ the earlier version for the runs that began with it: data.stream_version."""
 BLOCK_PIECES = 2**16
 """Approximate pieces per block of the permutation: enough to mix well, few enough for long sequential reads."""
 
-CACHED_ORDERS = 16
-"""Number of block orders and epoch orders in memory: streams differ in block and epoch."""
+TABLE_BYTES = 2**25
+"""Block orders and epoch orders in the memory of a process, of all sources and streams together: 256 full blocks."""
+
+RUN_PIECES = 256
+"""Pieces that a stream looks up at once. It keeps their numbers, so that streams in other blocks than most do not sort
+a block again for each piece."""
+
+PIECES_AHEAD = 8
+"""How far ahead of a stream a store is asked for a window."""
 
 READ_AHEAD_PIECES = 64
 """Maximum pieces of one stream that are tokenized in one batch."""
@@ -36,7 +45,7 @@ MIN_PATIENCE = 1000
 """Minimum patience, for small sources. Larger ones have a patience of two epochs: see StreamPieces.patience."""
 
 _WORD = 2**64
-_GOLDEN_RATIO = 0x9E3779B97F4A7C15
+GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
 _SQRT_TWO = 0x6A09E667F3BCC909
 
 
@@ -47,20 +56,52 @@ def mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return words ^ (words >> np.uint64(31))
 
 
-def shuffled(count: int, *seeds: int) -> npt.NDArray[np.int64]:
-    """A permutation of range(count) that depends on all `seeds`: the order of a SplitMix64 sequence's outputs."""
+def random_words(count: int, *seeds: int) -> npt.NDArray[np.uint64]:
+    """The first `count` outputs of a SplitMix64 sequence that depends on all `seeds`."""
     state = np.zeros(1, np.uint64)
     for seed in seeds:
-        state = mix(state + np.uint64((seed + 1) * _GOLDEN_RATIO % _WORD))
-    keys = mix(state + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN_RATIO))
-    return np.argsort(keys, kind="stable").astype(np.int64)
+        state = mix(state + np.uint64((seed + 1) * int(GOLDEN_RATIO) % _WORD))
+    return mix(state + np.arange(1, count + 1, dtype=np.uint64) * GOLDEN_RATIO)
+
+
+def shuffled(count: int, *seeds: int) -> npt.NDArray[np.int64]:
+    """A permutation of range(count) that depends on all `seeds`: the order of a SplitMix64 sequence's outputs."""
+    return np.argsort(random_words(count, *seeds), kind="stable").astype(np.int64)
+
+
+class _Tables:
+    """Arrays that are computed again when they are needed and no longer in memory. Threads of a process share it."""
+
+    def __init__(self) -> None:
+        self._recent: Recent[Hashable, tuple[npt.NDArray[np.integer], ...]] = Recent(
+            TABLE_BYTES, lambda table: sum(each.nbytes for each in table)
+        )
+        self._lock = threading.Lock()
+
+    def get(
+        self, key: Hashable, make: Callable[[], tuple[npt.NDArray[np.integer], ...]]
+    ) -> tuple[npt.NDArray[np.integer], ...]:
+        with self._lock:
+            return self._recent.get(key, make)
+
+
+_tables = _Tables()
+
+
+class Order(Protocol):
+    """A permutation of `count` pieces for each epoch."""
+
+    count: int
+
+    def pieces(self, epoch: int, position: int, stride: int) -> npt.NDArray[np.int64]:
+        """The pieces at the positions `position` < count, `position` + stride, … of an epoch: at least the first one,
+        at most RUN_PIECES. stride: the number of streams."""
+        ...
 
 
 class Permutation:
-    """Maps a position in an epoch to one of `count` pieces.
-
-    Permutes blocks of consecutive pieces, and the pieces inside each block, by all `seeds`. Without seeds, the piece is
-    the position.
+    """An Order that permutes blocks of consecutive pieces, and the pieces inside each block, by all `seeds`. Without
+    seeds, the piece is the position.
     """
 
     def __init__(self, count: int, seeds: tuple[int, ...], *, block_pieces: int = BLOCK_PIECES) -> None:
@@ -68,55 +109,50 @@ class Permutation:
         self._seeds = seeds
         num_blocks = -(-count // block_pieces)
         self._bounds = np.arange(num_blocks + 1, dtype=np.int64) * count // num_blocks
-        self._orders: Recent[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = Recent(
-            CACHED_ORDERS, lambda _: 1
-        )
-        self._blocks: Recent[tuple[int, int], npt.NDArray[np.int64]] = Recent(CACHED_ORDERS, lambda _: 1)
+        self._key = (count, seeds, block_pieces)
 
-    def piece(self, epoch: int, position: int) -> int:
-        """The piece at `position` < count of an epoch."""
+    def pieces(self, epoch: int, position: int, stride: int) -> npt.NDArray[np.int64]:
         if not self._seeds:
-            return position
-        order, starts = self._orders.get(epoch, lambda: self._block_order(epoch))
+            return np.arange(position, min(self.count, position + stride * RUN_PIECES), stride)
+        order, starts = _tables.get((self._key, epoch), lambda: self._block_order(epoch))
         place = int(starts.searchsorted(position, side="right")) - 1
         block = int(order[place])
-        pieces = self._blocks.get((epoch, block), lambda: self._block(epoch, block))
-        return int(pieces[position - starts[place]])
+        (offsets,) = _tables.get((self._key, epoch, block), lambda: (self._offsets(epoch, block),))
+        found: npt.NDArray[np.int64] = self._bounds[block] + offsets[position - starts[place] :: stride][:RUN_PIECES]
+        return found
 
-    def _block_order(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _block_order(self, epoch: int) -> tuple[npt.NDArray[np.integer], ...]:
         """The order of the blocks, and the position at which each block starts."""
         sizes = np.diff(self._bounds)
         order = shuffled(len(sizes), *self._seeds, epoch)
         starts = np.concatenate([[0], np.cumsum(sizes[order])[:-1]]).astype(np.int64)
-        return order, starts
+        return order.astype(np.int32), starts
 
-    def _block(self, epoch: int, block: int) -> npt.NDArray[np.int64]:
-        """The pieces of one block in their order of the epoch."""
+    def _offsets(self, epoch: int, block: int) -> npt.NDArray[np.uint16]:
+        """The pieces of one block in their order of the epoch, counted from its first one."""
         begin, end = self._bounds[block : block + 2].tolist()
-        pieces: npt.NDArray[np.int64] = begin + shuffled(end - begin, *self._seeds, epoch, block)
-        return pieces
+        return shuffled(end - begin, *self._seeds, epoch, block).astype(np.uint16)
 
 
 class IndexedPieces:
     """StreamPieces of stream s of S, of a source that can be read at any piece: positions s, s + S, s + 2S, … of the
-    concatenated permutations of all epochs.
+    concatenated orders of all epochs.
 
     Place.position is the position within the epoch. epochs: number of epochs; -1: no limit.
     """
 
-    def __init__(
-        self, corpus: Corpus, permutation: Permutation, stream: int, *, num_streams: int, name: str, epochs: int
-    ) -> None:
+    def __init__(self, corpus: Corpus, order: Order, stream: int, *, num_streams: int, name: str, epochs: int) -> None:
         self.windows = corpus.windows
         self.name = name
         self.patience = max(MIN_PATIENCE, 2 * corpus.count) * max(1, epochs)
         self._corpus = corpus
-        self._permutation = permutation
+        self._order = order
         self._stream = stream
         self._num_streams = num_streams
         self._epochs = epochs
         self._fetched: dict[Place, TokenPiece | Exception] = {}
-        self._looked_up = (Place(-1, -1), -1)
+        self._numbers: dict[Place, int] = {}  # of the pieces that were fetched last
+        self._run = (Place(-1, 0), np.empty(0, np.int64))
 
     def first(self) -> Place:
         return self._place(self._stream)
@@ -135,18 +171,33 @@ class IndexedPieces:
         return passed / self._corpus.count
 
     def number(self, place: Place) -> int:
-        if self._looked_up[0] != place:  # called twice for each window
-            self._looked_up = (place, self._permutation.piece(*place))
-        return self._looked_up[1]
+        if place in self._numbers:
+            return self._numbers[place]
+        index = self._index(place)
+        return int(self._run[1][index])
+
+    def _index(self, place: Place) -> int:
+        """The index of a place in the run of those that were looked up last; else looks up those from `place` on."""
+        first, numbers = self._run
+        index, rest = divmod(place.position - first.position, self._num_streams)
+        if place.epoch == first.epoch and not rest and 0 <= index < len(numbers):
+            return index
+        self._run = (place, self._order.pieces(*place, self._num_streams))
+        return 0
 
     def fetch(self, place: Place, num_tokens: int) -> TokenPiece | Exception:
         if place not in self._fetched:  # of text, read the piece and the next few, and tokenize them in one batch
+            if self.windows:
+                index = self._index(place)
+                soon = self._run[1][index and index + PIECES_AHEAD : index + PIECES_AHEAD + 1]
+                self._corpus.prepare(soon.tolist())
             places = [place]
-            pieces = self._corpus.ahead(self._numbers(places), num_tokens)
+            pieces = self._corpus.ahead(self._following(places), num_tokens)
+            self._numbers = dict(zip(places, pieces, strict=True))
             self._fetched = dict(zip(places, self._corpus.fetch(pieces), strict=True))
         return self._fetched.pop(place)
 
-    def _numbers(self, places: list[Place]) -> Iterator[int]:
+    def _following(self, places: list[Place]) -> Iterator[int]:
         """Yield the piece number at places[0] and the following ones; append the place of each to `places`."""
         yield self.number(places[0])
         while len(places) < READ_AHEAD_PIECES and not self.has_ended(place := self.after(places[-1])):
@@ -154,7 +205,7 @@ class IndexedPieces:
             yield self.number(place)
 
     def _place(self, number: int) -> Place:
-        """Place of position `number` of the concatenated permutations of all epochs."""
+        """Place of position `number` of the concatenated orders of all epochs."""
         return Place(*divmod(number, self._corpus.count))
 
 
@@ -182,4 +233,4 @@ class Mixture:
         """Index of the source of sequence `count` (from 0) of the stream."""
         if not self._ends:
             return 0
-        return bisect_right(self._ends, (self._start + count * _GOLDEN_RATIO + stream * _SQRT_TWO) % _WORD)
+        return bisect_right(self._ends, (self._start + count * int(GOLDEN_RATIO) + stream * _SQRT_TWO) % _WORD)

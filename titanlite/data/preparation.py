@@ -12,10 +12,12 @@ from titanlite.data.blocks import BlockPieces, Division
 from titanlite.data.chat.encoder import ChatEncoder
 from titanlite.data.config import DataConfig
 from titanlite.data.corpus import TextCorpus, build_encoder
-from titanlite.data.order import IndexedPieces, Mixture, Permutation
+from titanlite.data.order import IndexedPieces, Mixture, Order, Permutation
 from titanlite.data.packing import num_sequences
+from titanlite.data.segments import Segments, fetched_windows
 from titanlite.data.sources.base import Source, StreamedSource, TextSource
 from titanlite.data.sources.pieces import Corpus, EpochSize, StreamPieces, TokenPiece
+from titanlite.data.sources.stored import size_of
 from titanlite.data.sources.tokens import Tokens, WindowCorpus
 from titanlite.data.steps import BatchStage, stage_index
 from titanlite.data.streams import BadRowPolicy, Origin, SequenceRow, SourceState, SourceStream, piece_lengths
@@ -85,11 +87,15 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
     section = assignment.section
     seeds = (section.seed, number) if section.shuffle else ()
     corpus: Corpus
+    order: Order | None = None
     epoch_size: Callable[[], EpochSize | None]
     checks = []
     if isinstance(source, Tokens):
         windows = WindowCorpus(source, assignment.longest, assignment.vocab_size, documents=section.masks_documents)
         corpus, epoch_size, checks = windows, windows.epoch_size, [windows.check_unchanged]
+        if section.deals_blocks and windows.count:
+            order = Segments(windows.count, seeds, num_streams=section.num_streams, seq_len=assignment.longest)
+            windows.block = fetched_windows(order.block, assignment.longest)
     else:
         assert tokenizer is not None, "sources of text need a tokenizer"
         encoder = build_encoder(source.config, tokenizer, section)
@@ -111,16 +117,18 @@ def open_order(source: Source, number: int, assignment: Assignment, tokenizer: T
         bad = [str(found) for found in corpus.fetch(range(min(1, corpus.count))) if isinstance(found, Exception)]
         remedy = "add data, or set a smaller training.seq_len" if corpus.windows else "add data"
         raise UserError(f"no data to train on: {bad[0] if bad else corpus.description}: {remedy}")
-    permutation = Permutation(corpus.count, seeds)
     pieces = partial(
         IndexedPieces,
         corpus,
-        permutation,
+        order or Permutation(corpus.count, seeds),
         num_streams=section.num_streams,
         name=source.name,
         epochs=source.config.epochs,
     )
     note = f", {source.shuffling_note}" if section.shuffle and source.shuffling_note else ""
+    if isinstance(order, Segments) and source.is_stored:
+        mixed = order.open_windows / corpus.count * sum(map(size_of, source.files())) / 2**20
+        note += f", of which each stream mixes {mixed:,.1f} MiB at a time, in the cache folder"
     return SourceOrder(corpus.size, corpus.description + note, pieces, corpus.locate, epoch_size, *checks)
 
 

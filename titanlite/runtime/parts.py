@@ -64,7 +64,7 @@ class Parts:
 
     def describe(self) -> str:
         """What this process has fetched so far, and the size of the cache, in one line."""
-        size = sum(part.size for part in self._stored())
+        size = self._total()
         return (
             f"fetched {self.fetched_bytes / 2**20:,.1f} MiB of stored files in {self.fetch_s:.1f} s; {self.folder} has "
             f"{size / 2**30:,.2f} of at most {self.limit / 2**30:,.2f} GiB"
@@ -158,15 +158,19 @@ class Parts:
     def _reserve(self, partial: Path, size: int) -> None:
         """Count a new part, and create its file. Remove the least recently used parts if all would exceed the limit."""
         with locked(self.folder / f"{TOTAL}.lock", "count the parts of files"):
-            try:
-                total = int((self.folder / TOTAL).read_text())
-            except (OSError, ValueError):
-                total = sum(found.size for found in self._stored())
+            total = self._total()
             if total + size > self.limit:
                 total = self._removed_to(int(KEPT_SHARE * self.limit) - size)
             (self.folder / TOTAL).write_text(str(total + size))
             with open(partial, "wb") as file:
                 file.truncate(size)
+
+    def _total(self) -> int:
+        """Bytes of all parts, as they were counted when the last one was added: a cache may have very many."""
+        try:
+            return int((self.folder / TOTAL).read_text())
+        except (OSError, ValueError):
+            return sum(found.size for found in self._stored())
 
     @cached_property
     def limit(self) -> int:
@@ -174,7 +178,7 @@ class Parts:
         if self._limit >= 0:
             return self._limit
         existing = next(each for each in (self.folder, *self.folder.parents) if each.exists())
-        return (sum(part.size for part in self._stored()) + shutil.disk_usage(existing).free) // 2
+        return (self._total() + shutil.disk_usage(existing).free) // 2
 
     def _removed_to(self, target: int) -> int:
         """Remove the least recently used parts until all others have at most `target` bytes. Returns their bytes."""

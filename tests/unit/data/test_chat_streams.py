@@ -10,7 +10,7 @@ import torch
 
 from tests.seeds import seeds
 from tests.unit.data.conversations import write_conversations
-from tests.unit.data.fake_corpus import PAD, FakeCorpus, SizedStream, empty_row, make_stream, permutation_of
+from tests.unit.data.fake_corpus import PAD, FakeCorpus, SizedStream, empty_row, make_stream, piece_at
 from tests.unit.data.ranks import build, build_ranks
 from titanlite.batch import IGNORE_INDEX
 from titanlite.data.config import DataConfig
@@ -51,9 +51,9 @@ def expected(
     corpus: FakeConversations, *, epochs: int, seq_len: int, packing: str, too_long: str
 ) -> tuple[list[tuple[list[int], list[int], list[int]]], int]:
     """All rows of the stream, conversation by conversation, and the number of those that were too long."""
-    permutation, rows, count = permutation_of(corpus), list[list[tuple[list[int], list[bool]]]](), 0
+    rows, count = list[list[tuple[list[int], list[bool]]]](), 0
     for number in range(1, epochs * corpus.count, 2):
-        (piece,) = corpus.fetch([permutation.piece(*divmod(number, corpus.count))])
+        (piece,) = corpus.fetch([piece_at(corpus, number)])
         if not isinstance(piece, TokenPiece):
             continue
         assert piece.trained is not None

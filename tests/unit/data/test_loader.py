@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.data.fake_corpus import FakeCorpus, expected_sequences, permutation_of
+from tests.unit.data.fake_corpus import FakeCorpus, expected_sequences, order_of
 from tests.unit.data.ranks import Ranks, build
 from titanlite.batch import IGNORE_INDEX, Batch, rows_and_tokens
-from titanlite.data import preparation
+from titanlite.data import preparation, segments
 from titanlite.data.check import check_data
 from titanlite.data.config import DataConfig
 from titanlite.data.loader import Loader
@@ -31,10 +31,15 @@ WORDS = ["the", "model", "reads", "a", "few", "words"]
 
 
 @pytest.fixture
-def corpus() -> FakeCorpus:
+def corpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeCorpus:
     rng = random.Random(0)
     lengths = [rng.choice([None, 0, 1, rng.randrange(20), rng.randrange(60)]) for _ in range(150)]
-    return FakeCorpus([*lengths, *[3] * STREAMS])
+    made = FakeCorpus([*lengths, *[3] * STREAMS])
+    made.is_dealt = getattr(request, "param", "shuffled") == "dealt"
+    monkeypatch.setattr(segments, "MIN_BLOCKS", 10)
+    monkeypatch.setattr(segments, "MIN_STREAM_BLOCKS", 5)  # blocks of 3 windows, of 157
+    monkeypatch.setattr(segments, "OPEN_BLOCKS", 0)
+    return made
 
 
 @pytest.fixture
@@ -58,7 +63,7 @@ def make(corpus: FakeCorpus, monkeypatch: pytest.MonkeyPatch) -> Any:
             sources=tuple(SourceConfig(epochs=facts["epochs"], weight=each) for each in facts["weights"]),
         )
         order = {"num_streams": STREAMS, "name": "fake", "epochs": facts["epochs"]}
-        pieces = partial(IndexedPieces, corpus, permutation_of(corpus), **order)
+        pieces = partial(IndexedPieces, corpus, order_of(corpus, STREAMS), **order)
         monkeypatch.setattr(preparation, "open_order", lambda *_: SourceOrder(1, "a fake corpus", pieces, str))
         first = BatchStage(1, facts["global_batch_size"], SEQ_LEN, facts["local_batch_size"])
         assignment = Assignment(section, None, 10**6, (first, *facts["later"]))
@@ -92,6 +97,7 @@ def test_sequence_n_is_the_next_of_stream_n_mod_s(
     assert [row for step in steps for row in step] == [(*streams[n % STREAMS][n // STREAMS], n) for n in range(160)]
 
 
+@pytest.mark.parametrize("corpus", ["shuffled", "dealt"], indirect=True)
 @pytest.mark.parametrize("global_batch_size", [16, pytest.param(32, marks=pytest.mark.slow)])
 def test_steps_are_the_same_on_every_mesh(make: Any, global_batch_size: int) -> None:
     reference = make(local_batch_size=1, global_batch_size=global_batch_size)
@@ -104,6 +110,7 @@ def test_steps_are_the_same_on_every_mesh(make: Any, global_batch_size: int) -> 
         assert torch.equal(Ranks(loaders).state(), reference.state())
 
 
+@pytest.mark.parametrize("corpus", ["shuffled", "dealt"], indirect=True)
 @pytest.mark.parametrize("global_batch_size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (12, 16))])
 def test_a_degree_need_not_divide_the_streams(make: Any, global_batch_size: int) -> None:
     facts = {"local_batch_size": 2, "global_batch_size": global_batch_size}
@@ -142,6 +149,7 @@ def test_filler_rows_repeat_sequences_and_hold_no_token(make: Any) -> None:
     assert rows_and_tokens([empty]) == (0, 0)
 
 
+@pytest.mark.parametrize("corpus", ["shuffled", "dealt"], indirect=True)
 @pytest.mark.parametrize("epochs", [pytest.param(-1, marks=pytest.mark.slow), 1])
 def test_resume_on_another_mesh_is_exact(make: Any, epochs: int) -> None:
     reference = steps_of([make(epochs=epochs)], 20)

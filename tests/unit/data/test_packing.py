@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.data import documents_in
 from tests.seeds import seeds
-from tests.unit.data.fake_corpus import FakeCorpus, SizedStream, empty_row, make_stream, permutation_of
+from tests.unit.data.fake_corpus import FakeCorpus, SizedStream, empty_row, make_stream, piece_at
 from tests.unit.data.ranks import build
 from tests.unit.data.test_chat_streams import FakeConversations
 from tests.unit.data.test_streams import OneDocument
@@ -134,8 +134,7 @@ def test_resume_at_any_sequence_of_a_window_is_exact(seeds: range, too_long: str
             origin = stream.next_sequence(row)
             rows.append((origin, row.tokens.tolist(), row.labels.tolist()))
         end = stream.state()
-        permutation = permutation_of(corpus)
-        pieces = [permutation.piece(0, position) for position in range(1, corpus.count, 2)]
+        pieces = [piece_at(corpus, position) for position in range(1, corpus.count, 2)]
         assert end.bad_rows == sum(corpus.tokens[piece] is None for piece in pieces)
         longer = sum(len(corpus.tokens[piece] or []) > stream.seq_len + 1 for piece in pieces)
         assert end.too_long == (longer if too_long else 0)

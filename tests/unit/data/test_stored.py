@@ -23,6 +23,7 @@ from tests.stores import Bucket
 from tests.unit.conftest import SENTENCE
 from tests.unit.data.conversations import write_conversations
 from tests.unit.data.ranks import build
+from titanlite.data import segments
 from titanlite.data.check import check_source
 from titanlite.data.config import DataConfig
 from titanlite.data.fingerprint import data_fingerprint, describe_difference
@@ -112,6 +113,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored, "FIRST_RANGE_BYTES", 100)
     monkeypatch.setattr(parquet, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(parquet, "FOOTER_BYTES", 600)
+    monkeypatch.setattr(segments, "FETCHED_TOKENS", 300)
 
 
 SOURCES: tuple[dict[str, Any], ...] = (
@@ -127,13 +129,14 @@ SOURCES: tuple[dict[str, Any], ...] = (
     {"kind": "chat", "path": "chat.jsonl"},
     {"kind": "tokens", "path": "tokens/*.npy"},
     {"kind": "tokens", "path": "tokens/*.bin", "dtype": "uint16"},
+    {"kind": "tokens", "path": "tokens/*.bin", "dtype": "uint16", "eos": 7},
 )
 
 
 def section_of(root: Path | str, source: dict[str, Any], **changes: Any) -> DataConfig:
     config = SourceConfig(**source | {"path": f"{root}/{source['path']}", "name": "source"})
     has_starts = source["path"] == "tokens/*.npy"
-    settings: dict[str, Any] = {"num_streams": 4, "max_piece_bytes": 300, "stream_version": 3, "num_workers": 0}
+    settings: dict[str, Any] = {"num_streams": 4, "max_piece_bytes": 300, "stream_version": 4, "num_workers": 0}
     return DataConfig(**settings | {"document_mask": has_starts, "on_bad_row": "skip", "sources": (config,)} | changes)
 
 
@@ -163,8 +166,10 @@ def all_tokens(section: DataConfig, tokenizer: Tokenizer) -> list[Any]:
 def test_batches_and_fingerprint_are_those_of_a_local_copy(
     source: dict[str, Any], corpus: Path, memory: str, chat_tokenizer: Tokenizer
 ) -> None:
-    expected, found = (batches(section_of(root, source), chat_tokenizer) for root in (corpus, memory))
-    assert found == expected
+    for version in (3, 4) if source["kind"] == "tokens" else (4,):  # version 3 reads blocks of files
+        sections = (section_of(root, source, stream_version=version) for root in (corpus, memory))
+        expected, found = (batches(section, chat_tokenizer) for section in sections)
+        assert found == expected
 
 
 MIXTURE = (

@@ -11,7 +11,7 @@ from tests.unit.data.fake_corpus import (
     empty_row,
     expected_sequences,
     make_stream,
-    permutation_of,
+    piece_at,
 )
 from titanlite.batch import IGNORE_INDEX
 from titanlite.data.order import IndexedPieces, Permutation
@@ -105,7 +105,7 @@ def test_a_finite_stream_ends_with_its_last_target() -> None:
 def test_bad_rows_are_counted_once_with_the_sequence_that_consumes_them() -> None:
     corpus = FakeCorpus([None, 4, None, None, 4, 4])
     stream = make_stream(corpus, stream=0, num_streams=1, seq_len=4, epochs=-1)
-    order = [permutation_of(corpus).piece(0, position) for position in range(6)]
+    order = [piece_at(corpus, position) for position in range(6)]
     lengths = [0 if corpus.tokens[piece] is None else 4 for piece in order]
     counts = []
     for n in range(1, 8):
@@ -158,11 +158,10 @@ def test_without_packing_each_document_starts_a_sequence(seeds: range) -> None:
     for rng in map(random.Random, seeds):
         corpus, seq_len = random_corpus(rng, bad=True), rng.randrange(1, 9)
         stream = make_stream(corpus, stream=0, num_streams=1, seq_len=seq_len, epochs=2, packing="none")
-        permutation = permutation_of(corpus)
         expected = []
         for epoch in range(2):
             for position in range(corpus.count):
-                ids = corpus.tokens[permutation.piece(epoch, position)] or []
+                ids = corpus.tokens[piece_at(corpus, epoch * corpus.count + position)] or []
                 for begin in range(0, len(ids) - 1, seq_len):
                     part = ids[begin : begin + seq_len + 1]
                     missing = seq_len + 1 - len(part)

@@ -60,13 +60,19 @@ class ArrayFile:
     def __len__(self) -> int:
         return self._count
 
-    def read(self, begin: int, end: int) -> npt.NDArray[Any]:
-        """Elements `begin` to `end` - 1, in the file's dtype. Raises UserError if the file has become shorter."""
+    def read(self, begin: int, end: int, extent: tuple[int, int] | None = None) -> npt.NDArray[Any]:
+        """Elements `begin` to `end` - 1, in the file's dtype. Raises UserError if the file has become shorter.
+
+        extent: the elements around these that a store is asked for at once; None: those of a block of the file.
+        """
         out: npt.NDArray[Any] = np.empty(end - begin, self.dtype)
         first = self._begin + begin * self.dtype.itemsize
         raw = out.view(np.uint8).data
+        read = self._read_at
+        if extent is not None and isinstance(self.path, StoredFile):
+            read = partial(self.path.read_within, self._bytes_of(extent))
         try:
-            count = retrying(str(self.path), partial(self._read_at, raw, first))
+            count = retrying(str(self.path), partial(read, raw, first))
         except OSError as error:
             raise UserError(f"{self.path} can no longer be read at byte {first:,}: {error.strerror}") from None
         if count < len(raw):
@@ -77,6 +83,15 @@ class ArrayFile:
                 "it again, and start again: the run resumes from its latest checkpoint"
             )
         return out
+
+    def prepare(self, extent: tuple[int, int]) -> None:
+        """Fetch these elements of a stored file in the background, see StoredFile.prepare."""
+        if isinstance(self.path, StoredFile):
+            self.path.prepare(self._bytes_of(extent))
+
+    def _bytes_of(self, extent: tuple[int, int]) -> tuple[int, int]:
+        begin, end = (self._begin + element * self.dtype.itemsize for element in extent)
+        return begin, end
 
     def check_unchanged(self) -> None:
         """Raise UserError if the file's size or time has changed since it was opened. An object is checked when a part

@@ -141,7 +141,7 @@ class DocumentStarts:
         for array in self._positions.arrays:
             array.check_unchanged()
 
-    def between(self, begin: int, end: int) -> Int64s:
+    def between(self, begin: int, end: int, extent: tuple[int, int] | None = None) -> Int64s:  # noqa: ARG002
         """The starts from `begin` to `end` - 1. Raises UserError if the file has become shorter."""
         pages = np.searchsorted(self._first_of_pages, (begin, end))
         first = max(0, int(pages[0]) - 1) * STARTS_PER_PAGE  # the page before may end with starts inside
@@ -159,10 +159,11 @@ class SeparatedStarts:
         self._tokens, self._eos, self._shift = tokens, eos, 0 if begins else 1
         self.check_unchanged = tokens.check_unchanged
 
-    def between(self, begin: int, end: int) -> Int64s:
-        """The starts from `begin` to `end` - 1. Raises UserError if the file has become shorter."""
+    def between(self, begin: int, end: int, extent: tuple[int, int] | None = None) -> Int64s:
+        """The starts from `begin` to `end` - 1. Raises UserError if the file has become shorter. extent: see read."""
         first = max(0, begin - self._shift)
-        found = np.flatnonzero(self._tokens.read(first, end - self._shift) == self._eos) + first + self._shift
+        tokens = self._tokens.read(first, end - self._shift, extent)
+        found = np.flatnonzero(tokens == self._eos) + first + self._shift
         return np.union1d(found, [0]) if begin == 0 else found
 
 

@@ -136,6 +136,10 @@ class Corpus(Protocol):
     windows: bool
     description: str
 
+    def prepare(self, pieces: Sequence[int]) -> None:
+        """Fetch what windows that are needed soon consist of in the background, if it is in a store."""
+        ...
+
     def ahead(self, pieces: Iterator[int], num_tokens: int) -> list[int]:
         """Take `pieces` until about `num_tokens` tokens, at least one piece, to fetch in one call."""
         ...

@@ -16,6 +16,7 @@ from dataclasses import astuple
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial, total_ordering
 from pathlib import Path
+from threading import BoundedSemaphore
 from typing import Any, TypeVar
 
 from titanlite.data.sources.pieces import Bytes
@@ -36,6 +37,9 @@ BLOCK_BYTES = 2**23
 
 BLOCKS_AHEAD = 2
 """Blocks that are fetched in the background after a block that was not in the cache."""
+
+EXTENTS_AHEAD = 32
+"""Extents that a process may have asked for in the background: it waits for them when it ends."""
 
 FIRST_RANGE_BYTES = 2**16
 """First range of a file that is read from its beginning. Each further one is four times as large, up to BLOCK_BYTES."""
@@ -257,15 +261,33 @@ class StoredFile:
 
         def fetch() -> bytes:
             for later in range(number + 1, number + 1 + BLOCKS_AHEAD if number else 0):
-                if block_bounds(later, self.facts.bytes)[0] < self.facts.bytes:
-                    _threads(os.getpid()).submit(self._prepare, later)
+                if (bounds := block_bounds(later, self.facts.bytes))[0] < self.facts.bytes:
+                    _threads(os.getpid()).submit(self._prepare, *bounds)
             return self.fetch(begin, end)
 
         return stored_parts().get([*self.identity, begin, end], end - begin, fetch)
 
-    def _prepare(self, number: int) -> None:
-        begin, end = block_bounds(number, self.facts.bytes)
+    def _prepare(self, begin: int, end: int) -> None:
         stored_parts().prepare([*self.identity, begin, end], end - begin, partial(self.fetch, begin, end))
+
+    def read_within(self, extent: tuple[int, int], out: memoryview, begin: int) -> int:
+        """Fill `out`, which consists of bytes, from byte `begin` on; return the number of bytes read. extent: the bytes
+        around these to fetch in one request if the cache folder does not have them; see prepare."""
+        first, last = extent
+        if last <= HEAD_BYTES:  # checks before the run have fetched it
+            first, part = 0, self.block(0)
+        else:
+            part = self.range(first, last)
+        out[:] = part[begin - first : begin - first + len(out)]
+        return len(out)
+
+    def prepare(self, extent: tuple[int, int]) -> None:
+        """Fetch an extent in the background, unless many others are being fetched."""
+        begin, end = extent
+        waiting = _extents_ahead(os.getpid())
+        if end > HEAD_BYTES and waiting.acquire(blocking=False):
+            fetched = _threads(os.getpid()).submit(self._prepare, begin, end)
+            fetched.add_done_callback(lambda _: waiting.release())
 
     def range(self, begin: int, end: int) -> Part:
         """Bytes [begin, end), from the cache folder."""
@@ -285,7 +307,12 @@ _RESTORE = "restore the object, and start again: the run resumes from its latest
 @lru_cache(1)
 def _threads(process: int) -> ThreadPoolExecutor:  # noqa: ARG001 a fork has no threads of its parent
     """Threads that read ahead."""
-    return ThreadPoolExecutor(2, "titanlite-store")
+    return ThreadPoolExecutor(4, "titanlite-store")
+
+
+@lru_cache(1)
+def _extents_ahead(process: int) -> BoundedSemaphore:  # noqa: ARG001 as _threads
+    return BoundedSemaphore(EXTENTS_AHEAD)
 
 
 def block_bounds(number: int, size: int) -> tuple[int, int]:

@@ -130,9 +130,13 @@ class WindowCorpus:
     Windows do not cross files. The tokens after a file's last full window form another, shorter window if the number of
     epochs is finite; otherwise they are not used, and the description shows their number. documents: whether to include
     the starts of documents.
+
+    block: windows that a store is asked for at once, from window n * block to the next such one or to the end of the
+    file; 0: blocks of the file.
     """
 
     windows = True
+    block = 0
 
     def __init__(self, source: Tokens, seq_len: int, vocab_size: int, *, documents: bool) -> None:
         keep_tail = source.config.epochs != -1
@@ -161,6 +165,12 @@ class WindowCorpus:
 
     def ahead(self, pieces: Iterator[int], num_tokens: int) -> list[int]:  # noqa: ARG002
         return [next(pieces)]
+
+    def prepare(self, pieces: Sequence[int]) -> None:
+        for piece in pieces:
+            number, _ = self._place(piece)
+            if extent := self._extent(number, piece):
+                self._tokens[number].prepare(extent)
 
     def fetch(self, pieces: Sequence[int]) -> list[TokenPiece | Exception]:
         return [self._window(piece) for piece in pieces]
@@ -199,6 +209,16 @@ class WindowCorpus:
         first = self._ends[number - 1] if number else 0
         return number, (piece - first) * self._seq_len
 
+    def _extent(self, number: int, piece: int) -> tuple[int, int] | None:
+        """The tokens of the block of a window of a stored file, and the one before them, which separated documents need
+        (titanlite.data.sources.formats.SeparatedStarts)."""
+        if not self.block or isinstance(self._files[number], Path):
+            return None
+        first, end = self._ends[number - 1] if number else 0, self._ends[number]
+        begin = piece - piece % self.block
+        windows = max(begin, first) - first, min(begin + self.block, end) - first
+        return max(0, windows[0] * self._seq_len - 1), min(windows[1] * self._seq_len + 1, len(self._tokens[number]))
+
     def _window(self, piece: int) -> TokenPiece | Exception:
         number, begin = self._place(piece)
         for file, digest in self._unverified.pop(number, ()):
@@ -209,11 +229,11 @@ class WindowCorpus:
             if not is_same:
                 return UserError(f"{file} has changed since it was written, by {MANIFEST}: copy or write it again")
         self._read.add(number)
-        tokens = self._tokens[number]
+        tokens, extent = self._tokens[number], self._extent(number, piece)
         end = min(begin + self._seq_len + 1, len(tokens))
         try:
-            window = tokens.read(begin, end)
-            starts = self._starts[number].between(begin, end) - begin if self._starts else EMPTY
+            window = tokens.read(begin, end, extent)
+            starts = self._starts[number].between(begin, end, extent) - begin if self._starts else EMPTY
         except UserError as error:
             return error
         if window.max() >= self._vocab_size or (window.dtype.kind == "i" and window.min() < 0):
