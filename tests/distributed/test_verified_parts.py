@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from tests.pool import run_ranks
 from tests.unit.checkpoint.making import a_manifest
 from titanlite.checkpoint import manifest, planning, storage, verified_parts
 from titanlite.checkpoint.saver import Saver
+from titanlite.checkpoint.state import STREAMS
 from titanlite.storage.address import Address
 from titanlite.storage.store import Store
 
@@ -41,9 +42,17 @@ def small_parts() -> Iterator[None]:
 
 
 def on_mesh(values: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    """The state of streams is on all ranks, as in a run."""
     shape, placements = MESHES[name]
     mesh = init_device_mesh("cpu", shape)
-    return {key: distribute_tensor(value.clone(), mesh, placements) for key, value in values.items()}
+    return {
+        key: value.clone() if key == STREAMS else distribute_tensor(value.clone(), mesh, placements)
+        for key, value in values.items()
+    }
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def saved(folder: Address, values: dict[str, torch.Tensor]) -> None:
@@ -62,6 +71,7 @@ def load_on_meshes(address: str, most_listed: int) -> dict[str, Any]:
     number of messages that this rank has sent to another one."""
     folder = Address.parse(address)
     values = {"a": torch.arange(8000.0).reshape(400, 20), "b": torch.arange(64.0).reshape(8, 8)}
+    values[STREAMS] = torch.arange(160).reshape(16, 10)
     reads: list[tuple[str, int]] = []
     sends: list[int] = []
     read_range, isend = Store.read_range, dist.isend
@@ -86,7 +96,7 @@ def load_on_meshes(address: str, most_listed: int) -> dict[str, Any]:
             loaded = on_mesh({key: torch.zeros_like(value) for key, value in values.items()}, name)
             storage.load_tensors(folder / "step-1", loaded, group)
             expected = on_mesh(values, name)
-            is_right = all(torch.equal(loaded[key].to_local(), expected[key].to_local()) for key in values)  # type: ignore[attr-defined]
+            is_right = all(torch.equal(local(loaded[key]), local(expected[key])) for key in values)
             found[name] = [list(reads), is_right, len(sends)]
         for rank in (0, 3):  # its store answers with other content, but for the first requests
             good_answers = iter([True] * 3)
