@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +20,7 @@ from titanlite.data.chat.encoder import ChatEncoder, EncodedChat
 from titanlite.data.chat.messages import Conversation
 from titanlite.data.chat.source import conversation
 from titanlite.data.config import DataConfig
+from titanlite.data.indexing import processes_for, scan, scan_in_processes, write_pieces
 from titanlite.data.sources.base import TextSource
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.pieces import (
@@ -46,7 +47,6 @@ from titanlite.runtime.retry import retrying
 from titanlite.runtime.text import counted, is_visible
 
 FORMAT_VERSION = 3
-FLUSH_PIECES = 2**16
 
 SAMPLED_BYTES = 2**18
 MIN_SAMPLED_PIECES = 4
@@ -103,37 +103,23 @@ class _Meta(TypedDict):
 
 
 def _build(source: TextSource, max_piece_bytes: int, what: str, into: Path) -> None:
-    """Write pieces.bin and meta.json. FLUSH_PIECES bounds the memory for any size of the corpus."""
+    """Write pieces.bin and meta.json, by several processes if the source is large. The memory is bounded."""
     start = time.monotonic()
     files = source.indexed_files(into)
-    pieces, text_bytes = 0, 0
-    with open(into / "pieces.bin", "wb") as out:
-        scanned = _scan(source, files, max_piece_bytes, what)
-        while rows := list(islice(scanned, FLUSH_PIECES)):
-            block = np.array(rows, dtype="<i8")
-            out.write(block.data)  # the error of tofile() does not say why
-            pieces += len(block)
-            sizes = np.where(block[:, _LENGTH] < 0, block[:, _SIZE], block[:, _LENGTH])
-            text_bytes += int(sizes.sum())
-    names = [file.name if file.parent == into else str(file) for file in files]
-    meta = _Meta(pieces=pieces, text_bytes=text_bytes, files=names)
-    (into / "meta.json").write_text(json.dumps(meta))
-    seconds = time.monotonic() - start
-    logger.info("built %s in %.1f s: %s, %s", what, seconds, counted(len(files), "file"), counted(pieces, "piece"))
-
-
-_SIZE, _LENGTH = Piece._fields.index("size"), Piece._fields.index("length")
-
-
-def _scan(source: TextSource, files: Sequence[SourceFile], max_piece_bytes: int, what: str) -> Iterator[Piece]:
     total = sum(map(size_of, files))
-    with tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=not sys.stderr.isatty(), leave=False) as bar:
-        for number, file in enumerate(files):
-            try:
-                yield from source.scan(file, number, max_piece_bytes)
-                bar.update(size_of(file))
-            except OSError as error:
-                raise UserError(f"{file} cannot be read: {error}") from error
+    processes = processes_for(source, files, total)
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=not sys.stderr.isatty(), leave=False)
+    with bar, open(into / "pieces.bin", "wb") as out:
+        if processes > 1:
+            scanned = scan_in_processes(source, files, max_piece_bytes, out, into, processes, bar.update)
+        else:
+            scanned = write_pieces(scan(source, dict(enumerate(files)), max_piece_bytes, bar.update), out)
+    names = [file.name if file.parent == into else str(file) for file in files]
+    meta = _Meta(pieces=scanned.pieces, text_bytes=scanned.text_bytes, files=names)
+    (into / "meta.json").write_text(json.dumps(meta))
+    seconds, by = time.monotonic() - start, f" by {processes} processes" if processes > 1 else ""
+    counts = counted(len(files), "file"), counted(scanned.pieces, "piece")
+    logger.info("built %s in %.1f s%s: %s, %s", what, seconds, by, *counts)
 
 
 class Encoder:

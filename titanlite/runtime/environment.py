@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -52,6 +53,11 @@ def safe_imports() -> dict[str, str]:
     folder = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
     return {"PYTHONSAFEPATH": "1"} | ({"PYTHONPATH": paths} if folder == os.getcwd() else {})
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def chooses_threads(environment: Mapping[str, str]) -> bool:

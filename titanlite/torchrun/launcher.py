@@ -10,7 +10,7 @@ import runpy
 import sys
 
 from titanlite.ranks.failure import FailureReport
-from titanlite.runtime.environment import CHOSE_THREADS
+from titanlite.runtime.environment import CHOSE_THREADS, usable_cores
 from titanlite.runtime.errors import UsageError, integer_variable
 from titanlite.runtime.gpus import usable_gpus
 
@@ -55,7 +55,7 @@ def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
 def set_threads(processes: int) -> None:
     """Set the number of threads of each of several processes; a value in the environment is kept."""
     if processes > 1 and "OMP_NUM_THREADS" not in os.environ:  # torchrun would set 1, with a warning
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        cores = usable_cores()
         threads = max(cores // processes, 1)
         os.environ |= {"OMP_NUM_THREADS": str(threads), CHOSE_THREADS: "1"}
         print(f"titanlite: OMP_NUM_THREADS={threads} ({cores} cores, {processes} processes)", file=sys.stderr)

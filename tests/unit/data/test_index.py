@@ -1,5 +1,7 @@
 """Pieces, and their cached index: built once by concurrent processes, rebuilt if any of its inputs changes."""
 
+import gzip
+import json
 import logging
 import os
 import random
@@ -13,7 +15,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from titanlite.data import corpus
+from titanlite.data import corpus, indexing
 from titanlite.data.corpus import PieceIndex
 from titanlite.data.kinds import text_sources
 from titanlite.data.sources.config import SourceConfig
@@ -129,9 +131,44 @@ def test_a_key_of_one_kind_gets_an_index_per_value(tmp_path: Path) -> None:
 
 
 def test_a_large_index_is_written_in_blocks(write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "FLUSH_PIECES", 4)
+    monkeypatch.setattr(indexing, "FLUSH_PIECES", 4)
     index = open_index(SourceConfig(kind="jsonl", path=str(write_jsonl([str(n) for n in range(11)]))), 1000)
     assert [index[n].row for n in range(len(index))] == list(range(1, 12))
+
+
+@pytest.mark.slow
+def test_several_processes_write_the_index_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte for byte, with empty and bad files; the error is that of the first file that has one."""
+    monkeypatch.setattr(indexing, "SHARED_BYTES", 0)
+    (tmp_path / "in").mkdir()
+    for n in range(12):
+        texts = (json.dumps({"text": "x" * (n * row % 97)}) + "\n" for row in range(40 * (n % 4)))
+        (tmp_path / "in" / f"{n:02}.jsonl").write_text("".join(texts))
+    (tmp_path / "in" / "03.jsonl.gz").write_bytes(gzip.compress(b'{"text": "packed"}\n') + b"damage")
+    source, built = SourceConfig(kind="jsonl", path=str(tmp_path / "in")), list[dict[str, bytes]]()
+    for cores in (1, 3):
+        monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / f"cache-{cores}"))
+        monkeypatch.setattr(indexing, "usable_cores", lambda cores=cores: cores)
+        open_index(source, 60)
+        (folder,) = (cache_folder() / "index").glob("*[!k]")
+        built.append({file.name: file.read_bytes() for file in folder.iterdir()})
+    assert built[0] == built[1]
+    assert len(built[0]["pieces.bin"]) > 50_000
+    (opened,) = text_sources([source])
+    files = [tmp_path / "in" / name for name in ("00.jsonl", "missing", "02.jsonl", "other")]
+    monkeypatch.setattr(indexing, "size_of", lambda _: 1)
+    with open(tmp_path / "out", "wb") as out, pytest.raises(UserError, match=r"missing cannot be read: .*No such file"):
+        indexing.scan_in_processes(opened, files, 60, out, tmp_path, 2, lambda _: None)
+
+
+def test_small_and_made_sources_are_indexed_by_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexing, "usable_cores", lambda: 4)
+    (source,) = text_sources([SourceConfig(kind="text", path=str(tmp_path))])
+    files = [tmp_path / "a", tmp_path / "b"]
+    assert indexing.processes_for(source, files, indexing.SHARED_BYTES - 1) == 1
+    assert indexing.processes_for(source, files, indexing.SHARED_BYTES) == 2
+    source.select(files, None)  # a part, which a worker reads
+    assert indexing.processes_for(source, files, indexing.SHARED_BYTES) == 1
 
 
 def slow_build(folder: Path) -> None:

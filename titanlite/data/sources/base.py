@@ -31,7 +31,7 @@ from titanlite.data.sources.pieces import (
     Piece,
 )
 from titanlite.data.sources.stored import Listing, SourceFile, StoredFile, facts_of, open_file, size_of
-from titanlite.runtime.cache import built_once, cached_folder
+from titanlite.runtime.cache import built_once, cached_folder, content_key
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.files import open_regular
 from titanlite.runtime.json_files import read_json
@@ -69,6 +69,8 @@ CHECKED_STORED = 32
 
 READERS = 16
 """Files that are read concurrently: most of the time is spent waiting for the file system."""
+MAX_READ_AT_ONCE = 64
+"""Files of one task of a reader, if there are many."""
 
 
 class Source(ABC):
@@ -231,6 +233,11 @@ class Source(ABC):
         files, addresses, sizes and ETags."""
         return self._current_facts()
 
+    @property
+    def content_hash(self) -> str:
+        """Hash of content_facts."""
+        return content_key(self.content_facts)
+
     def _current_facts(self) -> list[Any]:
         """The facts of now; of stored files, those of the listing."""
         try:
@@ -251,14 +258,18 @@ class Source(ABC):
         return facts | {"weight": self.config.weight, "epochs": self.config.epochs}
 
     def _file_facts(self, files: Sequence[SourceFile]) -> dict[str, Any]:
-        before = set(self.content_facts)
+        before = self.content_facts
         content = self._content_digest(files)
+        self._require_unchanged(before)
+        return {"files": len(files), "bytes": sum(map(size_of, files)), "content": content}
+
+    def _require_unchanged(self, before: Sequence[Any]) -> None:
+        """Raise UserError if a file has changed. before: content_facts of earlier."""
         listed = type(self)(self.config) if self.is_stored else self
-        if changed := before - set(listed._current_facts()):
+        if changed := set(before) - set(listed._current_facts()):
             raise UserError(
                 f"{min(changed)[0]} was written while the run was starting: start again when the files are complete"
             )
-        return {"files": len(files), "bytes": sum(map(size_of, files)), "content": content}
 
     def digests(self) -> list[str]:
         """Digests in hex of the files in their order, see sampled_digest."""
@@ -272,8 +283,11 @@ class Source(ABC):
         """Cached of stored files only: nodes may share a cache folder, but not the files."""
 
         def digests() -> list[str]:
+            size = max(1, min(MAX_READ_AT_ONCE, len(files) // (4 * READERS)))  # else a file costs less than its task
+            parts = [files[begin : begin + size] for begin in range(0, len(files), size)]
             with ThreadPoolExecutor(READERS) as pool:
-                return [digest.hex() for digest in pool.map(sampled_digest, files)]
+                found = pool.map(lambda part: [sampled_digest(file).hex() for file in part], parts)
+                return [digest for of_part in found for digest in of_part]
 
         what = f"the digests of {self.name}"
         return cached_json("digests", facts_of(files), what, digests) if self.is_stored else digests()
@@ -497,6 +511,8 @@ class TextSource(Source):
     row_name: ClassVar[str]
     extent: tuple[int, int] | None = None
     """Bytes [begin, end) of the only file, whose documents that begin there are read; None: all documents."""
+    is_part = False
+    """Whether select() has chosen what is read."""
 
     @property
     def reads_files_separately(self) -> bool:
@@ -509,7 +525,7 @@ class TextSource(Source):
 
     def select(self, files: Sequence[SourceFile], extent: tuple[int, int] | None) -> None:
         """Read only these files, and of a single one only `extent`. Call before anything is read."""
-        self._files, self.extent = files, extent
+        self._files, self.extent, self.is_part = files, extent, True
 
     def row_place(self, row: int) -> str:
         """The place of a row in its file, for messages."""
