@@ -1,4 +1,4 @@
-"""How costs grow with ranks, data and rows: agreements, groups, plans, saves, heartbeats, initial weights, logs.
+"""How costs grow with ranks: agreements, groups, plans, saves, heartbeats and data, with simulated participants.
 
 Each part runs with real functions of titanlite for several numbers of ranks. The law is the exponent of the growth
 between the last two: 1 is linear in the ranks of a job, 0 is constant. Counts are exact; CPU seconds depend on the
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks.growth import agreements, data, heartbeats, history, plans, saves, weights
+from benchmarks.growth import agreements, data, files, heartbeats, plans, saves
 from benchmarks.growth.count import Count
 from benchmarks.measuring import Row, report
 
@@ -20,20 +20,19 @@ PARTS: tuple[tuple[Part, tuple[int, ...]], ...] = (
     (agreements.of_groups, (32, 64, 128)),
     (plans.of_microbatches, (4096, 8192, 16_384)),
     (plans.of_shards, (1024, 4096, 16_384)),
+    (files.of_start, (500, 1000, 2000)),
+    (files.of_index, (10_000, 100_000, 1_000_000)),
     (heartbeats.of_heartbeats, (256, 1024, 4096)),
     (saves.of_saves, (64, 256, 1024)),
     (saves.of_retention, (10, 40)),
     (data.of_stored_tokens, (1, 8, 64, 512)),
     (data.of_sources, (1, 10, 100)),
-    (weights.of_experts, (256, 512, 4096)),
-    (history.of_history, (1000, 10_000, 100_000)),
-    (history.of_ledger, (10_000, 100_000, 1_000_000)),
 )
 """What each part is simulated with. More threads in one process would measure the threads."""
 
 
 def main(json: Path | None = None) -> None:
-    """Simulate all parts, in about 7 minutes, with up to 1.4 GB of temporary files.
+    """Simulate all parts, in about 5 minutes.
 
     json: folder for scale.json.
     """

@@ -5,19 +5,22 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
 
+from titanlite.assembly.data_files import resolve_with_data, resolve_without_data
 from titanlite.assembly.facts import config_values
 from titanlite.assembly.resolve import resolve_job
 from titanlite.assembly.run import job_locks
 from titanlite.config.files import CONFIG_FILE
 from titanlite.config.ineffective import describe
-from titanlite.config.load import check_and_resolve, parse, resolve, without_effect
+from titanlite.config.load import parse, reparsed, resolve, without_effect
 from titanlite.config.schema import JobConfig
 from titanlite.config.value_types import text_of
+from titanlite.data.sources.token_table import use_looks
 from titanlite.generation.generate import Prompt
 from titanlite.metrics.config import METRICS_FILE
 from titanlite.metrics.jsonl import last_row, read_rows
@@ -145,14 +148,18 @@ def run(config: JobConfig | str | Path, overrides: Mapping[str, Any] | None = No
         if isinstance(config, JobConfig):
             if overrides:
                 raise UsageError("overrides are for a path or a name: give them to load_config, or replace the values")
-            parsed, config = None, check_and_resolve(config, world_size=world.size, device_type=world.device_type)
+            parsed, is_given = reparsed(config), True
         else:
-            parsed = parse(_argv(config), overrides)
-            config = resolve(parsed, world_size=world.size, device_type=world.device_type)
-        store = connect(world, config.comm)
-        given = parsed.origins.keys() if parsed is not None else _changed_keys(config)
-        job = resolve_job(config, given, world, store, environment)
-        if parsed is not None and world.rank == 0:
+            parsed, is_given = parse(_argv(config), overrides), False
+        resolved = partial(resolve, parsed, world_size=world.size, device_type=world.device_type)
+        before = resolve_without_data(resolved, world)
+        store = connect(world, before.comm)
+        cleanup.callback(use_looks, [])
+        checked = before if world.size == 1 else None
+        found = resolve_with_data(lambda: checked or resolved(), world, store, before.comm.save_timeout_s)
+        given = _changed_keys(found) if is_given else parsed.origins.keys()
+        job = resolve_job(found, given, world, store, environment)
+        if not is_given and world.rank == 0:
             for problem in without_effect(parsed, job.config, world.size):
                 log.warning("Without effect: %s", describe(problem))
         report = EmbeddedReport(cleanup)

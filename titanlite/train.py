@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Literal
@@ -19,6 +20,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from titanlite.assembly.data_files import resolve_with_data, resolve_without_data
 from titanlite.assembly.job import Job
 from titanlite.assembly.resolve import resolve_job
 from titanlite.assembly.run import Run, build_run, job_locks
@@ -75,7 +77,8 @@ def main() -> None:
         if device_type == "cpu":
             keep_freed_memory()
         used = most_ranks(parsed, launched.size, device_type=device_type) if is_elastic else launched.size
-        config = resolve(parsed, world_size=used, device_type=device_type)
+        resolved = partial(resolve, parsed, world_size=used, device_type=device_type)
+        config = resolve_without_data(resolved, launched)
         store = connect(launched, config.comm)
         if is_elastic:
             facts = {"ranks that the configuration uses": str(used)}
@@ -89,6 +92,8 @@ def main() -> None:
         if used < launched.size:
             log.info("Ranks: %d of %d, the most that the layout fits; the others wait idle", used, launched.size)
         watch_ranks(failure, world, store, config.job.dump_folder, config.comm.train_timeout_s)
+        checked = config if launched.size == 1 else None
+        config = resolve_with_data(lambda: checked or resolved(), world, store, config.comm.save_timeout_s)
         job = resolve_job(config, parsed.origins.keys(), world, store, environment)
         if world.rank == 0:
             for problem in without_effect(parsed, job.config, world.size):

@@ -10,7 +10,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import kept_tokenizer
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.formats import open_starts, open_tokens
-from titanlite.data.sources.tokens import CHECKED_TOKENS, Tokens, manifests_of
+from titanlite.data.sources.tokens import CHECKED_TOKENS, Tokens
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer_files import tokenizer_file
 from titanlite.runtime.errors import UserError
@@ -49,7 +49,7 @@ def bos_of_data(config: JobConfig) -> bool | None:
     """Whether the documents in the token files begin with BOS; None if no files show it. Raises UserError."""
     sources = [source for source in config.data.sources if source.kind == Tokens.kind]
     for source in sources:
-        for manifest in manifests_of(Tokens(source).files()).values():
+        for manifest in Tokens(source).manifests().values():
             if "add_bos" in manifest["settings"]:
                 return bool(manifest["settings"]["add_bos"])
     tokenizer = _tokenizer(config) if sources else None

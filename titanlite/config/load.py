@@ -156,12 +156,20 @@ def _sections(tables: Tables) -> dict[str, dict[str, Any]]:
 
 
 def resolve(
-    parsed: Parsed, *, world_size: int, device_type: str, checks_files: bool = True, any_layout: bool = False
+    parsed: Parsed,
+    *,
+    world_size: int,
+    device_type: str,
+    checks_files: bool = True,
+    any_layout: bool = False,
+    reads_data: bool = True,
 ) -> JobConfig:
     """The configuration of a run: checked and resolved, the same on every rank. Raises ConfigError with all problems.
 
     checks_files: as for check_config. any_layout: check it for one rank, as with parallelism.layout = "auto"; a search
-    chooses the layout later. With --strict, settings without effect are problems.
+    chooses the layout later. reads_data: false before another call of this that does: files of data, models and
+    tokenizers are not read or checked, and what follows from them is not resolved. With --strict, settings without
+    effect are problems.
     """
     any_layout |= parsed.config.parallelism.layout == "auto"
     apply_stores(parsed.config)  # the checks read stores
@@ -169,17 +177,19 @@ def resolve(
     unreadable = [each for each in places if checks_files or each.key == "storage.endpoint"]  # it may have a password
     keys = {problem.key for problem in (*parsed.problems, *unreadable)}
     reads_stores = checks_files and not any(key.startswith("storage.") for key in keys)
-    if reads_stores:
+    if reads_stores and reads_data:
         unreadable += [each for each in check_stores(parsed.config) if each.key not in keys]
     readable = reads_stores and not unreadable
     world_size = 1 if any_layout else world_size
     problems = [*parsed.problems, *unreadable]
     config = parsed.config
     if readable:
-        config = with_conventions(keep_earlier(config))
+        config = keep_earlier(config)
+        config = with_conventions(config) if reads_data else config
     if parsed.file_is_read:
         placed = one_rank(config) if any_layout else config
-        found = check_config(placed, world_size=world_size, device_type=device_type, checks_files=readable)
+        facts: dict[str, Any] = {"world_size": world_size, "device_type": device_type}
+        found = check_config(placed, **facts, checks_files=readable and reads_data)
         found = [_with_origin(problem, parsed.config, config) for problem in found]
         found = [_with_file(problem, parsed.origins, parsed.path) for problem in found]
         problems += without_consequences(found, parsed.problems)
@@ -189,16 +199,20 @@ def resolve(
     if problems:
         raise ConfigError(problems)
     config = resolve_config(config, world_size=world_size, device_type=device_type)
-    if parsed.options.strict and (problems := without_effect(parsed, config, world_size)):
+    if parsed.options.strict and reads_data and (problems := without_effect(parsed, config, world_size)):
         raise ConfigError(problems)
     return config
 
 
 def check_and_resolve(config: JobConfig, *, world_size: int, device_type: str) -> JobConfig:
     """A configuration that was built or changed in Python, as `resolve` returns it. Raises ConfigError."""
+    return resolve(reparsed(config), world_size=world_size, device_type=device_type)
+
+
+def reparsed(config: JobConfig) -> Parsed:
+    """A configuration that was built or changed in Python, for `resolve`."""
     problems: list[Problem] = []
-    config = read_tables(tables_of(config), {}, {}, problems)
-    return resolve(Parsed(config, problems), world_size=world_size, device_type=device_type)
+    return Parsed(read_tables(tables_of(config), {}, {}, problems), problems)
 
 
 def most_ranks(parsed: Parsed, world_size: int, *, device_type: str) -> int:

@@ -114,7 +114,7 @@ def kept_tokenizer(sources: Sequence[SourceConfig]) -> Path | None:
     """
     for source in sources:
         if source.kind == Tokens.kind:
-            for folder in dict.fromkeys(file.parent for file in Tokens(source).files()):
+            for folder in Tokens(source).folders():
                 if isinstance(folder, StoredFile):
                     if all((folder / name).exists() for name in (MANIFEST, f"{TOKENIZER_FOLDER}/tokenizer.json")):
                         return folder.copy_of(TOKENIZER_FOLDER) / "tokenizer.json"

@@ -3,7 +3,7 @@
 import re
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,7 +22,7 @@ from titanlite.data.sources.python_stdlib import PythonStdlib
 from titanlite.data.sources.stored import SourceFile
 from titanlite.data.sources.tables import Arrow, Csv
 from titanlite.data.sources.text import Text
-from titanlite.data.sources.tokens import Tokens, manifests_of
+from titanlite.data.sources.tokens import Tokens
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer_files import read_chat_template, tokenizer_file
 from titanlite.runtime.errors import Problem, Rules, UserError
@@ -346,10 +346,10 @@ def _check_no_separators(rules: Rules) -> None:
         rules.needs(name, not getattr(rules.section, name), "a tokenizer.path")
 
 
-def _manifests(source: SourceConfig) -> dict[SourceFile, dict[str, Any]]:
+def _manifests(source: SourceConfig) -> Mapping[SourceFile, dict[str, Any]]:
     """The manifests of a source of token files, by folder; {} for other sources, and if one cannot be read."""
     try:
-        return manifests_of(Tokens(source).files()) if source.kind == Tokens.kind else {}
+        return Tokens(source).manifests() if source.kind == Tokens.kind else {}
     except UserError:
         return {}
 

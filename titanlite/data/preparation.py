@@ -22,7 +22,6 @@ from titanlite.data.sources.tokens import Tokens, WindowCorpus
 from titanlite.data.steps import BatchStage, stage_index
 from titanlite.data.streams import BadRowPolicy, Origin, SequenceRow, SourceState, SourceStream, piece_lengths
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.runtime.cache import content_key
 from titanlite.runtime.errors import DataError, UserError
 
 Int64s = npt.NDArray[np.int64]
@@ -69,7 +68,7 @@ class SourceOrder(NamedTuple):
 
 def content_keys(sources: Sequence[Source], tokenizer: Tokenizer | None) -> dict[str, str]:
     """Hashes of the facts about what is read, by key: processes whose hashes are equal read the same."""
-    keys = {f"data.sources.{n}.path": content_key(source.content_facts) for n, source in enumerate(sources)}
+    keys = {f"data.sources.{n}.path": source.content_hash for n, source in enumerate(sources)}
     if tokenizer is not None:
         keys |= {"tokenizer.path": tokenizer.fingerprint}
         if any(source.config.is_chat for source in sources):

@@ -18,6 +18,7 @@ from titanlite.data.kinds import open_source
 from titanlite.data.preparation import Assignment, Int64s, Preparation, PreparedStep, sequences_of
 from titanlite.data.processes import Arrays, WorkerProcess, run_worker
 from titanlite.data.sources.base import Source
+from titanlite.data.sources.token_table import looks_in_use, use_looks
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import DataError
 
@@ -140,6 +141,7 @@ class WorkerPool(Preparation):
         arguments = {
             "assignment": asdict(self._assignment),
             "content": self.content,
+            "looks": looks_in_use(),
             "streams": self._numbers[share],
             "states": self.states()[share].tolist(),
             "next_sequence": self.next_sequence,
@@ -185,12 +187,15 @@ def prepared_steps(
     *,
     assignment: dict[str, Any],
     content: dict[str, str],
+    looks: list[list[Any]],
     streams: list[int],
     states: list[list[int]],
     next_sequence: int,
     last_step: int,
 ) -> Iterator[tuple[None, Arrays]]:
-    """The steps of some streams, without end, in a worker process. content: of the Preparation in the parent."""
+    """The steps of some streams, without end, in a worker process. content, looks: of the parent's Preparation and
+    sources."""
+    use_looks(looks)
     settings = TypeAdapter(Assignment).validate_python(assignment)
     tokenizer = Tokenizer(**settings.tokenizer) if settings.tokenizer else None
     opened = [open_source(source) for source in settings.section.sources]

@@ -122,12 +122,18 @@ def decide_on_rank_0(
 
 
 def share_from_rank_0(name: str, work: Callable[[], T], world: World, store: dist.Store, timeout_s: int) -> T:
-    """Run `work()` on rank 0 only; returns its result, sent as JSON, on all ranks. Needs no process group.
+    """As share_from_rank, of rank 0, with all ranks."""
+    return share_from_rank(0, name, work, world, store, timeout_s)
 
-    name: of the key in the store, unique in the run. If `work` fails, rank 0 raises its error, and the others raise a
-    UserError with the same text, which only rank 0 prints. Raises LateRanksError if rank 0 takes longer than timeout_s.
+
+def share_from_rank(rank: int, name: str, work: Callable[[], T], world: World, store: dist.Store, timeout_s: int) -> T:
+    """Run `work()` on one rank only; returns its result, sent as JSON, on all ranks that call this. Needs no process
+    group.
+
+    name: of the key in the store, unique in the run. If `work` fails, the rank raises its error, and the others raise a
+    UserError with the same text, which only that rank prints. Raises LateRanksError if it takes longer than timeout_s.
     """
-    if world.rank == 0:
+    if world.rank == rank:
         try:
             store.set(name, json.dumps({"result": work()}))
         except Exception as error:
@@ -135,13 +141,13 @@ def share_from_rank_0(name: str, work: Callable[[], T], world: World, store: dis
             store.set(name, json.dumps({"error": describe_failure(error), **facts}))
             raise
     try:
-        with waiting(lambda: f"rank 0 ({name}): see its log"):
+        with waiting(lambda: f"rank {rank} ({name}): see its log"):
             store.wait([name], timedelta(seconds=timeout_s))
     except dist.DistStoreError:
-        raise LateRanksError([0], timeout_s) from None
-    sent = parse_value(store.get(name), parse_shared)  # on rank 0, too: a tuple becomes a list on all ranks
+        raise LateRanksError([rank], timeout_s) from None
+    sent = parse_value(store.get(name), parse_shared)  # on that rank, too: a tuple becomes a list on all ranks
     if sent is None:
-        raise LateRanksError([0], timeout_s)
+        raise LateRanksError([rank], timeout_s)
     if "error" in sent:
         shared = (UsageError if sent["is_usage"] else UserError)(*sent["error"].split("\n"))
         shared.is_shared, shared.may_pass = True, sent["may_pass"]

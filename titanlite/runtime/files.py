@@ -4,7 +4,12 @@ import errno
 import io
 import os
 import stat
+import threading
+from collections import OrderedDict
 from contextlib import suppress
+
+KEPT_OPEN = 256
+"""Files that OpenFiles keeps open. More would not be faster: a window of a random file is read, then another one."""
 
 _KINDS = {stat.S_IFIFO: "pipe", stat.S_IFCHR: "device", stat.S_IFBLK: "device", stat.S_IFSOCK: "socket"}
 
@@ -68,3 +73,59 @@ def read_at(descriptor: int, out: memoryview, position: int) -> int:
             break
         filled += count
     return filled
+
+
+class OpenFile:
+    """A descriptor of a regular file, closed with this object. facts: when it was opened."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Errors, and no waits, as open_regular."""
+        _require_regular(path, os.stat(path).st_mode)
+        self.descriptor = _open(path, os.O_RDONLY)
+        self.facts = os.fstat(self.descriptor)
+
+    def __del__(self) -> None:
+        if "facts" in vars(self):
+            os.close(self.descriptor)
+
+
+class OpenFiles:
+    """Files that are read again and again, by number. At most `limit` stay open: the least recently used are closed,
+    and opened again when they are used. For any thread."""
+
+    def __init__(self, limit: int = KEPT_OPEN) -> None:
+        self.limit = limit
+        self._numbers = 0
+        self._open: OrderedDict[int, OpenFile] = OrderedDict()  # the last one was used last
+        self._changing = threading.Lock()
+
+    def add(self, file: OpenFile) -> int:
+        """The number of a new file."""
+        with self._changing:
+            self._numbers += 1
+            self._keep(self._numbers, file)
+            return self._numbers
+
+    def get(self, number: int, path: str | os.PathLike[str]) -> OpenFile:
+        """The file of this number and path; who reads it keeps the result meanwhile. Raises OSError."""
+        with self._changing:
+            file = self._open.get(number)
+            if file is None:
+                self._keep(number, file := OpenFile(path))
+            else:
+                self._open.move_to_end(number)
+            return file
+
+    def _keep(self, number: int, file: OpenFile) -> None:
+        self._open[number] = file
+        while len(self._open) > self.limit:
+            self._open.popitem(last=False)
+
+    def facts(self, number: int, path: str | os.PathLike[str]) -> os.stat_result:
+        """Those of now, without opening the file. Raises OSError."""
+        file = self._open.get(number)
+        return os.stat(path) if file is None else os.fstat(file.descriptor)
+
+    def discard(self, number: int) -> None:
+        """Close a file that is not used any more."""
+        self._open.pop(number, None)

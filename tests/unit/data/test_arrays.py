@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from titanlite.data.sources import arrays
 from titanlite.data.sources.arrays import ArrayFile
 from titanlite.data.sources.formats import FORMATS, PAGES_PER_READ, STARTS_PER_PAGE, DocumentStarts
 from titanlite.runtime import retry
@@ -39,6 +40,40 @@ def test_a_descriptor_is_closed_with_its_array(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before + 20
     files.clear()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ArrayFile]:
+    """Twelve files, file n with ten times n, of which three stay open."""
+    monkeypatch.setattr(arrays._FILES, "limit", 3)
+    for n in range(12):
+        np.save(tmp_path / f"{n}.npy", np.full(10, n, np.uint16))
+    return [ArrayFile(tmp_path / f"{n}.npy") for n in range(12)]
+
+
+def test_few_files_stay_open(many: list[ArrayFile]) -> None:
+    for n in [*range(12), *range(0, 12, 5), 11, 11]:
+        assert many[n].read(0, 10).tolist() == [n] * 10
+        opened = [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
+        assert sum(str(many[0].path.parent) in path for path in opened) <= 3
+    for file in many:
+        file.check_unchanged()
+
+
+@pytest.mark.parametrize("change", ["written", "replaced", "deleted"])
+def test_a_file_that_changes_while_it_is_not_open_is_refused(many: list[ArrayFile], change: str) -> None:
+    path = str(many[0].path)
+    if change == "written":
+        os.utime(path, (0, 0))
+    elif change == "replaced":
+        np.save(path, np.zeros(11, np.uint16))
+    else:
+        os.remove(path)
+    reason = "can no longer be read" if change == "deleted" else "was written while it was in use: it has"
+    for use in (many[0].check_unchanged, lambda: many[0].read(0, 10)):
+        with pytest.raises(UserError, match=f"{path} {reason}"):
+            use()
+    assert many[1].read(0, 10).tolist() == [1] * 10
 
 
 def npy_header(shape: str) -> bytes:

@@ -4,6 +4,7 @@ Files are not memory-mapped: if a mapped file becomes shorter, SIGBUS ends the p
 """
 
 import os
+import re
 import weakref
 from collections.abc import Callable
 from datetime import datetime
@@ -16,18 +17,27 @@ import numpy.typing as npt
 
 from titanlite.data.sources.stored import SourceFile, StoredFile, block_bounds
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import open_regular, read_at
+from titanlite.runtime.files import OpenFile, OpenFiles, read_at
 from titanlite.runtime.retry import retrying
 
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 """Versions of the .npy format. Version 3.0 is only for names of fields, which arrays of integers do not have."""
 
+_USUAL_BYTES = 128
+_USUAL = re.compile(
+    rb"\x93NUMPY\x01\0v\0\{'descr': '([<>|][iu][1248])', 'fortran_order': False, 'shape': \((\d{1,18}),\), \} *\n"
+)
+"""The header that numpy writes for a 1-D array of integers. Python's parser, for any other, takes most of the time of a
+look at a file."""
+
 
 class ArrayFile:
-    """A 1-D array of integers in a file, which stays open, or in an object. len(): the number of elements."""
+    """A 1-D array of integers in a file, which is opened when it is read, or in an object. len(): the number of
+    elements. begin: the first byte of the elements. size, mtime_ns: of the file."""
 
     def __init__(self, path: SourceFile, raw_dtype: str = "", begin: int = 0, count: int | None = None) -> None:
-        """raw_dtype: the type of the elements of a raw little-endian file; "": a .npy file. Raises UserError.
+        """raw_dtype: the type of the elements of a raw file, little-endian unless it says so; "": a .npy file. Raises
+        UserError.
 
         begin, count: the first byte and the number of the elements of a raw file; None: all bytes are elements.
         """
@@ -37,38 +47,39 @@ class ArrayFile:
             if isinstance(path, StoredFile):
                 self._open_stored(path, raw)
                 return
-            with open_regular(path) as file:
-                self._opened = os.fstat(file.fileno())
-                self._read_header(file, self._opened.st_size, raw)
-                self._descriptor = os.dup(file.fileno())
-                self._read_at: Callable[[memoryview, int], int] = partial(read_at, self._descriptor)
+            found = OpenFile(path)
+            with open(found.descriptor, "rb", closefd=False) as file:
+                self._read_header(file, found.facts.st_size, raw)
         except (ValueError, SyntaxError, TokenError, MemoryError, RecursionError) as error:  # the header is Python
             raise UserError(f"{path} is not a 1-D array of integers: {error}") from None
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
-        weakref.finalize(self, os.close, self._descriptor)
+        self.size, self.mtime_ns = found.facts.st_size, found.facts.st_mtime_ns
+        self._local, self._number = path, _FILES.add(found)
+        weakref.finalize(self, _FILES.discard, self._number)
+        self._read_stored: Callable[[memoryview, int], int] | None = None
 
     def _open_stored(self, file: StoredFile, raw: tuple[str, int, int | None] | None) -> None:
-        size, self._descriptor = file.facts.bytes, -1
+        size, self._number = file.facts.bytes, 0
         with file.open([block_bounds(0, size)]) as opened:
             self._read_header(opened, size, raw)
-        self._read_at = file.blocks().read_into
+        self._read_stored = file.blocks().read_into
 
     def _read_header(self, file: BinaryIO, size: int, raw: tuple[str, int, int | None] | None) -> None:
-        self.dtype, self._count, self._begin = _raw(size, *raw) if raw else _npy(file, size)
+        self.dtype, self._count, self.begin = _raw(size, *raw) if raw else _npy(file, size)
 
     def __len__(self) -> int:
         return self._count
 
     def read(self, begin: int, end: int, extent: tuple[int, int] | None = None) -> npt.NDArray[Any]:
-        """Elements `begin` to `end` - 1, in the file's dtype. Raises UserError if the file has become shorter.
+        """Elements `begin` to `end` - 1, in the file's dtype. Raises UserError if the file has changed.
 
         extent: the elements around these that a store is asked for at once; None: those of a block of the file.
         """
         out: npt.NDArray[Any] = np.empty(end - begin, self.dtype)
-        first = self._begin + begin * self.dtype.itemsize
+        first = self.begin + begin * self.dtype.itemsize
         raw = out.view(np.uint8).data
-        read = self._read_at
+        read = self._read_stored or self._read_opened
         if extent is not None and isinstance(self.path, StoredFile):
             read = partial(self.path.read_within, self._bytes_of(extent))
         try:
@@ -76,10 +87,10 @@ class ArrayFile:
         except OSError as error:
             raise UserError(f"{self.path} can no longer be read at byte {first:,}: {error.strerror}") from None
         if count < len(raw):
-            size = os.fstat(self._descriptor).st_size
+            size = _FILES.facts(self._number, self._local).st_size
             raise UserError(
                 f"{self.path} became shorter while it was in use: it has {size:,} bytes instead of "
-                f"{self._opened.st_size:,}, and bytes {first:,} to {first + len(raw) - 1:,} are needed; copy or write "
+                f"{self.size:,}, and bytes {first:,} to {first + len(raw) - 1:,} are needed; copy or write "
                 "it again, and start again: the run resumes from its latest checkpoint"
             )
         return out
@@ -90,26 +101,45 @@ class ArrayFile:
             self.path.prepare(self._bytes_of(extent))
 
     def _bytes_of(self, extent: tuple[int, int]) -> tuple[int, int]:
-        begin, end = (self._begin + element * self.dtype.itemsize for element in extent)
+        begin, end = (self.begin + element * self.dtype.itemsize for element in extent)
         return begin, end
+
+    def _read_opened(self, out: memoryview, position: int) -> int:
+        """Fill `out` from a byte of the file, which is opened again if needed. Raises OSError, and UserError if it has
+        changed since it was opened first."""
+        file = _FILES.get(self._number, self._local)
+        require_unchanged(self.path, file.facts, self.size, self.mtime_ns)
+        return read_at(file.descriptor, out, position)
 
     def check_unchanged(self) -> None:
         """Raise UserError if the file's size or time has changed since it was opened. An object is checked when a part
         of it is fetched."""
-        if self._descriptor < 0:
+        if not self._number:
             return
-        found = os.fstat(self._descriptor)
-        if (found.st_size, found.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
-            raise UserError(
-                f"{self.path} was written while it was in use: it has {found.st_size:,} bytes, last modified at "
-                f"{datetime.fromtimestamp(found.st_mtime):%Y-%m-%d %H:%M:%S}; copy or write it again if its tokens "
-                "have changed, and start again: the run resumes from its latest checkpoint"
-            )
+        try:
+            found = _FILES.facts(self._number, self._local)
+        except OSError as error:
+            raise UserError(f"{self.path} can no longer be read: {error.strerror}") from None
+        require_unchanged(self.path, found, self.size, self.mtime_ns)
+
+
+def require_unchanged(path: SourceFile, found: os.stat_result, size: int, mtime_ns: int) -> None:
+    """Raise UserError unless a file has this size and time. found: those of now."""
+    if (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
+        raise UserError(
+            f"{path} was written while it was in use: it has {found.st_size:,} bytes, last modified at "
+            f"{datetime.fromtimestamp(found.st_mtime):%Y-%m-%d %H:%M:%S}; copy or write it again if its tokens "
+            "have changed, and start again: the run resumes from its latest checkpoint"
+        )
+
+
+_FILES = OpenFiles()
+"""Those of all arrays of this process."""
 
 
 def _raw(size: int, dtype: str, begin: int, count: int | None) -> tuple[np.dtype[Any], int, int]:
     """(dtype, number of elements, first byte) of a raw file. Raises ValueError."""
-    kind = np.dtype(dtype).newbyteorder("<")
+    kind = np.dtype(dtype) if dtype[0] in "<>" else np.dtype(dtype).newbyteorder("<")
     if count is None:
         if size == 0 or size % kind.itemsize:
             raise ValueError(f"{size:,} bytes are not a multiple of {kind.itemsize}, the size of {dtype}")
@@ -126,12 +156,17 @@ def _require_end(begin: int, count: int, dtype: np.dtype[Any], size: int) -> Non
 
 def _npy(file: BinaryIO, size: int) -> tuple[np.dtype[Any], int, int]:
     """(dtype, number of elements, first byte) of a .npy file. Raises ValueError, and other errors for a bad header."""
-    version = np.lib.format.read_magic(file)
-    if version not in _HEADERS:
-        raise ValueError(f"version {version} of the .npy format is not supported")
-    shape, _, dtype = _HEADERS[version](file)
-    if len(shape) != 1 or dtype.kind not in "iu":
-        raise ValueError(f"it is {len(shape)}-D {dtype}")
+    if usual := _USUAL.fullmatch(file.read(_USUAL_BYTES)):
+        dtype, count = np.dtype(usual[1].decode()), int(usual[2])
+    else:
+        file.seek(0)
+        version = np.lib.format.read_magic(file)
+        if version not in _HEADERS:
+            raise ValueError(f"version {version} of the .npy format is not supported")
+        shape, _, dtype = _HEADERS[version](file)
+        if len(shape) != 1 or dtype.kind not in "iu":
+            raise ValueError(f"it is {len(shape)}-D {dtype}")
+        count = shape[0]
     begin = file.tell()
-    _require_end(begin, shape[0], dtype, size)
-    return dtype, shape[0], begin
+    _require_end(begin, count, dtype, size)
+    return dtype, count, begin

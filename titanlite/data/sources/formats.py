@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlite.data.sources.arrays import ArrayFile
-from titanlite.data.sources.jsonl import UNPACKING_ERRORS, is_damage
+from titanlite.data.sources.limits import UNPACKING_ERRORS, is_damage
 from titanlite.data.sources.stored import SourceFile, StoredFile, facts_of, open_file, read_range, size_of
 from titanlite.runtime.cache import built_once, cached_folder
 from titanlite.runtime.errors import UserError
@@ -80,6 +80,11 @@ class Format(NamedTuple):
         found = file.with_suffix(self.beside) if self.beside else file
         return found if found != file and found.is_file() else None
 
+    def open(self, file: SourceFile, dtype: str) -> ArrayFile:
+        """Open the ids of a token file of this format. dtype: see open_tokens. Raises UserError."""
+        layout = self.layout(file) if self.has_type else Layout(dtype)
+        return ArrayFile(file, layout.dtype, layout.begin, layout.num_tokens)
+
 
 def format_of(file: SourceFile) -> Format:
     """The format of a token file, from its name, its first bytes and the files beside it. Raises UserError."""
@@ -109,9 +114,7 @@ def open_starts(file: SourceFile, tokens: ArrayFile, eos: int = -1) -> "Document
 
 def open_tokens(file: SourceFile, dtype: str) -> ArrayFile:
     """Open the ids of a token file. dtype: of a file that does not contain it, little-endian. Raises UserError."""
-    found = format_of(file)
-    layout = found.layout(file) if found.has_type else Layout(dtype)
-    return ArrayFile(file, layout.dtype, layout.begin, layout.num_tokens)
+    return format_of(file).open(file, dtype)
 
 
 def documents_file(file: FileT) -> FileT:
@@ -122,9 +125,15 @@ def documents_file(file: FileT) -> FileT:
 class DocumentStarts:
     """The positions at which documents start in a token file, in ascending order. They are read from their file."""
 
-    def __init__(self, positions: Positions, num_tokens: int) -> None:
-        """Read the file once. Raises UserError if it does not have positions from 0 to num_tokens in order."""
+    def __init__(self, positions: Positions, num_tokens: int, pages: Int64s | None = None) -> None:
+        """Read the file once. Raises UserError if it does not have positions from 0 to num_tokens in order.
+
+        pages: the first start of each page, of a file that was read before.
+        """
         self._positions = positions
+        if pages is not None:
+            self.pages = pages
+            return
         firsts, last = [np.empty(0, np.int64)], 0
         for begin in range(0, positions.num_documents, PAGES_PER_READ * STARTS_PER_PAGE):
             block = positions.read(begin, min(begin + PAGES_PER_READ * STARTS_PER_PAGE, positions.num_documents))
@@ -134,7 +143,8 @@ class DocumentStarts:
                 )
             firsts.append(block[::STARTS_PER_PAGE].copy())
             last = block[-1]
-        self._first_of_pages = np.concatenate(firsts)
+        self.pages = np.concatenate(firsts)
+        """The first start of each page."""
 
     def check_unchanged(self) -> None:
         """Raise UserError if the file has changed since it was opened."""
@@ -143,7 +153,7 @@ class DocumentStarts:
 
     def between(self, begin: int, end: int, extent: tuple[int, int] | None = None) -> Int64s:  # noqa: ARG002
         """The starts from `begin` to `end` - 1. Raises UserError if the file has become shorter."""
-        pages = np.searchsorted(self._first_of_pages, (begin, end))
+        pages = np.searchsorted(self.pages, (begin, end))
         first = max(0, int(pages[0]) - 1) * STARTS_PER_PAGE  # the page before may end with starts inside
         found = self._positions.read(
             first, max(first, min(int(pages[1]) * STARTS_PER_PAGE, self._positions.num_documents))

@@ -33,8 +33,8 @@ from titanlite.data.sources.hub_files import (
     require_plain_members,
     source_split,
 )
-from titanlite.data.sources.jsonl import UNPACKING_ERRORS, damage_after, is_damage, json_row, numbered_lines, open_lines
-from titanlite.data.sources.limits import ExpansionError
+from titanlite.data.sources.jsonl import damage_after, json_row, numbered_lines, open_lines
+from titanlite.data.sources.limits import UNPACKING_ERRORS, ExpansionError, is_damage
 from titanlite.data.sources.parquet import TOO_LONG, damage, open_parquet, read_batches, row_counts, text_of
 from titanlite.data.sources.pieces import BAD_FILE, BadRowError, Piece, no_lines
 from titanlite.data.sources.stored import SourceFile

@@ -7,7 +7,6 @@ import gzip
 import io
 import json
 import logging
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -20,7 +19,9 @@ from titanlite.data.sources.config import CHAT, CONVERSATION_FIELDS, SourceConfi
 from titanlite.data.sources.limits import (
     MAX_ROW_BYTES,
     MAX_UNPACKED_BYTES,
+    UNPACKING_ERRORS,
     ExpansionError,
+    is_damage,
     long_row,
     require_ratio,
     require_rows,
@@ -53,7 +54,6 @@ from titanlite.data.sources.stored import (
 from titanlite.runtime.cache import Recent, built_once, cached_folder
 from titanlite.runtime.errors import Problem
 from titanlite.runtime.parts import Part
-from titanlite.runtime.retry import is_transient
 
 CACHE_BYTES = 64 * 2**20
 """Memory for the texts of cut rows, so that a long row is not parsed again for each piece."""
@@ -69,9 +69,6 @@ CHUNK_BYTES = 2**16
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 """Suffix -> name of a compression that can be read."""
-
-UNPACKING_ERRORS = (EOFError, zlib.error, OSError, ExpansionError)
-"""Exceptions of truncated or corrupt compressed data, among other errors: see is_damage."""
 
 logger = logging.getLogger("titanlite")
 
@@ -325,16 +322,6 @@ def numbered_lines(opened: io.BufferedIOBase) -> Iterator[tuple[int, bytes | Bad
         while not end.endswith(b"\n") and (end := opened.readline(CHUNK_BYTES)):
             size += len(end)
         yield number, line if size <= MAX_ROW_BYTES + 2 else long_row(size, MAX_ROW_BYTES)
-
-
-def is_damage(error: Exception) -> bool:
-    """Whether one of UNPACKING_ERRORS means damaged data. Other errors are of the system or of a connection.
-
-    pyarrow raises OSError without an errno.
-    """
-    if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
-        return type(error) is OSError and error.errno is None and not is_transient(error)
-    return True
 
 
 CopyLines = Callable[[SourceFile, Output], tuple[int, str]]

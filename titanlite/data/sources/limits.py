@@ -1,6 +1,10 @@
 """Limits for rows, and for small files of much data: their content would fill the memory or the disk."""
 
+import gzip
+import zlib
+
 from titanlite.data.sources.pieces import BadRowError
+from titanlite.runtime.retry import is_transient
 
 MAX_ROW_BYTES = 2**28
 """Longest line or text that is parsed, which takes several times its size in memory. A longer one is a bad row."""
@@ -23,6 +27,20 @@ time and 56 bytes of the index, also if it is empty."""
 
 class ExpansionError(ValueError):
     """A file has too much content for its size."""
+
+
+UNPACKING_ERRORS = (EOFError, zlib.error, OSError, ExpansionError)
+"""Exceptions of truncated or corrupt compressed data, among other errors: see is_damage."""
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether one of UNPACKING_ERRORS means damaged data. Other errors are of the system or of a connection.
+
+    pyarrow raises OSError without an errno.
+    """
+    if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
+        return type(error) is OSError and error.errno is None and not is_transient(error)
+    return True
 
 
 def require_rows(count: int, packed: int, what: str = "rows") -> None:

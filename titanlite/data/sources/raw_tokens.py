@@ -12,6 +12,8 @@ from titanlite.data.sources.stored import SourceFile, StoredFile, size_of
 
 def find_invalid(tokens: npt.NDArray[np.integer], vocab_size: int) -> int | None:
     """Position of the first token id outside the vocabulary; None if all are valid."""
+    if not len(tokens) or (tokens.max() < vocab_size and (tokens.dtype.kind == "u" or tokens.min() >= 0)):
+        return None
     ids = tokens.astype(np.int64)
     wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     return int(wrong[0]) if len(wrong) else None

@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from titanlite.data.sources.ipc import IpcReader, texts
-from titanlite.data.sources.jsonl import CHECKED_ROWS, UNPACKING_ERRORS, Jsonl, Output, is_damage, open_lines
+from titanlite.data.sources.jsonl import CHECKED_ROWS, Jsonl, Output, open_lines
 from titanlite.data.sources.limits import (
     MAX_ROW_BYTES,
     MAX_UNPACKED_BYTES,
+    UNPACKING_ERRORS,
     ExpansionError,
+    is_damage,
     long_row,
     require_ratio,
     require_rows,

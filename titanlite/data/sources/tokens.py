@@ -6,8 +6,8 @@ which documents start, and a copy of the tokenizer. titanlite.data.sources.forma
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -19,6 +19,17 @@ from titanlite.data.sources.formats import RAW, Format, documents_file, format_o
 from titanlite.data.sources.pieces import EMPTY, EpochSize, TokenPiece
 from titanlite.data.sources.raw_tokens import content_fault, find_invalid, raw_fault
 from titanlite.data.sources.stored import SourceFile, StoredFile, facts_of, for_each, size_of
+from titanlite.data.sources.token_table import (
+    TABLE_FILES,
+    Look,
+    TableFiles,
+    TokenFiles,
+    TokenTable,
+    build_starts,
+    build_table,
+    hashes_of,
+    look_of,
+)
 from titanlite.runtime.cache import has_hash
 from titanlite.runtime.errors import Problem, Rules, UserError
 from titanlite.runtime.json_files import JsonError, parse_json, read_regular
@@ -44,7 +55,77 @@ class Tokens(Source):
     def settings(self) -> dict[str, Any]:
         return {"dtype": self.config.dtype}
 
+    @cached_property
+    def _look(self) -> Look | None:
+        """Of another process of this node, which has checked the files; see use_looks."""
+        return look_of(self.config.path, self.config.dtype)
+
+    @cached_property
+    def table(self) -> TokenTable | None:
+        """The table of the files; None of stored files, and of few. Raises UserError."""
+        if self._look:
+            return TokenTable(Path(self._look.table))
+        files = [file for file in self._files if isinstance(file, Path)]
+        if self.is_stored or len(files) <= TABLE_FILES:
+            return None
+        manifests = manifests_of(files)
+        facts = [self.content_facts, facts_of([folder / MANIFEST for folder in manifests])]
+        what, check = f"the table of the files of {self.name}", partial(self._require_unchanged, self.content_facts)
+        return TokenTable(build_table(files, self.formats, self.config.dtype, facts, manifests, what, check))
+
+    @cached_property
+    def formats(self) -> Sequence[Format]:
+        """The formats of the files, when first used. A file whose format changes has other content_facts."""
+        return for_each(self.files(), format_of)
+
+    @cached_property
+    def starts_folder(self) -> Path:
+        """The folder of the starts of documents of the files of the table. Raises UserError."""
+        if self._look and self._look.starts:
+            return Path(self._look.starts)
+        assert self.table is not None, "few files have none"
+        return build_starts(self.table, f"the starts of documents of {self.name}")
+
+    def look(self, *, document_mask: bool) -> Look | None:
+        """For other processes of this node; None if they look themselves. document_mask: as for facts()."""
+        if self.table is None:
+            return None
+        starts = str(self.starts_folder) if document_mask else ""
+        facts = self._facts_of_files(document_mask=document_mask)
+        return Look(self.config.path, self.config.dtype, str(self.table.folder), starts, self.content_hash, facts)
+
+    def opened(self, *, documents: bool) -> TokenFiles:
+        """The files, to be read. documents: whether to read the starts of documents, too. Raises UserError."""
+        config = self.config
+        if self.table is not None:
+            return TableFiles(self.table, config.eos, self.starts_folder if documents else None)
+        files = self.files()
+        tokens = for_each(files, lambda file: open_tokens(file, config.dtype))
+        by_file = dict(zip(files, tokens, strict=True)) if documents else {}
+        starts = for_each([*by_file], lambda file: open_starts(file, by_file[file], config.eos))
+        return TokenFiles(files, tokens, starts, hashes_of(self.manifests()))
+
+    def files(self) -> Sequence[SourceFile]:
+        return self.table.paths if self._look and self.table else super().files()
+
+    def folders(self) -> Sequence[SourceFile]:
+        """The folders of the files."""
+        if self._look and self.table:
+            return self.table.folders
+        return [*dict.fromkeys(file.parent for file in self.files())]
+
+    def manifests(self) -> Mapping[Any, dict[str, Any]]:
+        """The manifests of these folders that have one; without shards and sources if another process has looked.
+        Raises UserError."""
+        return self.table.manifests if self._look and self.table else manifests_of(self.files())
+
+    @property
+    def content_hash(self) -> str:
+        return self._look.key if self._look else super().content_hash
+
     def check_files(self, key: str) -> list[Problem]:
+        if self._look:
+            return []
         if problems := super().check_files(key):
             return problems
         other = [file for file in self.files() if file.suffix.lower() not in self.suffixes]
@@ -53,8 +134,9 @@ class Tokens(Source):
 
     def check_content(self, key: str, *, vocab_size: int, needs_documents: bool) -> list[Problem]:
         """Problems of the files' content, from the start of each file and the tokens.json beside it."""
-        files = self.files()
-        formats = for_each(files, format_of)
+        if self._look:
+            return []
+        files, formats = self.files(), self.formats
         if (problems := self._check_keys(key, formats, vocab_size)) or vocab_size <= 0:
             return problems
         rule = f"token ids from 0 to {vocab_size - 1} (model.vocab_size = {vocab_size})"
@@ -62,7 +144,7 @@ class Tokens(Source):
             return problems
         for file, found_format in zip(files, formats, strict=True):
             try:
-                opened = open_tokens(file, self.config.dtype)
+                opened = found_format.open(file, self.config.dtype)
                 tokens = opened.read(0, min(CHECKED_TOKENS, len(opened)))
             except UserError as error:
                 remedy = "" if found_format.is_described else "; write token files with titanlite tokenize"
@@ -102,26 +184,42 @@ class Tokens(Source):
     @property
     def has_documents(self) -> bool:
         """Whether it is known where documents start."""
-        return self.config.eos != -1 or len(self.documents_files()) == len(self.files())
+        if self.config.eos != -1:
+            return True
+        if self._look and self.table:
+            return self.table.all_have_documents
+        return len(self.documents_files()) == len(self.files())
 
     def documents_files(self) -> list[SourceFile]:
         """The files that record where the documents of the token files start."""
-        found = for_each(self.files(), lambda file: format_of(file).documents(file))
+        formats = dict(zip(self.files(), self.formats, strict=True))
+        found = for_each([*formats], lambda file: formats[file].documents(file))
         return [file for file in found if file is not None]
 
     def _current_facts(self) -> list[Any]:
         return [*super()._current_facts(), *facts_of(self.documents_files())]
 
     def facts(self, *, document_mask: bool) -> dict[str, Any]:
+        facts = self._look.facts if self._look else self._facts_of_files(document_mask=document_mask)
+        eos = {"eos": self.config.eos} if document_mask and self.config.eos != -1 else {}
+        return self._settings_facts() | facts | eos
+
+    def _facts_of_files(self, *, document_mask: bool) -> dict[str, Any]:
         files = self.files()
-        made_by = sorted({manifest["tokenizer"]["fingerprint"] for manifest in manifests_of(files).values()})
-        facts = self._settings_facts() | ({"tokenizer": ", ".join(made_by)} if made_by else {})
-        if types := sorted({open_tokens(file, "").dtype.name for file in files if format_of(file).is_described}):
+        made_by = sorted({manifest["tokenizer"]["fingerprint"] for manifest in self.manifests().values()})
+        facts = {"tokenizer": ", ".join(made_by)} if made_by else {}
+        if types := self._types():
             facts["types"] = ", ".join(types)
         if document_mask:
             facts["documents"] = self._content_digest(self.documents_files())
-            facts |= {"eos": self.config.eos} if self.config.eos != -1 else {}
         return facts | self._file_facts(files)
+
+    def _types(self) -> list[str]:
+        """The types of files whose type is in another file, or in a header that others than numpy write."""
+        if self.table is not None:
+            return self.table.described_types()
+        described = [file for file, each in zip(self.files(), self.formats, strict=True) if each.is_described]
+        return sorted({open_tokens(file, "").dtype.name for file in described})
 
 
 class WindowCorpus:
@@ -142,20 +240,18 @@ class WindowCorpus:
         keep_tail = source.config.epochs != -1
         self._seq_len = seq_len
         self._vocab_size = vocab_size
-        self._files = source.files()
-        self._tokens = for_each(self._files, lambda file: open_tokens(file, source.config.dtype))
-        opened = dict(zip(self._files, self._tokens, strict=True)) if documents else {}
-        self._starts = for_each([*opened], lambda file: open_starts(file, opened[file], source.config.eos))
-        self._unverified = self._recorded_hashes()
+        self._opened, self._is_stored = source.opened(documents=documents), source.is_stored
+        self._verified: set[int] = set()
         self._read: set[int] = set()
-        targets = [max(0, len(tokens) - 1) for tokens in self._tokens]
-        windows = [-(-count // seq_len) if keep_tail else count // seq_len for count in targets]
-        self._ends = list(accumulate(windows))
-        self.count = sum(windows)
-        self.size = sum(len(tokens) for tokens in self._tokens)
-        unused = 0 if keep_tail else sum(count % seq_len for count in targets)
+        counts = self._opened.counts
+        targets = np.maximum(0, counts - 1)
+        windows = -(-targets // seq_len) if keep_tail else targets // seq_len
+        self._ends: list[int] = np.cumsum(windows).tolist()
+        self.count = int(windows.sum())
+        self.size = int(counts.sum())
+        unused = 0 if keep_tail else int((targets % seq_len).sum())
         self.description = (
-            f"{source.name}: {len(self._files):,} files, {self.size:,} tokens, {self.count:,} windows of "
+            f"{source.name}: {len(counts):,} files, {self.size:,} tokens, {self.count:,} windows of "
             f"{seq_len} tokens"
             + (f" ({unused:,} tokens at the ends of files fill no window and are not used)" if unused else "")
         )
@@ -170,7 +266,7 @@ class WindowCorpus:
         for piece in pieces:
             number, _ = self._place(piece)
             if extent := self._extent(number, piece):
-                self._tokens[number].prepare(extent)
+                self._opened.tokens(number).prepare(extent)
 
     def fetch(self, pieces: Sequence[int]) -> list[TokenPiece | Exception]:
         return [self._window(piece) for piece in pieces]
@@ -178,30 +274,27 @@ class WindowCorpus:
     def check_unchanged(self) -> None:
         """Raise UserError if a file that was read since the last call has changed since it was opened."""
         for number in self._read:
-            self._tokens[number].check_unchanged()
-            if self._starts:
-                self._starts[number].check_unchanged()
+            self._opened.check_unchanged(number)
         self._read.clear()
 
-    def _recorded_hashes(self) -> dict[int, list[tuple[Path, str]]]:
-        """The files and hashes to verify before the first window of each file, by its number. Not of stored files,
-        which would be fetched entirely."""
-        shards = {
-            folder / shard["file"]: shard
-            for folder, manifest in manifests_of(self._files).items()
-            for shard in manifest["shards"]
-        }
-        found = {}
-        for number, file in enumerate(self._files):
-            if isinstance(file, Path) and file in shards:
-                found[number] = [(file, shards[file]["xxh3_128"])]
-                if self._starts:
-                    found[number].append((documents_file(file), shards[file]["xxh3_128_of_documents"]))
-        return found
+    def _verify(self, number: int) -> None:
+        """Raise UserError if a file does not have the hashes of its tokens.json. Not of stored files, which would be
+        fetched entirely."""
+        path, hashes = self._opened.paths[number], self._opened.hashes(number)
+        if hashes is None or not isinstance(path, Path):
+            return
+        expected = {path: hashes[0]} | ({documents_file(path): hashes[1]} if self._opened.reads_starts else {})
+        for file, digest in expected.items():
+            try:
+                is_same = has_hash(file, digest)
+            except OSError as error:
+                raise UserError(f"{file} can no longer be read: {error.strerror}") from None
+            if not is_same:
+                raise UserError(f"{file} has changed since it was written, by {MANIFEST}: copy or write it again")
 
     def locate(self, piece: int) -> str:
         number, begin = self._place(piece)
-        return f"{self._files[number]}, token {begin}"
+        return f"{self._opened.paths[number]}, token {begin}"
 
     def _place(self, piece: int) -> tuple[int, int]:
         """(number of the file, index of the window's first token in it)."""
@@ -212,38 +305,36 @@ class WindowCorpus:
     def _extent(self, number: int, piece: int) -> tuple[int, int] | None:
         """The tokens of the block of a window of a stored file, and the one before them, which separated documents need
         (titanlite.data.sources.formats.SeparatedStarts)."""
-        if not self.block or isinstance(self._files[number], Path):
+        if not self.block or not self._is_stored:
             return None
         first, end = self._ends[number - 1] if number else 0, self._ends[number]
         begin = piece - piece % self.block
         windows = max(begin, first) - first, min(begin + self.block, end) - first
-        return max(0, windows[0] * self._seq_len - 1), min(windows[1] * self._seq_len + 1, len(self._tokens[number]))
+        return max(0, windows[0] * self._seq_len - 1), min(
+            windows[1] * self._seq_len + 1, int(self._opened.counts[number])
+        )
 
     def _window(self, piece: int) -> TokenPiece | Exception:
         number, begin = self._place(piece)
-        for file, digest in self._unverified.pop(number, ()):
-            try:
-                is_same = has_hash(file, digest)
-            except OSError as error:
-                return UserError(f"{file} can no longer be read: {error.strerror}")
-            if not is_same:
-                return UserError(f"{file} has changed since it was written, by {MANIFEST}: copy or write it again")
-        self._read.add(number)
-        tokens, extent = self._tokens[number], self._extent(number, piece)
-        end = min(begin + self._seq_len + 1, len(tokens))
         try:
+            if number not in self._verified:
+                self._verify(number)
+                self._verified.add(number)
+            self._read.add(number)
+            tokens, starts = self._opened.tokens(number), self._opened.starts(number)
+            end, extent = min(begin + self._seq_len + 1, len(tokens)), self._extent(number, piece)
             window = tokens.read(begin, end, extent)
-            starts = self._starts[number].between(begin, end, extent) - begin if self._starts else EMPTY
+            own_starts = EMPTY if starts is None else starts.between(begin, end, extent) - begin
         except UserError as error:
             return error
         if window.max() >= self._vocab_size or (window.dtype.kind == "i" and window.min() < 0):
             wrong = find_invalid(window, self._vocab_size)
             assert wrong is not None
             return UserError(
-                f"{self._files[number]}: token {window[wrong]} at position {begin + wrong} is not in the model's "
-                f"vocabulary of {self._vocab_size}; use the tokenizer and model.vocab_size of this file"
+                f"{self._opened.paths[number]}: token {window[wrong]} at position {begin + wrong} is not in the "
+                f"model's vocabulary of {self._vocab_size}; use the tokenizer and model.vocab_size of this file"
             )
-        return TokenPiece(window, starts)
+        return TokenPiece(window, own_starts)
 
 
 class Shard(TypedDict):
