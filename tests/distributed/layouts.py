@@ -208,7 +208,7 @@ QUICK = (
 # steps.
 SLOW = (
     Layout((1, 1, 2, 1), (*COMPILE, *BY_OP, *LAST), accumulation=3, rows=24),
-    Layout((1, 1, 1, 2), (*QWEN2, *BY_OP, *CHUNKS), accumulation=3, rows=24),
+    Layout((1, 1, 1, 2), (*QWEN2, *BY_OP, *CHUNKS), accumulation=2),
     Layout((1, 1, 1, 2), OLMOE),
     Layout((1, 1, 2, 2), (*GPT_OSS, *EP)),
     Layout((1, 1, 1, 2), (*FURTHER, *FULL)),
@@ -217,18 +217,16 @@ SLOW = (
     Layout((2, 1, 1, 1), (*schedule("GPipe"), *split("layers.1"))),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *COMPILE, *BY_OP)),
     Layout((2, 1, 1, 1), (*GEMMA3, *schedule("DualPipeV"), *FULL, *TIED)),
-    Layout((1, 2, 2, 1), accumulation=3, rows=24),
-    Layout((1, 1, 2, 2), (*GEMMA2, *TIED, *LAST), accumulation=3, rows=24),
+    Layout((1, 1, 1, 2), (*GEMMA2, *TIED), accumulation=2),
     Layout((2, 1, 1, 2), (*OLMO3, *schedule("InterleavedZeroBubble"), *FULL, *PAIRS, *TIED), rows=8),
     # context parallelism: each axis beside it, and ranks that share a head of keys
-    Layout((1, 1, 1, 1), (*GATHER, *MISTRAL), accumulation=3, rows=24, cp=2),
-    Layout((1, 1, 2, 1), LAST, accumulation=3, rows=24, cp=2),
+    Layout((1, 1, 1, 1), (*GATHER, *MISTRAL), accumulation=2, cp=2),
+    Layout((1, 1, 2, 1), LAST, accumulation=2, cp=2),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *PAIRS, *TIED), cp=2),
     Layout((1, 1, 1, 2), SMOLLM3, cp=2),
     # experts, with the rows of the balance loss on several ranks; on several stages in UNEVEN
     Layout((1, 1, 1, 1), (*EXPERTS, *FULL), accumulation=3, rows=24),
     # experts dealt out over ranks
-    Layout((1, 1, 2, 1), (*EXPERTS, *EP, *FULL), accumulation=3, rows=24),
     Layout((1, 1, 1, 1), (*EXPERTS, *EP, *BY_OP), cp=2),
     Layout((1, 1, 4, 1), (*EXPERTS, *EP)),
     # hybrid sharding x tensor parallelism
@@ -244,6 +242,9 @@ THREE_AXES = (Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *BY_LAYER, *PA
 
 
 SOAK = (
+    Layout((1, 2, 2, 1), accumulation=3, rows=24),
+    Layout((1, 1, 2, 2), (*GEMMA2, *TIED, *LAST), accumulation=3, rows=24),
+    Layout((1, 1, 2, 1), (*EXPERTS, *EP, *FULL), accumulation=3, rows=24),
     Layout((1, 1, 1, 1), (*COMPILE, *BY_OP, *TIED)),
     Layout((1, 1, 1, 2), (*QWEN3_NEXT, FURTHER[-1], *GATHER), cp=2),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *LAST), accumulation=3, rows=24),
@@ -359,14 +360,14 @@ SOAK = (
 
 UNEVEN = (
     Layout((1, 1, 2, 1), (*QWEN3, *EVERY, *CHUNKS), accumulation=2, streams=9),
-    # filler rows in the experts' counts, in their exchange, and in each kind of pipeline
+    # filler rows in the experts' counts, in their exchange, and in a pipeline
     Layout((1, 1, 3, 1), (*EXPERTS, *EP3), streams=8),
-    Layout((2, 1, 2, 1), (*schedule("1F1B"), *EVERY, *PAIRS, *TIED), accumulation=2, streams=9),
     Layout((2, 1, 2, 1), (*EXPERTS, *EP, *schedule("ZBVZeroBubble"), *depth(3)), streams=15),
 )
 """Two to four ranks: data degrees that do not divide the sequences or the streams, so that steps have filler rows."""
 
 SOAK_UNEVEN = (
+    Layout((2, 1, 2, 1), (*schedule("1F1B"), *EVERY, *PAIRS, *TIED), accumulation=2, streams=9),
     Layout((1, 3, 1, 1), LAST, accumulation=3, streams=12),
     Layout((1, 1, 2, 2), (*EXPERTS, *EP), streams=9),
     Layout((1, 1, 2, 2), (*EXPERTS, *EP, *FULL), streams=9),

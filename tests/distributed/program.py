@@ -83,13 +83,13 @@ class Program:
         """Wait until the output matches the regular expression."""
         self.wait_until(lambda: re.search(pattern, self.output, re.MULTILINE) is not None)
 
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until the condition holds; fail if the program ends before."""
+    def wait_until(self, condition: Callable[[], bool], every_s: float = 0.02) -> None:
+        """Wait until the condition holds; fail if the program ends before. every_s: seconds between the checks."""
         end = time.monotonic() + PATIENCE_S
         while not condition():
             assert self.process.poll() is None, self.output
             assert time.monotonic() < end, self.output
-            time.sleep(0.02)
+            time.sleep(every_s)
 
     def wait_until_gone(self, within_s: float) -> None:
         """Wait until no process of this program runs."""

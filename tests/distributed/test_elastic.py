@@ -78,9 +78,11 @@ class Nodes:
 
     def wait_for_steps(self, number: int, attempts: int = 1) -> None:
         """Wait until the ranks have been started so often, and then trained `number` steps."""
-        self.first.wait_until(lambda: len(starts(self.output)) == attempts)
+        self.first.wait_until(
+            lambda: len(starts(self.output)) == attempts, every_s=0.2
+        )  # reads the output of all nodes
         before = len(trained_steps(self.output))
-        self.first.wait_until(lambda: len(trained_steps(self.output)) >= before + number)
+        self.first.wait_until(lambda: len(trained_steps(self.output)) >= before + number, every_s=0.2)
 
     def has_rendezvous(self) -> bool:
         """Whether a node, the first one, serves the rendezvous."""

@@ -30,6 +30,9 @@ from titanlite.checkpoint.storage import load_tensors, read_shapes, save_tensors
 pytestmark = pytest.mark.slow
 
 
+FOUR = ("parallelism.dp_shard=2", "parallelism.tp=2")
+
+
 @contextmanager
 def always_grids() -> Iterator[None]:
     """As if each checkpoint had very many shards, in the process of a rank."""
@@ -37,16 +40,17 @@ def always_grids() -> Iterator[None]:
         yield
 
 
-def test_a_run_with_grids_equals_one_without(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharded", [("parallelism.tp=2",), pytest.param(FOUR, marks=pytest.mark.soak)], ids=len)
+def test_a_run_with_grids_equals_one_without(sharded: tuple[str, ...], tmp_path: Path) -> None:
     settings = ("training.steps=8", "training.local_batch_size=4", "optimizer.ema_decay=0.9")
-    sharded = ("parallelism.dp_shard=2", "parallelism.tp=2")
+    ranks = 2 ** len(sharded)
     saves = (*settings, "checkpoint.async_mode=async")
     outcomes = start_runs(
         tmp_path,
         [
-            Start((*settings, *sharded), 4, (5, 0), "listed"),
+            Start((*settings, *sharded), ranks, (5, 0), "listed"),
             Start(settings, 2, None, "listed"),
-            Start((*saves, *sharded), 4, (5, 0), "grid", always_grids),
+            Start((*saves, *sharded), ranks, (5, 0), "grid", always_grids),
             Start(saves, 2, (7, 0), "grid", always_grids),
             Start(settings, 1, None, "grid"),
         ],

@@ -50,7 +50,7 @@ from titanlite.trainer import Trainer
 SMOOTHED = (f"loss.name={LOSS.name}",)
 Z_LOSS = ("loss.z_loss=0.1",)
 TP = Layout((1, 1, 1, 2), (*SMOOTHED, *CHUNKS))
-Z_LOSS_TP = Layout((1, 1, 1, 2), (*Z_LOSS, *CHUNKS, *COMPILE))
+Z_LOSS_TP = Layout((1, 1, 1, 2), (*Z_LOSS, *CHUNKS))
 FURTHER_PP = Layout((2, 1, 1, 1), (*FURTHER, *Z_LOSS, *schedule("InterleavedZeroBubble"), *depth(3), *CHUNKS))
 FURTHER_CP = Layout((1, 1, 1, 1), (*FURTHER, *CHUNKS), cp=2)
 SHARD = Layout((1, 1, 2, 1), (*SMOOTHED, *EVERY, *CHUNKS), accumulation=2, streams=9)  # has filler rows
@@ -64,6 +64,7 @@ LAYOUTS = (
     FURTHER_PP,
 )
 SOAK_TWO = (
+    Layout((1, 1, 1, 2), (*Z_LOSS, *CHUNKS, *COMPILE)),
     Layout((1, 2, 1, 1), (*Z_LOSS, *EVERY, *FULL), accumulation=2),
     Layout((2, 1, 1, 1), (*Z_LOSS, *schedule("InterleavedZeroBubble"), *PAIRS)),
 )

@@ -71,12 +71,12 @@ LAYOUTS = (
     Layout((1, 1, 1, 1), EXPERTS),
     Layout((1, 1, 1, 1), (*EXPERTS, *NORMUON)),
     Layout((1, 1, 2, 1), (*EXPERTS, *EP, *NORMUON)),
-    Layout((1, 2, 1, 1), accumulation=3, rows=24),
+    Layout((1, 2, 1, 1), accumulation=2),
     Layout((1, 1, 1, 2), (*EXPERTS, *BASE, *NORMUON)),
     Layout((2, 1, 1, 1), (*EXPERTS, *BASE, *schedule("ZBVZeroBubble"), *depth(3), *PAIRS)),
     Layout((1, 1, 1, 1), (*EXPERTS, *BASE, *EP), cp=2),
     Layout((1, 1, 1, 1), QK_CLIP),
-    Layout((1, 2, 1, 1), (*QWEN2, *QK_CLIP), accumulation=3, rows=24),
+    Layout((1, 2, 1, 1), (*QWEN2, *QK_CLIP), accumulation=2),
     Layout((1, 1, 1, 2), (*QWEN2, *FOUR_KV_HEADS, *QK_CLIP)),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3), *PAIRS, *QK_CLIP)),
     Layout((1, 1, 1, 1), (*MISTRAL, *QK_CLIP), cp=2),
@@ -407,7 +407,7 @@ PLANTED = (
     ("width applied twice", Layout((1, 1, 2, 1), BASE)),
     ("width of the shard", Layout((1, 1, 1, 2), BASE)),
     ("scores of each data rank", Layout((1, 2, 1, 1), QK_CLIP)),
-    ("scores of the last microbatch", Layout((1, 2, 1, 1), QK_CLIP, accumulation=3, rows=24)),
+    ("scores of the last microbatch", Layout((1, 2, 1, 1), QK_CLIP, accumulation=2)),
 )
 SOAK_PLANTED = (("local orthogonalization", Layout((1, 1, 1, 2))), ("stale owner", Layout((1, 2, 1, 1))))
 

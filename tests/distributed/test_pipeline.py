@@ -128,7 +128,7 @@ SYNCS += (("InterleavedZeroBubble", "every"), ("InterleavedZeroBubble", "last"))
 @EACH_SCHEDULE
 @pytest.mark.parametrize(
     ("sharded", "replicated"),
-    [((0, 3, 5), (2, 4)), pytest.param((1, 2, 4), (3,), marks=pytest.mark.soak)],
+    [((3, 5), (4,)), pytest.param((0, 1, 2, 4), (2, 3), marks=pytest.mark.soak)],
     ids=["few", "others"],
 )
 def test_stages_reduce_once_in_each_schedule_step(sharded: tuple[int, ...], replicated: tuple[int, ...]) -> None:

@@ -173,7 +173,7 @@ TIED = (
 
 DEALT_OUT = ((2, ("parallelism.ep=2", ASYNC)), (1, (SYNC,)), (2, ("parallelism.cp=2", "parallelism.ep=2", SYNC)))
 UNEVEN = (
-    (4, ("parallelism.dp_shard=4", SYNC)),
+    (2, ("parallelism.dp_shard=2", SYNC)),
     (3, ("parallelism.dp_shard=3", "parallelism.ep=3", ASYNC)),
     (5, ("parallelism.dp_replicate=5", SYNC)),
 )

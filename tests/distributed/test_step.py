@@ -79,8 +79,12 @@ def test_step_has_no_host_reads_and_the_reductions_of_its_policy() -> None:
 
 
 @pytest.mark.slow
-def test_hybrid_sharding_reduces_over_replicas_once() -> None:
-    policies = {"last": (1, 1), "hybrid": (2, 1), "every": (2, 2)}
+@pytest.mark.parametrize(
+    "policies",
+    [{"hybrid": (2, 1)}, pytest.param({"last": (1, 1), "every": (2, 2)}, marks=pytest.mark.soak)],
+    ids=["hybrid", "others"],
+)
+def test_hybrid_sharding_reduces_over_replicas_once(policies: dict[str, tuple[int, int]]) -> None:
     layouts = [["parallelism.dp_replicate=2", f"parallelism.gradient_sync={sync}"] for sync in policies]
     for ranks in run_ranks(collectives_of_steps, 4, layouts):
         for found, (scatters, reductions) in zip(ranks, policies.values(), strict=True):

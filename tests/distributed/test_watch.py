@@ -31,12 +31,13 @@ DEEP = (*COMPILE, *depth(10))
 ONE = (Layout((1, 1, 1, 1), BY_LAYER, accumulation=4), Layout((1, 1, 1, 1), (*DEEP, *BY_OP)))
 TWO = (
     Layout((1, 2, 1, 1), EVERY, accumulation=4),
-    Layout((1, 1, 2, 1), (*COMPILE, *FULL), rows=15, streams=3),  # one rank has filler
+    Layout((1, 1, 2, 1), FULL, rows=15, streams=3),  # one rank has filler
     Layout((1, 1, 1, 2), BY_OP),
     Layout((1, 1, 1, 1), cp=2),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *EVERY, *PAIRS, *FULL), accumulation=2),
 )
 SOAK = (
+    Layout((1, 1, 2, 1), (*COMPILE, *FULL), rows=15, streams=3),
     Layout((1, 1, 1, 2), (*DEEP, *BY_OP)),
     Layout((1, 1, 1, 1), GATHER, cp=2),
     Layout((1, 1, 1, 1), (*GATHER, *DEEP), cp=2),

@@ -373,9 +373,10 @@ def _origins(
 ) -> dict[str, str]:
     """The field `origins` of Parsed. The origin of `values` is COMMAND_LINE. tables: of the files, without the lengths
     that the command line replaces."""
+    sections = _sections(tables)
     # of entries that are no sections
-    origins = {name: file for key, file in files.items() if (name := key.partition(".")[0]) not in _sections(tables)}
-    for section, table in _sections(tables).items():
+    origins = {name: file for key, file in files.items() if (name := key.partition(".")[0]) not in sections}
+    for section, table in sections.items():
         for name, value in table.items():
             key = f"{section}.{name}"
             origins[key] = files.get(key, COMMAND_LINE)  # of job.plugins

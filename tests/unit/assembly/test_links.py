@@ -12,7 +12,7 @@ from titanlite.config.check import OUTPUTS, OWN_FILES
 from titanlite.ranks.job_lock import JOB_LOCK_FILE
 from titanlite.runtime.errors import UserError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_collection")]
 
 ALL = (*OUTPUTS, "faults", "wandb", "mlruns")
 FOLDERS = ("tokenizer", "ledger", "records", "traces", "memory_snapshots", "tb", "faults", "wandb", "mlruns")

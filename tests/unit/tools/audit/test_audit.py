@@ -1,11 +1,9 @@
 """titanlite audit: an untouched run is reproduced, and each falsified one is found out, with what was changed."""
 
-import gc
 import json
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,18 +32,7 @@ from titanlite.tools.audit.rounding import within_rounding
 from titanlite.tools.compare.measure import Trained
 from titanlite.tools.report import __main__ as report
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_collection() -> Iterator[None]:
-    """Garbage of all runs is collected once: each collection visits all modules."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "collect", lambda *_: 0)
-        yield
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_collection")]
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,8 @@ from titanlite.tools.compare import __main__ as command
 from titanlite.tools.compare.envelope import FACTOR, FLOOR_EPS, Compared, compare, first_outside, relative
 from titanlite.tools.compare.repeats import without_outputs
 
+pytestmark = pytest.mark.usefixtures("one_collection")
+
 
 def test_the_envelope_grows_to_what_a_repeat_has_reached() -> None:
     repeats = [{"loss": {1: 0.0, 2: 1.0, 3: 3.0, 4: 1.0}}, {"loss": {1: 1.0, 2: 2.0, 3: 2.0, 4: 2.0}}]

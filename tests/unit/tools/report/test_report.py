@@ -259,7 +259,7 @@ def test_own_numbers_of_many_layers_fit_into_a_chart_per_name(tmp_path: Path) ->
         charts = [chart for chart in charts_of(read_runs(folders)) if chart.key.startswith("watch")]
         assert [chart.title for chart in charts] == titles
         assert sorted(curve.label for curve in charts[2].curves) == sorted(labels)
-        report(*folders, "--png", tmp_path / f"png{len(folders)}", out=tmp_path / "r.html")
+        report(*folders, *(["--png", tmp_path / "png"] if labels == [*"ab"] * 40 else []), out=tmp_path / "r.html")
 
 
 def test_png_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

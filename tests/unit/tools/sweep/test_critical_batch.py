@@ -22,6 +22,8 @@ from titanlite.tools.sweep.combinations import Run
 from titanlite.tools.sweep.critical_batch import Options, branches, compared, main
 from titanlite.tools.sweep.training import state_of
 
+pytestmark = pytest.mark.usefixtures("one_collection")
+
 HALF = {"warmup_steps": 2, "decay": "linear", "decay_steps": 1, "min_lr_factor": 0.5}
 """A learning rate that is half of optimizer.lr from step 3 on."""
 
