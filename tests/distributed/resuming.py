@@ -217,7 +217,7 @@ def _start(folder: str, store: str, rank: int, start: Start) -> dict[str, Any]:
                 start.ranks,
                 *(f"job.dump_folder={folder}/{start.run}", f"data.sources.0.path={folder}/{CORPUS}"),
                 *("checkpoint.enable=true", "checkpoint.interval=2", "metrics.log_freq=1"),
-                *("training.steps=8", "training.local_batch_size=4", "training.max_norm=1.0"),
+                *("training.steps=8", "training.local_batch_size=8", "training.max_norm=1.0"),
                 *("optimizer.name=AdamW", "optimizer.lr=1e-2", "lr_schedule.warmup_steps=3"),
                 *start.settings,
             )

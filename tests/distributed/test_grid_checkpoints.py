@@ -42,7 +42,7 @@ def always_grids() -> Iterator[None]:
 
 @pytest.mark.parametrize("sharded", [("parallelism.tp=2",), pytest.param(FOUR, marks=pytest.mark.soak)], ids=len)
 def test_a_run_with_grids_equals_one_without(sharded: tuple[str, ...], tmp_path: Path) -> None:
-    settings = ("training.steps=8", "training.local_batch_size=4", "optimizer.ema_decay=0.9")
+    settings = ("training.steps=8", "optimizer.ema_decay=0.9")
     ranks = 2 ** len(sharded)
     saves = (*settings, "checkpoint.async_mode=async")
     outcomes = start_runs(

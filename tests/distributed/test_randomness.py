@@ -54,11 +54,11 @@ TWO = (
     Layout((1, 2, 1, 1), accumulation=2),
     Layout((1, 1, 2, 1)),
     Layout((2, 1, 1, 1), (*schedule("1F1B"), *FULL)),
-    Layout((2, 1, 1, 1), (*schedule("1F1B"), "parallelism.gradient_sync=every"), accumulation=2),
     Layout((2, 1, 1, 1), (*schedule("ZBVZeroBubble"), *depth(3))),
     Layout((1, 1, 2, 1), streams=9),  # uneven: with filler rows
 )
 SOAK_TWO = (
+    Layout((2, 1, 1, 1), (*schedule("1F1B"), "parallelism.gradient_sync=every"), accumulation=2),
     Layout((2, 1, 1, 1), (*schedule("Interleaved1F1B"), *depth(3), "parallelism.pp_microbatch_size=2")),
     Layout((2, 1, 1, 1), (*schedule("InterleavedZeroBubble"), *depth(3))),
 )

@@ -53,7 +53,8 @@ CASES: dict[str, list[tuple[Flip, str]]] = {
 def found_on_layout(layout: str) -> list[str]:
     """The first differences that are reported, by case; "" if none are."""
     settings = ("optimizer.name=AdamW", "optimizer.ema_decay=0.9", "training.dtype=float32", *_keys(layout))
-    settings += TIED if "pp" in layout else ()
+    settings += (*TIED, "parallelism.pp_microbatch_size=4") if "pp" in layout else ()
+    settings += ("training.local_batch_size=4",)
     config = small_config(dist.get_world_size(), *settings)
     trainer, mesh = build_on_mesh(config)
     replicas = Replicas(trainer.model_parts, trainer.optimizer, mesh, every=1, average=trainer.average)

@@ -241,7 +241,7 @@ def mixed_precision(settings: list[str]) -> list[str]:
     """Dtypes seen in a running step: activations of a block, gradients, their reduction."""
     trainer, rank, degree = on_mesh(
         "training.dtype=float32",
-        "training.local_batch_size=1",
+        "training.local_batch_size=4",
         "training.mixed_precision_param=bfloat16",
         "training.mixed_precision_reduce=float32",
         *settings,
@@ -252,7 +252,7 @@ def mixed_precision(settings: list[str]) -> list[str]:
         lambda *hook_args: seen.add(f"activation {hook_args[2].dtype}")
     )
     with OperationCount() as count:
-        trainer.train_step(rank_batches(global_batch("uneven"), rank, degree, 16 // degree))
+        trainer.train_step(rank_batches(global_batch("uneven"), rank, degree, 4 // degree))
     seen |= {f"reduced {dtype}" for dtype in count.reduced_dtypes}
     seen |= {f"parameter {parameter.dtype}" for parameter in model.parameters()}
     seen |= {f"gradient {parameter.grad.dtype}" for parameter in model.parameters() if parameter.grad is not None}

@@ -31,7 +31,7 @@ def environment_of(store: Bucket) -> Iterator[None]:
 
 
 def test_a_run_in_a_store_equals_a_run_in_a_folder(tmp_path: Path, store: Bucket) -> None:
-    settings = (f"training.steps={STEPS}", "training.local_batch_size=4", "checkpoint.keep_latest_k=2")
+    settings = (f"training.steps={STEPS}", "checkpoint.keep_latest_k=2")
     reach, around = (f"storage.endpoint={store.endpoint}", "storage.region=us-east-1"), partial(environment_of, store)
     in_store = (*settings, *reach, f"checkpoint.folder={store.address}/run/checkpoint", "checkpoint.async_mode=async")
 

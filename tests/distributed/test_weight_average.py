@@ -54,7 +54,12 @@ def require_close(found: Weights, expected: Weights) -> None:
 
 def average_after_steps(settings: tuple[str, ...]) -> dict[str, Any]:
     """The average of this rank's parameters, each in full, as lists, after the steps of MASKS; checked by hand."""
-    chosen = (f"optimizer.ema_decay={DECAY}", "optimizer.name=AdamW", "optimizer.lr=1e-2")
+    chosen = (
+        f"optimizer.ema_decay={DECAY}",
+        "optimizer.name=AdamW",
+        "optimizer.lr=1e-2",
+        "training.local_batch_size=8",
+    )
     config = small_config(dist.get_world_size(), *chosen, *settings)
     trainer, mesh = build_on_mesh(config)
 
@@ -79,7 +84,7 @@ def average_after_steps(settings: tuple[str, ...]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
-        (2, ("parallelism.pp=2",)),
+        (2, ("parallelism.pp=2", "parallelism.pp_microbatch_size=4")),
         pytest.param(4, ("parallelism.dp_shard=2", "parallelism.tp=2"), marks=pytest.mark.soak),
     ],
 )

@@ -22,7 +22,7 @@ from titanlite.tools.saved_run import open_run
 from titanlite.tools.tokenize import __main__ as tokenize
 
 SEQ_LEN = 16
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_collection")]
 BOS, EOS = ("<s>", 0), ("</s>", 1)
 
 

@@ -11,6 +11,8 @@ import pytest
 
 import titanlite
 
+pytestmark = pytest.mark.usefixtures("one_collection")
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOK, PAGE = ROOT / "examples" / "notebook.ipynb", ROOT / "docs" / "python.md"
 CELLS = [cell for cell in json.loads(NOTEBOOK.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]

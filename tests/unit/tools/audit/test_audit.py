@@ -54,7 +54,7 @@ def trained(folder: Path, **settings: Any) -> Path:
         "training.bit_equal": True,
         "training.dtype": "float32",
         "training.global_batch_size": 4,
-        "training.local_batch_size": 1,
+        "training.local_batch_size": 2,
         "data.ledger": True,
         "data.sources": [{"kind": "tokens", "path": data}],
         "validation.enable": True,
