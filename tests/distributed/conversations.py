@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.distributed.documents import documents, documents_reference
-from tests.distributed.gradients import build_on_mesh, compare, has_weights
+from tests.distributed.gradients import build_on_mesh, build_without_updates, compare, has_weights
 from tests.distributed.layouts import Layout
 from tests.distributed.reference import plain_model
 from titanlite.assembly.data import build_evaluator, build_tokenizer, build_validation_data, loader_of
@@ -99,7 +99,7 @@ def chat_step(layout: Layout, folder: str, *, mixture: bool = False, planted: bo
     assert config.data.document_mask is True
     batch = entire_batch(config)
     reference = documents_reference(config, batch)
-    trainer, mesh = build_on_mesh(config)
+    trainer, mesh = build_without_updates(config)
     same = has_weights(trainer, reference.weights)
     loader = loader_of(job_of(config, mesh.world.size), config.data, mesh, build_tokenizer(config))
     with patch.object(ModelOnMesh, "forward_arguments", mean_over_rows if planted else CORRECT):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.distributed.gradients import build_on_mesh, compare, has_weights, local_batches
+from tests.distributed.gradients import build_without_updates, compare, has_weights, local_batches
 from tests.distributed.layouts import Layout
 from tests.distributed.reference import SEQ_LEN, VOCAB_SIZE, Reference, plain_model
 from tests.plain_loss import further_labels, further_term
@@ -84,7 +84,7 @@ def documents_step(layout: Layout) -> dict[str, Any]:
     batch = packed_batch(layout.rows)
     config = layout.config()
     reference = documents_reference(config, batch)
-    trainer, mesh = build_on_mesh(config)
+    trainer, mesh = build_without_updates(config)
     same = has_weights(trainer, reference.weights)
     used = [positions_seen(part) for part in trainer.model_parts]
     local = local_batches(config, mesh, batch)

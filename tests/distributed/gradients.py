@@ -78,6 +78,13 @@ def build_on_mesh(config: JobConfig) -> tuple[Trainer, Mesh]:
     return build_trainer(job_of(config, mesh.world.size), build_model(config, mesh, CPU), mesh, CPU), mesh
 
 
+def build_without_updates(config: JobConfig) -> tuple[Trainer, Mesh]:
+    """Like build_on_mesh, for comparisons of gradients: the weights stay. An update takes a fifth of a first step."""
+    trainer, mesh = build_on_mesh(config)
+    trainer.optimizer.step_if = lambda _ok: None  # type: ignore[method-assign]
+    return trainer, mesh
+
+
 def local_batches(config: JobConfig, mesh: Mesh, batch: Batch, accumulation: int | None = None) -> list[Batch]:
     """This rank's microbatches of `batch`; accumulation: their number, by default as configured."""
     if accumulation is not None:
@@ -100,7 +107,7 @@ def errors_of_step(
 ) -> Errors:
     """Like step_errors, for a configuration and a global batch."""
     reference = reference_step(config, batch)
-    trainer, mesh = build_on_mesh(config)
+    trainer, mesh = build_without_updates(config)
     same = has_weights(trainer, reference.weights)
     if mutate is not None:
         mutate(trainer)

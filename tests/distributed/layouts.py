@@ -237,7 +237,7 @@ SLOW = (
 )
 """One to eight ranks."""
 
-THREE_AXES = (Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *BY_LAYER, *PAIRS)),)
+THREE_AXES = (Layout((2, 1, 2, 2), (*schedule("1F1B"), *depth(5), *BY_LAYER, "parallelism.pp_microbatch_size=4")),)
 """Eight ranks: three axes at once, in the default suite."""
 
 

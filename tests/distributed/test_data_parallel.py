@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed.documents import packed_batch
-from tests.distributed.gradients import build_on_mesh, compare, full_tensor, has_weights, local_batches
+from tests.distributed.gradients import build_without_updates, compare, full_tensor, has_weights, local_batches
 from tests.distributed.layouts import EXPERTS
 from tests.distributed.reference import global_batch, reference_step, small_config
 from tests.pool import run_ranks
@@ -39,8 +39,7 @@ def all_cases(
                 f"parallelism.gradient_sync={sync}",
             )
             with patch.object(data, "AT_ONCE_BYTES", at_once_bytes):
-                trainer, mesh = build_on_mesh(config)
-            trainer.optimizer.step_if = lambda _ok: None
+                trainer, mesh = build_without_updates(config)
             for masks, accumulations in MASKS.items():
                 batch = global_batch(masks)
                 reference = reference_step(config, batch)
@@ -109,11 +108,10 @@ def differing_gradients(names: list[str]) -> list[str]:
     found, settings = [], [name for name in names if name not in DOCUMENTS]
     for reduce in ("float32", "float64"):  # the gradient is accumulated in another dtype than it is kept in: wrapped
         config = small_config(1, *MIXED, f"training.mixed_precision_reduce={reduce}", *settings)
-        trainer, mesh = build_on_mesh(config)
+        trainer, mesh = build_without_updates(config)
         model = trainer.model_parts[0]
         assert any(wrapped_modules(model)) == (reduce == "float64")
         assert running_dtypes(model) == (torch.float32, torch.bfloat16, getattr(torch, reduce))
-        trainer.optimizer.step_if = lambda _ok: None  # type: ignore[method-assign]
         batch = packed_batch(16) if names == DOCUMENTS else global_batch("uneven")
         trainer.train_step(local_batches(config, mesh, batch, 1))
         found.append({name: full_tensor(parameter.grad) for name, parameter in model.named_parameters()})

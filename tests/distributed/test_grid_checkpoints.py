@@ -107,7 +107,7 @@ def give_grid(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "stages" else pytest.mark.soak) for name in RECIPES]
+    "name", [pytest.param(name, marks=[] if name == "muon" else pytest.mark.soak) for name in RECIPES]
 )
 def test_commands_read_a_grid(name: str, tmp_path: Path) -> None:
     """Digest, export, evaluation, audit, replay and resume of a stored run, with the results of its listed form."""

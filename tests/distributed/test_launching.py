@@ -64,7 +64,7 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
 
 UNUSED = [
     *["torch._dynamo", "torch._inductor", "torch.distributed.pipelining", "torch.distributed.run"],
-    *["tyro", "pyarrow", "datasets", "transformers", "tensorboard"],
+    *["tyro", "pyarrow", "datasets", "transformers", "tensorboard", "huggingface_hub", "lm_eval", "yaml"],
 ]
 REPORT = f"""
 import os, sys

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.custom_loss import LOSS, plain_objective, registered
-from tests.distributed.gradients import build_on_mesh, compare, difference, has_weights, local_batches
+from tests.distributed.gradients import build_without_updates, compare, difference, has_weights, local_batches
 from tests.distributed.layouts import (
     BOUNDS,
     CHUNKS,
@@ -100,7 +100,7 @@ def reference_of(config: JobConfig, batch: Batch) -> tuple[Reference, Tensor]:
 def errors_of(layout: Layout) -> dict[str, Any]:
     """Relative errors of two steps from the same weights, the second of other rows: see Errors; and of the terms."""
     config = layout.config("optimizer.lr=1e-30")
-    trainer, mesh = build_on_mesh(config)
+    trainer, mesh = build_without_updates(config)
     found = []
     for step in range(2):
         batch = global_batch("silent_ranks", step, layout.rows)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.drawing import drawing_families
-from tests.distributed.gradients import build_on_mesh, compare, full_tensor, local_batches
+from tests.distributed.gradients import build_on_mesh, build_without_updates, compare, full_tensor, local_batches
 from tests.distributed.layouts import BOUNDS, COMPILE, FULL, Layout, depth, is_supported, schedule
 from tests.distributed.reference import global_batch, reference_step
 from tests.pool import run_ranks
@@ -27,7 +27,7 @@ def trainer_at(step: int, layout: Layout, family: str, *settings: str) -> tuple[
     """(trainer with initial weights before `step`, batches of that step, configuration)"""
     torch._dynamo.reset()
     config = layout.config(f"model.family={family}", *settings)
-    trainer, mesh = build_on_mesh(config)
+    trainer, mesh = build_without_updates(config)
     trainer.step = step - 1
     batch = global_batch("silent_ranks", step - 1, layout.rows)
     return trainer, local_batches(config, mesh, batch), config

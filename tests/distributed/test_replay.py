@@ -58,9 +58,12 @@ def test_a_wrong_gradient_of_one_rank_is_found_in_its_step(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_without_checkpoints_the_replay_starts_from_the_initial_weights(tmp_path: Path) -> None:
-    layout = ("--parallelism.dp_replicate=2", "--parallelism.cp=2")
-    start_program(tmp_path, "--training.local_batch_size", "4", *layout, ranks=4).succeed()
+@pytest.mark.parametrize(
+    "axes", [("dp_replicate",), pytest.param(("dp_replicate", "cp"), marks=pytest.mark.soak)], ids=len
+)
+def test_without_checkpoints_the_replay_starts_from_the_initial_weights(axes: tuple[str, ...], tmp_path: Path) -> None:
+    layout = [f"--parallelism.{axis}=2" for axis in axes]
+    start_program(tmp_path, "--training.local_batch_size", "4", *layout, ranks=2 ** len(axes)).succeed()
     code, output = replayed(tmp_path, "--step", "6")
     assert code == 0, output
     assert "from the initial weights: after 5 steps from there" in output

@@ -33,7 +33,8 @@ def test_the_import_costs_little() -> None:
     ("module", "absent"),
     [
         ("titanlite.data.workers", {"torch"}),
-        pytest.param("titanlite.train", {"datasets", "huggingface_hub", "lm_eval", "yaml"}, marks=pytest.mark.slow),
+        # default suite: distributed/test_launching.py, of an entire run
+        pytest.param("titanlite.train", {"datasets", "huggingface_hub", "lm_eval", "yaml"}, marks=pytest.mark.soak),
     ],
 )
 def test_a_program_starts_without_modules_that_take_seconds(module: str, absent: set[str]) -> None:
