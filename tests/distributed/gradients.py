@@ -81,7 +81,7 @@ def build_on_mesh(config: JobConfig) -> tuple[Trainer, Mesh]:
 def build_without_updates(config: JobConfig) -> tuple[Trainer, Mesh]:
     """Like build_on_mesh, for comparisons of gradients: the weights stay. An update takes a fifth of a first step."""
     trainer, mesh = build_on_mesh(config)
-    trainer.optimizer.step_if = lambda _ok: None  # type: ignore[method-assign]
+    trainer.optimizer.step_if = lambda _ok: None  # type: ignore[assignment]
     return trainer, mesh
 
 
