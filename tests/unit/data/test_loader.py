@@ -34,10 +34,13 @@ WORDS = ["the", "model", "reads", "a", "few", "words"]
 def corpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeCorpus:
     rng = random.Random(0)
     lengths = [rng.choice([None, 0, 1, rng.randrange(20), rng.randrange(60)]) for _ in range(150)]
-    made = FakeCorpus([*lengths, *[3] * STREAMS])
-    made.is_dealt = getattr(request, "param", "shuffled") == "dealt"
+    is_dealt = getattr(request, "param", "shuffled") == "dealt"
+    made = FakeCorpus(
+        [*lengths[: 40 if is_dealt else None], *[3] * STREAMS]
+    )  # those that are dealt are read repeatedly
+    made.is_dealt = is_dealt
     monkeypatch.setattr(segments, "MIN_BLOCKS", 10)
-    monkeypatch.setattr(segments, "MIN_STREAM_BLOCKS", 5)  # blocks of 3 windows, of 157
+    monkeypatch.setattr(segments, "MIN_STREAM_BLOCKS", 2)  # blocks of 3 windows, of 48
     monkeypatch.setattr(segments, "OPEN_BLOCKS", 0)
     return made
 
@@ -97,8 +100,13 @@ def test_sequence_n_is_the_next_of_stream_n_mod_s(
     assert [row for step in steps for row in step] == [(*streams[n % STREAMS][n // STREAMS], n) for n in range(160)]
 
 
-@pytest.mark.parametrize("corpus", ["shuffled", "dealt"], indirect=True)
-@pytest.mark.parametrize("global_batch_size", [16, pytest.param(32, marks=pytest.mark.slow)])
+def both_orders(first: int, *others: int) -> list[Any]:
+    """Cases of pieces that are shuffled and, of the first one, of windows that are dealt. The others are slow."""
+    slow = [pytest.param("shuffled", other, marks=pytest.mark.slow) for other in others]
+    return [("shuffled", first), ("dealt", first), *slow]
+
+
+@pytest.mark.parametrize(("corpus", "global_batch_size"), both_orders(16, 32), indirect=["corpus"])
 def test_steps_are_the_same_on_every_mesh(make: Any, global_batch_size: int) -> None:
     reference = make(local_batch_size=1, global_batch_size=global_batch_size)
     expected = steps_of([reference], 12)
@@ -110,8 +118,7 @@ def test_steps_are_the_same_on_every_mesh(make: Any, global_batch_size: int) -> 
         assert torch.equal(Ranks(loaders).state(), reference.state())
 
 
-@pytest.mark.parametrize("corpus", ["shuffled", "dealt"], indirect=True)
-@pytest.mark.parametrize("global_batch_size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (12, 16))])
+@pytest.mark.parametrize(("corpus", "global_batch_size"), both_orders(4, 12, 16), indirect=["corpus"])
 def test_a_degree_need_not_divide_the_streams(make: Any, global_batch_size: int) -> None:
     facts = {"local_batch_size": 2, "global_batch_size": global_batch_size}
     reference = make(**facts)
@@ -149,8 +156,7 @@ def test_filler_rows_repeat_sequences_and_hold_no_token(make: Any) -> None:
     assert rows_and_tokens([empty]) == (0, 0)
 
 
-@pytest.mark.parametrize("corpus", ["shuffled", "dealt"], indirect=True)
-@pytest.mark.parametrize("epochs", [pytest.param(-1, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize(("corpus", "epochs"), both_orders(1, -1), indirect=["corpus"])
 def test_resume_on_another_mesh_is_exact(make: Any, epochs: int) -> None:
     reference = steps_of([make(epochs=epochs)], 20)
     for (before, after), stop in product([(1, 1), (1, 4), (4, 1), (2, 4), (4, 2)], [0, 1, 2, 5, 11]):
