@@ -1,4 +1,4 @@
-"""How costs grow with ranks: agreements, groups, plans, saves, heartbeats and data, with simulated participants.
+"""How costs grow with ranks, data and rows: agreements, groups, plans, saves, heartbeats, initial weights, logs.
 
 Each part runs with real functions of titanlite for several numbers of ranks. The law is the exponent of the growth
 between the last two: 1 is linear in the ranks of a job, 0 is constant. Counts are exact; CPU seconds depend on the
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks.growth import agreements, data, files, heartbeats, plans, saves
+from benchmarks.growth import agreements, data, files, heartbeats, history, plans, saves, weights
 from benchmarks.growth.count import Count
 from benchmarks.measuring import Row, report
 
@@ -27,12 +27,15 @@ PARTS: tuple[tuple[Part, tuple[int, ...]], ...] = (
     (saves.of_retention, (10, 40)),
     (data.of_stored_tokens, (1, 8, 64, 512)),
     (data.of_sources, (1, 10, 100)),
+    (weights.of_experts, (256, 512, 4096)),
+    (history.of_history, (1000, 10_000, 100_000)),
+    (history.of_ledger, (10_000, 100_000, 1_000_000)),
 )
 """What each part is simulated with. More threads in one process would measure the threads."""
 
 
 def main(json: Path | None = None) -> None:
-    """Simulate all parts, in about 5 minutes.
+    """Simulate all parts, in about 7 minutes, with up to 1.4 GB of temporary files.
 
     json: folder for scale.json.
     """

@@ -127,6 +127,7 @@ class Run:
             RunFacts({}, {}, {}),
             steps,
             saving_group,
+            lambda: None,
         )
         self.checkpoints = Checkpoints(finder, control_group, torch.device("cpu"), StopRequest(), lambda _: None)
         self.step = self.checkpoints.resume().step

@@ -29,13 +29,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "hf": {"kind": "hf"},
     "arrow": {"kind": "hf", "streaming": False},
     "tokens": {"kind": "tokens", "dtype": "uint16"},
+    "tokens of version 3": {"kind": "tokens", "dtype": "uint16"},
 }
 RECORDED = {
     **dict.fromkeys(("text", "jsonl", "jsonl.gz", "parquet", "arrow"), "c65225460e87e860"),
     "hf": "0a78097b57feb915",
-    "tokens": "fa5c0149689e7e7a",
+    "tokens": "55b44b9d701ad810",
+    "tokens of version 3": "fa5c0149689e7e7a",
 }
-"""Digests by kind. Kinds that read the same rows as the same pieces have the same digest."""
+"""Digests by kind. Kinds that read the same rows as the same pieces have the same digest. That of tokens is of
+data.stream_version 4."""
 
 
 def write(kind: str, folder: Path, rows: Sequence[str], number: int) -> None:
@@ -46,7 +49,7 @@ def write(kind: str, folder: Path, rows: Sequence[str], number: int) -> None:
         (folder / f"{number}.jsonl").write_bytes(lines)
     elif kind == "jsonl.gz":
         (folder / f"{number}.jsonl.gz").write_bytes(gzip.compress(lines))
-    elif kind == "tokens":
+    elif kind.startswith("tokens"):
         np.arange(number, 1500 + number, dtype="<u2").__mod__(250).astype("<u2").tofile(folder / f"{number}.bin")
     else:
         name = f"{number}.parquet" if kind == "parquet" else f"train-0000{number}-of-00003.parquet"
@@ -68,7 +71,8 @@ def digest(kind: str, folder: Path) -> str:
     for number in range(3):
         write(kind, folder / "rows", ROWS[number * 40 : number * 40 + 40], number)
     source = SourceConfig(path=str(folder / "rows"), **KINDS[kind])
-    data = DataConfig(num_streams=4, seed=5, max_piece_bytes=64, document_mask=kind != "tokens", sources=(source,))
+    settings = {"document_mask": source.kind != "tokens", "stream_version": 3 if kind.endswith("version 3") else -1}
+    data = DataConfig(num_streams=4, seed=5, max_piece_bytes=64, sources=(source,), **settings)
     facts = {"seq_len": SEQ_LEN, "vocab_size": 300, "global_batch_size": ROWS_PER_STEP, "local_batch_size": 2}
     loader = build_loader(data, write_tokenizer(folder), **facts, data_rank=0, data_degree=1)
     found = hashlib.sha256()

@@ -287,6 +287,16 @@ def _(place: Workplace) -> None:
     (place.here / "run" / "metrics.jsonl").write_text("".join(json.dumps({"step": n, **keys}) + "\n" for n in (1, 2)))
 
 
+@hostile("an index of other rows of a report", "run", "report")
+def _(place: Workplace) -> None:
+    metrics = place.here / "run" / "metrics.jsonl"
+    metrics.write_text(
+        "".join(json.dumps({"step": n, "loss": 1.0, "text": n * "x" * 2**20}) + "\n" for n in (1, 2, 5, 6))
+    )
+    entries = [(0, 1, 0), (7, 2**62, -1), (2**20, 1, 1), (2**23, 3, 0)]
+    metrics.with_name("metrics.jsonl.index").write_bytes(b"".join(struct.pack("<3q", *each) for each in entries))
+
+
 def _odd(name: str, file: str, content: str, command: str = "report") -> None:
     @hostile(f"odd values: {name}", "run", command)
     def _(place: Workplace) -> None:

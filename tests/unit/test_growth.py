@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from benchmarks.growth import agreements, data, files, plans
+from benchmarks.growth import agreements, data, files, history, plans, weights
 from benchmarks.growth.count import Count
 from benchmarks.scale import by_name, law, row_of
 from titanlite.data import order, segments
@@ -67,7 +67,24 @@ def test_the_orders_of_many_sources_have_a_bound(monkeypatch: pytest.MonkeyPatch
     """Streams in 32 blocks: 16 MB in 64 bits, 4 MB in 16 bits. Less than 4 MB are those of one sort."""
     monkeypatch.setattr(order, "TABLE_BYTES", 2**20)
     most = data.order_bytes(2, count=2**21, num_streams=16, own_streams=16, places=2)
-    assert 2**20 < most < 5e6
+    assert 2**20 < most < 4.5e6
+
+
+def test_experts_draw_at_most_twice_what_they_own() -> None:
+    """Of the rank that draws most. With ep, a rank owns less than a block."""
+    for ranks in (256, 512, 4096):
+        alone, drawn = (count.value for count in weights.of_experts(ranks))
+        assert drawn < 2, ranks
+        assert alone > 30 or ranks == 256
+
+
+def test_a_resume_and_a_report_parse_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titanlite.runtime.row_files.INDEXED_BYTES", 2**14)
+    monkeypatch.setattr("titanlite.metrics.jsonl.MOST_PARSED_BYTES", 2**19)
+    for part in (history.of_history, history.of_ledger):
+        parsed = {count.part: count.value for count in part(400) if count.name == "rows parsed"}
+        assert parsed.pop("report, metrics.jsonl", 0) < 80
+        assert max(parsed.values()) < 40
 
 
 def test_one_rank_of_a_node_opens_token_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Construction of the parallelized model, the optimizer and the trainer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -120,20 +120,26 @@ def allocate_parts(
 ) -> list[LanguageModel]:
     """Allocate the memory of all parts; each rank draws its own shard of the initial weights.
 
-    draws_weights: False leaves the weights undefined, for a caller that loads them next.
+    draws_weights: False leaves the weights undefined, for a caller that loads or draws them next.
     """
-    family, hyper_parameters = config.family, config.hyper_parameters
     models = [part.model for part in parts]
     for model in models:
         model.to_empty(device=device)
         model.tie_weights()
         model.init_buffers(device)
     share_between(models)
-    for model in models if draws_weights else ():
-        init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
+    if draws_weights:
+        draw_weights_(config, models)
     parameters, compute, reduce = running_dtypes(models[0])
     log.info("Dtypes: parameters %s, compute %s, gradient reduction %s", parameters, compute, reduce)
     return models
+
+
+def draw_weights_(config: JobConfig, models: Iterable[nn.Module]) -> None:
+    """Draw this rank's shards of the initial weights. A collective."""
+    family, hyper_parameters = config.family, config.hyper_parameters
+    for model in models:
+        init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
 
 
 def describe_attention(config: JobConfig, device: torch.device) -> str | None:

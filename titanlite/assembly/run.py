@@ -29,7 +29,7 @@ from titanlite.assembly.facts import (
     model_facts,
 )
 from titanlite.assembly.job import Job
-from titanlite.assembly.model import allocate_parts, build_parts, build_trainer
+from titanlite.assembly.model import allocate_parts, build_parts, build_trainer, draw_weights_
 from titanlite.checkpoint.config import CheckpointConfig, another_run
 from titanlite.checkpoint.folder import published_steps
 from titanlite.checkpoint.manager import Checkpoints
@@ -166,6 +166,9 @@ def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[st
     if config.checkpoint.enable or config.checkpoint.initial_load_path:
         checkpoints = build_checkpoints(config, trainer, data, meter, stop, imported, checks)
         start = load_start(config, trainer, checkpoints)
+    else:
+        draw_weights_(config, trainer.model_parts)
+        trainer.average.restart()
     checks.replicas.compare(start.step)
     # One rank lists the folder, which has a file for each data rank.
     ledger = run_on_rank_0(lambda: ledger_files(config.job.dump_folder), group) if start.resumes else []
@@ -179,7 +182,7 @@ def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[st
         loader=data.loader,
         meter=meter,
         expert_loads=build_expert_loads(config, trainer),
-        goodput=Goodput(last_row(Path(config.job.dump_folder, METRICS_FILE)) if resume_step else {}, began=began),
+        goodput=Goodput(earlier_times(config, world, resume_step), began=began),
         loggers=loggers,
         data_end=build_data_end(config, data.loader, mesh),
         checks=checks,
@@ -226,14 +229,17 @@ def build_run_data(job: Job, mesh: Mesh, store: dist.Store, cleanup: ExitStack) 
 
 
 def build_planned_trainer(job: Job, mesh: Mesh, store: dist.Store) -> tuple[Trainer, Memory | None]:
-    """Allocate the model and its optimizer if the plan of the memory fits; the plan is None if the family has none."""
+    """Allocate the model and its optimizer if the plan of the memory fits; the plan is None if the family has none.
+
+    The weights are undefined: a run that resumes loads them, and others draw them later.
+    """
     config, world = job.config, mesh.world
     memory = plan_memory(config, mesh)
     if memory is not None:
         check_memory(config, memory, world, store)
     parts = build_parts(config, mesh)
     with explained_out_of_memory(config, memory, world, lambda: "before the first step"):
-        model_parts = allocate_parts(config, parts, world.device)
+        model_parts = allocate_parts(config, parts, world.device, draws_weights=False)
         return build_trainer(job, model_parts, mesh, world.device), memory
 
 
@@ -319,6 +325,7 @@ def build_checkpoints(
         ),
         config.training.steps,
         saving_group,
+        lambda: draw_weights_(config, trainer.model_parts),
         imported,
     )
     checkpoints = Checkpoints(finder, control_group, mesh.world.device, stop, check_state)
@@ -346,6 +353,11 @@ def describe_computations(config: JobConfig, start: Start, device: torch.device)
     computations = start.computations or (Computation(0, computation_facts(config, device)),)
     log.info("Bits: computed by %s: %s", computations[-1].id, computations[-1])
     return computed_by(computations)
+
+
+def earlier_times(config: JobConfig, world: World, resume_step: int) -> Mapping[str, object]:
+    """The last row of metrics.jsonl, which rank 0 alone reads: others report no times. {} for a new run."""
+    return last_row(Path(config.job.dump_folder, METRICS_FILE)) if resume_step and world.rank == 0 else {}
 
 
 def build_run_loggers(

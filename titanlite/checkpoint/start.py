@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,8 +83,9 @@ class StartFinder:
     """Finds, verifies and loads the start of a run: a checkpoint, a Hugging Face model, or initial weights.
 
     folder: of the run's checkpoints. steps: number of optimizer steps of the run. group: a gloo group of all ranks for
-    loading and saving, also in a thread. imported: Hugging Face model that a new run starts from; None for initial
-    weights or a checkpoint.
+    loading and saving, also in a thread. draw: fills the model with initial weights, if nothing is loaded: a
+    collective. imported: Hugging Face model that a new run starts from; None for initial weights
+    or a checkpoint.
     """
 
     section: CheckpointConfig
@@ -94,6 +95,7 @@ class StartFinder:
     about: RunFacts
     steps: int
     group: dist.ProcessGroup
+    draw: Callable[[], None]
     imported: ModelFolder | None = None
 
     def find(self) -> Start:
@@ -161,6 +163,8 @@ class StartFinder:
             self._import(self.imported)
             defaults = self.imported.generation_config
         elif not path:
+            self.draw()
+            self.state.restart_average()
             log.info("Start: new run at step 0 with initial weights; no checkpoint in %s", self.folder)
         else:
             found = self._initial(place(path))

@@ -20,6 +20,7 @@ from titanlite.data.streams import Origin
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import no_link, open_regular
 from titanlite.runtime.json_files import JsonError, parse_json
+from titanlite.runtime.row_files import RowIndex, no_kinds
 
 LEDGER_FOLDER = "ledger"
 
@@ -32,18 +33,22 @@ class Ledger:
         try:
             path.parent.mkdir(exist_ok=True)
             self._file = open(path, "a", encoding="utf-8", opener=no_link)  # noqa: SIM115
+            self._index = RowIndex(path, no_kinds)
         except OSError as error:
             raise UserError(f"data.ledger: {path} cannot be written: {error.strerror or error}") from None
 
     def write(self, step: int, sequences: Sequence[int], origins: Sequence[Origin]) -> None:
         """Write the line of a step and flush it to the operating system."""
         rows = [[sequence, *origin] for sequence, origin in zip(sequences, origins, strict=True)]
-        self._file.write(ledger_line(step, rows))
+        line = ledger_line(step, rows)
+        self._file.write(line)
         self._file.flush()
+        self._index.note([(step, 0, len(line))])
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+        self._index.close()
 
 
 def ledger_files(dump_folder: str | Path) -> list[Path]:

@@ -6,21 +6,32 @@ import math
 import os
 from array import array
 from bisect import bisect_left
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from titanlite.metrics.records import PREFIX, LogRecord, is_validation
-from titanlite.runtime.durability import replace_file
+from titanlite.runtime import row_files
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import no_link, open_regular
 from titanlite.runtime.json_files import JsonError, parse_json
 from titanlite.runtime.logging import log
+from titanlite.runtime.row_files import (
+    RowIndex,
+    Rows,
+    cannot_read,
+    find_rows,
+    lines_from_end,
+    lines_of,
+    row_of,
+    rows_at,
+)
 
 
 class JsonlLogger:
@@ -36,6 +47,7 @@ class JsonlLogger:
         try:
             self._file = open(path, "ab", buffering=0, opener=no_link)  # noqa: SIM115
             self._identity = os.fstat(self._file.fileno())
+            self._index = RowIndex(path, kind_of)
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
@@ -43,7 +55,9 @@ class JsonlLogger:
         """Append the record's rows, if this is their file. Raises UserError if the file system fails."""
         if self._path.name != record.FILE:
             return
-        line = "".join(f"{json_line(row)}\n" for row in record.rows()).encode()
+        rows = record.rows()
+        lines = [f"{json_line(row)}\n".encode() for row in rows]
+        line = b"".join(lines)
         try:
             if not os.path.samestat(os.stat(self._path), self._identity):
                 raise UserError(
@@ -52,6 +66,7 @@ class JsonlLogger:
                 )
             while line:
                 line = line[self._file.write(line) :]  # a write may be partial if the disk is nearly full
+            self._index.note((row["step"], kind_of(row), len(each)) for row, each in zip(rows, lines, strict=True))
         except FileNotFoundError:
             raise UserError(
                 f"{self._path} was deleted or its folder renamed during the run; restore job.dump_folder and start "
@@ -65,6 +80,7 @@ class JsonlLogger:
 
     def close(self) -> None:
         self._file.close()
+        self._index.close()
 
 
 def json_line(row: Mapping[str, Any]) -> str:
@@ -77,109 +93,73 @@ def json_line(row: Mapping[str, Any]) -> str:
     return json.dumps(values, allow_nan=False)
 
 
+def kind_of(row: Mapping[str, Any]) -> int:
+    """The kind of a row, see KindOf: a step may have a second row, of the validation after it, and a row per prompt."""
+    prompt = str(row.get("prompt"))
+    number = 0 if prompt == "None" else int.from_bytes(blake2b(prompt.encode(), digest_size=7).digest())
+    return 2 * number + is_validation(row)
+
+
+VALIDATION = 1
+"""The kind of validation rows."""
+
+
 def keep_rows(path: Path, last_step: int) -> None:
-    """Keep exactly the rows of steps up to `last_step` in the file at `path`, in order, one per step and kind.
-
-    A step may have a second row, of the validation after it, and a row per prompt. Removed are: rows of later steps,
-    which the resumed run writes again; lines that are not valid rows (truncated by a power failure or a full disk);
-    and, of several rows of the same step and kind, all but the last. The bytes of other rows do not change. The number
-    of removed rows and the reasons are logged.
-
-    Atomic: readers, and a start after a kill at any moment, find the old file or the complete new one; the new one is
-    on disk before this returns. A file that needs no change, or does not exist, is not touched. Not safe for several
-    processes at once. Raises UserError if the file cannot be read or replaced.
-    """
-    before = _content(path)
-    after, removed = _in_order(before, last_step)
-    try:
-        if after != before:
-            replace_file(path, after)
-    except OSError as error:
-        raise UserError(f"cannot rewrite {path}: {error.strerror}") from None
-    if sum(removed.values()):
-        reasons = ", ".join(f"{count} {why}" for why, count in removed.items() if count)
-        log.info("%s: %d rows removed: %s", path, sum(removed.values()), reasons)
-
-
-def _in_order(content: bytes, last_step: int) -> tuple[bytes, dict[str, int]]:
-    """(new content of the file, number of removed lines by reason)."""
-    lines = content.split(b"\n")
-    if not lines[-1]:
-        lines.pop()  # the empty string after the last line end
-    rows: dict[tuple[int, bool, str], bytes] = {}
-    unreadable = later = 0
-    for line in lines:
-        row = _row_of(line)
-        if row is None:
-            unreadable += 1
-        elif row["step"] > last_step:
-            later += 1
-        else:
-            key = row["step"], is_validation(row), str(row.get("prompt"))
-            rows.pop(key, None)
-            rows[key] = line
-    removed = {
-        f"of steps after {last_step}, from which the run resumes": later,
-        "replaced by a later row of the same step": len(lines) - unreadable - later - len(rows),
-        "unfinished or unreadable": unreadable,
-    }
-    return b"".join(rows[key] + b"\n" for key in sorted(rows, key=lambda key: key[0])), removed
+    """Keep exactly the rows of steps up to `last_step`, in order, one per step and kind: see row_files.keep_rows."""
+    row_files.keep_rows(path, last_step, kind_of)
 
 
 def has_validation(path: Path, step: int) -> bool:
     """Whether the file at `path` has a row of the validation after `step`. Raises UserError if it cannot be read."""
-    return any(row["step"] == step and is_validation(row) for row in read_rows(path))
+    with _found_rows(path) as (rows, _):
+        return bool(((rows.step == step) & (rows.kind % 2 == VALIDATION)).any())
 
 
-def _content(path: Path) -> bytes:
-    """The content of the file; b"" if it does not exist."""
+@contextmanager
+def _found_rows(path: Path) -> Iterator[tuple[Rows, BinaryIO]]:
+    """The places of the rows of the file at `path`, and the file; no rows if it does not exist. Raises UserError if it
+    cannot be read."""
     try:
         with open_regular(path) as file:
-            return file.read()
+            yield find_rows(file, path, kind_of), file
     except FileNotFoundError:
-        return b""
+        none = np.zeros(0, dtype=np.int64)
+        yield Rows(none, none, none, none, 0, 0, is_indexed=False), io.BytesIO()
     except OSError as error:
-        raise UserError(
-            f"cannot read {path}: {error.strerror or error}: rename or remove it; the run resumes without earlier rows"
-        ) from None
+        raise UserError(cannot_read(path, error)) from None
 
 
 def read_lines(path: Path, row: Any) -> list[Any]:
     """The rows of the TypedDict `row` in the file at `path`, in order, without damaged lines; [] if it does not exist.
     Raises UserError if it cannot be read."""
-    found = []
-    for line in _content(path).splitlines():
+    return [*_of_type(lines_of(path), row)]
+
+
+def last_line(path: Path, row: Any) -> Any:
+    """The last one of read_lines; None without one."""
+    return next(_of_type(lines_from_end(path), row), None)
+
+
+def _of_type(lines: Iterable[bytes], row: Any) -> Iterator[Any]:
+    for line in lines:
         with suppress(JsonError):
             values = parse_json(line, row)
-            found.append({key: values[key] for key in row.__annotations__})
-    return found
+            yield {key: values[key] for key in row.__annotations__}
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows in the file at `path`, in order; [] if it does not exist. Raises UserError if it cannot be read."""
-    return [row for row in map(_row_of, _content(path).splitlines()) if row is not None]
+def read_rows(path: Path, steps: range | None = None) -> list[dict[str, Any]]:
+    """The rows in the file at `path`, in order; [] if it does not exist. steps: of these only. Raises UserError if it
+    cannot be read."""
+    if steps is None:
+        return [row for row in map(row_of, lines_of(path)) if row is not None]
+    with _found_rows(path) as (rows, file):
+        return [*rows_at(file, rows, np.flatnonzero(np.isin(rows.step, steps)))]
 
 
 def last_row(path: Path) -> dict[str, Any]:
     """The last row of a step in the file at `path`; {} without one. Raises UserError if it cannot be read."""
-    rows = (_row_of(line) for line in reversed(_content(path).splitlines()))
+    rows = map(row_of, lines_from_end(path))
     return next((row for row in rows if row is not None and not is_validation(row)), {})
-
-
-_DECODER = json.JSONDecoder()  # json.loads with options would build one per line
-
-
-def _row_of(line: bytes) -> dict[str, Any] | None:
-    """The row in a line; None if it is not a valid row. A truncated row is invalid JSON: it lacks its last brace.
-
-    parse_json would take five times as long.
-    """
-    try:
-        row = _DECODER.decode(line.decode())
-    except (ValueError, RecursionError):
-        return None
-    is_row = type(row) is dict and type(row.get("step")) is int and 0 < row["step"] < 2**63
-    return row if is_row else None
 
 
 @dataclass(frozen=True)
@@ -204,24 +184,71 @@ def read_series(path: Path) -> dict[str, Series]:
     columns: _Columns = {}
     last = {False: 0, True: 0}  # the last step, by whether the row is of a validation
     unreadable = 0
-    for line in io.BytesIO(_content(path)):
-        row = _row_of(line)
+    for line in lines_of(path):
+        row = row_of(line)
         if row is None:
             unreadable += line.endswith(b"\n")
             continue
-        step, kind = row.pop("step"), is_validation(row)
-        if step <= last[kind]:
-            _remove_from(columns, step, PREFIX if kind else "")
-        last[kind] = step
-        for key, value in row.items():
-            number = value if type(value) is float else _number(value)
-            if number is not None:
-                if key not in columns:
-                    columns[key] = array("q"), array("d")
-                columns[key][0].append(step)
-                columns[key][1].append(number)
+        kind = is_validation(row)
+        if row["step"] <= last[kind]:
+            _remove_from(columns, row["step"], PREFIX if kind else "")
+        last[kind] = row["step"]
+        _add_row(columns, row)
     if unreadable:
         log.warning("%s: %d lines are not valid rows and were left out", path, unreadable)
+    return _series(columns)
+
+
+MOST_PARSED_BYTES = 128 * 2**20
+"""Bytes of rows that read_history parses of a longer file, twice as many if most rows are validations."""
+
+
+class History(NamedTuple):
+    """The numbers of a run by key. note: which rows they are of; "" if of all."""
+
+    series: dict[str, Series]
+    note: str = ""
+
+
+def read_history(path: Path) -> History:
+    """As read_series, but of a file of more than MOST_PARSED_BYTES only some rows. Parsing takes 10 ns per byte."""
+    with suppress(OSError):  # read_series explains it
+        if path.stat().st_size > MOST_PARSED_BYTES:
+            return _read_some(path)
+    return History(read_series(path))
+
+
+def _read_some(path: Path) -> History:
+    columns: _Columns = {}
+    with _found_rows(path) as (rows, file):
+        if rows.others:
+            log.warning("%s: %d lines are not valid rows and were left out", path, rows.others)
+        chosen, notes = [], []
+        for name in ("row", "validation"):
+            numbers = np.flatnonzero((rows.kind % 2 == VALIDATION) == (name == "validation"))
+            later = np.minimum.accumulate(rows.step[numbers][::-1])[::-1]  # of a row and those after it
+            numbers = numbers[np.append(rows.step[numbers][:-1] < later[1:], True)[: len(numbers)]]
+            size = int((rows.end[numbers] - rows.begin[numbers]).sum())
+            distance = -(-size // MOST_PARSED_BYTES) or 1
+            chosen += [numbers[::distance], numbers[-1:]]
+            notes.append(f"one {name} in {distance}, the first and the last" if distance > 1 else f"all {name}s")
+        for row in rows_at(file, rows, np.unique(np.concatenate(chosen))):
+            _add_row(columns, row)
+    return History(_series(columns), f"of {'; '.join(notes)}")
+
+
+def _add_row(columns: _Columns, row: dict[str, Any]) -> None:
+    step = row.pop("step")
+    for key, value in row.items():
+        number = value if type(value) is float else _number(value)
+        if number is not None:
+            if key not in columns:
+                columns[key] = array("q"), array("d")
+            columns[key][0].append(step)
+            columns[key][1].append(number)
+
+
+def _series(columns: _Columns) -> dict[str, Series]:
     return {
         key: Series(np.frombuffer(steps, np.int64), np.frombuffer(values))
         for key, (steps, values) in columns.items()

@@ -237,6 +237,11 @@ class Init:
             rule = f"at least 0 unless constant, of log_uniform at least {LOG_UNIFORM_LEAST}"
             raise UserError(f"{self}: the kinds are {', '.join(kinds)}, and the value is a finite number, {rule}")
 
+    @property
+    def is_random(self) -> bool:
+        """Whether values are drawn."""
+        return self.kind not in ("constant", "ones")
+
 
 class LanguageModel(nn.Module, ABC):
     """A decoder in plain torch: int64 tokens in, logits out; independent of parallelism.

@@ -1,21 +1,25 @@
 """Initial weights that are the same on every mesh.
 
 A parameter is drawn in blocks of 2^20 elements of its flattened global tensor, with one CPU generator per block, so a
-rank draws only the blocks that overlap its shard. Values are drawn in float64, rounded to float32, and cast to the
+rank draws only the blocks that overlap its shard. If these have more than twice the shard's numbers, ranks draw blocks
+together and exchange parts (shared_draws.py). Values are drawn in float64, rounded to float32, and cast to the
 parameter's dtype. So the weights are the same for every dtype and on every CPU: in float32, normal_ differs between
 vector instruction sets; in float64 it does not, and the rounding removes remaining differences between platforms.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from titanlite.models.family import LOG_UNIFORM_LEAST, Init
+from titanlite.models.shared_draws import Plan, Round, axes_to_share, gathered_axes
 from titanlite.runtime.torch_internals import is_dtensor, shape_and_offset
 
 INIT_VERSION = 1
@@ -31,21 +35,75 @@ _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def init_parameters_(module: nn.Module, seed: int, init: Callable[[str], Init]) -> None:
-    """Initialize the parameters of `module` in place, without communication.
+    """Initialize the parameters of `module` in place. A collective of the ranks that have shards of it.
 
     Parameters may be plain tensors or DTensors of any placement, on any device. `init` takes a parameter's name in the
     full, unwrapped model; for a shared parameter, the first of its names. torch.get_num_threads() threads, at most 16,
-    fill the parameters, each with up to 16 MiB of host memory; the values do not depend on the number of threads.
+    draw blocks, each with up to 16 MiB of host memory; the values do not depend on the number of threads. Ranks
+    communicate only about parameters of which each would draw far too much, and only the calling thread does. Two
+    rounds of them take up to 50 MiB on the host and on the device.
     """
+    alone: list[_Parameter] = []
+    together: list[tuple[_Parameter, Plan]] = []
+    plans: dict[object, Plan] = {}
+    for name, parameter in module.named_parameters():
+        for prefix in _WRAPPER_PREFIXES:
+            name = name.replace(prefix, "")
+        each = _Parameter(name, init(name), *local_region(parameter))
+        assert not each.local.is_meta, f"{name} has no memory yet"
+        axes = axes_to_share(parameter, BLOCK_NUMEL) if each.init.is_random else ()
+        if not axes:
+            alone.append(each)
+            continue
+        assert is_dtensor(parameter)
+        layout = parameter.device_mesh, parameter.placements, each.shape
+        if layout not in plans:
+            own = np.array([(begin, begin + size) for begin, size in zip(each.offset, each.local.shape, strict=True)])
+            plans[layout] = Plan(each.shape, own, gathered_axes(parameter, axes, own, each.local.device), BLOCK_NUMEL)
+        together.append((each, plans[layout]))
     with ThreadPoolExecutor(min(torch.get_num_threads(), 16)) as pool:
-        running = []
-        for name, parameter in module.named_parameters():
-            for prefix in _WRAPPER_PREFIXES:
-                name = name.replace(prefix, "")
-            local, shape, offset = local_region(parameter)
-            running.append(pool.submit(fill_region_, local, seed, name, init(name), shape, offset))
+        _draw_together_(together, seed, pool)
+        running = [
+            pool.submit(fill_region_, each.local, seed, each.name, each.init, each.shape, each.offset) for each in alone
+        ]
     for filled in running:
         filled.result()  # raises the exception of the thread
+
+
+class _Parameter(NamedTuple):
+    """A parameter, and this rank's shard of it: see local_region."""
+
+    name: str
+    init: Init
+    local: Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+def _draw_together_(parameters: Iterable[tuple[_Parameter, Plan]], seed: int, pool: ThreadPoolExecutor) -> None:
+    """Draw parameters with the ranks of their plans. While a round is exchanged, the pool draws the next one."""
+
+    def drawing(parameter: _Parameter, part: Round) -> tuple[Tensor, list[Future[None]]]:
+        numel = prod(parameter.shape)
+        edges = [0]
+        for index in part.blocks:
+            edges.append(edges[-1] + min(BLOCK_NUMEL, numel - index * BLOCK_NUMEL))
+        drawn = torch.empty(edges[-1], dtype=torch.float32, device="cpu")
+        return drawn, [
+            pool.submit(draw_block_, drawn[first:end], seed, parameter.name, parameter.init, index)
+            for index, (first, end) in zip(part.blocks, pairwise(edges), strict=True)
+        ]
+
+    rounds = [(parameter, plan, part) for parameter, plan in parameters for part in plan.rounds]
+    following = [(parameter, part) for parameter, _, part in rounds[1:]]
+    running = drawing(rounds[0][0], rounds[0][2]) if rounds else None
+    for number, (parameter, plan, part) in enumerate(rounds):
+        assert running is not None
+        drawn, blocks = running
+        running = drawing(*following[number]) if number < len(following) else None
+        for block in blocks:
+            block.result()
+        plan.exchange_(parameter.local, drawn, part)
 
 
 def local_region(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
@@ -64,11 +122,31 @@ def local_region(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ..
 
 def fill_region_(local: Tensor, seed: int, name: str, init: Init, shape: Sequence[int], offset: Sequence[int]) -> None:
     """Fill `local` in place: the box at `offset` of the parameter `name`, whose global shape is `shape`."""
-    assert not local.is_meta, f"{name} has no memory yet"
-    if init.kind in ("ones", "constant"):
+    if not init.is_random:
         local.fill_(1.0 if init.kind == "ones" else init.value)
     elif local.numel():
         _copy_box(_Blocks(seed, name, init, prod(shape)), local, shape, offset, 0)
+
+
+def draw_block_(out: Tensor, seed: int, name: str, init: Init, index: int, drawn: Tensor | None = None) -> None:
+    """Draw block `index` of the parameter `name` into `out`, in float32 on the CPU. drawn: memory for the values in
+    float64."""
+    drawn = torch.empty_like(out, dtype=torch.float64) if drawn is None else drawn
+    digest = hashlib.sha256(f"{seed}:{name}:{index}".encode()).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
+    if init.kind.endswith("uniform"):
+        drawn.uniform_(-1.0, 1.0, generator=generator)
+    else:
+        drawn.normal_(generator=generator)
+    # NumPy runs on the calling thread only; torch would start a pool of threads for each thread here.
+    values = drawn.numpy()
+    if init.kind == "log_uniform":
+        middle, half = (init.value + LOG_UNIFORM_LEAST) / 2, (init.value - LOG_UNIFORM_LEAST) / 2
+        np.log(middle + half * values, out=values)
+    else:
+        np.clip(values, -CUT_STD, CUT_STD, out=values)
+        np.multiply(values, init.value, out=values)
+    np.copyto(out.numpy(), values, casting="same_kind")
 
 
 class _Blocks:
@@ -91,23 +169,9 @@ class _Blocks:
 
     def _block(self, index: int) -> Tensor:
         numel = min(BLOCK_NUMEL, self._numel - index * BLOCK_NUMEL)
-        drawn, rounded = self._drawn[:numel], self._rounded[:numel]
+        rounded = self._rounded[:numel]
         if index != self._index:
-            digest = hashlib.sha256(f"{self._seed}:{self._name}:{index}".encode()).digest()
-            generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
-            if self._init.kind.endswith("uniform"):
-                drawn.uniform_(-1.0, 1.0, generator=generator)
-            else:
-                drawn.normal_(generator=generator)
-            # NumPy runs on the calling thread only; torch would start a pool of threads for each thread here.
-            values = drawn.numpy()
-            if self._init.kind == "log_uniform":
-                middle, half = (self._init.value + LOG_UNIFORM_LEAST) / 2, (self._init.value - LOG_UNIFORM_LEAST) / 2
-                np.log(middle + half * values, out=values)
-            else:
-                np.clip(values, -CUT_STD, CUT_STD, out=values)
-                np.multiply(values, self._init.value, out=values)
-            np.copyto(rounded.numpy(), values, casting="same_kind")
+            draw_block_(rounded, self._seed, self._name, self._init, index, self._drawn[:numel])
             self._index = index
         return rounded
 

@@ -184,6 +184,17 @@ def shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
 
 
+def cutting_axes(tensor: "DTensor") -> list[tuple[int, int]]:
+    """The mesh axes that cut a DTensor, with the dimension that each cuts, so that each cuts what those before leave.
+    Cuts of earlier dimensions come first. A shard with a split_factor is cut after those of later axes."""
+    cuts = [
+        (placement.dim, getattr(placement, "split_factor", 0) > 0, axis)
+        for axis, placement in enumerate(tensor.placements)
+        if hasattr(placement, "dim")
+    ]
+    return [(axis, dim % tensor.dim()) for dim, _, axis in sorted(cuts)]
+
+
 # Checkpoints
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titanlite.metrics import jsonl
 from titanlite.metrics.jsonl import has_validation, keep_rows, read_series
+from titanlite.runtime import row_files
 from titanlite.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("propagating_log")
@@ -84,7 +84,7 @@ def test_a_file_without_rows_to_remove_is_not_rewritten(
     path = tmp_path / "metrics.jsonl"
     if content is not None:
         path.write_bytes(content)
-    monkeypatch.setattr(jsonl, "replace_file", None)
+    monkeypatch.setattr(row_files, "_rewrite", None)
     keep_rows(path, 20)
     assert path.exists() == (content is not None)
     assert not caplog.records

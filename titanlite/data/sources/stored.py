@@ -274,6 +274,7 @@ class StoredFile:
         """Fill `out`, which consists of bytes, from byte `begin` on; return the number of bytes read. extent: the bytes
         around these to fetch in one request if the cache folder does not have them; see prepare."""
         first, last = extent
+        assert first <= begin <= begin + len(out) <= last, "the digest of a part follows its content"
         if last <= HEAD_BYTES:  # checks before the run have fetched it
             first, part = 0, self.block(0)
         else:

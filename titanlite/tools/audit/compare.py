@@ -119,8 +119,7 @@ def _logged(folder: Path, steps: range) -> dict[tuple[int, bool], dict[str, Any]
     """The computed numbers of each row in these steps."""
     return {
         (row["step"], is_validation(row)): {key: value for key, value in row.items() if _is_computed(key)}
-        for row in read_rows(folder / METRICS_FILE)
-        if row["step"] in steps
+        for row in read_rows(folder / METRICS_FILE, steps)
     }
 
 

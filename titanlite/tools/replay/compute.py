@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from titanlite.assembly.data import build_data, build_tokenizer
 from titanlite.assembly.job import job_of
-from titanlite.assembly.model import build_model, build_trainer
+from titanlite.assembly.model import build_model, build_trainer, draw_weights_
 from titanlite.assembly.run import build_meter, checkpoint_facts, fetch_imported, fix_threads
 from titanlite.batch import IGNORE_INDEX, Batch
 from titanlite.checkpoint.compatibility import changed_settings
@@ -213,15 +214,16 @@ def replay(config: JobConfig, start: SavedRun | None, step: int, world: World) -
     group = init_process_group(world, store, config.comm)
     mesh.connect(config.comm)
     try:
-        trainer = build_trainer(
-            job_of(config, mesh.world.size), build_model(config, mesh, world.device), mesh, world.device
-        )
+        parts = build_model(config, mesh, world.device, draws_weights=False)
+        trainer = build_trainer(job_of(config, mesh.world.size), parts, mesh, world.device)
         norms = trainer.spikes.norms if trainer.spikes else None
         state = RunState(trainer.model_parts, trainer.optimizer, loader, mesh, norms, trainer.average, trainer.exact)
         about = checkpoint_facts(config, tokenizer, loader.sources, world.device)
         meter = build_meter(job_of(config, mesh.world.size), world, trainer, group)
         folder = place(config.checkpoint.folder, config.job.dump_folder)
-        finder = StartFinder(config.checkpoint, folder, state, meter, about, config.training.steps, group, imported)
+        draw = partial(draw_weights_, config, parts)
+        steps = config.training.steps
+        finder = StartFinder(config.checkpoint, folder, state, meter, about, steps, group, draw, imported)
         trainer.step = finder.find().step
         earlier = recompute(trainer, loader, step)
         assert trainer.step == step - 1, f"the start is step {trainer.step}, too late for step {step}"

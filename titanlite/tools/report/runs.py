@@ -15,7 +15,7 @@ import tomli
 from titanlite.config.load import CONFIG_COPY
 from titanlite.metrics.about import Started, mesh_text, read_starts
 from titanlite.metrics.config import EXPERTS_FILE, METRICS_FILE, SAMPLES_FILE
-from titanlite.metrics.jsonl import Series, read_lines, read_series
+from titanlite.metrics.jsonl import Series, last_line, read_history, read_lines
 from titanlite.metrics.records import ExpertsRow, SampleRow
 from titanlite.ranks.positions import FAULTS_FOLDER
 from titanlite.runtime.errors import UsageError, UserError
@@ -69,6 +69,7 @@ class Goodput:
 class RunFiles:
     """A run. name: distinguishes it from the other runs of the report. folder: its path or address. loads: the last
     ones, if the model has experts. config: by full key; {} if unknown. audits: of its intervals, by `titanlite audit`.
+    note: see History.
     """
 
     name: str
@@ -82,6 +83,7 @@ class RunFiles:
     config_text: str
     config: Mapping[str, Any]
     audits: Sequence[Result] = ()
+    note: str = ""
 
     @property
     def last_step(self) -> int:
@@ -134,14 +136,14 @@ def _absolute(place: Place) -> str:
 
 
 def _read_run(name: str, folder: Path, shown: str) -> RunFiles:
-    series = _with_derived(read_series(folder / METRICS_FILE))
+    history = read_history(folder / METRICS_FILE)
+    series = _with_derived(history.series)
     try:
         starts = read_starts(folder)
         ended = (folder / METRICS_FILE).stat().st_mtime if series else 0.0
         faults = sorted(path.name for path in (folder / FAULTS_FOLDER).glob("*")) if starts else []
     except OSError as error:
         raise UserError(f"cannot read {error.filename or folder}: {error.strerror or error}") from None
-    loads = read_lines(folder / EXPERTS_FILE, ExpertsRow)
     config_text, config = _read_config(folder / CONFIG_COPY)
     last_step = max((int(each.steps[-1]) for each in series.values()), default=0)
     events = [*_events_of_starts(starts), *_skipped(series), *_faults(faults, starts, last_step)]
@@ -153,10 +155,11 @@ def _read_run(name: str, folder: Path, shown: str) -> RunFiles:
         sorted(events, key=lambda event: event.step),
         _goodput(series, starts, ended),
         _read_samples(folder / SAMPLES_FILE),
-        loads[-1] if loads else None,
+        last_line(folder / EXPERTS_FILE, ExpertsRow),
         config_text,
         config,
         read_results(folder / AUDIT_FOLDER),
+        history.note,
     )
 
 
