@@ -18,15 +18,14 @@ from titanlite.runtime.settings import Affects, Needs, setting
 from titanlite.runtime.torch_internals import (
     functional_collectives,
     fused_attention_operations,
-    scaled_product_operation,
+    product_operations,
     set_activation_memory_budget,
 )
 
 SAVED_OPS: tuple[Any, ...] = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
-    torch.ops.aten._grouped_mm.default,
-    scaled_product_operation(),
+    *product_operations(),
     *fused_attention_operations(),
     torch.ops.higher_order.flex_attention,
     torch.ops.titanlite.linear.default,

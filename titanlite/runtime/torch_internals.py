@@ -232,9 +232,9 @@ def fused_attention_operations() -> tuple[Any, ...]:
     return tuple(getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default for kernel in kernels)
 
 
-def scaled_product_operation() -> Any:
-    """The operation that functional.scaled_mm calls, as selective recomputation sees it."""
-    return torch.ops.aten._scaled_mm_v2.default
+def product_operations() -> tuple[Any, ...]:
+    """The operations that functional.scaled_mm and grouped_mm call, as selective recomputation sees them."""
+    return torch.ops.aten._scaled_mm_v2.default, torch.ops.aten._grouped_mm.default
 
 
 def linear_of_onednn(x: Tensor, weight: Tensor) -> Tensor:
