@@ -34,7 +34,8 @@ _hooks: list[str] = []
 
 
 def of_start(files: int) -> Iterator[Count]:
-    """Files opened until the first step, and CPU time: `ranks` is the number of files, with documents."""
+    """Files opened until the first step, with listings of their folder, and CPU time: `ranks` is the number of files.
+    Each has documents."""
     with TemporaryDirectory() as folder, patch.dict(os.environ, TITANLITE_CACHE=f"{folder}/cache"):
         _write(Path(folder, "data"), files)
         section = DataConfig(
@@ -112,7 +113,7 @@ def _counts(part: str, files: int, folder: str, work: Callable[[], object]) -> I
     if not _hooks:
         sys.addaudithook(_note)  # cannot be removed
         _hooks.append("open")
-    _watched.append(f"{folder}/data/")
+    _watched.append(f"{folder}/data")
     _opens.clear()
     begin = time.process_time()
     work()
@@ -122,5 +123,5 @@ def _counts(part: str, files: int, folder: str, work: Callable[[], object]) -> I
 
 
 def _note(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "open" and _watched and str(arguments[0]).startswith(_watched[0]):
+    if event in ("open", "os.scandir", "os.listdir") and _watched and str(arguments[0]).startswith(_watched[0]):
         _opens.append(event)

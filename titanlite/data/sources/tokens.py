@@ -7,6 +7,7 @@ which documents start, and a copy of the tokenizer. titanlite.data.sources.forma
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NotRequired
@@ -41,6 +42,19 @@ HEADER_BYTES = 128
 
 CHECKED_TOKENS = 2**16
 """Tokens at the start of each file that are checked before a run starts."""
+
+
+_LISTINGS: list[dict[str, Sequence[SourceFile]]] = []
+
+
+@contextmanager
+def listed_once() -> Iterator[None]:
+    """Inside, token files of a path are listed once: the checks of a configuration open a source several times."""
+    _LISTINGS.append({})
+    try:
+        yield
+    finally:
+        _LISTINGS.pop()
 
 
 class Tokens(Source):
@@ -107,6 +121,13 @@ class Tokens(Source):
 
     def files(self) -> Sequence[SourceFile]:
         return self.table.paths if self._look and self.table else super().files()
+
+    def _find_files(self) -> Sequence[SourceFile]:
+        if not _LISTINGS:
+            return super()._find_files()
+        if self.config.path not in _LISTINGS[-1]:
+            _LISTINGS[-1][self.config.path] = super()._find_files()
+        return _LISTINGS[-1][self.config.path]
 
     def folders(self) -> Sequence[SourceFile]:
         """The folders of the files."""
