@@ -195,7 +195,9 @@ def resolve(
         found = [_with_origin(problem, parsed.config, config) for problem in found]
         found = [_with_file(problem, parsed.origins, parsed.path) for problem in found]
         problems += without_consequences(found, parsed.problems)
-    if readable and reads_data and config.data.add_bos == "auto" and not problems:  # no check reads the tokenizer of the model
+    if (
+        readable and reads_data and config.data.add_bos == "auto" and not problems
+    ):  # no check reads the tokenizer of the model
         rule = f"true or false: the tokenizer of {start_model(config)}, which would tell, cannot be read"
         problems.append(Problem("data.add_bos", "auto", rule, "write whether its documents began with BOS"))
     if problems:

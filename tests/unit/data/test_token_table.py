@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -19,8 +20,9 @@ import torch.distributed as dist
 
 from tests.unit.data.test_windows import SEQ_LEN, build, rows
 from titanlite.assembly import data_files
-from titanlite.assembly.data_files import looks_of, resolve_with_data
+from titanlite.assembly.data_files import looks_of, resolve_with_data, resolve_without_data
 from titanlite.assembly.facts import content_facts
+from titanlite.config.load import parse, resolve
 from titanlite.config.schema import JobConfig
 from titanlite.data.check import check_source
 from titanlite.data.config import DataConfig
@@ -270,6 +272,16 @@ def test_one_rank_of_each_node_looks(folder: Path, tmp_path: Path, monkeypatch: 
         assert isinstance(error, DifferentRanksError)
         assert "data.sources.0: content: xxh3-128" in str(error)
         assert "data.sources.0: documents" not in str(error)
+
+
+def test_ranks_are_connected_before_one_of_them_reads_data(tmp_path: Path) -> None:
+    """With all defaults. One process has nobody to wait for."""
+    missing = tmp_path / "missing"
+    parsed = parse(["--data.sources.0.kind=tokens", f"--data.sources.0.path={missing}", "--model.vocab_size=128"])
+    resolved = partial(resolve, parsed, world_size=2, device_type="cpu")
+    assert resolve_without_data(resolved, World(0, 0, 2, "cpu", 2)).data.sources[0].path == str(missing)
+    with pytest.raises(ConfigError, match="missing"):
+        resolve_without_data(resolved, World(0, 0, 1, "cpu", 1))
 
 
 def test_all_ranks_of_a_node_raise_the_error_of_the_rank_that_looks() -> None:
