@@ -259,10 +259,10 @@ def test_fused_adamw() -> None:
         assert tensors[0][0].tolist() == [weight] * 64
 
 
-def test_settings_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._functorch.config, "activation_memory_budget", 1.0)
-    internals.set_activation_memory_budget(0.25)
-    assert torch._functorch.config.activation_memory_budget == 0.25
+def test_settings_of_the_compiler() -> None:
+    with torch._functorch.config.patch(activation_memory_budget=1.0):
+        internals.set_activation_memory_budget(0.25)
+        assert torch._functorch.config.activation_memory_budget == 0.25
     before = internals.compiler_settings()
     assert before.keys() == {"donated_buffer", "allow_unspec_int_on_nn_module", "recompile_limit"}
     changed = {name: value + 1 if name == "recompile_limit" else not value for name, value in before.items()}
