@@ -132,7 +132,7 @@ def build_run(job: Job, world: World, store: dist.Store, environment: Mapping[st
     began = time.monotonic()
     config = job.config
     apply_determinism(config.debug)
-    if config.training.bit_equal and config.debug.deterministic:
+    if config.training.bit_equal and world.device_type == "cuda":
         log.info("Deterministic algorithms: on; training.bit_equal needs them on GPUs")
     fix_threads(config, world, environment)
     pin_kernels(world.device)

@@ -21,9 +21,8 @@ SEEN_FILES = 16
 
 def with_conventions(config: JobConfig) -> JobConfig:
     """The configuration of a new run with the tokenizer of the model that it starts from, if it names none, and with
-    data.add_bos: as in the token files, else as of that model, else false.
-
-    It stays "auto" if one of these files cannot be read.
+    data.add_bos: whether the documents of its token files begin with BOS or, if no token file shows it, whether those
+    did that the model was trained on. It stays "auto" if one of these files cannot be read.
     """
     config = with_model_tokenizer(config)
     if config.data.add_bos != "auto":
