@@ -51,8 +51,8 @@ STARTS: Mapping[str, Mapping[Kind, str]] = {
     "calibrate": {},  # its only path is one to write
     "profile": dict.fromkeys(("corpus", "tokenizer", "cache", "folder"), f"{{config}} --steps 1 --out {OUT}"),
     "convert": {
-        **dict.fromkeys(("run", "bucket"), f"export {{run}} --out {OUT} --no-verify"),
         **dict.fromkeys(("model", "folder"), f"import model --out {OUT}"),
+        **dict.fromkeys(("run", "bucket"), f"export {{run}} --out {OUT} --no-verify"),
     },
     "generate": {
         **dict.fromkeys(("run", "bucket", "folder"), "{run} --prompt model --max-new-tokens 3"),

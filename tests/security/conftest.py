@@ -1,5 +1,6 @@
 """Fixtures of the tests with hostile inputs."""
 
+import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ import pytest
 
 from tests.security.guarded import Case, Guard
 from tests.security.workplace import Workplace, write_clean
+
+COLUMNS = ("step", "loss", "digest", "computed_by", "unix_time", "validation/loss")
+"""Of the trained run's metrics.jsonl."""
 
 
 class Server(ThreadingHTTPServer):
@@ -72,6 +76,10 @@ def clean(guard: Guard, own_server: Server, tmp_path_factory: pytest.TempPathFac
     write_clean(place)
     trained = guard.run(Case(("train", "mine.toml"), place.here, place.environment(), (place.root,)))
     assert trained.code == 0, trained.output
+    # A chart takes 60 ms, and those of a few columns show what those of all show.
+    metrics = place.here / "run" / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps({key: row[key] for key in COLUMNS if key in row}) + "\n" for row in rows))
     return place
 
 

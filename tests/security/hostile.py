@@ -1,11 +1,13 @@
 """The table of hostile inputs: what a stranger may put where a careful user expects data."""
 
+import io
 import json
 import os
 import pickle
 import shutil
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,24 +30,28 @@ NASTY += f"</title><script>{SCRIPT}</script><b onclick={SCRIPT}>"
 
 @dataclass(frozen=True)
 class Hostile:
-    """kind: of the input. command: the one that the default suite starts. build: changes a workplace."""
+    """kind: of the input. command: the one that the default suite starts. build: changes a workplace.
+
+    in_default_suite: False: takes seconds, and another input has the same limit.
+    """
 
     kind: Kind
     command: str
     build: Callable[[Workplace], None]
+    in_default_suite: bool = True
 
 
 HOSTILE: dict[str, Hostile] = {}
 
 
 def hostile(
-    name: str, kind: Kind, command: str
+    name: str, kind: Kind, command: str, *, in_default_suite: bool = True
 ) -> Callable[[Callable[[Workplace], None]], Callable[[Workplace], None]]:
     """Add a hostile input to the table."""
 
     def add(build: Callable[[Workplace], None]) -> Callable[[Workplace], None]:
         assert name not in HOSTILE
-        HOSTILE[name] = Hostile(kind, command, build)
+        HOSTILE[name] = Hostile(kind, command, build, in_default_suite)
         return build
 
     return add
@@ -72,16 +78,6 @@ def payload(place: Workplace) -> bytes:
 def _(place: Workplace) -> None:
     _write_task(place.here / "run" / "task.yaml", f'doc_to_text: "{place.expression}"\n')
     place.change_run(validation__tasks=["run/task.yaml"])
-
-
-@hostile("the same task, in an audit", "run", "audit")
-def _(place: Workplace) -> None:
-    HOSTILE["a task that the run's configuration names"].build(place)
-
-
-@hostile("the same task, in a comparison", "run", "compare")
-def _(place: Workplace) -> None:
-    HOSTILE["a task that the run's configuration names"].build(place)
 
 
 @hostile("a task of code that the run's configuration names", "run", "evaluate")
@@ -128,16 +124,6 @@ def _(place: Workplace) -> None:
         validation__sources=[{"kind": "jsonl", "path": "s3://data/rows.jsonl"}],
         data__sources=[{"kind": "jsonl", "path": "s3://data/rows.jsonl"}],
     )
-
-
-@hostile("the same server, in an audit", "run", "audit")
-def _(place: Workplace) -> None:
-    HOSTILE["a server in the run's [storage]"].build(place)
-
-
-@hostile("the same server, in a replay", "run", "replay")
-def _(place: Workplace) -> None:
-    HOSTILE["a server in the run's [storage]"].build(place)
 
 
 @hostile("checkpoints in a folder of the user", "run", "generate")
@@ -263,13 +249,16 @@ def _(place: Workplace) -> None:
 @hostile("a record of steps that unpacks to gigabytes", "run", "replay")
 def _(place: Workplace) -> None:
     (file,) = (place.here / "run" / "records").glob("*.npz")
-    with (
-        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
-        archive.open("step.npy", "w") as npy,
-    ):
-        np.lib.format.write_array_header_1_0(npy, {"descr": "|u1", "fortran_order": False, "shape": (66 * 2**24,)})
-        for _ in range(66):
-            npy.write(bytes(2**24))
+    blocks, deflate, header = 66, zlib.compressobj(wbits=-zlib.MAX_WBITS), io.BytesIO()
+    shape = (blocks * 2**24,)
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    start = deflate.compress(header.getvalue()) + deflate.flush(zlib.Z_FULL_FLUSH)
+    block = deflate.compress(bytes(2**24)) + deflate.flush(zlib.Z_FULL_FLUSH)  # depends on nothing before it
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("step.npy", start + blocks * block + deflate.flush())
+        member = archive.getinfo("step.npy")
+        # Its checksum is wrong: a reader knows that after the last byte only.
+        member.compress_type, member.file_size = zipfile.ZIP_DEFLATED, len(header.getvalue()) + shape[0]
 
 
 @hostile("HTML and escapes in rows of a report", "run", "report")
@@ -324,14 +313,16 @@ _odd("not a number in the ledger", "metrics.jsonl", '{"step": 1, "loss": NaN}\n'
 # Buckets
 
 
-@hostile("keys with ../ of a report", "bucket", "report")
+@hostile("keys with ../", "bucket", "report")
 def _(place: Workplace) -> None:
-    _bucket_names(place)
-
-
-@hostile("keys with ../ of an audit", "bucket", "audit")
-def _(place: Workplace) -> None:
-    _bucket_names(place)
+    place.objects = {
+        f"{folder}/{name}": b"of a stranger\n"
+        for folder in ("faults", "records", "ledger")
+        for name in (
+            *("../../../home/.bashrc", "../" * 30 + f"{place.root}/pwned".lstrip("/"), f"/{place.root}/pwned"),
+            *(f"x/../../../{FORGED}", "./x", "x//y", "a\\..\\b"),
+        )
+    }
 
 
 # Model folders
@@ -415,7 +406,7 @@ def _(place: Workplace) -> None:
     place.use("parquet", "data/rows.parquet")
 
 
-@hostile("a zstd file of RLE blocks", "corpus", "inspect")
+@hostile("a zstd file of RLE blocks", "corpus", "evaluate", in_default_suite=False)
 def _(place: Workplace) -> None:
     _zstd(place, b"a")
 
@@ -425,19 +416,19 @@ def _(place: Workplace) -> None:
     _zstd(place, b"\n")
 
 
-@hostile("a line of gigabytes", "corpus", "inspect")
+@hostile("a line of gigabytes", "corpus", "evaluate")
 def _(place: Workplace) -> None:
     _sparse(place, "rows.jsonl")
     place.use("jsonl", "data/rows.jsonl")
 
 
-@hostile("a row of CSV of gigabytes", "corpus", "inspect")
+@hostile("a row of CSV of gigabytes", "corpus", "evaluate", in_default_suite=False)
 def _(place: Workplace) -> None:
     _sparse(place, "rows.csv")
     place.use("csv", "data/rows.csv")
 
 
-@hostile("a long text without line ends", "corpus", "tokenize")
+@hostile("a long text without line ends", "corpus", "tokenize", in_default_suite=False)
 def _(place: Workplace) -> None:
     # A text may be as long as its file, and is read at about 150 MB/s: it is to fit into the limit of time.
     os.truncate(place.here / "data" / "text.txt", 2**28)
@@ -529,7 +520,7 @@ def _(place: Workplace) -> None:
     _change_json(place.here / "tokenizer" / "tokenizer.json", normalizer=normalizer)
 
 
-@hostile("code of a tokenizer", "tokenizer", "train")
+@hostile("code of a tokenizer", "tokenizer", "inspect")
 def _(place: Workplace) -> None:
     folder = place.here / "tokenizer"
     _change_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tok.T", None]}, tokenizer_class="T")
@@ -544,7 +535,7 @@ def _template(name: str, text: str, command: str) -> None:
 
 
 _template("os of cycler", "{{ cycler.__init__.__globals__.os.system('TOUCH') }}", "inspect")
-_template("attr", "{{ (''|attr('__class__')).__mro__[1].__subclasses__() }}", "train")
+_template("attr", "{{ (''|attr('__class__')).__mro__[1].__subclasses__() }}", "inspect")
 _template("format", "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}", "generate")
 _template("an include", "{% include '../../home/.bashrc' %}", "inspect")
 _template("escapes in an error", "{{ raise_exception('a\\nFORGED: fine\\x1b[2J') }}", "generate")
@@ -599,31 +590,20 @@ def _(place: Workplace) -> None:
     (place.here / "profile.toml").write_text(f"name = {json.dumps(NASTY)}\n")
 
 
-def _named(command: str) -> None:
-    @hostile(f"a line end in the name of the configuration, {command}", "name", command)
-    def _(place: Workplace) -> None:
-        name = f"mine\n{FORGED}: fine\n{place.touch}\n.toml"
-        # a name has no slash: the command of the third line would touch a file in the current folder
-        name = name.replace(place.touch, "touch pwned")
-        shutil.copy(place.here / "mine.toml", place.here / name)
-        place.config = name
+@hostile("a line end in the name of the configuration", "name", "sweep")
+def _(place: Workplace) -> None:
+    # A name has no slash: the command of the third line would touch a file in the current folder.
+    name = f"mine\n{FORGED}: fine\ntouch pwned\n.toml"
+    shutil.copy(place.here / "mine.toml", place.here / name)
+    place.config = name
 
 
-for _name in ("sweep", "train", "inspect", "tokenize", "plan", "schema"):
-    _named(_name)
-
-
-def _shadowed(command: str) -> None:
-    @hostile(f"modules in the current folder, {command}", "folder", command)
-    def _(place: Workplace) -> None:
-        for name in ("tomli", "xxhash", "tyro", "sitecustomize", "titanlite_plugin", "torch", "lm_eval", "matplotlib"):
-            (place.here / f"{name}.py").write_text(place.python)
-        (place.here / "titanlite").mkdir()
-        (place.here / "titanlite" / "__init__.py").write_text(place.python)
-
-
-for _name in ("audit", "critical-batch", "ladder", "convert", "ledger"):
-    _shadowed(_name)
+@hostile("modules in the current folder", "folder", "audit")
+def _(place: Workplace) -> None:
+    for name in ("tomli", "xxhash", "tyro", "sitecustomize", "titanlite_plugin", "torch", "lm_eval", "matplotlib"):
+        (place.here / f"{name}.py").write_text(place.python)
+    (place.here / "titanlite").mkdir()
+    (place.here / "titanlite" / "__init__.py").write_text(place.python)
 
 
 @hostile("pickles in the cache", "cache", "inspect")
@@ -679,31 +659,20 @@ def _replace_files(
         place.seal(manifest, files=files)
 
 
-def _bucket_names(place: Workplace) -> None:
-    place.objects = {
-        f"{folder}/{name}": b"of a stranger\n"
-        for folder in ("faults", "records", "ledger")
-        for name in (
-            *("../../../home/.bashrc", "../" * 30 + f"{place.root}/pwned".lstrip("/"), f"/{place.root}/pwned"),
-            *(f"x/../../../{FORGED}", "./x", "x//y", "a\\..\\b"),
-        )
-    }
-
-
 def _change_json(file: Path, **changes: Any) -> None:
     content = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps({**content, **changes}))
 
 
 def _zstd(place: Workplace, byte: bytes) -> None:
-    """10,000 blocks of 128 KiB of one byte, 4 bytes each."""
+    """9,000 blocks of 128 KiB of one byte, 4 bytes each: 1.1 GiB."""
     block = struct.pack("<I", (2**17 << 3) | (1 << 1))[:3] + byte
     last = struct.pack("<I", (2**17 << 3) | (1 << 1) | 1)[:3] + byte
-    frame = b"\x28\xb5\x2f\xfd\x00\x38" + block * 9999 + last
+    frame = b"\x28\xb5\x2f\xfd\x00\x38" + block * 8999 + last
     (place.here / "data" / "rows.jsonl.zst").write_bytes(frame)
     place.use("jsonl", "data/rows.jsonl.zst")
 
 
 def _sparse(place: Workplace, name: str) -> None:
-    """A file of 1.5 GiB of zero bytes without line ends, which takes no space."""
-    os.truncate(place.here / "data" / name, 3 * 2**29)
+    """A file of 1.1 GiB of zero bytes without line ends, which takes no space."""
+    os.truncate(place.here / "data" / name, 9 * 2**27)
