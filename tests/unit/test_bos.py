@@ -1,6 +1,7 @@
 """BOS before documents is a fact of a run: its ways in, and all that read it, judged by transformers."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,42 @@ def test_token_files_show_bos(adds: bool, tmp_path: Path) -> None:
         assert titanlite.load_config(tmp_path / "base.toml", changes).data.add_bos is adds
     model = {"checkpoint.initial_load_path": f"hf:{model_folder('bos', tmp_path / 'other')}"}
     assert titanlite.load_config(tmp_path / "base.toml", {**changes, **model}).data.add_bos is adds
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_run_on_token_files_without_a_tokenizer_has_bos_as_its_model(adds: bool, tmp_path: Path) -> None:
+    """And as these files, if they show it."""
+    imported("bos" if adds else "none", tmp_path)
+    np.save(tmp_path / "with.npy", np.array([0, 5, 6, 1, 0, 7, 1, 0, 8], np.uint16))
+    np.save(tmp_path / "without.npy", np.array([5, 0, 6, 1, 7, 1, 0, 8], np.uint16))
+
+    def add_bos(name: str, eos: int) -> object:
+        source = {"kind": "tokens", "path": str(tmp_path / name), "eos": eos}
+        changes = {"data.sources": [source], "checkpoint.initial_load_path": f"hf:{tmp_path / 'model'}"}
+        return titanlite.load_config(tmp_path / "base.toml", changes | {"data.document_mask": False}).data.add_bos
+
+    assert add_bos("with.npy", -1) is adds
+    assert add_bos("with.npy", 1) is True
+    assert add_bos("without.npy", 1) is False
+
+
+@pytest.mark.parametrize("case", ["data", "sources", "weights"])
+def test_what_disagrees_about_bos_is_named(case: str, tmp_path: Path, capfd: Any) -> None:
+    run = imported("bos", tmp_path)
+    write_tokenizer("none", tmp_path / "plain")
+    np.save(tmp_path / "with.npy", np.array([0, 5, 6, 1, 0, 7, 1] * 9, np.uint16))
+    np.save(tmp_path / "without.npy", np.array([5, 6, 1, 7, 1, 8] * 9, np.uint16))
+    files = [{"kind": "tokens", "path": str(tmp_path / name), "eos": 1} for name in ("with.npy", "without.npy")]
+    weights = {"checkpoint.initial_load_path": run / "checkpoint", "checkpoint.initial_load_model_only": True}
+    changes, expected = {
+        "data": ({"data.sources": files[1:], "data.add_bos": True}, "data.add_bos = true should be false"),
+        "sources": ({"data.sources": files}, "with.npy have it, those in .*without.npy have none, prompts"),
+        "weights": (weights | {"data.add_bos": False}, "data.add_bos = false should be true"),
+    }[case]
+    titanlite.run(tmp_path / "base.toml", {"tokenizer.path": tmp_path / "plain"} | changes)
+    lines = [line for line in "".join(capfd.readouterr()).splitlines() if "BOS: " in line]
+    assert len(lines) == 1
+    assert re.search(expected, lines[0])
 
 
 @pytest.mark.parametrize("kind", FEW)

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from titanlite.assembly.job import Job
+from titanlite.checkpoint.preflight import initial_config
 from titanlite.config.check import start_model
-from titanlite.config.conventions import bos_of_data
+from titanlite.config.conventions import bos_by_source
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import prepare_tokenizer
 from titanlite.data.chat.encoder import NO_END, ChatEncoder
@@ -39,12 +40,26 @@ def build_tokenizer(config: JobConfig) -> Tokenizer | None:
 
 def _describe_bos(config: JobConfig, tokenizer: Tokenizer) -> None:
     """Log what disagrees about BOS at the start of documents."""
-    of_data, of_run = bos_of_data(config), config.data.adds_bos
+    by_source, of_run = bos_by_source(config), config.data.adds_bos
+    of_data = all(by_source.values()) if by_source else of_run
+    of_weights = initial_config(config.checkpoint).get("data", {}).get("add_bos", of_run)
     have = {True: "have it", False: "have none"}
-    if of_data is not None and of_data != of_run:
+    if len({*by_source.values()}) > 1:
+        first = {begins: source for source, begins in reversed(by_source.items())}
+        log.warning(
+            "BOS: documents in %s have it, those in %s have none, prompts and tasks %s: write all with one add_bos",
+            *(first[True], first[False], have[of_run]),
+        )
+    elif of_data != of_run:
         log.warning(
             "BOS: the documents in the token files %s, prompts and tasks %s: data.add_bos = %s should be %s",
             *(have[of_data], have[of_run], *(str(each).lower() for each in (of_run, of_data))),
+        )
+    elif of_weights != of_run:
+        log.warning(
+            "BOS: the documents of the run in %s %s, those of this run %s: data.add_bos = %s should be %s",
+            *(config.checkpoint.initial_load_path, have[not of_run], have[of_run]),
+            *(str(each).lower() for each in (of_run, not of_run)),
         )
     elif start_model(config) and tokenizer.conflict_of_bos:
         log.warning(

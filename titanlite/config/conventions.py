@@ -45,17 +45,26 @@ def _bos_of_model(config: JobConfig) -> bool:
 
 
 def bos_of_data(config: JobConfig) -> bool | None:
-    """Whether the documents in the token files begin with BOS; None if no files show it. Raises UserError."""
+    """Whether the documents in all token files begin with BOS; None if no files show it. Raises UserError."""
+    found = bos_by_source(config)
+    return all(found.values()) if found else None
+
+
+def bos_by_source(config: JobConfig) -> dict[str, bool]:
+    """Whether documents begin with BOS, by the folder of the tokens.json that says so; if none does, by the path of the
+    token files that show it. Raises UserError."""
     sources = [source for source in config.data.sources if source.kind == Tokens.kind]
-    for source in sources:
-        for manifest in Tokens(source).manifests().values():
-            if "add_bos" in manifest["settings"]:
-                return bool(manifest["settings"]["add_bos"])
-    tokenizer = _tokenizer(config) if sources else None
+    written = {
+        str(folder): bool(manifest["settings"]["add_bos"])
+        for source in sources
+        for folder, manifest in Tokens(source).manifests().items()
+        if "add_bos" in manifest["settings"]
+    }
+    tokenizer = _tokenizer(config) if sources and not written else None
     if tokenizer is None or tokenizer.bos_id is None:
-        return None
-    found = [begins for source in sources if (begins := _begins_with(source, tokenizer.bos_id)) is not None]
-    return all(found) if found else None
+        return written
+    shown = {source.path: _begins_with(source, tokenizer.bos_id) for source in sources}
+    return {path: begins for path, begins in shown.items() if begins is not None}
 
 
 def _begins_with(source: SourceConfig, token_id: int) -> bool | None:
@@ -73,6 +82,9 @@ def _begins_with(source: SourceConfig, token_id: int) -> bool | None:
 
 
 def _tokenizer(config: JobConfig) -> Tokenizer | None:
+    """That of the run; if it has none, since its sources hold tokens, that of the model that it starts from."""
     section = config.tokenizer
     file = tokenizer_file(section.path) if section.path else kept_tokenizer(config.data.sources)
+    if file is None and (folder := start_model(config)):
+        file = tokenizer_file(folder)
     return Tokenizer(file, bos=section.bos, eos=section.eos) if file is not None and file.is_file() else None
