@@ -18,7 +18,7 @@ from titanlite.data.config import PIECE_BYTES_PER_POSITION
 from titanlite.data.kinds import KINDS, open_source
 from titanlite.data.order import STREAM_VERSION
 from titanlite.data.sources.stored import apply_cache_bytes
-from titanlite.data.tokenizer_files import tokenizer_file
+from titanlite.data.tokenizer_files import TOKENIZER_JSON
 from titanlite.generation.config import check_samples
 from titanlite.hf.folder import PREFIX
 from titanlite.hf.source import check_source
@@ -297,7 +297,7 @@ def with_model_tokenizer(config: JobConfig) -> JobConfig:
     """The configuration with the tokenizer of the model folder that the run starts from, if it needs one and names
     none: the weights know no other."""
     folder, sources = start_model(config), config.data.sources
-    if config.tokenizer.path or not folder or not tokenizer_file(folder).is_file():
+    if config.tokenizer.path or not folder or not Path(folder, TOKENIZER_JSON).is_file():
         return config
     if kept_tokenizer(sources) or all(open_source(source).holds == "tokens" for source in sources):
         return config

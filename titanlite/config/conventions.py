@@ -1,6 +1,7 @@
 """What a run takes over from the model or the token files that it starts from, if it does not say."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.formats import open_starts, open_tokens
 from titanlite.data.sources.tokens import CHECKED_TOKENS, Tokens
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.tokenizer_files import tokenizer_file
+from titanlite.data.tokenizer_files import TOKENIZER_JSON, tokenizer_file
 from titanlite.runtime.errors import UserError
 
 SEEN_FILES = 16
@@ -21,33 +22,33 @@ SEEN_FILES = 16
 
 def with_conventions(config: JobConfig) -> JobConfig:
     """The configuration of a new run with the tokenizer of the model that it starts from, if it names none, and with
-    data.add_bos: whether the documents of its token files begin with BOS or, if no token file shows it, whether those
-    did that the model was trained on. It stays "auto" if one of these files cannot be read.
+    data.add_bos, see bos_of_start. It stays "auto" if a file that tells cannot be read.
     """
     config = with_model_tokenizer(config)
     if config.data.add_bos != "auto":
         return config
     try:
-        found = _bos_of_model(config) if (of_data := bos_of_data(config)) is None else of_data
+        found = bos_of_start(config)
     except UserError:
         return config
     return replace(config, data=replace(config.data, add_bos=found))
 
 
+def bos_of_start(config: JobConfig) -> bool:
+    """Whether the documents of the token files begin with BOS or, if no token file shows it, whether those did that the
+    model was trained on that the run starts from. Raises UserError."""
+    found = bos_by_source(config)
+    return all(found.values()) if found else _bos_of_model(config)
+
+
 def _bos_of_model(config: JobConfig) -> bool:
     """Whether the model that the run starts from was trained on documents that begin with BOS."""
     if folder := start_model(config):
-        own, file = _tokenizer(config), tokenizer_file(folder)
+        own, file = _tokenizer(config), Path(folder, TOKENIZER_JSON)
         if own is None or own.bos_id is None:
             return False
         return (Tokenizer(file) if file.is_file() else own).adds_bos
     return bool(initial_config(config.checkpoint).get("data", {}).get("add_bos", False))
-
-
-def bos_of_data(config: JobConfig) -> bool | None:
-    """Whether the documents in all token files begin with BOS; None if no files show it. Raises UserError."""
-    found = bos_by_source(config)
-    return all(found.values()) if found else None
 
 
 def bos_by_source(config: JobConfig) -> dict[str, bool]:
@@ -86,5 +87,5 @@ def _tokenizer(config: JobConfig) -> Tokenizer | None:
     section = config.tokenizer
     file = tokenizer_file(section.path) if section.path else kept_tokenizer(config.data.sources)
     if file is None and (folder := start_model(config)):
-        file = tokenizer_file(folder)
+        file = Path(folder, TOKENIZER_JSON)
     return Tokenizer(file, bos=section.bos, eos=section.eos) if file is not None and file.is_file() else None

@@ -22,9 +22,8 @@ from titanlite.config.check import (
     check_stores,
     one_rank,
     resolve_config,
-    start_model,
 )
-from titanlite.config.conventions import with_conventions
+from titanlite.config.conventions import bos_of_start, with_conventions
 from titanlite.config.fields import SECTIONS, columns_of, fields_of, keys_of
 from titanlite.config.files import CONFIG_FILE, Content, config_path, read_file, shipped_names
 from titanlite.config.ineffective import ineffective
@@ -39,7 +38,7 @@ from titanlite.metrics.config import LOG_FILE, METRICS_FILE, RUN_FILE
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import optimizers_of
-from titanlite.runtime.errors import ConfigError, Problem, UsageError
+from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError
 from titanlite.runtime.text import counted
 from titanlite.storage.config import check_storage
 
@@ -195,11 +194,13 @@ def resolve(
         found = [_with_origin(problem, parsed.config, config) for problem in found]
         found = [_with_file(problem, parsed.origins, parsed.path) for problem in found]
         problems += without_consequences(found, parsed.problems)
-    if (
-        readable and reads_data and config.data.add_bos == "auto" and not problems
-    ):  # no check reads the tokenizer of the model
-        rule = f"true or false: the tokenizer of {start_model(config)}, which would tell, cannot be read"
-        problems.append(Problem("data.add_bos", "auto", rule, "write whether its documents began with BOS"))
+    if readable and reads_data and config.data.add_bos == "auto" and not problems:
+        try:
+            bos_of_start(config)
+        except UserError as error:  # no check reads the tokenizer of the model if the run has another one
+            rule = "true or false, since a file that would tell cannot be read"
+            remedy = f"write whether the model's documents began with BOS, or fix the file: {error}"
+            problems.append(Problem("data.add_bos", "auto", rule, remedy))
     if problems:
         raise ConfigError(problems)
     config = resolve_config(config, world_size=world_size, device_type=device_type)

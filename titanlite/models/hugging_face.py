@@ -189,9 +189,11 @@ class Scaling:
 
     def read(self, scaling: Mapping[str, Any]) -> Mapping[str, Any]:
         """The fields without an attention_factor that is what transformers computes without one. Raises UserError."""
-        found, factor = scaling.get("attention_factor"), scaling.get("factor")
-        if not isinstance(found, float) or not isinstance(factor, int | float) or not factor > 0:
+        factor = scaling.get("factor")
+        has_factor = "attention_factor" in self.supported and scaling.get("attention_factor") is not None
+        if not has_factor or not isinstance(factor, int | float) or not factor > 0:
             return scaling
+        found = read_field(scaling, "attention_factor", float)
         usual = self.attention_factor(factor)
         if not math.isclose(found, usual, rel_tol=1e-9):
             raise UserError(

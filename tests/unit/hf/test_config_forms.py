@@ -46,7 +46,21 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "deepseek_v3, usual factor": (
         "deepseek_v3",
-        {"rope_scaling": YARN | {"attention_factor": 1.0, "mscale": 0.7, "mscale_all_dim": 0.7}},
+        {"rope_scaling": YARN | {"attention_factor": 1, "mscale": 0.7, "mscale_all_dim": 0.7}},
+        {},
+    ),
+    "llama3, factor that is not read": (
+        "llama3",
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "attention_factor": 1.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
         {},
     ),
     "gemma3, flat keys beside kinds": (
