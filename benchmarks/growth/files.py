@@ -23,6 +23,7 @@ from titanlite.data.kinds import text_sources
 from titanlite.data.loader import build_loader
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.token_table import use_looks
+from titanlite.data.sources.tokens import opened_once
 
 SEQ_LEN, VOCAB_SIZE, STEPS = 128, 1000, 4
 TOKENS = 16 * SEQ_LEN + 1
@@ -49,8 +50,9 @@ def of_start(files: int) -> Iterator[Count]:
             assert not check_source(source, "data", section, vocab_size=VOCAB_SIZE, checks_files=True)
 
         def look() -> None:
-            check()
-            looks.extend(looks_of(config))
+            with opened_once():
+                check()
+                looks.extend(looks_of(config))
             use_looks(looks)
             _facts_of_files(config)
 

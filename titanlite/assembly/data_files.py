@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from titanlite.config.schema import JobConfig
 from titanlite.data.sources.token_table import use_looks
-from titanlite.data.sources.tokens import Tokens
+from titanlite.data.sources.tokens import Tokens, opened_once
 from titanlite.ranks.agreement import share_from_rank
 from titanlite.ranks.distributed import World
 from titanlite.runtime.errors import ConfigError
@@ -35,8 +35,9 @@ def resolve_with_data(resolve: Callable[[], JobConfig], world: World, store: dis
     first, found = world.local_ranks.start, list[JobConfig]()
 
     def look() -> Sequence[Any]:
-        found.append(resolve())
-        return looks_of(found[0])
+        with opened_once():
+            found.append(resolve())
+            return looks_of(found[0])
 
     use_looks(share_from_rank(first, f"data files of rank {first}", look, world, store, timeout_s))
     return found[0] if found else resolve()

@@ -10,8 +10,8 @@ from titanlite.config.check import start_model, with_model_tokenizer
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import kept_tokenizer
 from titanlite.data.sources.config import SourceConfig
-from titanlite.data.sources.formats import open_starts, open_tokens
-from titanlite.data.sources.tokens import CHECKED_TOKENS, Tokens
+from titanlite.data.sources.formats import CHECKED_TOKENS, open_starts, open_tokens
+from titanlite.data.sources.tokens import Tokens
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer_files import TOKENIZER_JSON, tokenizer_file
 from titanlite.runtime.errors import UserError

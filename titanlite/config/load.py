@@ -33,7 +33,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.toml import COMMAND_LINE, tables_of
 from titanlite.config.value_types import alternatives, missing_value, plain, row_type, text_of, value_from_text
 from titanlite.config.values import read_values, unknown_column, unknown_key
-from titanlite.data.sources.tokens import listed_once
+from titanlite.data.sources.tokens import opened_once
 from titanlite.metrics.config import LOG_FILE, METRICS_FILE, RUN_FILE
 from titanlite.models.family import ModelConfig
 from titanlite.models.registry import FAMILIES
@@ -155,7 +155,7 @@ def _sections(tables: Tables) -> dict[str, dict[str, Any]]:
     return {name: table for name, table in tables.items() if name in SECTIONS and isinstance(table, dict)}
 
 
-@listed_once()
+@opened_once()
 def resolve(
     parsed: Parsed,
     *,

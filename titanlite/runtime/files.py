@@ -88,6 +88,11 @@ class OpenFile:
         if "facts" in vars(self):
             os.close(self.descriptor)
 
+    def read(self, begin: int, size: int) -> bytes:
+        """Bytes from `begin` on, fewer if the file ends before. Raises OSError. A file object would take longer."""
+        out = bytearray(size)
+        return bytes(memoryview(out)[: read_at(self.descriptor, memoryview(out), begin)])
+
 
 class OpenFiles:
     """Files that are read again and again, by number. At most `limit` stay open: the least recently used are closed,

@@ -31,11 +31,12 @@ from titanlite.data.preparation import Assignment, content_keys
 from titanlite.data.sources import token_table, tokens
 from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.token_table import use_looks
-from titanlite.data.sources.tokens import Tokens
+from titanlite.data.sources.tokens import Tokens, opened_once
 from titanlite.data.steps import BatchStage
 from titanlite.data.workers import prepared_steps
 from titanlite.ranks.agreement import DifferentRanksError, require_equal
 from titanlite.ranks.distributed import World
+from titanlite.runtime.cache import cache_folder
 from titanlite.runtime.errors import ConfigError, DataError, Problem, UsageError, UserError
 
 FILES = 5
@@ -199,13 +200,29 @@ def test_files_that_are_written_while_a_process_looks_are_refused(
 ) -> None:
     original = token_table._row_of
 
-    def row_of(file: Path, *arguments: Any) -> Any:
-        os.utime(folder / "1.npy", (file.stat().st_size, 0))
-        return original(file, *arguments)
+    def row_of(found: token_table.FoundFile, *arguments: Any) -> Any:
+        os.utime(folder / "1.npy", (found.head.size, 0))
+        return original(found, *arguments)
 
     monkeypatch.setattr(token_table, "_row_of", row_of)
     with pytest.raises(UserError, match=r"1.npy was written while the run was starting: start again"):
         looks_of(job(folder))
+
+
+@pytest.mark.parametrize("suffix", ["npy", "documents"])
+def test_files_that_are_written_after_the_check_are_refused(folder: Path, suffix: str) -> None:
+    """The look has what the checks of the configuration have found, and not of other files."""
+    with opened_once():
+        assert not check_source(source(folder), "s", DataConfig(), vocab_size=5000, checks_files=True)
+        with opened_files() as opened:
+            assert looks_of(job(folder, document_mask=False))
+        own = [Path(path) for path in opened if path.startswith(str(folder))]
+        assert sorted(own) == [folder / f"{n}.npy" for n in range(FILES)]  # their digests
+        shutil.rmtree(cache_folder())
+        with open(folder / f"3.{suffix}", "wb") as file:
+            np.save(file, np.arange(SEQ_LEN))
+        with pytest.raises(UserError, match=rf"3.{suffix} was written while the run was starting: start again"):
+            looks_of(job(folder))
 
 
 def test_wrong_starts_of_documents_are_refused_before_the_first_step(folder: Path) -> None:
@@ -215,6 +232,32 @@ def test_wrong_starts_of_documents_are_refused_before_the_first_step(folder: Pat
     for use in (lambda: looks_of(job(folder)), lambda: build(source(folder), document_mask=True)):
         with pytest.raises(UserError, match=r"4.documents must have positions from 0 to .* in ascending order"):
             use()
+
+
+def test_folders_may_have_names_that_are_not_utf_8(folder: Path) -> None:
+    other = Path(os.fsdecode(os.fsencode(folder) + b"/\xff"))
+    other.mkdir()
+    np.save(other / "5.npy", np.arange(2 * SEQ_LEN))
+    found = Tokens(source(folder))
+    assert found.table is not None
+    assert found.table.folders == [folder, other]
+    assert found.table.paths[-1] == other / "5.npy"
+
+
+@pytest.mark.parametrize("damaged", ["zz", "abcd", ""])
+def test_a_damaged_hash_of_a_manifest_refuses_the_file(
+    folder: Path, damaged: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without a table, at the first window of the file."""
+    hashes = {folder / f"{n}.npy": (damaged, damaged) for n in range(FILES)}
+    monkeypatch.setattr(token_table, "hashes_of", lambda _: hashes)
+    monkeypatch.setattr(tokens, "hashes_of", lambda _: hashes)
+    for least in (100, 2):
+        monkeypatch.setattr(tokens, "TABLE_FILES", least)
+        loader = build(source(folder))
+        with pytest.raises(DataError, match=r"npy has changed since it was written, by tokens.json"):
+            read_steps(loader)
+        loader.close()
 
 
 def test_a_table_that_cannot_be_read_is_an_error(folder: Path, tmp_path: Path) -> None:

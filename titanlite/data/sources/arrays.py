@@ -33,7 +33,7 @@ look at a file."""
 
 class ArrayFile:
     """A 1-D array of integers in a file, which is opened when it is read, or in an object. len(): the number of
-    elements. begin: the first byte of the elements. size, mtime_ns: of the file."""
+    elements. begin: the first byte of the elements. size, mtime_ns: of the file; an object has no time, but 0."""
 
     def __init__(self, path: SourceFile, raw_dtype: str = "", begin: int = 0, count: int | None = None) -> None:
         """raw_dtype: the type of the elements of a raw file, little-endian unless it says so; "": a .npy file. Raises
@@ -48,8 +48,14 @@ class ArrayFile:
                 self._open_stored(path, raw)
                 return
             found = OpenFile(path)
-            with open(found.descriptor, "rb", closefd=False) as file:
-                self._read_header(file, found.facts.st_size, raw)
+            size = found.facts.st_size
+            if raw:
+                self.dtype, self._count, self.begin = _raw(size, *raw)
+            elif usual := _usual(found.read(0, _USUAL_BYTES), size):
+                self.dtype, self._count, self.begin = usual
+            else:
+                with open(found.descriptor, "rb", closefd=False) as file:
+                    self.dtype, self._count, self.begin = _npy(file, size)
         except (ValueError, SyntaxError, TokenError, MemoryError, RecursionError) as error:  # the header is Python
             raise UserError(f"{path} is not a 1-D array of integers: {error}") from None
         except OSError as error:
@@ -60,13 +66,10 @@ class ArrayFile:
         self._read_stored: Callable[[memoryview, int], int] | None = None
 
     def _open_stored(self, file: StoredFile, raw: tuple[str, int, int | None] | None) -> None:
-        size, self._number = file.facts.bytes, 0
-        with file.open([block_bounds(0, size)]) as opened:
-            self._read_header(opened, size, raw)
+        self.size, self.mtime_ns, self._number = file.facts.bytes, 0, 0
+        with file.open([block_bounds(0, self.size)]) as opened:
+            self.dtype, self._count, self.begin = _raw(self.size, *raw) if raw else _npy(opened, self.size)
         self._read_stored = file.blocks().read_into
-
-    def _read_header(self, file: BinaryIO, size: int, raw: tuple[str, int, int | None] | None) -> None:
-        self.dtype, self._count, self.begin = _raw(size, *raw) if raw else _npy(file, size)
 
     def __len__(self) -> int:
         return self._count
@@ -156,17 +159,22 @@ def _require_end(begin: int, count: int, dtype: np.dtype[Any], size: int) -> Non
 
 def _npy(file: BinaryIO, size: int) -> tuple[np.dtype[Any], int, int]:
     """(dtype, number of elements, first byte) of a .npy file. Raises ValueError, and other errors for a bad header."""
-    if usual := _USUAL.fullmatch(file.read(_USUAL_BYTES)):
-        dtype, count = np.dtype(usual[1].decode()), int(usual[2])
-    else:
-        file.seek(0)
-        version = np.lib.format.read_magic(file)
-        if version not in _HEADERS:
-            raise ValueError(f"version {version} of the .npy format is not supported")
-        shape, _, dtype = _HEADERS[version](file)
-        if len(shape) != 1 or dtype.kind not in "iu":
-            raise ValueError(f"it is {len(shape)}-D {dtype}")
-        count = shape[0]
+    version = np.lib.format.read_magic(file)
+    if version not in _HEADERS:
+        raise ValueError(f"version {version} of the .npy format is not supported")
+    shape, _, dtype = _HEADERS[version](file)
+    if len(shape) != 1 or dtype.kind not in "iu":
+        raise ValueError(f"it is {len(shape)}-D {dtype}")
     begin = file.tell()
-    _require_end(begin, count, dtype, size)
-    return dtype, count, begin
+    _require_end(begin, shape[0], dtype, size)
+    return dtype, shape[0], begin
+
+
+def _usual(head: bytes, size: int) -> tuple[np.dtype[Any], int, int] | None:
+    """As _npy, of the header that numpy writes; None for any other. head: the first bytes. Raises ValueError."""
+    found = _USUAL.fullmatch(head)
+    if not found:
+        return None
+    dtype, count = np.dtype(found[1].decode()), int(found[2])
+    _require_end(_USUAL_BYTES, count, dtype, size)
+    return dtype, count, _USUAL_BYTES

@@ -30,10 +30,10 @@ from titanlite.data.sources.pieces import (
     LineEndError,
     Piece,
 )
-from titanlite.data.sources.stored import Listing, SourceFile, StoredFile, facts_of, open_file, size_of
+from titanlite.data.sources.stored import Listing, SourceFile, StoredFile, facts_of, open_file
 from titanlite.runtime.cache import built_once, cached_folder, content_key
 from titanlite.runtime.errors import Problem, UserError
-from titanlite.runtime.files import open_regular
+from titanlite.runtime.files import OpenFile
 from titanlite.runtime.json_files import read_json
 from titanlite.storage.address import is_address
 
@@ -240,10 +240,7 @@ class Source(ABC):
 
     def _current_facts(self) -> list[Any]:
         """The facts of now; of stored files, those of the listing."""
-        try:
-            return [*facts_of(self.files())]
-        except OSError as error:
-            raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
+        return current_facts(self.files())
 
     def facts(self, *, document_mask: bool) -> dict[str, Any]:  # noqa: ARG002
         """The source's part of the fingerprint of the data. Raises UserError if a file cannot be read, or has changed
@@ -261,7 +258,7 @@ class Source(ABC):
         before = self.content_facts
         content = self._content_digest(files)
         self._require_unchanged(before)
-        return {"files": len(files), "bytes": sum(map(size_of, files)), "content": content}
+        return {"files": len(files), "bytes": sum(fact[1] for fact in before[: len(files)]), "content": content}
 
     def _require_unchanged(self, before: Sequence[Any]) -> None:
         """Raise UserError if a file has changed. before: content_facts of earlier."""
@@ -293,6 +290,14 @@ class Source(ABC):
         return cached_json("digests", facts_of(files), what, digests) if self.is_stored else digests()
 
 
+def current_facts(files: Sequence[SourceFile]) -> list[Any]:
+    """See content_facts. Raises UserError."""
+    try:
+        return [*facts_of(files)]
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+
 def cached_json(kind: str, facts: list[Any], what: str, make: Callable[[], Any]) -> Any:
     """The JSON value made by make(), from the cache if it has one of the same facts. See built_once."""
 
@@ -310,13 +315,8 @@ def sampled_digest(file: SourceFile) -> bytes:
             digest = _sampled(file.facts.bytes, file.read)
             file.check_unchanged()
             return digest
-        with open_regular(file) as opened:
-
-            def read(begin: int, end: int) -> bytes:
-                opened.seek(begin)
-                return opened.read(end - begin)
-
-            return _sampled(opened.seek(0, 2), read)
+        opened = OpenFile(file)
+        return _sampled(opened.facts.st_size, lambda begin, end: opened.read(begin, end - begin))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error}") from error
 

@@ -15,6 +15,7 @@ from titanlite.data.sources.limits import UNPACKING_ERRORS, is_damage
 from titanlite.data.sources.stored import SourceFile, StoredFile, facts_of, open_file, read_range, size_of
 from titanlite.runtime.cache import built_once, cached_folder
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import OpenFile
 
 Int64s = npt.NDArray[np.int64]
 FileT = TypeVar("FileT", Path, StoredFile, SourceFile)
@@ -22,6 +23,9 @@ FileT = TypeVar("FileT", Path, StoredFile, SourceFile)
 STARTS_PER_PAGE = 2**9
 """Starts of documents in 4 KiB of their file. The first of each page is kept in memory."""
 PAGES_PER_READ = 2**7
+
+CHECKED_TOKENS = 2**16
+"""Tokens at the start of each file that are checked before a run starts."""
 
 _WIDTHS = {2: "uint16", 4: "uint32"}
 """Bytes of an id -> its type, in formats that record no more."""
@@ -121,6 +125,32 @@ def open_tokens(file: SourceFile, dtype: str) -> ArrayFile:
     return format_of(file).open(file, dtype)
 
 
+class Head(NamedTuple):
+    """What a look at the start of a token file has found. most, least: of the first CHECKED_TOKENS ids, 0 if there is
+    none. Others: see ArrayFile."""
+
+    dtype: str
+    begin: int
+    tokens: int
+    size: int
+    mtime_ns: int
+    most: int
+    least: int
+
+    def fits(self, vocab_size: int) -> bool:
+        """Whether these ids are in the vocabulary."""
+        return self.least >= 0 and self.most < vocab_size
+
+
+def read_start(file: SourceFile, of_file: Format, dtype: str) -> tuple[Head, npt.NDArray[Any]]:
+    """The head of a file of this format, and its first CHECKED_TOKENS ids. dtype: see open_tokens. Raises UserError."""
+    opened = of_file.open(file, dtype)
+    ids = opened.read(0, min(CHECKED_TOKENS, len(opened)))
+    most = int(ids.max(initial=0))
+    least = int(ids.min(initial=0)) if ids.dtype.kind == "i" else 0
+    return Head(opened.dtype.str, opened.begin, len(opened), opened.size, opened.mtime_ns, most, least), ids
+
+
 def documents_file(file: FileT) -> FileT:
     """The file of titanlite of the positions at which documents start: a .npy of int64, ascending."""
     return file.with_suffix(".documents")
@@ -184,6 +214,8 @@ class SeparatedStarts:
 def _read(file: SourceFile, begin: int, end: int) -> bytes:
     """Bytes [begin, end) of a file, fewer if it ends before. Raises UserError."""
     try:
+        if isinstance(file, Path):
+            return OpenFile(file).read(begin, end - begin)
         return read_range(file, begin, max(0, min(end, size_of(file)) - begin))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}") from None

@@ -6,7 +6,8 @@ then. Its arrays are memory-mapped: their pages are shared by the processes of a
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlite.data.sources.arrays import ArrayFile, require_unchanged
-from titanlite.data.sources.formats import FORMATS, RAW, DocumentStarts, Format, SeparatedStarts
+from titanlite.data.sources.formats import FORMATS, RAW, DocumentStarts, Format, Head, SeparatedStarts
 from titanlite.runtime.cache import Recent, built_once, cached_folder
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.json_files import JsonError, read_json
 
-TABLE_VERSION = 1
+TABLE_VERSION = 2
 TABLE_FILES = 256
 """A source with more files has a table. With fewer, each process looks at the files itself."""
 KEPT_FILES = 256
@@ -86,12 +87,22 @@ def look_of(path: str, dtype: str) -> Look | None:
 
 @dataclass(frozen=True)
 class _Meta:
-    """The schema of meta.json. folders: of the files. manifests: their tokens.json, without shards and sources.
-    documents: files beside which another one records documents."""
+    """The schema of meta.json. folders: of the files, by _name_of. manifests: their tokens.json, without shards and
+    sources. documents: files beside which another one records documents."""
 
     folders: list[str]
     manifests: dict[str, dict[str, Any]]
     documents: int
+
+
+def _name_of(folder: str) -> str:
+    """A path as text that JSON can contain: a byte of a name that is not UTF-8 has no character there."""
+    return os.fsencode(folder).decode("latin-1")
+
+
+def _folder_of(name: str) -> Path:
+    """The inverse of _name_of."""
+    return Path(os.fsdecode(name.encode("latin-1")))
 
 
 class Paths(Sequence[Path]):
@@ -102,6 +113,12 @@ class Paths(Sequence[Path]):
 
     def __len__(self) -> int:
         return len(self._ends)
+
+    def __iter__(self) -> Iterator[Path]:
+        names, begin = self._names.tobytes(), 0  # a part of a mapped array takes longer than the rest of a path
+        for end in self._ends.tolist():
+            yield Path(os.fsdecode(names[begin:end]))
+            begin = end
 
     @overload
     def __getitem__(self, key: int) -> Path: ...
@@ -132,8 +149,8 @@ class TokenTable:
                 f"read: {error}: let TITANLITE_CACHE name one folder on all ranks of a node"
             ) from None
         self.paths = Paths(names, self.rows["path_end"])
-        self.folders = [Path(each) for each in meta.folders]
-        self.manifests = {Path(each): manifest for each, manifest in meta.manifests.items()}
+        self.folders = [_folder_of(each) for each in meta.folders]
+        self.manifests = {_folder_of(each): manifest for each, manifest in meta.manifests.items()}
         self.all_have_documents = meta.documents == len(self.rows)
 
     def described_types(self) -> list[str]:
@@ -149,9 +166,17 @@ class TokenTable:
         return (row["hash"].tobytes().hex(), row["hash_of_documents"].tobytes().hex()) if row["has_hashes"] else None
 
 
+class FoundFile(NamedTuple):
+    """A token file of a table. has_documents: whether another file records where its documents start."""
+
+    path: Path
+    format: Format
+    has_documents: bool
+    head: Head
+
+
 def build_table(
-    files: Sequence[Path],
-    formats: Sequence[Format],
+    files: Iterable[FoundFile],
     dtype: str,
     facts: list[Any],
     manifests: Mapping[Any, Mapping[str, Any]],
@@ -160,26 +185,26 @@ def build_table(
 ) -> Path:
     """The folder of the table of these files, from the cache or built. Raises UserError.
 
-    dtype: of files that do not contain it. facts: what decides the content of the files and of their manifests. check:
-    raises UserError if they have changed meanwhile.
+    files: read once, if the table is built. dtype: of files that do not contain it. facts: what decides the content of
+    the files and of their manifests. check: raises UserError if they have changed meanwhile.
     """
 
     def build(into: Path) -> None:
         hashes = hashes_of(manifests)
-        documents, end = 0, 0
+        folders, documents, end = dict[str, None](), 0, 0
         with open(into / "rows.bin", "wb") as rows, open(into / "paths.bin", "wb") as paths:
-            for file, found in zip(files, formats, strict=True):
-                name = os.fsencode(file)
+            for found in files:
+                name = os.fsencode(found.path)
                 end += len(name)
-                row, has_documents = _row_of(file, found, dtype, end, hashes.get(file))
-                documents += has_documents
-                rows.write(row)
+                folders[os.path.dirname(found.path)] = None
+                documents += found.has_documents
+                rows.write(_row_of(found, end, hashes.get(found.path)))
                 paths.write(name)
         heads = {
-            str(folder): {key: value for key, value in manifest.items() if key not in ("shards", "sources")}
+            _name_of(str(folder)): {key: value for key, value in manifest.items() if key not in ("shards", "sources")}
             for folder, manifest in manifests.items()
         }
-        meta = _Meta([*dict.fromkeys(str(file.parent) for file in files)], heads, documents)
+        meta = _Meta([*map(_name_of, folders)], heads, documents)
         (into / "meta.json").write_text(json.dumps(asdict(meta)))
         check()
 
@@ -195,14 +220,24 @@ def hashes_of(manifests: Mapping[Any, Mapping[str, Any]]) -> Hashes:
     }
 
 
-def _row_of(file: Path, found: Format, dtype: str, path_end: int, hashes: tuple[str, str] | None) -> tuple[bytes, bool]:
-    """The row of a file of the format `found`, and whether another one records its documents. Raises UserError."""
-    array = found.open(file, dtype)
-    digests = [np.frombuffer(bytes.fromhex(each), np.uint8) for each in hashes or ("00" * 16,) * 2]
-    number = next(n for n, each in enumerate(_FORMATS) if each is found)
-    place = (array.dtype.str.encode(), array.begin, len(array))
-    values = (path_end, array.size, array.mtime_ns, number, *place, hashes is not None, *digests)
-    return np.array(values, _ROW).tobytes(), found.documents(file) is not None
+_NUMBERS = {id(each): number for number, each in enumerate(_FORMATS)}
+"""Format -> its number in a table. To compare them would take longer."""
+
+
+def _row_of(found: FoundFile, path_end: int, hashes: tuple[str, str] | None) -> bytes:
+    """The row of a file."""
+    digests = [np.frombuffer(_digest_of(each), np.uint8) for each in hashes or ("", "")]
+    head = found.head
+    place = _NUMBERS[id(found.format)], head.dtype.encode(), head.begin, head.tokens
+    return np.array((path_end, head.size, head.mtime_ns, *place, hashes is not None, *digests), _ROW).tobytes()
+
+
+def _digest_of(hashed: str) -> bytes:
+    """The bytes of a hash; 0 for other text, which no file has as its hash."""
+    with suppress(ValueError):
+        if len(found := bytes.fromhex(hashed)) == _DIGEST[1]:
+            return found
+    return bytes(_DIGEST[1])
 
 
 def build_starts(table: TokenTable, what: str) -> Path:
@@ -220,14 +255,15 @@ def build_starts(table: TokenTable, what: str) -> Path:
 
 def _write_starts(table: TokenTable, rows: IO[bytes], pages: IO[bytes]) -> None:
     end = 1
-    for file, of_file in zip(table.paths, table.rows, strict=True):
-        found = _FORMATS[of_file["format"]]
+    of_files = np.asarray(table.rows)[["format", "tokens"]].tolist()
+    for file, (number, tokens) in zip(table.paths, of_files, strict=True):
+        found = _FORMATS[number]
         beside = found.documents(file)
         row = (False, 0, 0, end)
         if beside is not None:
             assert isinstance(beside, Path), "stored files have no table"
             before = os.stat(beside)
-            starts = DocumentStarts(found.positions(file), int(of_file["tokens"]))
+            starts = DocumentStarts(found.positions(file), tokens)
             pages.write(starts.pages.data)
             end += len(starts.pages)
             row = (True, before.st_size, before.st_mtime_ns, end)

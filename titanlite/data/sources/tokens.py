@@ -15,13 +15,25 @@ from typing import Any, NotRequired
 import numpy as np
 from typing_extensions import TypedDict
 
-from titanlite.data.sources.base import Source
-from titanlite.data.sources.formats import RAW, Format, documents_file, format_of, open_starts, open_tokens, read_head
+from titanlite.data.sources.base import Source, current_facts
+from titanlite.data.sources.config import SourceConfig
+from titanlite.data.sources.formats import (
+    RAW,
+    Format,
+    Head,
+    documents_file,
+    format_of,
+    open_starts,
+    open_tokens,
+    read_head,
+    read_start,
+)
 from titanlite.data.sources.pieces import EMPTY, EpochSize, TokenPiece
 from titanlite.data.sources.raw_tokens import content_fault, find_invalid, raw_fault
 from titanlite.data.sources.stored import SourceFile, StoredFile, facts_of, for_each, size_of
 from titanlite.data.sources.token_table import (
     TABLE_FILES,
+    FoundFile,
     Look,
     TableFiles,
     TokenFiles,
@@ -40,21 +52,18 @@ MANIFEST = "tokens.json"
 UNFINISHED = "tokens.incomplete.json"
 HEADER_BYTES = 128
 
-CHECKED_TOKENS = 2**16
-"""Tokens at the start of each file that are checked before a run starts."""
-
-
-_LISTINGS: list[dict[str, Sequence[SourceFile]]] = []
+_OPENED: list[dict[str, "Tokens"]] = []
 
 
 @contextmanager
-def listed_once() -> Iterator[None]:
-    """Inside, token files of a path are listed once: the checks of a configuration open a source several times."""
-    _LISTINGS.append({})
+def opened_once() -> Iterator[None]:
+    """Inside, token files of a path are listed, and their first bytes read, once: the checks of a configuration, and
+    the look after them, open a source several times."""
+    _OPENED.append(_OPENED[-1] if _OPENED else {})
     try:
         yield
     finally:
-        _LISTINGS.pop()
+        _OPENED.pop()
 
 
 class Tokens(Source):
@@ -65,6 +74,11 @@ class Tokens(Source):
     keys = ("dtype", "eos")
     suffixes = (".npy", ".bin", ".ds")
     reads_stores = True
+
+    def __init__(self, config: SourceConfig) -> None:
+        super().__init__(config)
+        self.heads: dict[str, Mapping[SourceFile, Head]] = {}
+        """What check_content() has found of the files, by their dtype."""
 
     def settings(self) -> dict[str, Any]:
         return {"dtype": self.config.dtype}
@@ -85,12 +99,44 @@ class Tokens(Source):
         manifests = manifests_of(files)
         facts = [self.content_facts, facts_of([folder / MANIFEST for folder in manifests])]
         what, check = f"the table of the files of {self.name}", partial(self._require_unchanged, self.content_facts)
-        return TokenTable(build_table(files, self.formats, self.config.dtype, facts, manifests, what, check))
+        heads, dtype = self._first.heads.get(self.config.dtype, {}), self.config.dtype
+        of_files = (
+            FoundFile(file, of_file, beside is not None, heads.get(file) or read_start(file, of_file, dtype)[0])
+            for file, of_file, beside in zip(files, self.formats, self.documents, strict=True)
+        )
+        return TokenTable(build_table(of_files, dtype, facts, manifests, what, check))
 
     @cached_property
+    def _first(self) -> "Tokens":
+        """The one of this path that was opened first inside opened_once(): what it has found is not looked for again.
+        Else this one."""
+        return _OPENED[-1].setdefault(self.config.path, self) if _OPENED else self
+
+    @cached_property
+    def _facts_and_formats(self) -> tuple[list[Any], Sequence[Format]]:
+        """Of the token files, when first used. A file whose format changes has other facts, which are taken before."""
+        if self._first is not self:
+            return self._first._facts_and_formats
+        return current_facts(self.files()), for_each(self.files(), format_of)
+
+    @property
     def formats(self) -> Sequence[Format]:
-        """The formats of the files, when first used. A file whose format changes has other content_facts."""
-        return for_each(self.files(), format_of)
+        """The formats of the files, when first used."""
+        return self._facts_and_formats[1]
+
+    @cached_property
+    def content_facts(self) -> list[Any]:
+        if self._first is not self:
+            return self._first.content_facts
+        return [*self._facts_and_formats[0], *current_facts(self.documents_files())]
+
+    @cached_property
+    def documents(self) -> Sequence[SourceFile | None]:
+        """The file that records where the documents of each file start, when first used; None without one."""
+        if self._first is not self:
+            return self._first.documents
+        formats = dict(zip(self.files(), self.formats, strict=True))
+        return for_each(self.files(), lambda file: formats[file].documents(file))
 
     @cached_property
     def starts_folder(self) -> Path:
@@ -123,11 +169,7 @@ class Tokens(Source):
         return self.table.paths if self._look and self.table else super().files()
 
     def _find_files(self) -> Sequence[SourceFile]:
-        if not _LISTINGS:
-            return super()._find_files()
-        if self.config.path not in _LISTINGS[-1]:
-            _LISTINGS[-1][self.config.path] = super()._find_files()
-        return _LISTINGS[-1][self.config.path]
+        return super()._find_files() if self._first is self else self._first.files()
 
     def folders(self) -> Sequence[SourceFile]:
         """The folders of the files."""
@@ -160,32 +202,42 @@ class Tokens(Source):
         files, formats = self.files(), self.formats
         if (problems := self._check_keys(key, formats, vocab_size)) or vocab_size <= 0:
             return problems
-        rule = f"token ids from 0 to {vocab_size - 1} (model.vocab_size = {vocab_size})"
-        if problems := _check_manifests(self, key, vocab_size):
-            return problems
-        for file, found_format in zip(files, formats, strict=True):
-            try:
-                opened = found_format.open(file, self.config.dtype)
-                tokens = opened.read(0, min(CHECKED_TOKENS, len(opened)))
-            except UserError as error:
-                remedy = "" if found_format.is_described else "; write token files with titanlite tokenize"
-                return [Problem(f"{key}.path", self.config.path, "readable token files", f"{error}{remedy}")]
-            if found_format is RAW and (fault := raw_fault(file, tokens, vocab_size)):
-                return [Problem(f"{key}.dtype", self.config.dtype, "the type of the ids in each file", fault)]
-            position = find_invalid(tokens, vocab_size)
-            if position is not None:
-                found = f"{file} has {tokens[position]} at position {position}"
-                remedy = f"{found}: use the tokenizer and vocab_size of the model, and the dtype of the file"
-                return [Problem(f"{key}.path", self.config.path, rule, remedy)]
-            if needs_documents and self.config.eos == -1 and not found_format.documents(file):
+        heads, problem = dict[SourceFile, Head](), list[Problem]()
+        for file, found_format, beside in zip(files, formats, self.documents, strict=True):
+            is_known = not needs_documents or self.config.eos != -1 or beside is not None
+            problem = self._check_file(key, file, found_format, vocab_size, heads) or problem
+            if not problem and not is_known:
                 rule = f"needs the starts of documents; {key}: no file beside {file} has them"
                 remedy = (
                     f"write {key}.eos, the id that separates documents in these files, or use files written by "
                     "titanlite tokenize, or the text instead of token files, or write data.document_mask = false, so "
                     "that all tokens of a sequence see each other"
                 )
-                return [Problem("data.document_mask", True, rule, remedy)]
-        return []
+                problem = [Problem("data.document_mask", True, rule, remedy)]
+            if problem:
+                break
+        self._first.heads[self.config.dtype] = heads
+        return _check_manifests(self, key, vocab_size, heads) or problem
+
+    def _check_file(
+        self, key: str, file: SourceFile, of_file: Format, vocab_size: int, heads: dict[SourceFile, Head]
+    ) -> list[Problem]:
+        """Problems of the start of a file, which is added to `heads`."""
+        try:
+            heads[file], tokens = read_start(file, of_file, self.config.dtype)
+        except UserError as error:
+            remedy = "" if of_file.is_described else "; write token files with titanlite tokenize"
+            return [Problem(f"{key}.path", self.config.path, "readable token files", f"{error}{remedy}")]
+        if of_file is RAW and (fault := raw_fault(file, tokens, vocab_size)):
+            return [Problem(f"{key}.dtype", self.config.dtype, "the type of the ids in each file", fault)]
+        if heads[file].fits(vocab_size):
+            return []
+        position = find_invalid(tokens, vocab_size)
+        assert position is not None
+        rule = f"token ids from 0 to {vocab_size - 1} (model.vocab_size = {vocab_size})"
+        found = f"{file} has {tokens[position]} at position {position}"
+        remedy = f"{found}: use the tokenizer and vocab_size of the model, and the dtype of the file"
+        return [Problem(f"{key}.path", self.config.path, rule, remedy)]
 
     def _check_keys(self, key: str, formats: Sequence[Format], vocab_size: int) -> list[Problem]:
         rules, dtype, eos = Rules(key, self.config), self.config.dtype, self.config.eos
@@ -196,8 +248,7 @@ class Tokens(Source):
         rules.require("dtype", dtype or not raw, f"required: {raw} does not contain its type", remedy)
         has_type = f"files that do not contain their type, as those of {formats[0].name} do" if formats else ""
         rules.needs("dtype", raw or not dtype, has_type)
-        lacks = any(each.documents(file) is None for file, each in zip(self.files(), formats, strict=True))
-        rules.needs("eos", eos == -1 or lacks, "files that do not record where documents start")
+        rules.needs("eos", eos == -1 or None in self.documents, "files that do not record where documents start")
         rule, remedy = f"less than model.vocab_size = {vocab_size}", "write the id that separates documents"
         rules.require("eos", vocab_size <= 0 or eos < vocab_size, rule, remedy)
         return rules.problems
@@ -213,12 +264,10 @@ class Tokens(Source):
 
     def documents_files(self) -> list[SourceFile]:
         """The files that record where the documents of the token files start."""
-        formats = dict(zip(self.files(), self.formats, strict=True))
-        found = for_each([*formats], lambda file: formats[file].documents(file))
-        return [file for file in found if file is not None]
+        return [file for file in self.documents if file is not None]
 
     def _current_facts(self) -> list[Any]:
-        return [*super()._current_facts(), *facts_of(self.documents_files())]
+        return current_facts([*self.files(), *self.documents_files()])
 
     def facts(self, *, document_mask: bool) -> dict[str, Any]:
         facts = self._look.facts if self._look else self._facts_of_files(document_mask=document_mask)
@@ -422,7 +471,7 @@ def manifests_of(files: Sequence[SourceFile]) -> dict[SourceFile, dict[str, Any]
     return {folder: manifest for folder, manifest in found.items() if manifest is not None}
 
 
-def _check_manifests(source: Tokens, key: str, vocab_size: int) -> list[Problem]:
+def _check_manifests(source: Tokens, key: str, vocab_size: int, heads: Mapping[SourceFile, Head]) -> list[Problem]:
     """Problems of folders with a tokens.json: not finished, files that do not match it, a larger vocabulary.
 
     Folders without a tokens.json, written by another program, are not checked.
@@ -433,7 +482,8 @@ def _check_manifests(source: Tokens, key: str, vocab_size: int) -> list[Problem]
     complete = source.is_folder
     for folder, inside in by_folder.items():
         try:
-            mismatch = next(_mismatches(folder, inside, complete=complete, vocab_size=vocab_size), None)
+            found = _mismatches(folder, inside, heads, complete=complete, vocab_size=vocab_size)
+            mismatch = next(found, None)
         except UserError as error:
             mismatch = f"a readable {MANIFEST}", str(error)
         if mismatch:
@@ -442,11 +492,16 @@ def _check_manifests(source: Tokens, key: str, vocab_size: int) -> list[Problem]
 
 
 def _mismatches(
-    folder: SourceFile, files: Sequence[SourceFile], *, complete: bool, vocab_size: int
+    folder: SourceFile,
+    files: Sequence[SourceFile],
+    heads: Mapping[SourceFile, Head],
+    *,
+    complete: bool,
+    vocab_size: int,
 ) -> Iterator[tuple[str, str]]:
     """Yield rule and remedy of each difference between `files` and the folder's tokens.json. Raises UserError.
 
-    complete: whether `files` must include all shards.
+    heads: of the files that were read. complete: whether `files` must include all shards.
     """
     manifest = read_manifest(folder / MANIFEST)
     if manifest is None:
@@ -473,11 +528,11 @@ def _mismatches(
         for path, num_bytes in listed.items():
             if (size := size_of(path)) != num_bytes:
                 yield rule, f"{path} has {size:,} bytes instead of {num_bytes:,}: copy or write it again"
-        opened = open_tokens(file, "")
+        head = heads.get(file) or read_start(file, format_of(file), "")[0]
         listed_as = f"{shards[file.name]['tokens']:,} tokens of {manifest['dtype']}"
-        if (found := f"{len(opened):,} tokens of {opened.dtype.name}") != listed_as:
+        if (found := f"{head.tokens:,} tokens of {np.dtype(head.dtype).name}") != listed_as:
             yield rule, f"{file} has {found} instead of {listed_as}: copy or write it again"
-        if find_invalid(opened.read(0, min(CHECKED_TOKENS, len(opened))), needed) is not None:
+        if not head.fits(needed):
             yield rule, f"{file} has tokens above vocab_size = {needed} of {MANIFEST}: copy or write it again"
     missing = sorted(shards.keys() - {file.name for file in files})
     if complete and missing:
