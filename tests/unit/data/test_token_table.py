@@ -225,6 +225,23 @@ def test_files_that_are_written_after_the_check_are_refused(folder: Path, suffix
             looks_of(job(folder))
 
 
+def test_a_look_reads_nothing_ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of token files: not when their first tokens and their digests are read."""
+    advised, original = list[str](), os.posix_fadvise
+
+    def advise(descriptor: int, begin: int, size: int, advice: int) -> None:
+        assert (begin, size, advice) == (0, 0, os.POSIX_FADV_RANDOM)
+        advised.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        original(descriptor, begin, size, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    with opened_once():
+        assert not check_source(source(folder), "s", DataConfig(), vocab_size=5000, checks_files=True)
+        assert looks_of(job(folder))
+    names = [f"{n}.npy" for n in range(FILES)]
+    assert sorted(Path(each).name for each in advised if each.endswith(".npy")) == sorted(3 * names)
+
+
 def test_wrong_starts_of_documents_are_refused_before_the_first_step(folder: Path) -> None:
     with open(folder / "4.documents", "wb") as file:
         np.save(file, np.array([5, 3]))

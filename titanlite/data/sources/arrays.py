@@ -7,6 +7,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from tokenize import TokenError
@@ -97,6 +98,12 @@ class ArrayFile:
                 "it again, and start again: the run resumes from its latest checkpoint"
             )
         return out
+
+    def stop_reading_ahead(self) -> None:
+        """See OpenFile; until the file is opened again. Objects are read by blocks."""
+        with suppress(OSError, UserError):  # those of a file that is gone: a read reports it
+            if self._number:
+                _FILES.get(self._number, self._local).stop_reading_ahead()
 
     def prepare(self, extent: tuple[int, int]) -> None:
         """Fetch these elements of a stored file in the background, see StoredFile.prepare."""

@@ -315,7 +315,7 @@ def sampled_digest(file: SourceFile) -> bytes:
             digest = _sampled(file.facts.bytes, file.read)
             file.check_unchanged()
             return digest
-        opened = OpenFile(file)
+        opened = OpenFile(file, reads_ahead=False)
         return _sampled(opened.facts.st_size, lambda begin, end: opened.read(begin, end - begin))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error}") from error

@@ -145,6 +145,7 @@ class Head(NamedTuple):
 def read_start(file: SourceFile, of_file: Format, dtype: str) -> tuple[Head, npt.NDArray[Any]]:
     """The head of a file of this format, and its first CHECKED_TOKENS ids. dtype: see open_tokens. Raises UserError."""
     opened = of_file.open(file, dtype)
+    opened.stop_reading_ahead()
     ids = opened.read(0, min(CHECKED_TOKENS, len(opened)))
     most = int(ids.max(initial=0))
     least = int(ids.min(initial=0)) if ids.dtype.kind == "i" else 0
@@ -215,7 +216,7 @@ def _read(file: SourceFile, begin: int, end: int) -> bytes:
     """Bytes [begin, end) of a file, fewer if it ends before. Raises UserError."""
     try:
         if isinstance(file, Path):
-            return OpenFile(file).read(begin, end - begin)
+            return OpenFile(file, reads_ahead=False).read(begin, end - begin)
         return read_range(file, begin, max(0, min(end, size_of(file)) - begin))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
