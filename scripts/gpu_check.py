@@ -1,50 +1,61 @@
-"""Check titanlite on a GPU and measure its speed there: one command, less than 6 minutes.
+"""Check titanlite on a GPU and measure its speed there: one command, at most 9 minutes.
 
-    python scripts/gpu_check.py --out DIR [--tiny] [--device cpu]
+    python scripts/gpu_check.py --out DIR [--only PART,...] [--tiny] [--device cpu]
 
 Prints a row per case as it ends, and a page of the promises that they confirm, with the file to look at if one fails.
-DIR/gpu_check.md has the page and all rows, DIR/gpu_check.json the rows. docs/performance.md describes the checks. Each
-runs in processes of its own with a time limit. Exit code 0 if no case failed, else 1.
+DIR/gpu_check.md has the page and all rows; DIR/gpu_check.jsonl gets each row as it ends. docs/performance.md describes
+the checks. Each runs in processes of its own with a time limit. Exit code 0 if no case failed, else 1.
+
+On a machine without a package index: python scripts/gpu_packages.py --help
 """
 
 import argparse
-import json
 import os
 import platform
-import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
+import gpu_packages
+
+if __name__ == "__main__":
+    gpu_packages.use()
+
 import torch
-from gpu_checks import benchmark, facts, kernels, layouts, profiling, saves, steps, syncs
+from gpu_checks import attention, benchmark, facts, hangs, kernels, layouts, profiling, rates, saves, steps, syncs
+from gpu_checks import training as training_checks
 from gpu_checks.processes import Call, Send, run_calls
-from gpu_checks.rows import Row, markdown, page
+from gpu_checks.report import Report
+from gpu_checks.rows import Row
 from gpu_checks.workload import Setup
 
 from titanlite.runtime.gpus import set_allocator
 
-TIME_LIMIT_S = 345.0
-"""Of the entire program. What still runs by then is stopped."""
+TIME_LIMIT_S = 525.0
+"""Of all parts. What still runs by then is stopped. Imports and the page take some seconds more."""
 PATIENCE_ON_CPU = 4.0
 """Factor of all time limits with --device cpu: other programs may keep a CPU busy."""
 LEAST_S = 15.0
 """A stage does not begin if less time is left."""
+THREADS = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+"""Of each process on a GPU machine: a dozen of them run at the same time."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One process. function(emit, setup, *args)"""
+    """One process. function(emit, setup, *args). ranks: that it starts at the same time, each on a GPU of its own."""
 
     check: str
     name: str
     function: Callable[..., None]
     args: tuple[Any, ...] = ()
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -55,28 +66,36 @@ class Stage:
     parts: tuple[Part, ...]
 
 
+LAYOUTS = Stage(200.0, (Part(layouts.CHECK, "two ranks", layouts.check, ranks=2),))
 STAGES = (
-    Stage(90.0, (Part(facts.CHECK, "facts", facts.check),)),
+    Stage(60.0, (Part(facts.CHECK, "facts", facts.check),)),
+    Stage(130.0, (Part(benchmark.CHECK, "side by side", benchmark.check_side_by_side),)),
+    Stage(60.0, (Part(profiling.CHECK, "profile", profiling.check),)),
+    Stage(75.0, (Part(layouts.CHECK, "simulated ranks", layouts.check_simulated),)),
     Stage(
-        270.0,
+        200.0,
         (
+            *(
+                Part(attention.CHECK, f"attention {number} of {attention.SHARES}", attention.check, (number,))
+                for number in range(1, attention.SHARES + 1)
+            ),
+            *(Part(steps.CHECK, f"compiled steps of {name}", steps.check_compiled, (name,)) for name in steps.COMPILED),
+            Part(training_checks.CHECK, "training", training_checks.check),
+            Part(syncs.CHECK, "waits and graphs", syncs.check),
+            Part(hangs.CHECK, "hangs", hangs.check),
             Part(kernels.CHECK, "kernels", kernels.check),
             Part(steps.CHECK, "eager steps", steps.check_eager),
-            *(Part(steps.CHECK, f"compiled steps, {name}", steps.check_compiled, (name,)) for name in steps.FAMILIES),
             Part(steps.CHECK, "repeated steps", steps.check_repeats),
-            Part(syncs.CHECK, "waits and graphs", syncs.check),
-            Part(saves.CHECK, "checkpoints", saves.check),
-            Part(layouts.CHECK, "two ranks", layouts.check),
         ),
     ),
-    Stage(120.0, (Part(benchmark.CHECK, "side by side", benchmark.check_side_by_side),)),
-    Stage(60.0, (Part(profiling.CHECK, "profile", profiling.check),)),
-    Stage(90.0, (Part(layouts.CHECK, "simulated ranks", layouts.check_simulated),)),
+    Stage(75.0, (Part(rates.CHECK, "rates", rates.check),)),
+    Stage(75.0, (Part(saves.CHECK, "checkpoints", saves.check),)),
     *(
-        Stage(75.0, (Part(benchmark.CHECK, case.name, benchmark.check_case, (index,)),))
+        Stage(75.0, (Part(benchmark.CHECK, case.name.replace(",", ""), benchmark.check_case, (index,)),))
         for index, case in enumerate(benchmark.CASES)
     ),
 )
+"""What only a GPU can tell comes first; what is compiled takes longest, so it begins first."""
 
 
 def run_part(send: Send, function: Callable[..., None], setup: Setup, args: tuple[Any, ...]) -> None:
@@ -87,77 +106,103 @@ def run_part(send: Send, function: Callable[..., None], setup: Setup, args: tupl
 def environment(setup: Setup) -> dict[str, str]:
     """Environment variables of all processes. The cache of the compiler is empty at first."""
     found = {"TORCHINDUCTOR_CACHE_DIR": str(Path(setup.folder, "inductor"))}
-    return found | ({"CUDA_VISIBLE_DEVICES": ""} if setup.device_type == "cpu" else {})
+    return found | ({"CUDA_VISIBLE_DEVICES": ""} if setup.device_type == "cpu" else THREADS)
 
 
-def run_stage(stage: Stage, setup: Setup, deadline: float) -> tuple[list[Row], dict[str, float]]:
-    """Run the parts of a stage; returns their rows, with a failed one for a part that crashes or hangs, and seconds."""
+def ordered(device_type: str, gpus: int) -> tuple[Stage, ...]:
+    """The stages: with several GPUs, their layouts first."""
+    return (LAYOUTS, *STAGES) if device_type == "cuda" and gpus >= 2 else (*STAGES, LAYOUTS)
+
+
+def chosen(stages: Sequence[Stage], only: str) -> tuple[Stage, ...]:
+    """The stages with the parts that `only` names, separated by commas: numbers or names of checks, or names of parts;
+    "" for all. Raises ValueError if one is unknown."""
+    if not only:
+        return tuple(stages)
+    wanted = {name.strip() for name in only.split(",") if name.strip()}
+    parts = [part for stage in stages for part in stage.parts]
+    if unknown := wanted - {name for part in parts for name in names(part)}:
+        listed = "; ".join(f"{part.check}: {part.name}" for part in sorted(parts, key=lambda part: _number(part.check)))
+        raise ValueError(f"--only: no part {', '.join(map(repr, sorted(unknown)))}; the parts are {listed}")
+    kept = (replace(stage, parts=tuple(part for part in stage.parts if wanted & names(part))) for stage in stages)
+    return tuple(stage for stage in kept if stage.parts)
+
+
+def names(part: Part) -> set[str]:
+    number, _, name = part.check.partition(" ")
+    return {number, name, part.check, part.name}
+
+
+def _number(check: str) -> int:
+    return int(check.partition(" ")[0])
+
+
+def run_stage(stage: Stage, setup: Setup, deadline: float, report: Report) -> None:
+    """Run the parts of a stage; reports their rows, with a failed one for a part that crashes or hangs, and seconds."""
     if deadline - time.monotonic() < LEAST_S:
-        return [show(Row(part.check, part.name, "skipped", "no time is left")) for part in stage.parts], {}
-    rows: list[Row] = []
+        skip(stage.parts, "no time is left", report)
+        return
+    skip([part for part in stage.parts if part.ranks > setup.most_ranks], "needs a GPU for each of its ranks", report)
+    parts = [part for part in stage.parts if part.ranks <= setup.most_ranks]
+    cpus = os.cpu_count() or 1
     outcomes = run_calls(
-        [Call(run_part, (part.function, setup, part.args), environment(setup)) for part in stage.parts],
+        [Call(run_part, (part.function, setup, part.args), environment(setup)) for part in parts],
         setup.device_type,
         stage.limit_s,
-        lambda _index, value: rows.append(show(Row(**value))),
-        at_once=os.cpu_count() or 1,
+        lambda _index, value: report.add(Row(**value)),
+        at_once=cpus if setup.device_type == "cpu" else max(1, cpus // 2),
         deadline=deadline,
     )
-    for part, outcome in zip(stage.parts, outcomes, strict=True):
+    for part, outcome in zip(parts, outcomes, strict=True):
+        report.add_part(part.name, outcome.seconds)
         if outcome.failure is not None:
             text = f"stopped after {len(outcome.sent)} rows: {outcome.failure.strip().splitlines()[-1]}"
-            rows.append(show(Row(part.check, part.name, "failed", text, {"traceback": outcome.failure})))
-    return rows, {part.name: outcome.seconds for part, outcome in zip(stage.parts, outcomes, strict=True)}
+            report.add(Row(part.check, part.name, "failed", text, {"traceback": outcome.failure}))
 
 
-def show(row: Row) -> Row:
-    print(f"{row.status:<9} {row.check}: {row.name}: {row.text}", flush=True)
-    return row
+def skip(parts: Iterable[Part], reason: str, report: Report) -> None:
+    for part in parts:
+        report.add(Row(part.check, part.name, "skipped", reason))
 
 
-def read_arguments() -> argparse.Namespace:
+def read_arguments() -> tuple[argparse.Namespace, tuple[Stage, ...]]:
+    """The options, and the stages that they choose."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the report; created if absent")
+    parser.add_argument("--only", default="", metavar="PART,...", help='such as 7,8 or "attention,side by side"')
     parser.add_argument("--tiny", action="store_true", help="small shapes: whether the checks run, not rates")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: what runs there; needs --tiny")
     options = parser.parse_args()
     if options.device == "cpu" and not options.tiny:
         parser.error("--device cpu needs --tiny: the shapes of an 8B model would take hours")
+    gpus = torch.cuda.device_count() if options.device == "cuda" else 0
+    try:
+        stages = chosen(ordered(options.device, gpus), options.only)
+    except ValueError as error:
+        parser.error(str(error))
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device; for what runs without one: --tiny --device cpu")
-    return options
+    return options, stages
 
 
 def main() -> None:
-    options = read_arguments()
+    options, stages = read_arguments()
     start = time.monotonic()
-    folder = Path(options.out).resolve()
-    work = folder / "work"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    setup = Setup(options.device, options.tiny, str(work))
-    if setup.device_type == "cuda":
-        set_allocator()  # as the launchers do; the other processes inherit it
-        os.environ |= environment(setup)  # new interpreters may need them before they import torch
-    rows: list[Row] = []
-    part_seconds: dict[str, float] = {}
-    patience = PATIENCE_ON_CPU if setup.device_type == "cpu" else 1.0
-    for stage in STAGES:
-        patient = replace(stage, limit_s=patience * stage.limit_s)
-        stage_rows, seconds_of_stage = run_stage(patient, setup, start + patience * TIME_LIMIT_S)
-        rows += stage_rows
-        part_seconds |= seconds_of_stage
-    seconds = time.monotonic() - start
     about = {"device": options.device, "tiny": options.tiny, "torch": torch.__version__, "host": platform.platform()}
-    about["seconds"] = round(seconds, 1)
-    rows.sort(key=lambda row: row.check)
-    (folder / "gpu_check.md").write_text(markdown(rows, about))
-    (folder / "gpu_check.json").write_text(
-        json.dumps({**about, "parts": part_seconds, "rows": [*map(asdict, rows)]}, indent=1)
-    )
-    shutil.rmtree(work)
-    print(f"\n{page(rows, about)}\nAll rows: {folder / 'gpu_check.md'}")
-    sys.exit(any(row.status == "failed" for row in rows))
+    report = Report(Path(options.out).resolve(), about)
+    patience = PATIENCE_ON_CPU if options.device == "cpu" else 1.0
+    with tempfile.TemporaryDirectory(prefix="gpu_check-") as work:
+        setup = Setup(options.device, options.tiny, work)
+        if setup.device_type == "cuda":
+            set_allocator()  # as the launchers do; the other processes inherit it
+            os.environ |= environment(setup)  # new interpreters may need them before they import torch
+        for stage in stages:
+            patient = replace(stage, limit_s=patience * stage.limit_s)
+            run_stage(patient, setup, start + patience * TIME_LIMIT_S, report)
+            report.write()
+    report.add_facts(seconds=round(time.monotonic() - start, 1))
+    print(f"\n{report.write()}\nAll rows: {report.page}")
+    sys.exit(report.has_failed)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The rows of the report: what was checked, and how it ended; the report as Markdown."""
 
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -33,13 +34,15 @@ class Found:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the report. check: the section. text: for people; values: the same for programs, in JSON types."""
+    """A row of the report. check: the section, "1 facts". text: for people; values: the same for programs, in JSON
+    types. seconds: that the case took; None if it is unknown."""
 
     check: str
     name: str
     status: Status
     text: str
     values: Mapping[str, Value] = field(default_factory=dict)
+    seconds: float | None = field(default=None, compare=False)
 
 
 Emit = Callable[[Row], None]
@@ -48,15 +51,20 @@ Emit = Callable[[Row], None]
 
 def run_case(check: str, name: str, case: Callable[[], Found]) -> Row:
     """Run a case. An error becomes a failed row, so that the other cases still run."""
+    begin = time.perf_counter()
+
+    def row(status: Status, text: str, values: Mapping[str, Value] | None = None) -> Row:
+        return Row(check, name, status, text, values or {}, round(time.perf_counter() - begin, 2))
+
     try:
         found = case()
     except SkippedError as reason:
-        return Row(check, name, "skipped", str(reason))
+        return row("skipped", str(reason))
     except WrongError as error:
-        return Row(check, name, "failed", str(error))
+        return row("failed", str(error))
     except Exception as error:
-        return Row(check, name, "failed", describe(error), {"traceback": traceback.format_exc()})
-    return Row(check, name, "measured" if found.measured else "passed", found.text, found.values)
+        return row("failed", describe(error), {"traceback": traceback.format_exc()})
+    return row("measured" if found.measured else "passed", found.text, found.values)
 
 
 def describe(error: BaseException) -> str:
@@ -86,8 +94,8 @@ STATUSES: tuple[Status, ...] = ("failed", "passed", "measured", "skipped")
 
 
 def page(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
-    """The report on one page: each promise with the number of its rows by result, and the failed rows. rows: sorted by
-    check."""
+    """The report on one page: each promise with the number of its rows by result, and the failed rows. rows: in order
+    of their checks."""
     lines = ["# GPU check", "", f"{', '.join(f'{key} {value}' for key, value in about.items())}", ""]
     lines += [f"{_counts(rows)}.", "", "| promise | rows | if it fails, look at |", "|---|---|---|"]
     of_promise: dict[tuple[str, str], list[Row]] = {}
@@ -108,13 +116,13 @@ def _counts(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
-    """The page, and a table of all rows per check. rows: sorted by check."""
+    """The page, and a table of all rows per check. rows: in order of their checks."""
     lines = [page(rows, about).rstrip()]
     for check, grouped in groupby(rows, key=lambda row: row.check):
         group = list(grouped)
         plain = [row for row in group if COLUMNS[0] not in row.values]
-        lines += ["", f"## {check}", "", "| case | result | |", "|---|---|---|"]
-        lines += [f"| {cell(row.name)} | {row.status} | {cell(row.text)} |" for row in plain]
+        lines += ["", f"## {check}", "", "| case | result | s | |", "|---|---|---|---|"]
+        lines += [f"| {cell(row.name)} | {row.status} | {_number(row.seconds)} | {cell(row.text)} |" for row in plain]
         steps = [row for row in group if COLUMNS[0] in row.values]
         if steps:
             lines += ["", f"| step | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]

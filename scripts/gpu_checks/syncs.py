@@ -1,11 +1,11 @@
 """Check 4: a step never waits for the device, and is compiled once."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch._dynamo.utils import counters
 
 from gpu_checks.rows import Emit, Found, SkippedError, WrongError, run_case
 from gpu_checks.steps import RECOMPUTE, ROWS, document_lengths, settings
@@ -21,6 +21,7 @@ from gpu_checks.workload import (
     split,
 )
 from titanlite.batch import Batch
+from titanlite.runtime.torch_internals import compiled_graphs, reset_compiler, strict_compiler
 from titanlite.trainer import Trainer
 
 CHECK = "4 waits and graphs"
@@ -49,11 +50,12 @@ def check(emit: Emit, setup: Setup) -> None:
                     emit(run_case(CHECK, f"{what}, {name}", partial(find, setup, extra, documents)))
 
 
-def prepared(setup: Setup, extra: Sequence[str], documents: bool) -> tuple[Trainer, Callable[[int], list[Batch]]]:
+def prepared(
+    setup: Setup, extra: Sequence[str], documents: bool, family: str = "llama3"
+) -> tuple[Trainer, Callable[[int], list[Batch]]]:
     """A trainer after two steps, and a function that returns the batches of a step on the device."""
-    torch._dynamo.reset()
-    counters.clear()
-    config = configure(setup, *settings(setup, "llama3", "bfloat16"), *extra)
+    reset_compiler()
+    config = configure(setup, *settings(setup, family, "bfloat16"), *extra)
     trainer = build(setup, config)
 
     def batches(step: int) -> list[Batch]:
@@ -71,14 +73,20 @@ def no_wait(setup: Setup, extra: Sequence[str], documents: bool) -> Found:
     if setup.device_type == "cpu":
         raise SkippedError("needs CUDA")
     trainer, batches = prepared(setup, extra, documents)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         for step in range(2, 5):
             trainer.train_step(batches(step))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     setup.synchronize()
     return Found("3 steps, also their copies to the device")
+
+
+@contextmanager
+def waits_are_errors() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 HOST_READS = (
@@ -94,6 +102,10 @@ def no_host_read(setup: Setup, extra: Sequence[str], documents: bool) -> Found:
     own = batches(2)
     with Operations() as operations:
         trainer.train_step(own)
+    return require_no_reads(operations)
+
+
+def require_no_reads(operations: Operations) -> Found:
     if reads := Counter(name for name, _ in operations.found if name in HOST_READS):
         raise WrongError(f"the host read numbers in a step: {dict(reads)}")
     return Found("none in a step")
@@ -101,13 +113,14 @@ def no_host_read(setup: Setup, extra: Sequence[str], documents: bool) -> Found:
 
 def graphs(setup: Setup, extra: Sequence[str], documents: bool) -> Found:
     """Number of compiled graphs; later steps with other rows and documents compile nothing."""
+    before = compiled_graphs()
     trainer, batches = prepared(setup, extra, documents)
-    breaks, count = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
-    with torch._dynamo.config.patch(error_on_recompile=True):
+    first = compiled_graphs()
+    with strict_compiler(recompiles=False):
         for step in range(2, 5):
             trainer.train_step(batches(step))
     setup.synchronize()
-    if not 1 <= count <= MOST_GRAPHS or breaks or counters["stats"]["unique_graphs"] != count:
-        later = counters["stats"]["unique_graphs"] - count
+    count, breaks, later = first[0] - before[0], first[1] - before[1], compiled_graphs()[0] - first[0]
+    if not 1 <= count <= MOST_GRAPHS or breaks or later:
         raise WrongError(f"{count} graphs (bound {MOST_GRAPHS}), {breaks} graph breaks, {later} more in later steps")
     return Found(f"{count}, no graph break, none compiled in later steps", {"graphs": count})

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpu_checks.rows import WrongError
 from titanlite.assembly.job import job_of
 from titanlite.assembly.model import build_model, build_trainer
 from titanlite.batch import IGNORE_INDEX, Batch, StepStats, rows_and_tokens
@@ -48,6 +49,11 @@ class Setup:
         return torch.device("cuda", 0) if self.device_type == "cuda" else torch.device("cpu")
 
     @property
+    def most_ranks(self) -> int:
+        """Ranks that can run at the same time: NCCL needs a GPU for each."""
+        return torch.cuda.device_count() if self.device_type == "cuda" else 2
+
+    @property
     def backend(self) -> str:
         """Backend of torch.compile. On a CPU, inductor's C++ compiler takes longer than all checks together."""
         return "inductor" if self.device_type == "cuda" else "aot_eager"
@@ -71,6 +77,24 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.found.append((str(func), [arg.shape for arg in args if isinstance(arg, Tensor)]))
         return func(*args, **(kwargs or {}))
+
+
+UNFUSED = ("aten._softmax", "aten.bmm", "aten.baddbmm", "aten._scaled_dot_product_attention_math")
+"""Operations of an attention that materializes all scores, by their first letters."""
+
+
+def fused_kernel(run: Callable[[], object], also: Sequence[str] = ()) -> str:
+    """Names of the fused operations of attention that a call runs, with those of `also`, which it notes. Raises
+    WrongError if there is none, or an operation that materializes all scores."""
+    with Operations() as operations:
+        run()
+    names = [name for name, _ in operations.found]
+    fused = [name for name in names if name.startswith("aten._scaled_dot_product_") and not name.startswith(UNFUSED)]
+    if plain := [name for name in names if name.startswith(UNFUSED)]:
+        raise WrongError(f"not a fused kernel, but {', '.join(dict.fromkeys(plain))}")
+    if not fused and not also:
+        raise WrongError("no fused operation")
+    return ", ".join(dict.fromkeys([*also, *fused])).replace("aten._scaled_dot_product_", "").replace(".default", "")
 
 
 def matmul_flops(setup: Setup) -> float:

@@ -2,27 +2,36 @@
 
 import json
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gpu_check
+import gpu_packages
 import pytest
 import torch
-from gpu_checks import benchmark, facts, kernels, layouts, plain, profiling, steps, syncs
-from gpu_checks.processes import Call, Send, run_calls
+from gpu_checks import attention, benchmark, facts, hangs, kernels, layouts, plain, profiling, rates, steps, syncs
+from gpu_checks import training as training_checks
+from gpu_checks.processes import Call, Outcome, Send, run_calls
 from gpu_checks.promises import PROMISES, promise_of
-from gpu_checks.rows import Emit, Found, Row, SkippedError, markdown, run_case
-from gpu_checks.workload import Setup, one_rank
+from gpu_checks.report import PAGE, ROWS, Report
+from gpu_checks.rows import Emit, Found, Row, SkippedError, WrongError, run_case
+from gpu_checks.workload import Setup, fused_kernel, one_rank
 
 from tests.distributed.program import REPOSITORY
+from titanlite.checkpoint.state import HostCopy
+from titanlite.generation import generate
+from titanlite.metrics.meter import Meter
+from titanlite.models import attention as models_attention
 from titanlite.models import experts, head
 from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import GatedOptimizer
+from titanlite.parallel import recompute
 from titanlite.runtime.plugins import is_registered
 from titanlite.trainer import Trainer
 
@@ -42,64 +51,292 @@ def failure(case: Callable[[], Found]) -> str:
     return row.text
 
 
-ALL_PARTS = [part.name for stage in gpu_check.STAGES for part in stage.parts]
+ALL_PARTS = [part.name for stage in (*gpu_check.STAGES, gpu_check.LAYOUTS) for part in stage.parts]
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    found = map(json.loads, (folder / ROWS).read_text().splitlines())
+    return [row for row in found if "status" in row]
+
+
+def number(row: Mapping[str, Any]) -> str:
+    """Of the check of a row."""
+    return str(row["check"]).partition(" ")[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "parts", [pytest.param(["facts", "kernels"], id="some"), pytest.param(ALL_PARTS, id="all", marks=pytest.mark.soak)]
+    "only", [pytest.param("facts,kernels", id="some"), pytest.param("", id="all", marks=pytest.mark.soak)]
 )
 def test_what_a_cpu_can_run_passes(
-    parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    only: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In this process, to share the fork server, whose imports take longer than most checks."""
-    chosen = [[part for part in stage.parts if part.name in parts] for stage in gpu_check.STAGES]
-    stages = [replace(stage, parts=tuple(some)) for stage, some in zip(gpu_check.STAGES, chosen, strict=True) if some]
-    monkeypatch.setattr(gpu_check, "STAGES", stages)
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--tiny", "--device", "cpu", "--out", str(tmp_path)])
+    arguments = ["--tiny", "--device", "cpu", "--out", str(tmp_path), "--only", only]
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *arguments])
     with pytest.raises(SystemExit) as ended:
         gpu_check.main()
     output = capsys.readouterr().out
     assert ended.value.code is False, output
-    found = json.loads((tmp_path / "gpu_check.json").read_text())
+    rows = read_rows(tmp_path)
     by_check: dict[str, set[str]] = {}
-    for row in found["rows"]:
-        by_check.setdefault(row["check"][0], set()).add(row["status"])
-        if row["status"] == "skipped":
-            assert row["text"]
-    assert by_check.keys() == {part.check[0] for stage in stages for part in stage.parts}
-    assert all("passed" in by_check[check] for check in "234567" if check in by_check)
-    text = (tmp_path / "gpu_check.md").read_text()
+    for row in rows:
+        by_check.setdefault(number(row), set()).add(row["status"])
+        assert row["text"]
+    stages = gpu_check.chosen(gpu_check.ordered("cpu", 0), only)
+    assert by_check.keys() == {part.check.partition(" ")[0] for stage in stages for part in stage.parts}
+    assert all("passed" in statuses for check, statuses in by_check.items() if check not in ("8", "11"))
+    text = (tmp_path / PAGE).read_text()
     summary, *tables = text.split("\n## ")
     assert summary.strip() in output
-    assert [table[0] for table in tables] == sorted(by_check)
-    assert len(summary.splitlines()) < 50, "a page"
-    promises = {promise_of(row["check"], row["name"]).text for row in found["rows"]}
+    assert [table.partition(" ")[0] for table in tables] == sorted(by_check, key=int)
+    assert len(summary.splitlines()) < 60, "a page"
+    promises = {promise_of(row["check"], row["name"]).text for row in rows}
     assert all(summary.count(f"| {promise} |") == 1 for promise in promises)
-    if parts == ALL_PARTS:
+    if not only:
         of_crashes = {"steps have the gradients of float64"}
         assert {promise.text for promise in PROMISES} - promises == of_crashes
-    if parts == ALL_PARTS:
-        assert sorted(by_check) == list("12345678")
+        assert sorted(by_check, key=int) == [str(check) for check in range(1, 13)]
         assert "| compiled, documents, 2 layers |" in text
 
 
 def test_a_kernel_without_its_mask(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _mask: object) -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
-    monkeypatch.setattr(kernels, "attend", attend)
-    kernel = kernels.kernels(setup)["attention, causal"]
-    assert "result off by" in failure(lambda: kernels.compare(kernel, torch.bfloat16, setup.device))
+    monkeypatch.setattr(attention, "attend", attend)
+    case = partial(attention.exact_and_fused, setup, attention.Form(), torch.bfloat16)
+    assert "result off by" in failure(case)
 
 
 def test_a_kernel_without_its_options(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = kernels.attend
-    monkeypatch.setattr(kernels, "attend", lambda q, k, v, mask, *_options: attend(q, k, v, mask))
+    attend = attention.attend
+    monkeypatch.setattr(attention, "attend", lambda q, k, v, mask, *_options: attend(q, k, v, mask))
     texts = {"window": "off by", "capped": "off by", "sinks": "appears to not have been used"}
     for name, text in texts.items():
-        kernel = kernels.kernels(setup)[f"attention, {name}"]
-        assert text in failure(partial(kernels.compare, kernel, torch.bfloat16, setup.device))
+        case = partial(attention.exact_and_fused, setup, attention.forms()[name], torch.bfloat16)
+        assert text in failure(case)
+
+
+class OnDevice(Setup):
+    """The checks take the CPU for a GPU."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@pytest.fixture
+def on_device(tmp_path: Path) -> Setup:
+    return OnDevice("cuda", True, str(tmp_path))
+
+
+def test_attention_that_is_not_compiled_once_or_keeps_all_scores(
+    on_device: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, no form of attention is FlexAttention."""
+    monkeypatch.setattr(attention, "peak_bytes", lambda _run: 1)
+    monkeypatch.setattr(models_attention, "mask_form", lambda *_: "scores")
+    of = {name: partial(attention.exact_and_fused, on_device, form, torch.bfloat16) for name, form in FORMS.items()}
+    assert "0 graphs, not 2, and 0 more" in failure(of["documents"])
+    assert run_case("9 attention", "causal", of["causal"]).status == "passed"
+    monkeypatch.setattr(attention, "peak_bytes", lambda _run: 2**22)
+    assert "not fused: 4 MiB, and all scores take 3" in failure(of["causal"])
+    with pytest.raises(WrongError, match="and 1 more for other documents"):
+        attention.require_once(2, 1, 2)
+
+
+FORMS = attention.forms()
+
+
+def test_kernels_of_all_models(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(attention.shapes_of(name) for name in FAMILIES if not is_registered(FAMILIES, name))
+    monkeypatch.setattr(models_attention, "mask_form", lambda *_: "blocks")
+    assert attention.kernels_of(setup, "gpt_oss", False).text == "FlexAttention"
+    assert {"FlexAttention", "flash_attention_for_cpu"} <= {
+        *attention.kernels_of(setup, "gemma3", False).text.split(", ")
+    }
+    monkeypatch.setattr(models_attention, "attend_to_scores", plain_attention)
+    text = failure(partial(attention.kernels_of, setup, "qwen3_next", True))
+    assert text.startswith("16 and 2 heads, 256 and 256 wide, window 0, cap 0: not a fused kernel, but aten.bmm")
+    monkeypatch.setattr(facts, "attend", plain_attention)
+    assert "not a fused kernel" in failure(partial(facts.attention, setup, documents=False))
+    monkeypatch.setattr(facts, "attend", lambda q, *_: q + 1)
+    assert failure(partial(facts.attention, setup, documents=False)) == "no fused operation"
+    assert fused_kernel(lambda: None, also=["FlexAttention"]) == "FlexAttention"
+
+
+def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **_options: object) -> torch.Tensor:
+    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+    return (q @ k.mT).softmax(-1) @ v
+
+
+@pytest.mark.slow
+def test_a_wait_in_what_follows_a_step(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Meter.update
+
+    def reads(self: Meter, step: int, stats: Any, **options: Any) -> None:
+        assert stats.mean_loss.item() > 0
+        update(self, step, stats, **options)
+
+    monkeypatch.setattr(Meter, "update", reads)
+    assert "_local_scalar_dense" in failure(partial(training_checks.no_wait, setup, "llama3", ()))
+
+
+def test_a_rank_that_is_not_wrapped(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_checks, "wrapped_modules", lambda _part: iter(()))
+    assert failure(partial(training_checks.wrapped_rank, setup)) == "the model is not wrapped: nothing is tested"
+
+
+class LateCopy(HostCopy):
+    """Copies as late as a device may: when it must, before `hold`'s caller goes on."""
+
+    waiting: Callable[[], None] | None = None
+
+    def begin(self, local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        places = self._places(local)
+
+        def copied() -> None:
+            for name, tensor in local.items():
+                places[name].copy_(tensor)
+
+        LateCopy.waiting = copied
+        return places
+
+    def hold(self) -> None:
+        if LateCopy.waiting is not None:
+            LateCopy.waiting()
+            LateCopy.waiting = None
+
+    def wait(self) -> None:
+        LateCopy.hold(self)
+
+
+def test_a_copy_of_a_save_that_has_the_next_step(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, step_if = LateCopy(pinned=False), GatedOptimizer.step_if
+
+    def late(self: GatedOptimizer, ok: torch.Tensor) -> None:
+        LateCopy.hold(copy)
+        step_if(self, ok)
+
+    class HeldLate(LateCopy):
+        def hold(self) -> None:
+            """Not before bit_equal has ended the step."""
+
+    monkeypatch.setattr(training_checks, "HostCopy", HeldLate)
+    monkeypatch.setattr(GatedOptimizer, "step_if", late)
+    assert "copies have the next step, such as exact/" in failure(partial(training_checks.copies, setup))
+
+
+def test_bit_equal_without_deterministic_kernels(on_device: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        training_checks, "configure", lambda *_: SimpleNamespace(debug=SimpleNamespace(deterministic=False))
+    )
+    assert "does not set debug.deterministic" in failure(partial(training_checks.bits_twice, on_device, False))
+
+
+def test_samples_that_differ_with_deterministic_algorithms(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sums(x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(-1) if not torch.are_deterministic_algorithms_enabled() else x.flip(-1).cumsum(-1)
+
+    monkeypatch.setattr(generate, "cumulative_sum", sums)
+    with attention.deterministic_algorithms(True):
+        assert "of 64 tokens differ from those of the host" in failure(partial(training_checks.samples, setup))
+
+
+@pytest.mark.parametrize(
+    ("found", "is_static", "text"),
+    [
+        ({"gap s": 5.1, "launches s": 4.9, "is static": False}, False, "launches hold Python's lock (bound 1 s)"),
+        ({"gap s": 0.1, "launches s": 0.3, "is static": False}, False, "they did not wait, so nothing is tested"),
+        ({"gap s": 0.1, "launches s": 4.9, "is static": True}, False, "has no effect"),
+    ],
+)
+def test_threads_that_stop_beside_a_gpu_that_hangs(found: dict[str, Any], is_static: bool, text: str) -> None:
+    assert text in failure(partial(hangs.judge_thread, found, is_static))
+
+
+def test_threads_that_run_beside_a_gpu_that_hangs() -> None:
+    found = {"gap s": 0.1, "launches s": 4.9, "is static": False}
+    assert not hangs.judge_thread(found, False).measured
+    known = {"gap s": 4.9, "launches s": 4.9, "is static": True}
+    assert hangs.judge_thread(known, True).measured
+
+
+SEEN = {"groups": 1, "timeout s": hangs.TIMEOUT_S}
+ABORTED = "the process ended with code -6"
+TOLD = "[rank0]:[E] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2)"
+
+
+@pytest.mark.parametrize(
+    ("sent", "failed", "output", "files", "text"),
+    [
+        ([], ABORTED, "no driver", [], "the process failed before: the process ended with code -6; no driver"),
+        ([SEEN | {"groups": 0}], ABORTED, TOLD, ["nccl-rank-0"], "the flight recorder has"),
+        ([SEEN, {"value": 1.0}], None, "", [], "NCCL's timeout of 5 s did not end it"),
+        ([SEEN], ABORTED, "Fatal Python error: Aborted", ["nccl-rank-0"], "without a word about the timeout"),
+        ([SEEN], ABORTED, TOLD, ["output"], "no file nccl-rank-* but output"),
+    ],
+)
+def test_a_timeout_of_nccl_that_is_not_as_promised(
+    sent: list[Any], failed: str | None, output: str, files: list[str], text: str
+) -> None:
+    assert text in failure(lambda: hangs.judge_end(Outcome(sent, failed), 9.0, output, files))
+
+
+def test_a_timeout_of_nccl() -> None:
+    found = hangs.judge_end(Outcome([SEEN], ABORTED), 9.0, f"start\n{TOLD}\n", ["nccl-rank-0", "output"])
+    assert found.text == f"{ABORTED} after 9 s with its start: {TOLD}"
+
+
+def test_a_save_that_waits_for_the_device() -> None:
+    until = [0.0]
+
+    def busy(seconds: float) -> Callable[[], bool]:
+        until[0] = time.perf_counter() + seconds / 20
+        return lambda: time.perf_counter() < until[0]
+
+    assert "beside an idle GPU" in rates.judge_save(lambda _name: None, busy, 2**30).text
+    waiting = failure(lambda: rates.judge_save(lambda _: time.sleep(max(0.0, until[0] - time.perf_counter())), busy, 1))
+    assert waiting.endswith("the save waited for the GPU")
+
+    def fails(name: str) -> None:
+        if name == "busy":
+            raise OSError("no space")
+
+    assert failure(lambda: rates.judge_save(fails, busy, 1)) == "OSError: no space"
+
+
+def test_products_of_experts_that_are_computed_again(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tuple(each for each in recompute.SAVED_OPS if each is not torch.ops.aten._grouped_mm.default)
+    monkeypatch.setattr(recompute, "SAVED_OPS", kept)
+    assert failure(lambda: rates.expert_products(setup)) == "12 grouped products, not 9"
+
+
+def test_chunks_that_are_slow() -> None:
+    found = {"auto": 10.6, "2092": 10.5, "2048": 10.0}
+    text = failure(lambda: rates.judge_chunks(found, is_bound=True))
+    assert text.endswith("chunks of 2048 tokens are faster than automatic ones (bound 1.05 times)")
+    assert rates.judge_chunks(found | {"auto": 10.4}, is_bound=True).values["auto ms"] == 10.4
+
+
+def test_a_plan_that_is_wrong() -> None:
+    assert layouts.require_planned(100, 107).endswith("(+7.0%; bounds -3% and +15%)")
+    for planned in (96, 116):
+        with pytest.raises(WrongError):
+            layouts.require_planned(100, planned)
+
+
+def test_a_slow_step_and_an_idle_device(tmp_path: Path) -> None:
+    setup = Setup("cpu", False, str(tmp_path))
+    loops: Any = {
+        "hand-written loop": SimpleNamespace(step=lambda _mark: None),
+        "compiled": SimpleNamespace(step=lambda _mark: time.sleep(0.001)),
+    }
+    assert "the goal of 0.97 is not reached" in failure(lambda: benchmark.alternate(setup, loops))
+    work = [("gemm", (0.0, 4.0)), ("gemm", (5.0, 9.0))]
+    assert failure(lambda: profiling.busy(setup, work)) == "11.1% of 3 steps in a row (bound 10%)"
+    assert profiling.busy(setup, [*work, ("copy", (4.5, 5.0))]).values["share"] == pytest.approx(0.5 / 9)
 
 
 def test_a_product_in_lower_precision(setup: Setup) -> None:
@@ -166,9 +403,9 @@ def test_a_host_read_in_a_step(setup: Setup, monkeypatch: pytest.MonkeyPatch) ->
 def test_sums_of_gradients_that_depend_on_the_mesh(tmp_path: Path) -> None:
     """Those of two ranks without the key."""
     setup = Setup("cpu", True, str(tmp_path))
-    alone = layouts.run_ranks(setup, layouts.rank_bits, "gloo", [*layouts.UNIT], ranks=1)
+    alone = layouts.run_ranks(setup, layouts.rank_bits, [*layouts.UNIT], ranks=1)
     plain = [*layouts.BITS["dp_shard 2"], "training.bit_equal=false"]
-    assert "weights differ, such as" in failure(lambda: layouts.same_bits(setup, "gloo", plain, alone))
+    assert "weights differ, such as" in failure(lambda: layouts.same_bits(setup, plain, alone))
 
 
 def test_answers_that_are_not_masked(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,19 +484,94 @@ def crashing_part(emit: Emit, _setup: Setup) -> None:
 
 def test_a_crash_of_a_part_is_a_failed_row(tmp_path: Path) -> None:
     stage = gpu_check.Stage(60.0, (gpu_check.Part("1 facts", "facts", crashing_part),))
-    late = gpu_check.Stage(60.0, (gpu_check.Part("2 kernels", "kernels", crashing_part),))
+    late = gpu_check.Stage(60.0, (gpu_check.Part("10 training", "training", crashing_part),))
     setup = Setup("cpu", True, str(tmp_path))
-    rows, _ = gpu_check.run_stage(stage, setup, time.monotonic() + 60)
-    rows += gpu_check.run_stage(late, setup, time.monotonic() + 1)[0]
-    assert [(row.name, row.status) for row in rows] == [
+    report = Report(tmp_path, {"device": "cpu"})
+    gpu_check.run_stage(late, setup, time.monotonic() + 1, report)
+    gpu_check.run_stage(stage, setup, time.monotonic() + 60, report)
+    assert {(row["name"], row["status"]) for row in read_rows(tmp_path)} == {
         ("first", "passed"),
         ("facts", "failed"),
-        ("kernels", "skipped"),
-    ]
-    text = markdown(rows, {"device": "cpu"})
+        ("training", "skipped"),
+    }, "before the page is written"
+    assert report.has_failed
+    report.add_facts(seconds=1.0)
+    assert report.write().startswith("# GPU check\n\ndevice cpu, seconds 1.0\n")
+    text = (tmp_path / PAGE).read_text()
     assert "\n1 failed, 1 passed, 1 skipped.\n" in text
+    assert text.index("## 1 facts") < text.index("## 10 training")
     look = "Look at `titanlite/runtime/peak_flops.py`."
     assert f"**failed: 1 facts: facts**: stopped after 1 rows: the process ended with code 3. {look}" in text
+    assert re.search(r"Seconds of each part, with its start: facts \d", text)
+
+
+def test_two_ranks_need_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a process for them; the layouts come first if there are several GPUs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    report = Report(tmp_path, {})
+    gpu_check.run_stage(gpu_check.LAYOUTS, Setup("cuda", True, str(tmp_path)), time.monotonic() + 60, report)
+    (row,) = read_rows(tmp_path)
+    assert (row["name"], row["status"], row["text"]) == ("two ranks", "skipped", "needs a GPU for each of its ranks")
+    first = [[stage.parts[0].name for stage in gpu_check.ordered("cuda", gpus)][:4] for gpus in (1, 2)]
+    assert first == [
+        ["facts", "side by side", "profile", "simulated ranks"],
+        ["two ranks", "facts", "side by side", "profile"],
+    ]
+    assert gpu_check.ordered("cuda", 1)[-1] == gpu_check.LAYOUTS
+
+
+def test_only_some_parts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def names(only: str) -> list[str]:
+        return [part.name for stage in gpu_check.chosen(gpu_check.STAGES, only) for part in stage.parts]
+
+    assert names("7,8")[:2] == ["side by side", "profile"]
+    assert names("8, hangs,compiled documents") == ["profile", "hangs", "compiled documents"]
+    assert names("attention") == [f"attention {share} of 3" for share in (1, 2, 3)]
+    assert names("") == [name for name in ALL_PARTS if name != "two ranks"]
+    assert all("," not in name for name in ALL_PARTS)
+    assert len(ALL_PARTS) == len({*ALL_PARTS})
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--device=cpu", "--tiny", "--out=unused", "--only=7,speed"])
+    with pytest.raises(SystemExit, match="2"):
+        gpu_check.main()
+    assert "--only: no part 'speed'; the parts are 1 facts: facts; 2 kernels:" in capsys.readouterr().err
+
+
+def test_threads_of_a_gpu_machine(tmp_path: Path) -> None:
+    """8 processes at a time with 16 cores."""
+    found = gpu_check.environment(Setup("cuda", False, str(tmp_path)))
+    assert (found["OMP_NUM_THREADS"], found["TORCHINDUCTOR_COMPILE_THREADS"]) == ("2", "4")
+    assert "OMP_NUM_THREADS" not in gpu_check.environment(Setup("cpu", True, str(tmp_path)))
+
+
+def test_packages_to_carry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"tyro": "1.0", "typeguard": "4.6", "tomli": "2.5", "torch": "2.11", "triton": "3.6", "numpy": "2.4"}
+    needs = {"tyro": ["typeguard>=4", 'rich; extra == "x"'], "torch": ["triton", "numpy"]}
+    monkeypatch.setattr(gpu_packages.metadata, "version", versions.__getitem__)
+    monkeypatch.setattr(gpu_packages.metadata, "requires", needs.get)
+    needed = gpu_packages.needed(["torch", "tyro", "tomli"], "3.12", frozenset({"torch", "numpy"}))
+    assert needed == {"tomli": "2.5", "typeguard": "4.6", "tyro": "1.0"}
+    command = gpu_packages.pip_command(needed, "3.12", tmp_path)
+    assert {"--python-version=3.12", f"--target={tmp_path}", "tyro==1.0", "--no-deps"} <= {*command}
+    assert not [part for part in command if "://" in part]
+    assert gpu_packages.name_of("typing_extensions>=4") == "typing-extensions"
+    image = (REPOSITORY / "scripts" / "gpu_image.txt").read_text()
+    assert "pydantic" not in image
+    assert "torch" in gpu_packages.direct()
+
+
+def test_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_packages, "direct", lambda: ["torch", "no-such-package"])
+    monkeypatch.setattr(gpu_packages, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "before")
+    folder = tmp_path / f"gpu_packages-{gpu_packages.own_python()}"
+    with pytest.raises(SystemExit, match=rf"lacks no-such-package: .* copy {folder.name} to {tmp_path}$"):
+        gpu_packages.use()
+    (folder / "no_such_package-1.0.dist-info").mkdir(parents=True)
+    (folder / "no_such_package-1.0.dist-info" / "METADATA").write_text("Name: no-such-package\nVersion: 1.0\n")
+    gpu_packages.use()
+    assert sys.path[0] == str(folder)
+    assert os.environ["PYTHONPATH"] == f"{folder}{os.pathsep}before"
 
 
 def test_a_case_without_what_it_needs_is_skipped() -> None:

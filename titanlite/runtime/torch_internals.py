@@ -344,6 +344,21 @@ def reset_compiler() -> None:
         torch._dynamo.reset()
 
 
+def compiled_graphs() -> tuple[int, int]:
+    """The numbers of graphs that Dynamo has compiled in this process, and of breaks between graphs."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def strict_compiler(*, recompiles: bool = True) -> Any:
+    """A context in which torch.compile raises an error in place of calling a function itself, after recompile_limit
+    versions of it. recompiles: False: also for each new version of a function."""
+    from torch._dynamo import config
+
+    return config.patch(fail_on_recompile_limit_hit=True, error_on_recompile=not recompiles)
+
+
 def clear_sharding_cache() -> None:
     """Drop the cache of DTensor's sharding rules, which refers to meshes: a result is on the first mesh of equal ranks
     and names, with its process groups, also if the operands are on another one. So two such meshes must not be used in
@@ -352,6 +367,12 @@ def clear_sharding_cache() -> None:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
+
+
+def has_static_launcher() -> bool:
+    """Whether compiled code launches Triton's kernels by a function of torch that holds Python's lock."""
+    config: Any = importlib.import_module("torch._inductor.config")
+    return bool(config.use_static_cuda_launcher)
 
 
 # Profiler, memory
@@ -377,3 +398,8 @@ def pin_in_place(address: int, size: int) -> None:
     from torch.cuda._pin_memory_utils import pin_memory
 
     pin_memory(address, size)
+
+
+def occupy_gpu(cycles: int) -> None:
+    """Keep the current stream of the GPU busy for so many cycles of its clock; the host does not wait. For checks."""
+    torch.cuda._sleep(cycles)

@@ -1,5 +1,6 @@
 """Each private name of torch that titanlite uses exists in the installed torch, and does what it is used for."""
 
+import importlib
 import json
 import time
 from datetime import timedelta
@@ -306,3 +307,35 @@ def test_memory_of_a_gpu(tmp_path: Path) -> None:
     assert (tmp_path / "blocks.pickle").stat().st_size > 0
     internals.pin_in_place(host.data_ptr(), host.nbytes)
     assert host.is_pinned()
+
+
+@pytest.mark.slow
+def test_compiled_graphs_and_their_limit() -> None:
+    function = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
+    before = internals.compiled_graphs()
+    try:
+        with internals.strict_compiler():
+            for size in range(2, 10):
+                function(torch.ones(size))
+            assert [now - then for now, then in zip(internals.compiled_graphs(), before, strict=True)] == [8, 0]
+            with pytest.raises(Exception, match="recompile_limit"):
+                function(torch.ones(10))
+        internals.reset_compiler()
+        with internals.strict_compiler(recompiles=False):
+            function(torch.ones(2))
+            with pytest.raises(Exception, match=r"[Rr]ecompil"):
+                function(torch.ones(3))
+    finally:
+        internals.reset_compiler()
+
+
+def test_names_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert callable(torch.cuda._sleep)
+    cycles: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", cycles.append)
+    internals.occupy_gpu(10)
+    assert cycles == [10]
+    config = importlib.import_module("torch._inductor.config")
+    for is_static in (False, True):
+        monkeypatch.setattr(config, "use_static_cuda_launcher", is_static)
+        assert internals.has_static_launcher() is is_static
