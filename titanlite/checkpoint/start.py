@@ -202,13 +202,13 @@ class StartFinder:
         return run_on_rank_0(lambda: generation_config_of(found.path, found.manifest), self.group)
 
     def _load_weights(self, found: Found) -> None:
-        tensors = self.state.model()
-        absent = self.state.buffers - self._shapes(found).keys()
+        tensors, saved = self.state.model(), self._shapes(found)
+        absent = self.state.buffers - saved.keys()
         if absent:
             log.info("Not in the checkpoint, so they begin at 0: %s", ", ".join(sorted(absent)))
             tensors = {name: tensor for name, tensor in tensors.items() if name not in absent}
         changes = _of_weights(model_differences({"model": found.manifest.model}, self.about.facts))
-        for line in check_tensors(found.path, tensors, self.group, changes):
+        for line in check_tensors(found.path, saved, tensors, self.group, changes):
             log.info("%s", line)
         for line in changes:
             log.info("Changed from the model of the weights: %s", line)
@@ -410,18 +410,21 @@ def load(path: Place, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | 
 
 
 def check_tensors(
-    path: Place, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, differences: Iterable[str] = ()
+    path: Place,
+    saved: Mapping[str, tuple[tuple[int, ...], str]],
+    tensors: Mapping[str, Tensor],
+    group: dist.ProcessGroup,
+    differences: Iterable[str] = (),
 ) -> list[str]:
     """Check names and shapes of `tensors` against the checkpoint; returns one log line per conversion of a dtype.
 
-    Raises UserError if the checkpoint lacks a tensor or has it in another shape. differences: between the two models,
-    for this message.
+    Raises UserError if the checkpoint lacks a tensor or has it in another shape. saved: see read_shapes. differences:
+    between the two models, for this message.
     """
     listed = [f"  {line}" for line in differences]
     remedy = ["  remedy: use the checkpoint's [model] values and its tokenizer"] if listed else []
 
     def check() -> tuple[str, list[str]]:
-        saved = read_shapes(path)
         for name, tensor in tensors.items():
             if name not in saved:
                 return f"has no {name}: it belongs to another model", []

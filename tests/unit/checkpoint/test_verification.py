@@ -11,7 +11,7 @@ from tests.unit.checkpoint.making import content_of, make, write_unpublished
 from titanlite.checkpoint.folder import published_steps, read_or_none, step_folder
 from titanlite.checkpoint.manifest import MANIFEST_FILE, METADATA_FILE, Manifest, read_manifest
 from titanlite.checkpoint.start import check_tensors, load
-from titanlite.checkpoint.storage import save_tensors
+from titanlite.checkpoint.storage import read_shapes, save_tensors
 from titanlite.checkpoint.verification import Found, latest_valid, prepare_folder, verify_checkpoint
 from titanlite.ranks.agreement import RanksError
 from titanlite.runtime.errors import UserError
@@ -193,14 +193,14 @@ def tensors_at(folder: Path, group: dist.ProcessGroup) -> Found:
 
 def test_check_tensors_compares_names_and_shapes(tmp_path: Path, group: dist.ProcessGroup) -> None:
     found = tensors_at(tmp_path, group)
-    wanted = {"model/a": torch.zeros(2, 3)}
-    check_tensors(found.path, wanted, group)
+    wanted, saved = {"model/a": torch.zeros(2, 3)}, read_shapes(found.path)
+    check_tensors(found.path, saved, wanted, group)
     load(found.path, wanted, group)
     assert wanted["model/a"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     with pytest.raises(UserError, match="has no model/c: it belongs to another model"):
-        check_tensors(found.path, {"model/c": torch.zeros(1)}, group)
+        check_tensors(found.path, saved, {"model/c": torch.zeros(1)}, group)
     with pytest.raises(UserError, match=r"has model/b of shape \(4,\), but this model needs \(5,\)"):
-        check_tensors(found.path, {"model/b": torch.zeros(5)}, group)
+        check_tensors(found.path, saved, {"model/b": torch.zeros(5)}, group)
 
 
 def test_a_failed_load_names_the_folder(tmp_path: Path, group: dist.ProcessGroup) -> None:
