@@ -197,13 +197,18 @@ def _chunks(
 
 
 def _scan(chunks: _Chunks, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(corrections of values, states before each chunk, state after the last one)."""
-    corrections, states = torch.empty_like(chunks.values), state.new_empty(len(chunks.values), *state.shape)
+    """(corrections of values, states before each chunk, state after the last one).
+
+    Products are added in place: otherwise each would first copy what it is added to, in one more kernel on GPUs.
+    """
+    corrections = chunks.solved_values.clone(memory_format=torch.contiguous_format)
+    states = state.new_empty(len(corrections) + 1, *state.shape)
+    states[0] = state
     for index, own in enumerate(corrections):
-        states[index] = state
-        torch.baddbmm(chunks.solved_values[index], chunks.solved_keys[index], state, alpha=-1, out=own)
-        state = torch.baddbmm(state * chunks.through[index], chunks.decayed_keys[index].mT, own)
-    return corrections, states, state
+        own.baddbmm_(chunks.solved_keys[index], states[index], alpha=-1)
+        torch.mul(states[index], chunks.through[index], out=states[index + 1])
+        states[index + 1].baddbmm_(chunks.decayed_keys[index].mT, own)
+    return corrections, states[:-1], states[-1]
 
 
 @torch.library.custom_op("titanlite::gated_delta_rule_backward", mutates_args=())
@@ -252,13 +257,12 @@ def _backward_of_segment(chunks: _Chunks, state: Tensor, gradient: Tensor, of_st
     key_heads = chunks.keys.shape[1]
     own = _split(gradient, chunks.keys.shape[2])
     of_corrections = chunks.scores.mT @ own
-    of_next = torch.empty_like(states)
-    through_queries = chunks.decayed_queries.mT @ own
+    of_states = torch.cat((chunks.decayed_queries.mT @ own, of_state.unsqueeze(0)))
+    of_next = of_states[1:]
     for index in reversed(range(len(states))):
-        of_next[index] = of_state
-        of_corrections[index].baddbmm_(chunks.decayed_keys[index], of_state)
-        of_state = torch.baddbmm(through_queries[index], chunks.solved_keys[index].mT, of_corrections[index], alpha=-1)
-        of_state.add_(of_next[index] * chunks.through[index])
+        of_corrections[index].baddbmm_(chunks.decayed_keys[index], of_next[index])
+        of_states[index].baddbmm_(chunks.solved_keys[index].mT, of_corrections[index], alpha=-1)
+        of_states[index].add_(of_next[index] * chunks.through[index])
     # of decayed_queries, scores, decayed_keys, and of the solution
     of_queries = own @ states.mT
     of_scores = (own @ corrections.mT).mul_(chunks.decay)
@@ -296,7 +300,7 @@ def _backward_of_segment(chunks: _Chunks, state: Tensor, gradient: Tensor, of_st
         of_values * chunks.betas,
         of_decays,
         of_betas.squeeze(-1),
-        of_state,
+        of_states[0].clone(),  # frees the others
     )
 
 

@@ -1,11 +1,13 @@
 """Gated linear attention: the rule in chunks against the recurrence, position by position, in float64."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.models import delta_rule
 from titanlite.models.delta_rule import gated_delta_rule
@@ -119,6 +121,39 @@ def test_saved_memory_grows_linearly() -> None:
             gated_delta_rule(*inputs(seq_len))
         sizes.append(sum(saved))
     assert sizes[2] - sizes[1] == sizes[1] - sizes[0] > 0
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        self.found[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_operations_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a GPU launches one after the other. A baddbmm that is not in place is two: it copies first."""
+    monkeypatch.setattr(delta_rule, "SEGMENT", 8)
+    counts = []
+    for chunks in (3, 5):
+        with torch.no_grad():
+            x = inputs(chunks * CHUNK)
+            out, states = gated_delta_rule(*x)[0], torch.zeros(2, 8, 6, 5, dtype=torch.float64)
+            with Operations() as forward:
+                delta_rule._gated_delta_rule._init_fn(*x, None, None)  # type: ignore[attr-defined]
+            with Operations() as backward:
+                delta_rule._backward._init_fn(out, *x, None, states)  # type: ignore[attr-defined]
+        counts.append((forward.found, backward.found))
+    views = ("aten::select.int", "aten::transpose.int")
+    forward_, backward_ = (
+        {name: number // 2 for name, number in (more - less).items() if name not in views}
+        for less, more in zip(*counts, strict=True)
+    )
+    assert forward_ == {"aten::baddbmm_": 2, "aten::mul.out": 1}
+    assert backward_ == {"aten::baddbmm_": 4, "aten::mul.out": 1, "aten::mul.Tensor": 1, "aten::add_.Tensor": 1}
 
 
 def test_the_operations_have_the_shapes_of_fake_tensors() -> None:
