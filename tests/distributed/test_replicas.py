@@ -80,6 +80,32 @@ def found_on_layout(layout: str) -> list[str]:
     return found
 
 
+def compared_on_shards() -> list[tuple[str, int]]:
+    """Tensors of the weights and of the optimizer that are digested, with their elements."""
+    config = small_config(2, "optimizer.name=AdamW", "training.local_batch_size=8", "parallelism.dp_shard=2")
+    trainer, mesh = build_on_mesh(config)
+    trainer.optimizer.init_state()
+    tensors = dict(trainer.optimizer.named_state())
+    tensors |= {name: p for part in trainer.model_parts for name, p in part.named_parameters()}
+    names = {local_part(tensor).data_ptr(): name for name, tensor in tensors.items()}
+    digested = list[tuple[str, int]]()
+
+    def noted(local: Tensor, device: torch.device) -> Tensor:
+        digested.append((names[local.data_ptr()], local.numel()))
+        return digest(local, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("titanlite.faults.replicas.digest", noted)
+        Replicas(trainer.model_parts, trainer.optimizer, mesh, every=1).compare(1)
+    return digested
+
+
+@pytest.mark.slow
+def test_shards_are_not_digested() -> None:
+    for digested in run_ranks(compared_on_shards, 2):
+        assert {(name.rpartition("/")[2], size) for name, size in digested} == {("step", 1)}
+
+
 def _keys(layout: str) -> list[str]:
     return [f"parallelism.{setting}" for setting in layout.split()]
 

@@ -2,6 +2,7 @@
 bit."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -66,17 +67,20 @@ class Replicas:
         for part in self._model_parts:
             tensors |= saved_tensors(part)
         device = self._mesh.world.device
-        digests = {name: digest(local_part(tensor), device) for name, tensor in tensors.items()}
+        replicated = {
+            axis: [name for name, tensor in tensors.items() if is_replicated(tensor, axis)] for axis in self._axes
+        }
+        of_copies = {name: [each for each in sorted(tensors) if _is_of(each, name)] for name in self._holders}
+        compared = dict.fromkeys(chain(*replicated.values(), *of_copies.values()))
+        digests = {name: digest(local_part(tensors[name]), device) for name in compared}
         any_differs = torch.zeros((), dtype=torch.int64, device=device)
-        for axis in self._axes:
-            names = [name for name, tensor in tensors.items() if is_replicated(tensor, axis)]
+        for axis, names in replicated.items():
             if names:
                 own = torch.stack([digests[name] for name in names])
                 extremes = torch.cat([own, -own])
                 dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._mesh.group(axis))
                 highest, lowest = extremes[: len(names)], -extremes[len(names) :]
                 any_differs |= (highest != lowest).any()
-        of_copies = {name: [each for each in sorted(tensors) if _is_of(each, name)] for name in self._holders}
         for name, names in of_copies.items():
             own = torch.stack([digests[each] for each in names])
             copies = exchanged(own, self._holders[name], self._mesh.group("pp"))
@@ -85,10 +89,8 @@ class Replicas:
         if any_differs.item():
             values = {name: int(value) for name, value in digests.items()}
             replicas = {
-                tuple(dist.get_process_group_ranks(self._mesh.group(axis))): {
-                    name: values[name] for name, tensor in tensors.items() if is_replicated(tensor, axis)
-                }
-                for axis in self._axes
+                tuple(dist.get_process_group_ranks(self._mesh.group(axis))): {name: values[name] for name in names}
+                for axis, names in replicated.items()
             }
             for name, names in of_copies.items():
                 ranks = dist.get_process_group_ranks(self._mesh.group("pp"))
