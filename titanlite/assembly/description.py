@@ -38,7 +38,7 @@ from titanlite.optim.schedule import (
     ramps,
 )
 from titanlite.parallel.mesh import Mesh
-from titanlite.planning.estimate import loss_chunk
+from titanlite.planning.estimate import loss_chunk, plan_step
 from titanlite.runtime.environment import environment_lines, overridden
 from titanlite.runtime.errors import Problem
 from titanlite.runtime.logging import log
@@ -65,7 +65,8 @@ def describe_training(job: Job, mesh: Mesh, environment: Mapping[str, str]) -> N
     if config.terms or config.loss.chosen is not CROSS_ENTROPY:
         terms = ", ".join(config.terms) or "none"
         log.info('Loss: "%s", terms of the objective: %s', config.loss.name, terms)
-    chunk = loss_chunk(config, config.hyper_parameters.vocab_size, mesh.world.device_type)
+    rows = plan_step(config, mesh.degrees).size
+    chunk = loss_chunk(config, config.hyper_parameters.vocab_size, mesh.world.device_type, rows)
     log.info("Loss: in chunks of %s tokens", f"{chunk:,}")
     for line in describe_groups(config.optimizer, *full_parameters(config.model)):
         log.info("Optimizer: %s", line)

@@ -113,8 +113,8 @@ def computation_facts(config: JobConfig, device: torch.device) -> dict[str, str]
         facts["context_parallel"] = layout.context_parallel
     if config.compile.enable:
         facts["compile"] = config.compile.backend
-    chunk = loss_chunk(config, config.hyper_parameters.vocab_size, device.type)
     rows, threads = rows_together(layout, training.local_batch_size), torch.get_num_threads()
+    chunk = loss_chunk(config, config.hyper_parameters.vocab_size, device.type, rows)
     return facts | {"loss.chunk_tokens": str(chunk), "rows": str(rows), "threads": str(threads)}
 
 

@@ -27,6 +27,8 @@ CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
 CHUNK_TOKENS = {"cpu": 256, "cuda": 4096}
 """Largest automatic chunk: caches of CPUs are faster with small ones (docs/LOG.md); products on GPUs, and the gradient
 of the weight, which each chunk reads and writes, with large ones."""
+ALIGNED_TOKENS = 128
+"""Automatic chunks on GPUs are multiples of it if they can be: tiles of products are then full."""
 PART_IDS = 4096
 """Ids whose gradients, in a narrower dtype than their sum, exist at the same time."""
 
@@ -44,8 +46,8 @@ class LossConfig:
         "auto", 'set a positive number, or "auto"', least=1, unset="auto", affects="layout"
     )
     """Tokens whose logits exist at the same time. auto: on a GPU as many as take 1 GiB in the dtype of the loss, at
-    least float32, and at most 4,096; on a CPU 128 MiB, and at most 256. With a narrower compute dtype, two copies in
-    this dtype exist beside them."""
+    least float32, at most 4,096, and in chunks of about equal size; on a CPU 128 MiB, and at most 256. With a narrower
+    compute dtype, two copies in this dtype exist beside them."""
 
     z_loss: float = setting(
         -1.0, "0 for none; 1e-4 is usual", least=0, unset=-1, automatic="as the family's published models were trained"
@@ -416,7 +418,7 @@ class OutputLayer(nn.Linear):
         if further_labels is not None:
             x, further = x.chunk(2)
         columns = self.out_features if gathers else len(weight)
-        chunk = tokens_per_chunk(how.chunk_tokens, columns * wide.itemsize, x.device.type)
+        chunk = tokens_per_chunk(how.chunk_tokens, columns * wide.itemsize, x.device.type, labels.numel())
         # A negative label is not valid.
         weights = (labels >= 0) / num_valid.clamp(min=1).to(wide).unsqueeze(1)
         transform = self.transform if has_transform else None
@@ -494,11 +496,19 @@ def count_misses(heads: Sequence[OutputLayer]) -> Iterator[list[Tensor]]:
             head.misses = None
 
 
-def tokens_per_chunk(chunk_tokens: int | Literal["auto"], token_bytes: int, device_type: str) -> int:
-    """The value of LossConfig.chunk_tokens if the logits of a token take `token_bytes` on this rank."""
+def tokens_per_chunk(chunk_tokens: int | Literal["auto"], token_bytes: int, device_type: str, tokens: int) -> int:
+    """The value of LossConfig.chunk_tokens if the logits of a token take `token_bytes` on this rank.
+
+    tokens: of a microbatch on this rank. On a GPU, automatic chunks are as equal as multiples of ALIGNED_TOKENS can be.
+    """
     if chunk_tokens != "auto":
         return chunk_tokens
-    return min(max(1, CHUNK_BYTES[device_type] // token_bytes), CHUNK_TOKENS[device_type])
+    most = min(max(1, CHUNK_BYTES[device_type] // token_bytes), CHUNK_TOKENS[device_type])
+    if device_type == "cpu" or most < ALIGNED_TOKENS:
+        return most
+    most -= most % ALIGNED_TOKENS
+    count = -(-tokens // most)
+    return -(-tokens // (count * ALIGNED_TOKENS)) * ALIGNED_TOKENS
 
 
 class _AtOnce(torch.autograd.Function):

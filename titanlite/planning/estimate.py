@@ -170,7 +170,7 @@ def step_shape(
         n_further_tokens=model.n_further_tokens,
         attention_input=latent or model.dim,
         wide_norms=styles.count("wide_norm"),
-        loss_chunk=loss_chunk(config, model.vocab_size, device_type),
+        loss_chunk=loss_chunk(config, model.vocab_size, device_type, step.size),
         shard_logits=_shards_logits(config),
         dim=model.dim,
         stage_width=family.stage_width(model),
@@ -180,11 +180,12 @@ def step_shape(
     )
 
 
-def loss_chunk(config: JobConfig, vocab_size: int, device_type: str) -> int:
-    """Tokens whose logits exist at the same time on a rank."""
+def loss_chunk(config: JobConfig, vocab_size: int, device_type: str, rows: int) -> int:
+    """Tokens whose logits exist at the same time on a rank. rows: of a microbatch."""
     columns = -(-vocab_size // config.parallelism.tp) if _shards_logits(config) else vocab_size
     wide = torch.promote_types(DTYPES[config.training.mixed_precision_param], torch.float32)
-    return tokens_per_chunk(config.loss.chunk_tokens, columns * wide.itemsize, device_type)
+    tokens = rows * config.training.seq_len // config.parallelism.cp
+    return tokens_per_chunk(config.loss.chunk_tokens, columns * wide.itemsize, device_type, tokens)
 
 
 def _shards_logits(config: JobConfig) -> bool:

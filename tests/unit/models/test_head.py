@@ -211,10 +211,22 @@ def test_a_split_backward_pass_computes_each_gradient_once(loss: Loss, recompute
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("token_bytes", [4 * 2048, 4 * 32_000, 4 * 128_256, 2**40])
 def test_automatic_chunks_stay_below_the_limit(token_bytes: int, device: str) -> None:
-    chunk = tokens_per_chunk("auto", token_bytes, device)
-    assert chunk == 1 or chunk * token_bytes <= CHUNK_BYTES[device]
-    assert chunk <= CHUNK_TOKENS[device]
-    assert tokens_per_chunk(5, token_bytes, device) == 5
+    for tokens in (1, 4096, 8192, 10_000):
+        chunk = tokens_per_chunk("auto", token_bytes, device, tokens)
+        assert chunk == 1 or chunk * token_bytes <= CHUNK_BYTES[device]
+        assert chunk <= CHUNK_TOKENS[device]
+        assert tokens_per_chunk(5, token_bytes, device, tokens) == 5
+
+
+def test_automatic_chunks_on_gpus_are_aligned_and_about_equal() -> None:
+    """Of rows of 8,192 tokens: of 128,256 ids, at most 2,092 tokens fit into a chunk."""
+    found = {
+        ids: tokens_per_chunk("auto", 4 * ids, "cuda", 8192) for ids in (32_000, 128_256, 151_936, 256_000, 262_144)
+    }
+    assert found == {32_000: 4096, 128_256: 2048, 151_936: 1664, 256_000: 1024, 262_144: 1024}
+    assert tokens_per_chunk("auto", 4 * 32_000, "cuda", 5000) == 2560  # not 4,096 and 904
+    assert tokens_per_chunk("auto", 4 * 32_000, "cuda", 100) == 128
+    assert tokens_per_chunk("auto", 2**24, "cuda", 8192) == 64  # fewer than 128 fit
 
 
 @FORMS
