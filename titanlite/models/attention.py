@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from titanlite.models.capped_attention import capped_attention, largest_scores
 from titanlite.runtime.torch_internals import (
+    REGION_AS_OPERATION,
     attention_on_cpu,
     attention_on_cpu_backward,
     fused_attention_choice,
@@ -177,14 +178,15 @@ def block_mask(document_ids: Tensor, queries: Tensor | None = None, window: int 
     return built
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], *, as_operation: bool = False) -> Callable[..., Any]:
     """Compile `function`, once per VARIANTS of its arguments. On first use, since importing torch's compiler takes
-    seconds."""
+    seconds. as_operation: whether selective recomputation sees each call as one operation, and can save its results."""
     set_compiler(recompile_limit=VARIANTS)
-    return _compiled(function)
+    return _compiled_as_operation(function) if as_operation else _compiled(function)
 
 
 _compiled = cache(partial(torch.compile, dynamic=False))
+_compiled_as_operation = cache(partial(torch.compile, dynamic=False, options=REGION_AS_OPERATION))
 
 
 def causal_blocks(seq_len: int, window: int, device: torch.device) -> BlockMask:
@@ -273,7 +275,7 @@ def _attend_in_blocks(
     queries: Tensor, keys: Tensor, values: Tensor, mask: BlockMask, sinks: Tensor | None, cap: float
 ) -> Tensor:
     # A compiled block traces the function itself: Dynamo warns about a cache that it meets.
-    function: Any = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
+    function: Any = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention, as_operation=True)
     change = partial(_capped, cap=cap) if cap else None
     attend_to: Any = partial(function, score_mod=change, block_mask=mask, **_grouping(queries, keys))
     out: Tensor

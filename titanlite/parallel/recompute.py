@@ -16,6 +16,7 @@ from titanlite.models.family import Structure
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Affects, Needs, setting
 from titanlite.runtime.torch_internals import (
+    compiled_region_operation,
     functional_collectives,
     fused_attention_operations,
     product_operations,
@@ -27,7 +28,8 @@ SAVED_OPS: tuple[Any, ...] = (
     torch.ops.aten.addmm.default,
     *product_operations(),
     *fused_attention_operations(),
-    torch.ops.higher_order.flex_attention,
+    torch.ops.higher_order.flex_attention,  # in a compiled block
+    compiled_region_operation(),  # FlexAttention in other blocks
     torch.ops.titanlite.linear.default,
     torch.ops.titanlite.capped_attention.default,
     torch.ops.titanlite.gated_delta_rule.default,

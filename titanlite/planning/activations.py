@@ -32,7 +32,8 @@ class MicrobatchShape:
     causal. gathers_keys: whether each of the cp ranks attends to gathered keys and values, instead of exchanging
     positions for heads. extra_logits: of a registered loss, see models/losses.py; None for the cross-entropy.
     rounded_bytes: of operands in float8, in the backward pass of a layer. emulates_float8: whether products of blocks
-    have results in the wide dtype, before a cast.
+    have results in the wide dtype, before a cast. form: of masks on the device, also of those that windows, sinks and
+    caps need without a mask. compiled: whether blocks are compiled.
     """
 
     rows: int
@@ -49,6 +50,8 @@ class MicrobatchShape:
     extra_logits: float | None = None
     rounded_bytes: int = 0
     emulates_float8: bool = False
+    form: MaskForm = "scores"
+    compiled: bool = False
 
     @property
     def positions(self) -> int:
@@ -68,8 +71,12 @@ class MicrobatchShape:
     def uses_bands(self, config: DecoderConfig, window: int) -> bool:
         """Whether attention with this window computes bands, for which it copies keys and values. With a cap of the
         scores, it does not."""
-        has_kernel = self.mask == "blocks" or config.score_cap > 0
+        has_kernel = self.form == "blocks" or config.score_cap > 0
         return window > 0 and not has_kernel and not self.gathers_keys
+
+    def uses_blocks(self, config: DecoderConfig, window: int, *, sinks: bool) -> bool:
+        """Whether FlexAttention computes attention with this window."""
+        return self.form == "blocks" and (self.mask is not None or window > 0 or sinks or config.score_cap > 0)
 
 
 @dataclass(frozen=True)
@@ -125,6 +132,14 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
     # copies in a wider dtype: saved in place of queries, keys and values, and beside the result, as after an exchange
     wider = shape.attention_bytes / size
     kinds = shape.kinds(config)
+
+    def saved_inputs(window: int) -> int:
+        """Those that "op" keeps with the result of a compiled FlexAttention, except values that a product gave."""
+        sinks = "layers.*.attention.sinks" in structure.tensor_styles
+        if shape.compiled or not shape.uses_blocks(config, window, sinks=sinks):
+            return 0
+        of_keys = rows_of_keys * n_kv_heads * config.head_dim
+        return positions * (query_dim + (2 if shape.cp > 1 else 1) * of_keys) * size // tp
 
     def attention(window: int) -> int:
         queries, keys, band = 1.0, 1.0, 0
@@ -206,7 +221,7 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
         blocks=tuple(by_kind[kind] for kind in kinds),
         blocks_by_op=tuple(
             residual
-            + (linear_by_op if kind.is_linear else always_kept)
+            + (linear_by_op if kind.is_linear else always_kept + saved_inputs(kind.window))
             + (2 * dense + dense_outputs if kind.is_dense else 2 * sparse + sparse_outputs + router)
             + int(before_cast * (heads + 2 * (dense if kind.is_dense else sparse) + n_outputs * gathered))
             for kind in kinds

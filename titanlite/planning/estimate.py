@@ -15,6 +15,7 @@ from titanlite.models.head import tokens_per_chunk
 from titanlite.models.losses import extra_logits
 from titanlite.models.registry import full_model
 from titanlite.optim.muon import muon_dtype
+from titanlite.parallel.compile import compiles_blocks
 from titanlite.parallel.data import resolve_gradient_sync
 from titanlite.parallel.exact import BYTES_PER_ROW
 from titanlite.parallel.mesh import DATA_AXES, resolve_degrees, shard_logits
@@ -234,6 +235,7 @@ def microbatch_shape(config: JobConfig, shape: StepShape, device_type: str) -> M
     model = config.hyper_parameters
     compute_dtype = DTYPES[training.mixed_precision_param]
     gathers_keys = section.cp > 1 and section.context_parallel == "gather"
+    form = mask_form(device_type, compute_dtype, model.head_dim)
     return MicrobatchShape(
         rows=shape.positions * section.cp // training.seq_len,
         seq_len=training.seq_len,
@@ -244,11 +246,11 @@ def microbatch_shape(config: JobConfig, shape: StepShape, device_type: str) -> M
         loss_chunk=shape.loss_chunk,
         shard_logits=_shards_logits(config),
         recomputes_logits=_logits_again(config) > 0,
-        mask=mask_form(device_type, compute_dtype, model.head_dim)
-        if config.data.masks_documents or gathers_keys
-        else None,
+        mask=form if config.data.masks_documents or gathers_keys else None,
         gathers_keys=gathers_keys,
         extra_logits=extra_logits(config.loss.chosen) if config.loss.chosen.needs_logits else None,
+        form=form,
+        compiled=compiles_blocks(config.compile, model),
     )
 
 

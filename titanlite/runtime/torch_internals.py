@@ -324,6 +324,18 @@ for reuse; one that is split in two needs them in its second half. allow_unspec_
 an integer, such as the index of a layer, share their compiled code. recompile_limit: versions of one function."""
 
 
+REGION_AS_OPERATION = {"wrap_inductor_compiled_regions": True}
+"""Options of torch.compile that make the call of a compiled function `compiled_region_operation` for selective
+recomputation, which otherwise does not see it."""
+
+
+def compiled_region_operation() -> Any:
+    """The operation that calls a function compiled with REGION_AS_OPERATION."""
+    from torch._higher_order_ops.wrap import inductor_compiled_code
+
+    return inductor_compiled_code
+
+
 def compiler_settings() -> dict[str, int]:
     """COMPILER_SETTINGS, without importing the compiler: so that a part of a process can restore them."""
     modules = {name: (sys.modules.get(module), default) for name, (module, default) in COMPILER_SETTINGS.items()}

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ from titanlite.models.attention import (
 )
 from titanlite.models.llama3 import LLAMA3, Llama3Config
 from titanlite.parallel.compile import CompileConfig, apply_compile
-from titanlite.parallel.recompute import ActivationCheckpointConfig, apply_recompute
+from titanlite.parallel.recompute import ActivationCheckpointConfig, _recomputed, apply_recompute
 from titanlite.runtime.torch_internals import compiler_settings, set_compiler
 
 pytestmark = [  # warnings of torch's compiler
@@ -100,7 +100,7 @@ def composed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         function: torch.compile(function, backend="aot_eager", dynamic=False)
         for function in (attention.create_block_mask, attention.flex_attention)
     }
-    monkeypatch.setattr(attention, "compiled", once.__getitem__)
+    monkeypatch.setattr(attention, "compiled", lambda function, **_: once[function])
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     yield
     torch._dynamo.reset()
@@ -473,3 +473,55 @@ def test_block_masks_in_recomputed_and_compiled_blocks(
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         assert relative(gradient, expected[name]) < 1e-12, name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(("mode", "per_layer"), [("selective", 1), ("full", 2)])
+def test_eager_blocks_recompute_no_compiled_attention_by_op(
+    mode: Literal["full", "selective"], per_layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where blocks that are not compiled call a compiled FlexAttention, which has no gradient on CPUs."""
+    lengths = list[int]()
+
+    # operations, so that the compiler has nothing to generate
+    @torch.library.custom_op("titanlite_tests::product", mutates_args=())
+    def product(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        lengths.append(queries.shape[2])
+        return queries * keys * values
+
+    @torch.library.custom_op("titanlite_tests::product_backward", mutates_args=())
+    def backward(gradient: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return gradient * keys * values, gradient * queries * values, gradient * queries * keys
+
+    product.register_fake(lambda queries, *_: torch.empty_like(queries))
+    backward.register_fake(lambda gradient, *_: (*(torch.empty_like(gradient) for _ in range(3)),))
+    product.register_autograd(
+        lambda ctx, gradient: backward(gradient, *ctx.saved_tensors),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),  # noqa: ARG005
+    )
+
+    def in_place_of_flex(queries: Tensor, keys: Tensor, values: Tensor, **_options: Any) -> Tensor:
+        result: Tensor = product(queries, keys, values)
+        return result
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(attention, "flex_attention", in_place_of_flex)
+    layer = _recomputed(attend, ActivationCheckpointConfig(mode=mode))
+    inputs = {length: [torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3)] for length in (16, 32)}
+    masks = {length: flex.create_block_mask(_is_earlier, None, None, length, length, device="cpu") for length in inputs}
+    expected = [torch.autograd.grad(in_place_of_flex(*x).sum(), x) for x in inputs.values()]
+    for _ in range(2):  # in the first round, functions are compiled
+        lengths.clear()
+        results = [layer(*inputs[length], masks[length]) for length in inputs]
+        with torch.no_grad():
+            layer(*inputs[32], masks[32])
+        found = [torch.autograd.grad(out.sum(), x) for out, x in zip(results, inputs.values(), strict=True)]
+        assert lengths == [16, 32, 32, 16, 32][: 3 + 2 * (per_layer - 1)]
+        for gradients_, of_plain in zip(found, expected, strict=True):
+            assert all(map(torch.allclose, gradients_, of_plain))
+    torch._dynamo.reset()
+
+
+def _is_earlier(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key

@@ -10,11 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.distributed.reference import small_config
+from titanlite.models.attention import MaskForm
 from titanlite.models.family import LanguageModel, resolve_model
 from titanlite.models.float8 import RECIPES, RecipeName
 from titanlite.models.registry import FAMILIES
 from titanlite.parallel.float8 import Float8Config, apply_float8
-from titanlite.planning.activations import BlockKind, MicrobatchShape
+from titanlite.planning.activations import BlockKind, MicrobatchShape, activation_bytes
 from titanlite.planning.estimate import estimate
 from titanlite.planning.work import Elementwise, Float8Products, Work, block_work, embedding_work, head_work
 
@@ -90,6 +91,22 @@ def test_a_block(built: tuple[LanguageModel, Any, Any]) -> None:
     layers = {kind: index for index, kind in enumerate(shape_of().kinds(config))}  # one of each kind
     for kind, index in layers.items():
         check_block(model.get_submodule(f"layers.{index}"), model.get_submodule("rope")(None), config, plan, kind)
+
+
+@pytest.mark.parametrize(
+    ("family", "mask", "keeps"),
+    [("llama3", None, 0), ("llama3", "blocks", 2), ("mistral", None, 2), ("gpt_oss", None, 2)],
+)
+def test_inputs_of_a_compiled_attention_that_op_keeps(family: str, mask: MaskForm | None, keeps: int) -> None:
+    """Rotated queries and keys of those of two layers that FlexAttention computes, unless the block is compiled."""
+    _, config, structure = debug_model(family, "model.n_layers=2", "model.n_kv_heads=2")
+    shape = replace(shape_of(), form="blocks", mask=mask)
+    shapes = (replace(shape, compiled=compiled) for compiled in (False, True))
+    kept = [sum(activation_bytes(config, structure, each).blocks_by_op) for each in shapes]
+    heads = (config.n_heads + config.n_kv_heads) * config.head_dim
+    assert kept[0] - kept[1] == keeps * ROWS * SEQ_LEN * heads * 4
+    assert shape_of().uses_bands(config, 16)
+    assert not shape.uses_bands(config, 16)
 
 
 @pytest.mark.parametrize(("name", "family"), [("mxfp8", "llama3"), ("rowwise", "qwen3_moe")])

@@ -27,6 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tests.unit.models.test_float8 import ON_CPU
 from titanlite.models.linear import HAS_ONEDNN
@@ -272,6 +273,26 @@ def test_settings_of_the_compiler() -> None:
         assert internals.compiler_settings() == settings
         assert torch._functorch.config.donated_buffer is settings["donated_buffer"]
         assert torch._dynamo.config.allow_unspec_int_on_nn_module is settings["allow_unspec_int_on_nn_module"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_compiled_region_is_an_operation() -> None:
+    """Of the modes of selective recomputation."""
+    seen = list[Any]()
+
+    def policy(_context: Any, operation: Any, *_args: Any, **_keys: Any) -> CheckpointPolicy:
+        seen.append(operation)
+        return CheckpointPolicy.MUST_SAVE
+
+    for options in (internals.REGION_AS_OPERATION, {}):
+        torch._dynamo.reset()
+        seen.clear()
+        function = torch.compile(torch.mm, dynamic=False, options=options)
+        with create_selective_checkpoint_contexts(policy)[0]:
+            function(torch.ones(3, 3), torch.ones(3, 3))
+        assert (internals.compiled_region_operation() in seen) == bool(options)
 
 
 @pytest.mark.usefixtures("group")
