@@ -300,7 +300,7 @@ class GatedOptimizer:
         optimizer.step()
         for key, tensor in _tensors(optimizer):
             # State that this step created was zero before.
-            tensor.copy_(torch.where(ok, tensor, before.get(key, torch.zeros((), dtype=tensor.dtype))))
+            tensor.copy_(torch.where(ok, tensor, before.get(key, tensor.new_zeros(()))))
 
 
 def _tensors(optimizer: torch.optim.Optimizer) -> Iterable[tuple[tuple[int, str], Tensor]]:

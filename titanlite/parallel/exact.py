@@ -184,7 +184,8 @@ class _Rows:
         self._shapes = {name: _of_rows(each.shape) for name, each in parameters.items()}
         self._sizes = [padded_rows(each.shape) for each in parameters.values()]
         device = next(iter(parameters.values())).device
-        self._tensors = torch.repeat_interleave(torch.tensor(self._sizes, device=device))
+        sizes = torch.tensor(self._sizes, device=device)
+        self._tensors = torch.repeat_interleave(sizes, output_size=sum(self._sizes))
 
     def new_vector(self) -> Tensor:
         return torch.zeros(len(self._tensors), dtype=torch.float64, device=self._tensors.device)
