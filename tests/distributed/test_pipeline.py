@@ -14,11 +14,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from tests.configuration import EACH_SCHEDULE
-from tests.distributed.gradients import build_on_mesh, difference, local_batches
+from tests.distributed.gradients import CPU, build_on_mesh, difference, local_batches, mesh_of
 from tests.distributed.layouts import Layout, is_supported, schedule
-from tests.distributed.reference import global_batch, reference_step
+from tests.distributed.reference import global_batch, reference_step, small_config
 from tests.distributed.test_step import OperationCount
 from tests.pool import run_ranks
+from titanlite.assembly.job import job_of
+from titanlite.assembly.model import build_forward, build_model
 from titanlite.metrics.meter import Meter, Work
 from titanlite.parallel.mesh import Mesh, ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import fits_schedule, local_stages, num_stages
@@ -118,6 +120,20 @@ def collectives(layouts: list[Layout]) -> list[dict[str, int]]:
             trainer.train_step(batches)
         found.append(dict(count.collectives))
     return found
+
+
+def collectives_before_evaluation() -> dict[str, int]:
+    config = small_config(2, "parallelism.pp=2", "parallelism.dp_shard=1")
+    mesh = mesh_of(config)
+    parts = build_model(config, mesh, CPU)
+    with OperationCount() as count:
+        build_forward(job_of(config, 2), parts, mesh, CPU)
+    return dict(count.collectives)
+
+
+def test_all_stages_meet_before_some_of_them_send() -> None:
+    """NCCL refuses a first call of a group that is not one of all its ranks. Also in commands that do not train."""
+    assert run_ranks(collectives_before_evaluation, 2) == [{"allreduce": 1}] * 2
 
 
 SYNCS = (("1F1B", "every"), ("1F1B", "last"), ("1F1B", "hybrid"), ("Interleaved1F1B", "hybrid"))

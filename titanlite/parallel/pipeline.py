@@ -178,7 +178,7 @@ def schedule_class(name: PipelineSchedule) -> Any:
 
 
 class Pipeline:
-    """The stages of this rank and their schedule, for forward and backward passes of entire batches.
+    """The stages of this rank and their schedule, for forward and backward passes of entire batches. A collective.
 
     Mesh axis: pp. Stages reduce their gradients over the data axes once, at the end of each schedule step.
     """
@@ -248,6 +248,8 @@ class Pipeline:
             loss_fn=self._keep_shares,
             scale_grads=False,  # the loss is already divided by the valid tokens of the global batch
         )
+        # NCCL: the first call in a group must be one of all its ranks, and sends and receives are of some.
+        dist.all_reduce(torch.zeros((), device=device), group=self._group)
 
     def forward_backward(self, tokens: Tensor, **keys: Tensor) -> Tensor:
         """Accumulate the gradients of the batch's share of the mean loss; return the share of each row, (rows,).
@@ -340,8 +342,6 @@ class SharedParameters:
         self._group = group
         parameters, holders = parameters_of(model_parts), holders_in(model_parts)
         self._copied = [(parameters[name], ranks) for name, ranks in holders.items() if len(ranks) > 1]
-        # NCCL: the first call in a group must be one of all its ranks, and some may have no copy.
-        dist.all_reduce(torch.zeros((), device=next(iter(parameters.values())).device), group=group)
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
