@@ -17,9 +17,14 @@ from gpu_checks.processes import Call, Outcome, Send, run_calls
 from gpu_checks.rows import Emit, Found, SkippedError, WrongError, run_case
 from gpu_checks.workload import Setup
 from titanlite.ranks.distributed import NCCL_FILE, CommConfig, World, enable_flight_recorder, keep_nccl_records
-from titanlite.ranks.message import unfinished
+from titanlite.ranks.message import timeout_of_waiting
 from titanlite.ranks.network import connect, init_process_group
-from titanlite.runtime.torch_internals import has_static_launcher, recorded_collectives, set_group_timeout
+from titanlite.runtime.torch_internals import (
+    has_static_launcher,
+    numbers_of_collectives,
+    recorded_collectives,
+    set_group_timeout,
+)
 
 CHECK = "11 hangs"
 BUSY_S = 5.0
@@ -126,8 +131,9 @@ def wait_in_vain(send: Send, setup: Setup, folder: str) -> None:
     occupied(HANG_S)
     dist.all_reduce(value, group=group)
     time.sleep(LOOK_AFTER_S)
-    groups, timeout_s = unfinished(recorded_collectives().get("nccl", ""))
-    send({"groups": len(groups), "timeout s": timeout_s})
+    begin, numbers = time.monotonic(), numbers_of_collectives()
+    timeout_s = timeout_of_waiting(recorded_collectives()["nccl"].encode())
+    send({"numbers": numbers != "", "timeout s": timeout_s, "answer s": time.monotonic() - begin})
     send({"value": value.item()})
 
 
@@ -137,8 +143,10 @@ def judge_end(outcome: Outcome, seconds: float, output: str, files: list[str]) -
     if not outcome.sent:
         raise WrongError(f"the process failed before: {outcome.failure or 'it sent nothing'}; {last_line(output)}")
     seen = outcome.sent[0]
-    if seen["groups"] != 1 or seen["timeout s"] != TIMEOUT_S:
-        raise WrongError(f"the flight recorder has {seen}, not a group that waits with a timeout of {TIMEOUT_S:g} s")
+    if not seen["numbers"] or seen["timeout s"] != TIMEOUT_S:
+        raise WrongError(f"the flight recorder has {seen}, not a wait with a timeout of {TIMEOUT_S:g} s")
+    if seen["answer s"] > MOST_GAP_S:
+        raise WrongError(f"the flight recorder answers after {seen['answer s']:.1f} s, with Python's lock held")
     if len(outcome.sent) > 1 or outcome.failure is None:
         raise WrongError(f"the process waited for {HANG_S:g} s: NCCL's timeout of {TIMEOUT_S:g} s did not end it")
     lines = [line for line in output.splitlines() if "atchdog" in line and "time" in line.lower()]

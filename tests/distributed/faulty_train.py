@@ -6,6 +6,7 @@ late: a data error is raised 2 s after those of other ranks.
 kill: the rank is killed in the third step.
 hang, hang-data: the rank hangs in the third step, or while it waits for that step's data.
 lock: the rank holds Python's lock in a call of C in the third step, as a launch may that waits for the device.
+launch: rank 0 hangs in the third step, and the others hold Python's lock, as in launches that wait for it.
 gradient: in the fourth step, a gradient of the rank is too large by 0.1 %, as after a fault of the hardware.
 stop-save: the rank is stopped (SIGSTOP) while it saves the third step.
 stop: the rank is stopped in the third step.
@@ -89,6 +90,12 @@ def hang(*_: Any) -> Any:
 def hold_lock() -> None:
     time.sleep(1)  # the positions of this step are known then
     ctypes.PyDLL(None).sleep(1000)
+
+
+def hang_or_hold_lock() -> None:
+    if os.environ["RANK"] == "0":
+        hang()
+    hold_lock()
 
 
 def end(number: signal.Signals, after_s: float, *_: Any) -> None:
@@ -202,6 +209,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "kill": (Trainer, "train_step", before_step(3, partial(kill, 1))),  # the positions of this step are known then
     "hang": (Trainer, "train_step", before_step(3, hang)),
     "lock": (Trainer, "train_step", before_step(3, hold_lock)),
+    "launch": (Trainer, "train_step", before_step(3, hang_or_hold_lock)),
     "hang-data": (Loader, "next_step", hanging_next_step),
     "gradient": (Trainer, "train_step", step_with_wrong_gradient),
     "stop-save": (Saver, "_write", before_third_write(partial(stop, 0))),

@@ -292,6 +292,25 @@ def test_a_rank_that_is_killed_or_hangs_is_named(
     assert fault.startswith("hang") == (" in hang\n" in files.get("rank-1.txt", ""))
 
 
+@pytest.mark.soak  # default suite: unit/ranks/test_collector.py
+@needs_proc
+def test_ranks_that_hold_the_lock_while_they_wait_end_in_time(tmp_path: Path, start: Starter) -> None:
+    """As compiled blocks do on a GPU, whose launches wait for a rank that hangs: none of their threads runs. Rank 0,
+    which hangs, prints the message, and the process of their node kills them 7 s after it."""
+    settings = ("--comm.train_timeout_s", "5", "--training.global_batch_size", "12")
+    program = start(tmp_path, *settings, ranks=3, program=FAULTY, environment={"FAULT": "launch", "FAULTY_RANK": "all"})
+    program.wait_for(r" 2/\d")
+    begin = time.monotonic()
+    while program.ranks():
+        assert time.monotonic() - begin < 1 + 5 + 5 + 7 + 5, program.output
+        time.sleep(0.05)
+    program.close()
+    (message,) = re.findall("^titanlite: .*$", program.output, re.MULTILINE)
+    standing = "the threads of ranks 1, 2 stand still, as in launches that wait for a device"
+    assert re.search(f"^titanlite: all ranks are {IN_STEP} for \\d+ s: .*; {standing}; stacks ", message), message
+    assert own_tracebacks(program.output) == 0
+
+
 @pytest.mark.soak  # default suite: two ranks
 @pytest.mark.parametrize("fault", ["kill", "hang"])
 def test_one_of_16_ranks_that_is_killed_or_hangs_is_named(fault: str, tmp_path: Path, start: Starter) -> None:

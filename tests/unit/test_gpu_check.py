@@ -263,7 +263,7 @@ def test_threads_that_run_beside_a_gpu_that_hangs() -> None:
     assert hangs.judge_thread(known, True).measured
 
 
-SEEN = {"groups": 1, "timeout s": hangs.TIMEOUT_S}
+SEEN = {"numbers": True, "timeout s": hangs.TIMEOUT_S, "answer s": 0.01}
 ABORTED = "the process ended with code -6"
 TOLD = "[rank0]:[E] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2)"
 
@@ -272,7 +272,9 @@ TOLD = "[rank0]:[E] Watchdog caught collective operation timeout: WorkNCCL(SeqNu
     ("sent", "failed", "output", "files", "text"),
     [
         ([], ABORTED, "no driver", [], "the process failed before: the process ended with code -6; no driver"),
-        ([SEEN | {"groups": 0}], ABORTED, TOLD, ["nccl-rank-0"], "the flight recorder has"),
+        ([SEEN | {"numbers": False}], ABORTED, TOLD, ["nccl-rank-0"], "the flight recorder has"),
+        ([SEEN | {"timeout s": None}], ABORTED, TOLD, ["nccl-rank-0"], "the flight recorder has"),
+        ([SEEN | {"answer s": 9.0}], ABORTED, TOLD, ["nccl-rank-0"], "the flight recorder answers after 9.0 s"),
         ([SEEN, {"value": 1.0}], None, "", [], "NCCL's timeout of 5 s did not end it"),
         ([SEEN], ABORTED, "Fatal Python error: Aborted", ["nccl-rank-0"], "without a word about the timeout"),
         ([SEEN], ABORTED, TOLD, ["output"], "no file nccl-rank-* but output"),

@@ -96,6 +96,7 @@ needs_fake_cuda = pytest.mark.skipif(
 
 @needs_fake_cuda
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("cases", [CASES, pytest.param(SOAK, marks=pytest.mark.soak)], ids=["some", "all"])
 def test_the_host_waits_only_where_the_docs_say(cases: dict[str, set[str]], tmp_path: Path) -> None:
     found = waits_of([*cases], tmp_path)

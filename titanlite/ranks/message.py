@@ -27,12 +27,11 @@ ALL_RANKS = " 0 default_pg"
 """Names of torch's default group after the backend, see last_numbers: all ranks are in it, also one that has entered
 none of its collectives."""
 
+ENDED = "completed"
+"""State of a collective on a device, in torch's records."""
+
 SILENT_S = 2.0
 """A rank whose heartbeat is older has ended."""
-
-
-Unfinished = tuple[tuple[str, str], ...]
-"""Of each group that waits, the numbers of the last collectives that have begun and that have ended."""
 
 
 @dataclass
@@ -150,7 +149,8 @@ def describe_ranks(
         return f"{_names(behind)} on {first.host} hangs or lags: {where}; the other ranks wait for it in a collective"
     if len(last) == len(running):
         unmet = f", or they meet {UNREACHED}" if one.step == 0 else ""
-        return f"all ranks are {where}: one of them hangs, or the network is lost{unmet}"
+        still = f"; the threads of {_names(held)} stand still, as in launches that wait for a device" if held else ""
+        return f"all ranks are {where}: one of them hangs, or the network is lost{unmet}{still}"
     return f"{_names(last)} on {one.host} hangs or lags: {where}; the other ranks wait for it"
 
 
@@ -167,25 +167,43 @@ def last_numbers(recorded: Mapping[str, str]) -> dict[str, int]:
     """
     last: dict[str, int] = {}
     for backend, text in recorded.items():
+        of_groups: dict[str, list[Mapping[str, Any]]] = {}
         for entry in json.loads(text).get("entries", ()):
             if not entry["is_p2p"]:
                 name, description = entry["process_group"]
-                group = f"{backend} {name} {description}"
-                last[group] = max(last.get(group, 0), entry["collective_seq_id"])
+                of_groups.setdefault(f"{backend} {name} {description}", []).append(entry)
+        number = _entered_on_device if backend == "nccl" else _last_number
+        last |= {group: number(entries) for group, entries in of_groups.items()}
     return last
 
 
-def unfinished(recorded: str) -> tuple[Unfinished, float]:
-    """The groups with a collective that has not ended, and the timeout of the last collective in seconds. recorded: of
+def _last_number(entries: Sequence[Mapping[str, Any]]) -> int:
+    return max(int(entry["collective_seq_id"]) for entry in entries)
+
+
+def _entered_on_device(entries: Sequence[Mapping[str, Any]]) -> int:
+    """The number of the last collective of a group that the device has entered. Hosts run ahead, each differently.
+
+    It is the first one that has not ended. If it has begun, torch knows with TORCH_NCCL_ENABLE_TIMING only.
+    """
+    is_timed = any(entry.get("time_discovered_started_ns") for entry in entries)
+    pending = [entry for entry in entries if entry["state"] != ENDED]
+    if not pending:
+        return _last_number(entries)
+    first = min(pending, key=lambda entry: int(entry["collective_seq_id"]))
+    return int(first["collective_seq_id"]) - (is_timed and first["state"] != "started")
+
+
+def timeout_of_waiting(recorded: bytes) -> float | None:
+    """The timeout, in seconds, of the first collective on the device that has not ended; None if all have. recorded: of
     NCCL, see recorded_collectives."""
-    record = json.loads(recorded) if recorded else {}
-    numbers = [
-        (status["last_enqueued_collective"], status["last_completed_collective"])
-        for _, status in sorted(record.get("pg_status", {}).items())
-    ]
-    entries = record.get("entries", ())
-    timeout_s = entries[-1]["timeout_ms"] / 1000 if entries else 0.0
-    return tuple((begun, ended) for begun, ended in numbers if int(begun) > int(ended)), timeout_s
+    pending = (
+        entry["timeout_ms"] / 1000
+        for entry in json.loads(recorded).get("entries", ())
+        # NCCL records the sends and receives of a batch, which it never notes as ended, and the batch itself
+        if entry["state"] != ENDED and (not entry["is_p2p"] or entry["profiling_name"] == "nccl:coalesced")
+    )
+    return next(pending, None)
 
 
 def ranks_behind(last: Mapping[int, Mapping[str, int]]) -> list[int]:

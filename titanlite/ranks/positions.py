@@ -18,12 +18,11 @@ from titanlite.ranks.collector import PROCESS, PULSE_S, TAKE_OVER, Collector, in
 from titanlite.ranks.distributed import NCCL_AFTER_S
 from titanlite.ranks.message import (
     SILENT_S,
-    Unfinished,
     describe_loss,
     describe_ranks,
     last_numbers,
     ranks_behind,
-    unfinished,
+    timeout_of_waiting,
 )
 from titanlite.ranks.page import Page
 from titanlite.ranks.signals import TICK_S, in_thread, watch
@@ -31,7 +30,7 @@ from titanlite.ranks.view import View
 from titanlite.runtime.errors import LateRanksError
 from titanlite.runtime.files import no_link
 from titanlite.runtime.logging import log
-from titanlite.runtime.torch_internals import recorded_collectives
+from titanlite.runtime.torch_internals import numbers_of_collectives, recorded_collectives
 from titanlite.runtime.waiting import AGAIN_S, ANSWER_S, FIRST_S, SETTLE_S, call_within, parse_value, waiting
 
 POLL_S = 0.1
@@ -94,7 +93,7 @@ class Positions:
         self._log_after_s = FIRST_S
         self._count, self._entered_at = 0, 0.0
         self._looked_at = 0.0
-        self._unfinished: tuple[Unfinished, float] = ((), 0.0)  # what the last look has found, and since when
+        self._numbers = "", 0.0  # what the last look at collectives has found, and since when
         self._lost = self._has_left = False
         self._order: dict[str, Any] = {}
         self._guard = threading.Lock()  # of the collector and the view
@@ -293,18 +292,19 @@ class Positions:
                 time.sleep(POLL_S)
 
     def _look_at_collectives(self, now: float) -> None:
-        """End the process once no collective of NCCL has ended for as long as their timeout, while this rank waits for
-        one. NCCL would end it NCCL_AFTER_S later, and without a word about the rank that hangs."""
+        """End the process once a collective of NCCL waits for as long as its timeout, and none has begun or ended. NCCL
+        would end it NCCL_AFTER_S later, and without a word about the rank that hangs."""
         if now - max(self._looked_at, self._entered_at) < LOOK_S:
             return
         self._looked_at = now
-        found, timeout_s = unfinished(recorded_collectives().get("nccl", ""))
-        before, since = self._unfinished
-        if found != before:
-            self._unfinished = found, now
-        elif found and now - since > timeout_s - NCCL_AFTER_S:
-            self._unfinished = (), now
-            in_thread(self._on_silence)
+        numbers, (before, since) = numbers_of_collectives(), self._numbers
+        if numbers != before:
+            self._numbers = numbers, now
+        elif numbers and now - since > self.silence_s:  # before, no timeout can have passed, and a question may block
+            timeout_s = parse_value(recorded_collectives()["nccl"].encode(), timeout_of_waiting)
+            if timeout_s is not None and now - since > timeout_s - NCCL_AFTER_S:
+                self._numbers = numbers, now
+                in_thread(self._on_silence)
 
     def _show_stacks(self) -> None:
         """Write the last collectives for the message and, of one rank per node if there are many, the files."""

@@ -88,12 +88,23 @@ def functional_collectives() -> Any:
 
 def recorded_collectives() -> dict[str, str]:
     """The last collectives of this process by backend, as JSON text: torch's flight recorder. Builds of torch without
-    a backend have no records of it."""
+    a backend have no records of it. NCCL's asks the device, with Python's lock held, which of them have ended."""
+    return {backend: dump().decode() for backend, dump in _recorders().items()}
+
+
+def numbers_of_collectives() -> str:
+    """The numbers of NCCL's last collectives by group, as JSON text, without asking the device; "" if torch has no
+    records of NCCL."""
+    dump = _recorders().get("nccl")
+    return "" if dump is None else dump(includeCollectives=False).decode()
+
+
+def _recorders() -> dict[str, Any]:
     from torch._C import _distributed_c10d
 
     names = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
     dumps = {backend: getattr(_distributed_c10d, name, None) for backend, name in names.items()}
-    return {backend: dump().decode() for backend, dump in dumps.items() if dump is not None}
+    return {backend: dump for backend, dump in dumps.items() if dump is not None}
 
 
 def hosts_of_nodes(handler: Any, *, is_restart: bool = False) -> Counter[str]:

@@ -2,6 +2,7 @@
 the oldest position, else that which is behind in the collectives."""
 
 import errno
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -11,7 +12,15 @@ import pytest
 import torch.distributed as dist
 
 from titanlite.ranks.agreement import RanksError
-from titanlite.ranks.message import NO_SPACE, Seen, describe_error, describe_loss, describe_ranks, ranks_behind
+from titanlite.ranks.message import (
+    NO_SPACE,
+    Seen,
+    describe_error,
+    describe_loss,
+    describe_ranks,
+    last_numbers,
+    ranks_behind,
+)
 from titanlite.runtime.errors import ConfigError, LateRanksError, Problem, UserError
 
 LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:57997"
@@ -98,7 +107,11 @@ HELD = {"pulse_s_ago": 90.0}
         ([seen(9), seen(4, state="ended", has_left=True), seen(5), seen(9)], "rank 2 on node5 hangs or lags"),
         ([seen(5), seen(5)], "all ranks are in step 7 (saving) for 100 s: one of them hangs, or the network is lost"),
         ([seen(5), seen(5, **HELD)], "rank 1 on node5 hangs or lags: in step 7 (saving) for 100 s, in a call that"),
-        ([seen(5), seen(5, **HELD), seen(5, **HELD)], "all ranks are in step 7"),
+        (
+            [seen(5), seen(5, **HELD), seen(5, **HELD)],
+            "all ranks are in step 7 (saving) for 100 s: one of them hangs, or the network is lost; the threads of "
+            "ranks 1, 2 stand still",
+        ),
         (
             [seen(5), seen(4), *[seen(5, **HELD)] * 6],
             "rank 1 on node4 hangs or lags: in step 7 (saving) for 100 s; the",
@@ -145,3 +158,32 @@ def test_ranks_in_the_same_phase_are_told_apart_by_their_collectives() -> None:
 )
 def test_the_rank_that_waits_for_no_other_is_behind(last: list[dict[str, int]], behind: list[int]) -> None:
     assert ranks_behind(dict(enumerate(last))) == behind
+
+
+def on_device(states: str, *, started: int = 0) -> int | None:
+    """The last number of a rank whose collectives on the device have these states, from number 1 on: c(ompleted),
+    s(tarted), e(nqueued). started: of all but the enqueued ones, with the timing of torch."""
+    names = {"c": "completed", "s": "started", "e": "scheduled"}
+    entries = [
+        {
+            "is_p2p": False,
+            "process_group": ["0", "default_pg"],
+            "collective_seq_id": number,
+            "state": names[state],
+            "time_discovered_started_ns": started * (state != "e"),
+        }
+        for number, state in enumerate(states, 1)
+    ]
+    return last_numbers({"nccl": json.dumps({"entries": entries})}).get("nccl 0 default_pg")
+
+
+def test_a_device_is_where_its_first_collective_has_not_ended() -> None:
+    """Its host runs ahead: ranks that have enqueued more are not ahead. A host that hangs has none that waits."""
+    assert on_device("cccc") == 4
+    assert on_device("ccceee") == on_device("ccce") == 4
+    hangs, waits, waits_too = on_device("ccc"), on_device("ccceeeee"), on_device("ccce")
+    assert ranks_behind({0: {"w": waits or 0}, 1: {"w": hangs or 0}, 2: {"w": waits_too or 0}}) == [1]
+    # With timing, torch also knows of a device that has not come to the collective.
+    assert on_device("cccee", started=5) == 3
+    assert on_device("cccse", started=5) == 4
+    assert on_device("") is None

@@ -161,29 +161,60 @@ def test_silence_does_not_count_before_the_first_step(monkeypatch: pytest.Monkey
     assert not silent.wait(0.5)
 
 
-def record_of(ended: int) -> dict[str, str]:
-    """As recorded_collectives on a device, of a rank that waits in collective 9."""
-    status = {"last_enqueued_collective": "9", "last_started_collective": "-1", "last_completed_collective": str(ended)}
-    entry = {"timeout_ms": 60_200, "state": "scheduled"}
-    return {"nccl": json.dumps({"pg_status": {"0": status}, "entries": [entry]}), "gloo": "{}"}
+def entry_of(number: int, state: str = "completed", **changed: Any) -> dict[str, Any]:
+    """An entry of NCCL's records."""
+    group = {"process_group": ["0", "default_pg"], "collective_seq_id": number, "state": state}
+    about = {"is_p2p": False, "profiling_name": "nccl:all_reduce", "timeout_ms": 60_200}
+    return {**group, **about, "time_discovered_started_ns": 0, **changed}
 
 
-def test_a_rank_that_waits_for_the_timeout_on_its_device_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL, which ends the ranks that wait and blames them, has its timeout 60 s later. Collectives that end are no
-    wait, nor is a rank without any."""
+SENT = {"is_p2p": True, "profiling_name": "nccl:send 0->1"}
+BATCH = {"is_p2p": True, "profiling_name": "nccl:coalesced"}
+
+
+@pytest.mark.parametrize(
+    ("entries", "waits"),
+    [
+        ([entry_of(8), entry_of(9, "scheduled")], True),
+        ([entry_of(8), entry_of(9, "started")], True),
+        ([entry_of(9), entry_of(1, "scheduled", **SENT), entry_of(1, "scheduled", **BATCH)], True),
+        ([entry_of(8), entry_of(9)], False),
+        # Of a batch of sends, only the batch is ever noted as ended.
+        ([entry_of(9), entry_of(1, "scheduled", **SENT), entry_of(1, **BATCH)], False),
+        ([entry_of(9, "scheduled", timeout_ms=600_000)], False),
+        ([], False),
+        ([{}], False),
+        (None, False),
+    ],
+)
+def test_a_rank_that_waits_for_the_timeout_on_its_device_ends(
+    entries: list[Any] | None, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL, which ends the ranks that wait and blames them, has its timeout 60 s later."""
     quick(monkeypatch)
     monkeypatch.setattr(positions, "LOOK_S", 0.02)
-    for record, waits in (
-        (lambda: record_of(8), True),
-        (lambda: record_of(int(20 * time.monotonic()) % 8), False),
-        (lambda: record_of(9), False),
-        (dict, False),
-    ):
-        monkeypatch.setattr(positions, "recorded_collectives", record)
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ended = threading.Event()
-        Positions(connected(store), 0, 2, range(2), None, 100.0, ended.set)
-        assert ended.wait(30.0 if waits else 0.6) is waits
+    monkeypatch.setattr(positions, "TICK_S", 1e-4)  # silence of the store: 1,000 times as late
+    monkeypatch.setattr(positions, "numbers_of_collectives", lambda: "" if entries is None else "numbers")
+    monkeypatch.setattr(positions, "recorded_collectives", lambda: {"nccl": json.dumps({"entries": entries})})
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ended = threading.Event()
+    Positions(connected(store), 0, 2, range(2), None, 0.1, ended.set)
+    assert ended.wait(30.0 if waits else 0.5) is waits
+
+
+def test_collectives_that_begin_or_end_are_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the device is not asked, which may block the process."""
+    quick(monkeypatch)
+    monkeypatch.setattr(positions, "LOOK_S", 0.02)
+    monkeypatch.setattr(positions, "TICK_S", 1e-4)
+    monkeypatch.setattr(positions, "numbers_of_collectives", lambda: f"{int(20 * time.monotonic())}")
+    questions = list[float]()
+    monkeypatch.setattr(positions, "recorded_collectives", lambda: questions.append(0) or {"nccl": ""})
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ended = threading.Event()
+    Positions(connected(store), 0, 2, range(2), None, 0.1, ended.set)
+    assert not ended.wait(0.5)
+    assert not questions
 
 
 class StoppedStore:

@@ -114,6 +114,17 @@ def test_recorded_collectives() -> None:
     assert "entries" in json.loads(internals.recorded_collectives()["gloo"])
 
 
+def test_numbers_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's recorder takes the same argument as that of gloo, which a build for CPUs has."""
+    torchs = torch._C._distributed_c10d
+    assert hasattr(torchs, "_dump_nccl_trace_json") or internals.numbers_of_collectives() == ""
+    monkeypatch.setattr(torchs, "_dump_nccl_trace_json", torchs._dump_fr_trace_json, raising=False)
+    found = json.loads(internals.numbers_of_collectives())
+    assert "entries" not in found
+    (status, *_) = found["pg_status"].values()
+    assert status.keys() == {f"last_{what}_collective" for what in ("enqueued", "started", "completed")}
+
+
 @pytest.mark.usefixtures("group")
 def test_fsdp_and_dtensors() -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("a",))
