@@ -44,7 +44,7 @@ PATIENCE_ON_CPU = 4.0
 LEAST_S = 15.0
 """A stage does not begin if less time is left."""
 THREADS = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
-"""Of each process on a GPU machine: a dozen of them run at the same time."""
+"""Of each process on a GPU machine: with 16 cores, a dozen of them run at the same time, and half of them compile."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class Stage:
 
 LAYOUTS = Stage(200.0, (Part(layouts.CHECK, "two ranks", layouts.check, ranks=2),))
 STAGES = (
-    Stage(60.0, (Part(facts.CHECK, "facts", facts.check),)),
-    Stage(130.0, (Part(benchmark.CHECK, "side by side", benchmark.check_side_by_side),)),
-    Stage(60.0, (Part(profiling.CHECK, "profile", profiling.check),)),
+    Stage(90.0, (Part(facts.CHECK, "facts", facts.check),)),
+    Stage(150.0, (Part(benchmark.CHECK, "side by side", benchmark.check_side_by_side),)),
+    Stage(75.0, (Part(profiling.CHECK, "profile", profiling.check),)),
     Stage(75.0, (Part(layouts.CHECK, "simulated ranks", layouts.check_simulated),)),
     Stage(
         200.0,
@@ -89,7 +89,7 @@ STAGES = (
         ),
     ),
     Stage(75.0, (Part(rates.CHECK, "rates", rates.check),)),
-    Stage(75.0, (Part(saves.CHECK, "checkpoints", saves.check),)),
+    Stage(100.0, tuple(Part(saves.CHECK, f"checkpoints {mode}", saves.check, (mode,)) for mode in saves.MODES)),
     *(
         Stage(75.0, (Part(benchmark.CHECK, case.name.replace(",", ""), benchmark.check_case, (index,)),))
         for index, case in enumerate(benchmark.CASES)
@@ -150,7 +150,7 @@ def run_stage(stage: Stage, setup: Setup, deadline: float, report: Report) -> No
         setup.device_type,
         stage.limit_s,
         lambda _index, value: report.add(Row(**value)),
-        at_once=cpus if setup.device_type == "cpu" else max(1, cpus // 2),
+        at_once=cpus if setup.device_type == "cpu" else max(1, 3 * cpus // 4),
         deadline=deadline,
     )
     for part, outcome in zip(parts, outcomes, strict=True):

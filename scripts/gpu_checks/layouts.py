@@ -40,6 +40,7 @@ from titanlite.ranks.distributed import World
 from titanlite.ranks.network import init_process_group
 from titanlite.runtime.determinism import apply_determinism
 from titanlite.runtime.memory import GIB
+from titanlite.runtime.torch_internals import clear_sharding_cache
 from titanlite.tools.parity.measure import full_tensor, named_parameters
 from titanlite.trainer import Trainer
 
@@ -192,6 +193,7 @@ def check_simulated(emit: Emit, setup: Setup) -> None:
 def simulated_trainer(setup: Setup, config: JobConfig) -> Trainer:
     """The trainer of rank 0, in a new simulated process group."""
     pin_kernels(setup.device)
+    clear_sharding_cache()  # which refers to meshes of an earlier group
     dist.init_process_group("fake", rank=0, world_size=SIMULATED)
     mesh = Mesh(config.parallelism, World(0, 0, SIMULATED, setup.device_type))
     mesh.connect(None)

@@ -36,7 +36,8 @@ from titanlite.models.head import LossComputation, OutputLayer
 from titanlite.runtime.memory import GIB
 
 CHECK = "12 rates"
-SAVED_BYTES = 2 * GIB
+SAVED_BYTES = GIB
+TENSORS = 64
 MOST_SLOWER = 1.5
 """Time of a save beside a busy GPU, relative to that beside an idle one: it takes the host's memory, not the GPU."""
 CHUNKS = (2092, 2048)
@@ -78,8 +79,8 @@ def save_beside(setup: Setup) -> Found:
     memory = Path("/dev/shm")
     in_memory = memory.is_dir() and shutil.disk_usage(memory).free > 2 * SAVED_BYTES
     with tempfile.TemporaryDirectory(dir=memory if in_memory else setup.folder) as folder:
-        count = 8 if setup.tiny else 128
-        tensors = {f"w{index}": torch.ones(SAVED_BYTES // 128 // 4) for index in range(count)}
+        size = SAVED_BYTES // (8 if setup.tiny else 1)
+        tensors = {f"w{index}": torch.ones(size // TENSORS // 4) for index in range(TENSORS)}
 
         def save(name: str) -> None:
             place = Path(folder, name)
@@ -87,7 +88,7 @@ def save_beside(setup: Setup) -> Found:
             save_tensors(place, tensors, tensors, None)
             shutil.rmtree(place)
 
-        return judge_save(save, busy_stream, len(tensors) * SAVED_BYTES // 128)
+        return judge_save(save, busy_stream, size)
 
 
 def judge_save(save: Callable[[str], None], busy: Busy, size: int) -> Found:

@@ -113,6 +113,7 @@ def require_no_reads(operations: Operations) -> Found:
 
 def graphs(setup: Setup, extra: Sequence[str], documents: bool) -> Found:
     """Number of compiled graphs; later steps with other rows and documents compile nothing."""
+    reset_compiler()
     before = compiled_graphs()
     trainer, batches = prepared(setup, extra, documents)
     first = compiled_graphs()

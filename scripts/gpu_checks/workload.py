@@ -27,6 +27,7 @@ from titanlite.parallel.mesh import Mesh
 from titanlite.planning.hardware.calibration import Clock
 from titanlite.ranks.distributed import World
 from titanlite.ranks.network import connect, init_process_group
+from titanlite.runtime.torch_internals import clear_sharding_cache
 from titanlite.tools.parity.measure import full_tensor, named_parameters
 from titanlite.tools.parity.reference import forward_backward, objective_of, plain_model
 from titanlite.trainer import Trainer
@@ -196,6 +197,7 @@ def split(batch: Batch, parts: int, rank: int = 0, degree: int = 1) -> list[Batc
 @contextmanager
 def one_rank(setup: Setup) -> Iterator[None]:
     """The process group of one rank, and the kernels of attention, as in training."""
+    clear_sharding_cache()  # which refers to meshes of an earlier group
     pin_kernels(setup.device)
     world = World(0, 0, 1, setup.device_type)
     comm = configure(setup).comm
