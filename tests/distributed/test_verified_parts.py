@@ -1,7 +1,10 @@
-"""A checkpoint in a store is read by several ranks: each part by one of them, also where a rank fails."""
+"""A checkpoint is read by several ranks: each part of one in a store by one of them, also where a rank fails, and the
+position in the data by rank 0."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 from uuid import uuid4
@@ -13,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from tests.distributed.resuming import Start, start_runs
 from tests.pool import run_ranks
 from tests.unit.checkpoint.making import a_manifest
 from titanlite.checkpoint import manifest, planning, storage, verified_parts
@@ -68,7 +72,7 @@ def saved(folder: Address, values: dict[str, torch.Tensor]) -> None:
 
 def load_on_meshes(address: str, most_listed: int) -> dict[str, Any]:
     """Per mesh: the reads (object, begin) of the tensors' files by this rank, whether all values are right, and the
-    number of messages that this rank has sent to another one."""
+    number of messages that this rank has sent to another one but rank 0, which alone reads the state of streams."""
     folder = Address.parse(address)
     values = {"a": torch.arange(8000.0).reshape(400, 20), "b": torch.arange(64.0).reshape(8, 8)}
     values[STREAMS] = torch.arange(160).reshape(16, 10)
@@ -94,10 +98,10 @@ def load_on_meshes(address: str, most_listed: int) -> dict[str, Any]:
             reads.clear()
             sends.clear()
             loaded = on_mesh({key: torch.zeros_like(value) for key, value in values.items()}, name)
-            storage.load_tensors(folder / "step-1", loaded, group)
+            storage.load_tensors(folder / "step-1", loaded, group, on_all=(STREAMS,))
             expected = on_mesh(values, name)
             is_right = all(torch.equal(local(loaded[key]), local(expected[key])) for key in values)
-            found[name] = [list(reads), is_right, len(sends)]
+            found[name] = [list(reads), is_right, len([rank for rank in sends if rank])]
         for rank in (0, 3):  # its store answers with other content, but for the first requests
             good_answers = iter([True] * 3)
 
@@ -107,7 +111,7 @@ def load_on_meshes(address: str, most_listed: int) -> dict[str, Any]:
             lost = patch.object(Store, "read_range", altered) if dist.get_rank() == rank else small_parts()
             loaded = on_mesh(values, "4 replicas")
             with lost, pytest.raises(dcp.CheckpointException) as raised:
-                storage.load_tensors(folder / "step-1", loaded, group)
+                storage.load_tensors(folder / "step-1", loaded, group, on_all=(STREAMS,))
             found[f"rank {rank} fails"] = {str(at): str(cause) for at, (cause, _) in raised.value.failures.items()}
     return found
 
@@ -128,3 +132,26 @@ def test_each_part_is_read_by_one_rank(most_listed: int) -> None:
             ((at, cause),) = each[f"rank {rank} fails"].items()
             assert at == str(rank)
             assert "has changed since it was written: its xxh3-128 differs" in cause
+
+
+@contextmanager
+def noting_reads(file: Path) -> Iterator[None]:
+    """Append the rank and the name of each tensor that is read inside to `file`."""
+    resolve = dcp.DefaultLoadPlanner.resolve_tensor
+
+    def noted(planner: dcp.DefaultLoadPlanner, item: Any) -> torch.Tensor:
+        with file.open("a") as lines:
+            lines.write(f"{dist.get_rank()} {item.dest_index.fqn}\n")
+        return resolve(planner, item)
+
+    with patch.object(dcp.DefaultLoadPlanner, "resolve_tensor", noted):
+        yield
+
+
+def test_a_resume_from_a_folder_reads_the_position_in_the_data_once(tmp_path: Path) -> None:
+    resume = Start(("training.steps=2",), 2, around=partial(noting_reads, tmp_path / "reads"))
+    first, resumed = start_runs(tmp_path, [Start(("training.steps=1",), 2), resume])
+    assert (first.error, resumed.error, resumed.step) == ("", "", 1)
+    reads = (tmp_path / "reads").read_text().splitlines()
+    assert [line for line in reads if STREAMS in line] == [f"0 {STREAMS}"]
+    assert {line[0] for line in reads} == {"0", "1"}

@@ -333,7 +333,7 @@ class StartFinder:
         tensors = self.state.model() if restarts else self.state.model_and_optimizer()
         tensors |= {STREAMS: self.state.empty_streams(width)}
         tensors |= {name: tensor for name, tensor in self.state.recent().items() if name in saved}
-        load(found.path, tensors, self.group)
+        load(found.path, tensors, self.group, on_all=(STREAMS,))
         if any(name.startswith(LARGEST) for name in saved):
             self.state.resume_exact()
         try:
@@ -397,11 +397,13 @@ def generation_config_of(path: Place, manifest: Manifest) -> bytes | None:
     return content
 
 
-def load(path: Place, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Fill `tensors` in place from the checkpoint at `path`. group: None for this process alone. Raises UserError on
-    all ranks; DamagedError if a content in a store is damaged."""
+def load(
+    path: Place, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None, *, on_all: Collection[str] = ()
+) -> None:
+    """Fill `tensors` in place from the checkpoint at `path`. group: None for this process alone. on_all: see
+    load_tensors. Raises UserError on all ranks; DamagedError if a content in a store is damaged."""
     try:
-        load_tensors(path, tensors, group)
+        load_tensors(path, tensors, group, on_all=on_all)
     except dcp.CheckpointException as error:
         damage = [str(cause) for cause, _ in error.failures.values() if isinstance(cause, InvalidCheckpointError)]
         if damage and isinstance(path, Address):

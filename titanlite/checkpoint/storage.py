@@ -275,20 +275,27 @@ def save_tensors(
     return writer.files.records
 
 
-def load_tensors(place: Place, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+def load_tensors(
+    place: Place, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None, *, on_all: Collection[str] = ()
+) -> None:
     """Fill `tensors` in place from the files of the checkpoint at `place`, written by any mesh.
 
-    A collective over `group`; None: this process alone. Raises dcp.CheckpointException, a BaseException, on all ranks
-    if a tensor is missing or has another shape.
+    A collective over `group`; None: this process alone. on_all: names of plain tensors on the host that all ranks load:
+    rank 0 reads them and broadcasts them. Raises dcp.CheckpointException, a BaseException, on all ranks if a tensor is
+    missing or has another shape.
     """
+    reads_all = group is None or dist.get_rank(group) == 0
     with _ignore_no_group_warning(), _no_logged_tracebacks():
         dcp.load(
-            dict(tensors),
+            {name: tensor for name, tensor in tensors.items() if reads_all or name not in on_all},
             storage_reader=_Reader(place, group),
             planner=_TensorPlanner(),
             process_group=group,
             no_dist=group is None,
         )
+    if group is not None:
+        for name in on_all:
+            dist.broadcast(tensors[name], group=group, group_src=0)
 
 
 def first_failure(error: dcp.CheckpointException) -> RanksError:

@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
 class Share(NamedTuple):
     """A part that a rank needs. reader: rank of the group that reads it. receivers: to which this rank sends it.
-    is_for_all: all ranks of the group need it, such as the position in the data: the reader broadcasts it."""
+    is_for_all: all ranks of the group need it, such as that of a replicated tensor: the reader broadcasts it."""
 
     part: Part
     reader: int
