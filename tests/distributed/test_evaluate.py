@@ -28,6 +28,7 @@ from tests.task_files import write_task
 from titanlite.checkpoint.folder import step_folder
 from titanlite.config.schema import JobConfig
 from titanlite.data.bpe import train_bpe
+from titanlite.data.sources.token_table import TABLE_FILES
 from titanlite.ranks.distributed import World
 from titanlite.ranks.job_lock import job_lock
 from titanlite.runtime.errors import ConfigError, UserError
@@ -292,6 +293,37 @@ def test_checkpoint_deleted_while_reading_is_reported(trained: Path, tmp_path: P
     shutil.rmtree(saved.path)
     with pytest.raises(UserError, match=r"step-4 was deleted while it was being read"), reading(saved.path):
         saved.model(torch.device("cpu"), torch.float64)
+
+
+COUNTING = """
+import os
+import sys
+from titanlite.tools import evaluate
+
+opens = []
+sys.addaudithook(lambda event, given: opens.append(given) if event == "open" and "/many/" in str(given[0]) else None)
+
+
+def connected(*given, original=evaluate.init_process_group):
+    print(f"rank {os.environ['RANK']} has opened {len(opens)} files", flush=True)
+    return original(*given)
+
+
+evaluate.init_process_group = connected
+evaluate.main(sys.argv[1:])
+"""
+
+
+def test_one_rank_of_a_node_looks_at_many_files(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "many").mkdir()
+    for n in range(TABLE_FILES + 1):
+        np.save(tmp_path / "many" / f"{n}.npy", np.arange(SEQ_LEN + 1, dtype=np.uint16) % 8)
+    (tmp_path / "counting.py").write_text(COUNTING)
+    arguments = (str(trained / "out"), "--data", str(tmp_path / "many"), "--data.document_mask", "false")
+    program = start_command(tmp_path, *arguments, ranks=2, program=(str(tmp_path / "counting.py"),)).succeed()
+    opened = {int(rank): int(count) for rank, count in re.findall(r"rank (\d) has opened (\d+) files", program.output)}
+    assert opened[0] > TABLE_FILES
+    assert opened[1] == 0
 
 
 KILLED = """

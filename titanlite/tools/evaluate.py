@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -22,6 +22,7 @@ import torch.distributed as dist
 import tyro
 
 from titanlite.assembly.data import build_evaluator, build_tasks, build_validation_data
+from titanlite.assembly.data_files import resolve_with_data
 from titanlite.assembly.facts import content_facts, program_facts
 from titanlite.assembly.job import job_of
 from titanlite.assembly.model import build_forward, build_model
@@ -34,6 +35,7 @@ from titanlite.config.schema import JobConfig, JobSection
 from titanlite.data.check import check_tasks, check_validation, keys_with_conversations
 from titanlite.data.kinds import open_source, source_from_path
 from titanlite.data.sources.config import SourceConfig
+from titanlite.data.sources.token_table import use_looks
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.evaluation.evaluator import share_tasks
 from titanlite.evaluation.harness import CLOSE, Generate
@@ -158,7 +160,10 @@ def evaluate_saved(
     name_storage(saved.path, saved.storage)
     with reading(saved.path):
         tokenizer = saved.tokenizer_for(options.tokenizer, options.chat_template)
-        config = evaluated_config(saved, options, overrides, world, has_tokenizer=tokenizer is not None)
+        has_tokenizer = tokenizer is not None
+        resolve = partial(evaluated_config, saved, options, overrides, world, has_tokenizer=has_tokenizer)
+        cleanup.callback(use_looks, [])
+        config = resolve_with_data(resolve, world, store, CommConfig.save_timeout_s)
         if not (options.tasks or options.allow_import or any(word.startswith(TASKS_KEY) for word in overrides)):
             require_names(saved.path, config.validation.tasks, f"name each of them yourself, as {TASKS} FILE")
         require_chat_template(saved, config, tokenizer)
