@@ -42,6 +42,13 @@ def local_part(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
 
 
+def like_dtensor(tensor: Tensor, local: Tensor) -> Tensor:
+    """A tensor cut as `tensor` is, with another local part, which may be uneven."""
+    if not is_dtensor(tensor):
+        return local
+    return type(tensor)(local, tensor._spec, requires_grad=False)
+
+
 # Process groups and meshes
 
 
@@ -426,3 +433,74 @@ def pin_in_place(address: int, size: int) -> None:
 def occupy_gpu(cycles: int) -> None:
     """Keep the current stream of the GPU busy for so many cycles of its clock; the host does not wait. For checks."""
     torch.cuda._sleep(cycles)
+# Fake tensors, which have shapes and storages without memory
+
+
+def fake_tensors() -> Any:
+    """A context in which operations make tensors without data, on the device that is named, here the CPU."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def real_tensors() -> Any:
+    """A context within `fake_tensors` in which operations compute."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether the tensor has no data."""
+    from torch._subclasses.fake_tensor import is_fake
+
+    return is_fake(tensor)
+
+
+def class_of_fakes() -> type[Tensor]:
+    """FakeTensor."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same number for all tensors of one storage, as long as it lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def module_of_fsdp_storages() -> Any:
+    """The module whose alloc_storage(tensor) and free_storage(tensor) resize gathered parameters."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    return _fsdp_param
+
+
+def fsdp_parameters(model: nn.Module) -> list[Any]:
+    """What FSDP knows of each parameter of the wrapped modules: sharded_param, reset_sharded_param(), ..."""
+    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    groups = [group for state in states for group in _groups_of_fsdp(state)]
+    return [parameter for group in groups for parameter in group.fsdp_params]
+
+
+def _groups_of_fsdp(state: Any) -> list[Any]:
+    """Before torch 2.13, a module has one group at most."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def operation_name(operation: Any) -> str:
+    """Of an operation that a dispatch mode sees, without its namespace and overload."""
+    name: str = operation._opname
+    return name
+
+
+def group_of_operation(args: Sequence[Any]) -> "dist.ProcessGroup":
+    """The group of a collective that a dispatch mode sees. args: of the operation."""
+    import torch.distributed as dist
+
+    for each in args:
+        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in f"{each._type()}":
+            return dist.ProcessGroup.unbox(each)
+    return dist.distributed_c10d._resolve_process_group(args[-1])

@@ -7,9 +7,10 @@ import pytest
 from torch import Tensor
 
 from benchmarks.measuring import configuration
-from benchmarks.rehearsal import CASES, Rehearsal, rehearse
+from benchmarks.rehearsal import CASES
 from titanlite.parallel import tensor
 from titanlite.planning import estimate
+from titanlite.tools.plan.rehearsal.rank import Rehearsal, rehearse
 
 SMALL = (
     *("model.dim=64", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4", "model.ffn_dim=128"),
