@@ -12,8 +12,8 @@ from time import perf_counter
 
 from benchmarks.measuring import Row, configuration, report
 from titanlite.runtime.memory import GIB
-from titanlite.tools.plan.rehearsal.fakes import GAPS
 from titanlite.tools.plan.rehearsal.rank import rehearse
+from titanlite.tools.plan.rehearsal.report import GAPS
 
 Case = tuple[str, int, tuple[int, ...], tuple[str, ...]]
 CASES: dict[str, Case] = {
@@ -73,6 +73,7 @@ def main(cases: tuple[str, ...] = tuple(CASES), json: Path | None = None) -> Non
         for rank in chosen:
             begin = perf_counter()
             found = rehearse(config, ranks, rank)
+            assert found.plan is not None
             calls = sum(calls for calls, _ in found.collectives.values())
             rows.append(
                 {

@@ -46,7 +46,9 @@ def like_dtensor(tensor: Tensor, local: Tensor) -> Tensor:
     """A tensor cut as `tensor` is, with another local part, which may be uneven."""
     if not is_dtensor(tensor):
         return local
-    return type(tensor)(local, tensor._spec, requires_grad=False)
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, tensor._spec, requires_grad=False)
 
 
 # Process groups and meshes
@@ -466,7 +468,8 @@ def class_of_fakes() -> type[Tensor]:
 
 def storage_key(tensor: Tensor) -> int:
     """The same number for all tensors of one storage, as long as it lives."""
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def module_of_fsdp_storages() -> Any:

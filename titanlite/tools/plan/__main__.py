@@ -1,10 +1,12 @@
 """Command: estimate what a run needs on N ranks, and which layout is the fastest. One process, no accelerator, no data,
 no tokenizer."""
 
+import json
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
+from time import perf_counter
 from typing import Annotated, Literal
 
 import tyro
@@ -13,7 +15,7 @@ from titanlite.config.load import parse, resolve
 from titanlite.config.schema import JobConfig
 from titanlite.config.toml import COMMAND_LINE
 from titanlite.planning.automatic import fit_memory
-from titanlite.planning.estimate import require_estimate
+from titanlite.planning.estimate import Estimate, has_estimate, require_estimate
 from titanlite.planning.hardware.machine import Profile, load_profile, profile_names
 from titanlite.planning.search import search
 from titanlite.planning.step_time import predict
@@ -23,6 +25,8 @@ from titanlite.runtime.settings import setting
 from titanlite.runtime.text import for_stdout
 from titanlite.tools.command import ConfigFile, Count, read_options_and_overrides, run_command
 from titanlite.tools.plan.choices import describe_choices
+from titanlite.tools.plan.rehearsal.ranks import chosen_ranks, rehearse_in_processes
+from titanlite.tools.plan.rehearsal.report import GAPS, describe_rehearsal, problems_of
 from titanlite.tools.plan.report import DEFAULT_GIB, Price, describe_time, estimate_largest, report, stage_heading
 
 
@@ -53,6 +57,13 @@ class Options:
         None, "set the memory of one device in GiB, for example 80 for an H100", above=0, below=math.inf
     )
     """memory of one device; by default that of --hardware, else 80"""
+    rehearse: bool = False
+    """run the program of the ranks that can differ on tensors without data, on this machine: start, two steps, a save;
+    exit code 2 if something is wrong"""
+    rank: Annotated[int | None, tyro.conf.arg(metavar="N")] = setting(None, "give a rank of the run, from 0", least=0)
+    """rehearse this rank only; needs --rehearse"""
+    json: bool = False
+    """print the rehearsal as JSON; needs --rehearse"""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -64,6 +75,16 @@ def main(argv: Sequence[str]) -> None:
         for name, given in (("--search", options.search), ("--price-per-hour", options.price_per_hour)):
             if given:
                 problems.append(Problem(name, given, "only with --hardware, the profile of a machine", remedy))
+    for name, is_given in (("--rank", options.rank is not None), ("--json", options.json)):
+        if is_given and not options.rehearse:
+            problems.append(Problem(name, True, "only with --rehearse", "add --rehearse"))
+    if options.rank is not None and options.rank >= options.world_size:
+        rule = f"below {options.world_size}, the number of processes"
+        problems.append(Problem("--rank", options.rank, rule, "the first rank is 0"))
+    if options.rehearse and options.device == "cpu":
+        problems.append(Problem("--rehearse", True, "of GPUs", "leave out --device; on CPUs, run titanlite parity"))
+    if options.rehearse and options.search:
+        problems.append(Problem("--rehearse", True, "not with --search", "rehearse the layout that the search names"))
     if problems:
         raise ConfigError(problems)
     profile = load_profile(options.hardware) if options.hardware is not None else None
@@ -73,11 +94,13 @@ def main(argv: Sequence[str]) -> None:
         )
     device = options.device or (profile.device if profile else "cuda")
     memory_gib = options.device_memory_gib or (profile.memory_gib if profile else DEFAULT_GIB)
-    parsed = parse(["--job.config_file", options.config, *overrides])
+    words = ["--job.config_file", options.config, *overrides]
+    parsed = parse(words)
     config = resolve(
         parsed, world_size=options.world_size, device_type=device, checks_files=False, any_layout=options.search
     )
-    require_estimate(config, "model.family", config.model.family, "choose a family of decoders")
+    if not options.rehearse:
+        require_estimate(config, "model.family", config.model.family, "choose a family of decoders")
     is_auto = config.parallelism.layout == "auto"
     if profile is not None and (options.search or is_auto):
         kept = {key for key, origin in parsed.origins.items() if is_auto or origin == COMMAND_LINE}
@@ -86,12 +109,39 @@ def main(argv: Sequence[str]) -> None:
     if is_auto:
         raise UsageError('parallelism.layout = "auto" depends on the machine: add --hardware, the profile of one')
     config = fit_memory(config, options.world_size, device_type=device, memory_bytes=round(memory_gib * GIB))
+    if options.rehearse and not has_estimate(config):
+        print_rehearsal(options, words, config, None, 0, memory_gib)
+        return
     number, of_stage, plan = estimate_largest(config, options.world_size, device_type=device)
     text = stage_heading(config, number) + report(of_stage, plan, memory_gib)
     if profile is not None:
         time = predict(of_stage, plan, profile)
         text += "\n" + describe_time(of_stage, plan, profile, time, Price(options.price_per_hour), run=config)
-    sys.stdout.write(for_stdout(text))
+    if not options.json:
+        sys.stdout.write(for_stdout(text))
+        sys.stdout.flush()
+    if options.rehearse:
+        print_rehearsal(options, words, config, plan, number, memory_gib)
+
+
+def print_rehearsal(
+    options: Options, words: Sequence[str], config: JobConfig, plan: Estimate | None, stage: int, memory_gib: float
+) -> None:
+    """Rehearse ranks, and print what they do. words: of the configuration. stage: of training, from 0. Raises
+    UsageError if something is wrong."""
+    begin, pp = perf_counter(), config.parallelism.pp
+    ranks = [options.rank] if options.rank is not None else chosen_ranks(options.world_size, pp, plan)
+    memory_bytes = round(memory_gib * GIB)
+    found = rehearse_in_processes(words, options.world_size, ranks, stage=stage, memory_bytes=memory_bytes)
+    wrong = problems_of(found, options.world_size, pp, memory_gib)
+    if options.json:
+        sys.stdout.write(json.dumps({"ranks": found, "gaps": GAPS, "problems": wrong}, indent=1) + "\n")
+    else:
+        text = describe_rehearsal(found, options.world_size, memory_gib, perf_counter() - begin)
+        sys.stdout.write(for_stdout("\n" + text))
+    sys.stdout.flush()
+    if wrong:
+        raise UsageError(*wrong)
 
 
 def print_search(

@@ -1,4 +1,5 @@
-"""What a rehearsal replaces in the program, so that it runs on fake tensors; GAPS: what it therefore does not show."""
+"""What a rehearsal replaces in the program, so that it runs on fake tensors: report.GAPS says what is therefore
+not shown."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -26,16 +27,6 @@ from titanlite.runtime.torch_internals import (
     real_tensors,
 )
 from titanlite.tools.plan.rehearsal.recorder import Recorder
-
-GAPS = {
-    "compile": "off: blocks run operation by operation, as planned; compiled blocks keep less",
-    "norms": "titanlite's function for CPUs, which keeps the same tensors as the GPU's kernel",
-    "attention": "the kernel for CPUs, in the compute dtype, which keeps the same tensors; not with sinks in a window",
-    "experts": "the host reads equal numbers of rows for all ranks",
-    "streams": "none: memory that a stream returns later is not measured, nor are the allocator and buffers of NCCL",
-    "initial weights": "not drawn",
-}
-"""What differs from the program of a GPU -> how."""
 
 
 @contextmanager
@@ -66,7 +57,7 @@ def fake_program(recorder: Recorder) -> Iterator[None]:
     grouped = {"feed_forward": experts.grouped_feed_forward}  # as on a GPU
     storages = module_of_fsdp_storages()
     with ExitStack() as stack:
-        for owner, functions in (
+        replaced: list[tuple[Any, Mapping[str, Callable[..., Any]]]] = [
             (nn.Module, {"to_empty": to_empty}),
             (storages, {name: noted(getattr(storages, name)) for name in ("alloc_storage", "free_storage")}),
             (assembly, {"init_parameters_": lambda *_: None}),
@@ -80,7 +71,8 @@ def fake_program(recorder: Recorder) -> Iterator[None]:
             (Mesh, {"shard_groups": _really(Mesh.shard_groups)}),
             (trainer, {"count_sequences": _really(count_sequences)}),
             (class_of_fakes(), {"tolist": read}),
-        ):
+        ]
+        for owner, functions in replaced:
             stack.enter_context(_replaced(owner, functions))
         yield
 
@@ -124,7 +116,8 @@ def to_empty(module: nn.Module, *, device: torch.device) -> nn.Module:
         return new[tensor]
 
     for each in module.modules():
-        for values in (each._parameters, each._buffers):
+        tables: tuple[dict[str, Any], ...] = (each._parameters, each._buffers)
+        for values in tables:
             values.update({name: empty(value) for name, value in values.items() if value is not None})
     for parameter in fsdp_parameters(module):
         parameter.reset_sharded_param()

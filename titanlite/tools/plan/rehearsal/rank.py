@@ -27,6 +27,7 @@ from titanlite.runtime.torch_internals import (
     storage_key,
 )
 from titanlite.tools.plan.rehearsal.fakes import fake_program
+from titanlite.tools.plan.rehearsal.host import HostTensors
 from titanlite.tools.plan.rehearsal.recorder import Kind, Recorder
 from titanlite.trainer import Trainer
 
@@ -37,11 +38,14 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a rank does in a step. plan: None if the family has no estimate. collectives: (calls, bytes) by (axis,
-    operation). order: all of them, one after the other, as (axes of the group, operation, bytes). peak: of the living
-    storages, in bytes, of which `kinds` is close to it. host_reads: by place. microbatches: of the rehearsed step, and
-    of the job's. saved: tensors and bytes of this rank's shards in a checkpoint, before copies on other ranks are left
-    out."""
+    """What a rank does in a step.
+
+    plan: None if the family has no estimate. collectives: (calls, bytes) by (axis, operation). order: all of them, one
+    after the other, as (axes of the group, operation, bytes). peak: of the living storages, in bytes; kinds: theirs,
+    within 1 % of it. host_reads: by place. mixed: functions that get tensors of the host beside those of the device, by
+    place. microbatches: of the rehearsed step, and of the job's. saved: tensors and bytes of this rank's shards in a
+    checkpoint, before copies on other ranks are left out.
+    """
 
     plan: RankPlan | None
     collectives: Mapping[tuple[str, str], tuple[int, int]]
@@ -49,6 +53,7 @@ class Rehearsal:
     peak: int
     kinds: Mapping[Kind, int]
     host_reads: Mapping[str, int]
+    mixed: Mapping[str, int]
     microbatches: tuple[int, int]
     saved: tuple[int, int]
 
@@ -79,6 +84,7 @@ def rehearse(config: JobConfig, ranks: int, rank: int) -> Rehearsal:
     full = job.step.microbatches
     job = shortened(job, ranks)
     config = job.config
+    host = HostTensors()
     recorder = Recorder(max(job.step.rows_per_batch, 2))  # losses of rows; numbers of rows and tokens
     dist.init_process_group("fake", rank=rank, world_size=ranks)
     try:
@@ -87,11 +93,11 @@ def rehearse(config: JobConfig, ranks: int, rank: int) -> Rehearsal:
         numbers = torch.arange(job.step.rows_per_batch)  # the host reads them
         with fake_program(recorder):
             parts = assembly.build_parts(config, mesh)
-            with fake_tensors(), recorder:
+            with fake_tensors(), recorder, host:
                 program = assembly.build_trainer(job, assembly.allocate_parts(config, parts, CPU), mesh, CPU)
                 held = Held(program)
                 recorder.held = held
-                tokens = torch.zeros(job.step.rows_per_batch, config.training.seq_len, dtype=torch.int64)
+                tokens = torch.zeros(job.step.rows_per_batch, config.training.seq_len, dtype=torch.int64, device=CPU)
                 batches = [Batch(tokens, tokens, numbers, numbers)] * job.step.batches
                 for _ in range(STEPS):
                     recorder.start()
@@ -110,7 +116,9 @@ def rehearse(config: JobConfig, ranks: int, rank: int) -> Rehearsal:
         }
         order = [(" = ".join(axes.get(name, [name])), operation, size) for name, operation, size in recorder.order]
         reads, microbatches = +recorder.host_reads, (job.step.microbatches, full)
-        return Rehearsal(plan, collectives, order, recorder.peak, recorder.kinds, reads, microbatches, saved)
+        return Rehearsal(
+            plan, collectives, order, recorder.peak, recorder.kinds, reads, +host.places, microbatches, saved
+        )
     finally:
         dist.destroy_process_group()
         clear_sharding_cache()  # which refers to the groups

@@ -1,0 +1,88 @@
+"""The process of one rank of `titanlite plan --rehearse`: one line of JSON on standard input, one on standard output.
+Not a command."""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.load import parse, resolve
+from titanlite.config.schema import JobConfig
+from titanlite.config.stages import stage_configs
+from titanlite.planning.automatic import fit_memory
+from titanlite.planning.communication import Traffic
+from titanlite.runtime.errors import UserError
+from titanlite.tools.plan.rehearsal.rank import Rehearsal, rehearse
+
+_LIBRARIES = ("/torch/", "/titanlite/tools/plan/", "<frozen")
+
+
+def main() -> None:
+    """Rehearse a rank. Whatever the program prints goes to standard error."""
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    request = json.loads(sys.stdin.readline())
+    try:
+        found = described(rehearse(config_of(request), request["world_size"], request["rank"]))
+    except UserError as error:
+        found = {"error": str(error)}
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {error}", "place": _place(error)}
+    print(json.dumps(found), file=answer, flush=True)
+
+
+def config_of(request: dict[str, Any]) -> JobConfig:
+    """The training stage of the configuration that is rehearsed. Raises ConfigError."""
+    world_size = request["world_size"]
+    config = resolve(parse(request["words"]), world_size=world_size, device_type="cuda", checks_files=False)
+    config = fit_memory(config, world_size, device_type="cuda", memory_bytes=request["memory_bytes"])
+    stage: int = request["stage"]
+    return stage_configs(config)[stage]
+
+
+def described(found: Rehearsal) -> dict[str, Any]:
+    """The rehearsal as JSON."""
+    plan = found.plan
+    planned: dict[tuple[str, str], Traffic] = {}
+    if plan is not None:
+        planned = {(each.axis, each.operation): each for each in plan.traffic}
+    return {
+        "microbatches": found.microbatches[0],
+        "microbatches_of_the_job": found.microbatches[1],
+        "peak_bytes": found.peak,
+        "planned_peak_bytes": None if plan is None else plan.memory.total,
+        "bytes": dict(found.kinds),
+        "planned_bytes": None if plan is None else dict(plan.memory.items),
+        "collectives": [
+            {
+                "axis": axis,
+                "operation": operation,
+                "calls": found.collectives.get((axis, operation), (0, 0))[0],
+                "bytes": found.collectives.get((axis, operation), (0, 0))[1],
+                "planned_calls": each.calls if (each := planned.get((axis, operation))) else 0,
+                "planned_bytes": each.bytes if each else 0,
+            }
+            for axis, operation in sorted({*planned, *found.collectives})
+        ],
+        "order": found.order,
+        "host_reads": dict(found.host_reads),
+        "mixed_devices": dict(found.mixed),
+        "saved_tensors": found.saved[0],
+        "saved_bytes": found.saved[1],
+    }
+
+
+def _place(error: BaseException) -> str:
+    """FILE:LINE of the last code in a traceback that is not torch's."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not any(part in frame.filename for part in _LIBRARIES)
+    ]
+    return f"{'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno}" if frames else ""
+
+
+if __name__ == "__main__":
+    main()
