@@ -54,12 +54,20 @@ def describe_job(config: JobConfig, device: torch.device) -> None:
     log.info("Device: %s, %.1f GiB", device_name(device), device_memory_bytes(device) / 2**30)
 
 
+MANY_RANKS = 64
+"""Above it, a job that waits in a queue and fails costs more than a rehearsal."""
+
+
 def describe_training(job: Job, mesh: Mesh, environment: Mapping[str, str]) -> None:
     """Log kernels, loss, optimizer, batch and learning rate, and the variables that titanlite has changed.
 
     environment: environment variables at program start.
     """
     config = job.config
+    if mesh.world.size > MANY_RANKS:
+        copy = Path(config.job.dump_folder, CONFIG_COPY)
+        command = f"titanlite plan {copy} --world-size {mesh.world.size} --rehearse"
+        log.info("Ranks: %s tries the next job of this size on a machine without its GPUs", command)
     if attention := describe_attention(config, mesh.world.device):
         log.info("Attention: %s", attention)
     if config.terms or config.loss.chosen is not CROSS_ENTROPY:

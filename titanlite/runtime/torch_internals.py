@@ -46,9 +46,9 @@ def like_dtensor(tensor: Tensor, local: Tensor) -> Tensor:
     """A tensor cut as `tensor` is, with another local part, which may be uneven."""
     if not is_dtensor(tensor):
         return local
-    from torch.distributed.tensor import DTensor
-
-    return DTensor(local, tensor._spec, requires_grad=False)
+    kind: Any = sys.modules["torch.distributed.tensor"]
+    made: Tensor = kind.DTensor(local, tensor._spec, requires_grad=False)
+    return made
 
 
 # Process groups and meshes
@@ -192,9 +192,7 @@ def share_parameter(model: nn.Module, name: str, other: nn.Module, other_name: s
 
 def _fsdp_parameter(model: nn.Module, parameter: nn.Parameter | None) -> Any:
     """What FSDP knows of a sharded parameter; None if it is not wrapped."""
-    wrapped: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
-    groups = (group for module in wrapped if (group := module._get_fsdp_state()._fsdp_param_group) is not None)
-    return next((each for group in groups for each in group.fsdp_params if each.sharded_param is parameter), None)
+    return next((each for each in fsdp_parameters(model) if each.sharded_param is parameter), None)
 
 
 def shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -481,8 +479,8 @@ def module_of_fsdp_storages() -> Any:
 
 def fsdp_parameters(model: nn.Module) -> list[Any]:
     """What FSDP knows of each parameter of the wrapped modules: sharded_param, reset_sharded_param(), ..."""
-    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
-    groups = [group for state in states for group in _groups_of_fsdp(state)]
+    wrapped: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    groups = [group for module in wrapped for group in _groups_of_fsdp(module._get_fsdp_state())]
     return [parameter for group in groups for parameter in group.fsdp_params]
 
 
@@ -506,4 +504,7 @@ def group_of_operation(args: Sequence[Any]) -> "dist.ProcessGroup":
     for each in args:
         if isinstance(each, torch.ScriptObject) and "ProcessGroup" in f"{each._type()}":
             return dist.ProcessGroup.unbox(each)
-    return dist.distributed_c10d._resolve_process_group(args[-1])
+    last: Any = args[-1]
+    by_name: Any = dist.distributed_c10d._resolve_process_group
+    group: dist.ProcessGroup = by_name(last) if isinstance(last, str) else last
+    return group

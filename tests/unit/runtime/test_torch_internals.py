@@ -194,6 +194,49 @@ def test_shared_parameter(is_wrapped: bool) -> None:
     assert (weight.grad == 2).all()
 
 
+def test_fake_tensors() -> None:
+    with internals.fake_tensors():
+        fake = torch.zeros(3)
+        assert internals.is_fake(fake)
+        assert isinstance(fake, internals.class_of_fakes())
+        assert internals.storage_key(fake) == internals.storage_key(fake[1:])
+        assert internals.storage_key(fake) != internals.storage_key(torch.zeros(3))
+        with internals.real_tensors():
+            assert torch.ones(2).tolist() == [1, 1]
+    assert not internals.is_fake(torch.zeros(3))
+
+
+def test_storages_of_gathered_parameters(group: dist.ProcessGroup) -> None:
+    storages = internals.module_of_fsdp_storages()
+    gathered = torch.empty(4)
+    storages.free_storage(gathered)
+    assert gathered.untyped_storage().size() == 0
+    storages.alloc_storage(gathered)
+    assert gathered.untyped_storage().size() == 16
+    model = fully_shard(nn.Linear(2, 3), mesh=init_device_mesh("cpu", (group.size(),)))
+    assert [each.sharded_param for each in internals.fsdp_parameters(model)] == [*model.parameters()]
+    other = internals.like_dtensor(model.weight, torch.ones(3, 2))
+    assert isinstance(other, DTensor)
+    assert isinstance(model.weight, DTensor)
+    assert (other.placements, other.shape) == (model.weight.placements, model.weight.shape)
+    assert internals.like_dtensor(torch.zeros(2), torch.ones(5)).tolist() == [1] * 5
+
+
+def test_operations_of_collectives(group: dist.ProcessGroup) -> None:
+    seen: list[tuple[str, dist.ProcessGroup]] = []
+
+    class Spy(internals.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace in ("c10d", "_c10d_functional") and internals.operation_name(func) != "wait_tensor":
+                seen.append((internals.operation_name(func), internals.group_of_operation(args)))
+            return func(*args, **(kwargs or {}))
+
+    with Spy():  # type: ignore[no-untyped-call]
+        dist.all_reduce(torch.ones(2), group=group)
+        internals.functional_collectives().all_reduce(torch.ones(2), "sum", group)
+    assert seen == [("allreduce_", group), ("all_reduce", group)]
+
+
 def test_attention_kernels() -> None:
     before = internals.attention_kernels()
     order = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]

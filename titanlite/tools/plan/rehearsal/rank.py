@@ -43,7 +43,8 @@ class Rehearsal:
     plan: None if the family has no estimate. collectives: (calls, bytes) by (axis, operation). order: all of them, one
     after the other, as (axes of the group, operation, bytes). peak: of the living storages, in bytes; kinds: theirs,
     within 1 % of it. host_reads: by place. mixed: functions that get tensors of the host beside those of the device, by
-    place. microbatches: of the rehearsed step, and of the job's. saved: tensors and bytes of this rank's shards in a
+    place. microbatches: of the rehearsed step, and of the job's; further: bytes that the
+    others add to the peak by the plan. saved: tensors and bytes of this rank's shards in a
     checkpoint, before copies on other ranks are left out.
     """
 
@@ -55,6 +56,7 @@ class Rehearsal:
     host_reads: Mapping[str, int]
     mixed: Mapping[str, int]
     microbatches: tuple[int, int]
+    further: int
     saved: tuple[int, int]
 
     @property
@@ -81,8 +83,7 @@ def rehearse(config: JobConfig, ranks: int, rank: int) -> Rehearsal:
     """Run STEPS steps of a rank. config: for `ranks` ranks with GPUs, of one training stage."""
     config = for_fakes(config, ranks)
     job, excepthook = job_of(config, ranks), sys.excepthook  # which torch replaces
-    full = job.step.microbatches
-    job = shortened(job, ranks)
+    full, job = job, shortened(job, ranks)
     config = job.config
     host = HostTensors()
     recorder = Recorder(max(job.step.rows_per_batch, 2))  # losses of rows; numbers of rows and tokens
@@ -104,9 +105,12 @@ def rehearse(config: JobConfig, ranks: int, rank: int) -> Rehearsal:
                     program.train_step(batches)
                     held.note_state(recorder)
             saved = saved_by(program)
-        plan = None
+        plan, further = None, 0
         if has_estimate(config):
-            plan = estimate(config, ranks, device_type="cuda").ranks[mesh.coordinate["pp"]]
+            plan, of_job = (
+                estimate(each.config, ranks, device_type="cuda").ranks[mesh.coordinate["pp"]] for each in (job, full)
+            )
+            further = of_job.memory.total - plan.memory.total
         axes: dict[str, list[str]] = {}
         for axis, group in groups_of(mesh):
             axes.setdefault(group.group_name, []).append(axis)
@@ -115,9 +119,17 @@ def rehearse(config: JobConfig, ranks: int, rank: int) -> Rehearsal:
             for (name, operation), calls in recorder.collectives.items()
         }
         order = [(" = ".join(axes.get(name, [name])), operation, size) for name, operation, size in recorder.order]
-        reads, microbatches = +recorder.host_reads, (job.step.microbatches, full)
         return Rehearsal(
-            plan, collectives, order, recorder.peak, recorder.kinds, reads, +host.places, microbatches, saved
+            plan,
+            collectives,
+            order,
+            recorder.peak,
+            recorder.kinds,
+            host_reads=+recorder.host_reads,
+            mixed=+host.places,
+            microbatches=(job.step.microbatches, full.step.microbatches),
+            further=further,
+            saved=saved,
         )
     finally:
         dist.destroy_process_group()

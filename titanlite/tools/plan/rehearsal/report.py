@@ -51,9 +51,9 @@ def _of_rank(found: Found, device_memory_gib: float) -> list[str]:
             f"keeps {peak / GIB:.2f} GiB at its peak, planned {planned / GIB:.2f}: the largest difference is "
             f"{item[0]}, {item[1] / GIB:.2f} GiB in place of {item[2] / GIB:.2f}"
         )
-    if peak > USABLE * device_memory_gib * GIB:
+    if (whole := _peak(found)) > USABLE * device_memory_gib * GIB:
         usable = f"{USABLE * device_memory_gib:.1f} GiB usable of a device of {device_memory_gib:g} GiB"
-        lines.append(f"does not fit: {peak / GIB:.1f} GiB at its peak, {usable}; remedies: titanlite plan")
+        lines.append(f"does not fit: {whole / GIB:.1f} GiB at its peak, {usable}; remedies: titanlite plan")
     for place, count in found["host_reads"].items():
         if place not in KNOWN_READS:
             lines.append(
@@ -111,10 +111,12 @@ def describe_rehearsal(found: Mapping[int, Found], world_size: int, device_memor
 def _rank_lines(rank: int, found: Found, device_memory_gib: float) -> list[str]:
     count, of_job = found["microbatches"], found["microbatches_of_the_job"]
     less = "" if count == of_job else f" (of {of_job:,}: the others repeat them)"
-    peak = found["peak_bytes"]
-    fits = "fits" if peak <= USABLE * device_memory_gib * GIB else "does not fit"
+    fits = "fits" if _peak(found) <= USABLE * device_memory_gib * GIB else "does not fit"
+    further = f" + {found['further_bytes'] / GIB:.2f} of the others" if found["further_bytes"] else ""
     head = f"Rank {rank:,}: a step of {counted(count, 'microbatch')}{less}"
-    lines = [f"{head}; peak {peak / GIB:.2f} GiB, {fits} into a device of {device_memory_gib:g} GiB"]
+    lines = [
+        f"{head}; peak {found['peak_bytes'] / GIB:.2f} GiB{further}, {fits} into a device of {device_memory_gib:g} GiB"
+    ]
     has_plan = found["planned_peak_bytes"] is not None
     rows = [["GiB at the peak", "rehearsed", *(["planned"] if has_plan else [])]]
     for kind, size, planned in _kinds(found):
@@ -128,6 +130,12 @@ def _rank_lines(rank: int, found: Found, device_memory_gib: float) -> list[str]:
     lines += [f"  {line}" for line in aligned(rows, left=1)]
     saved = f"{counted(found['saved_tensors'], 'tensor')}, {found['saved_bytes'] / GIB:.2f} GiB"
     return [*lines, f"  saves its shards of {saved}, less what other ranks have, too"]
+
+
+def _peak(found: Found) -> int:
+    """Bytes of the job's step."""
+    peak: int = found["peak_bytes"] + found["further_bytes"]
+    return peak
 
 
 def _kinds(found: Found) -> list[tuple[str, int, int]]:

@@ -1,0 +1,197 @@
+"""What a rehearsal says of programs with mistakes."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.measuring import configuration
+from titanlite.assembly.job import job_of
+from titanlite.models.layers import FeedForward
+from titanlite.runtime.errors import ConfigError, UsageError
+from titanlite.tools.plan import __main__ as plan
+from titanlite.tools.plan.rehearsal.__main__ import described
+from titanlite.tools.plan.rehearsal.rank import rehearse, shortened
+from titanlite.tools.plan.rehearsal.ranks import chosen_ranks
+from titanlite.tools.plan.rehearsal.report import describe_rehearsal, problems_of
+
+TINY = (
+    *("model.dim=32", "model.n_layers=1", "model.n_heads=2", "model.n_kv_heads=2", "model.ffn_dim=64"),
+    *("model.vocab_size=300", "model.max_seq_len=32", "training.seq_len=32", "training.local_batch_size=1"),
+    *("training.global_batch_size=4", "training.steps=2"),
+)
+
+
+def found_on(*ranks: int, world_size: int = 2) -> dict[int, Any]:
+    config = configuration(TINY, world_size, "cuda")
+    return {rank: json.loads(json.dumps(described(rehearse(config, world_size, rank)))) for rank in ranks}
+
+
+def of_host(x: Tensor) -> Tensor:
+    return x + torch.arange(x.shape[-1])
+
+
+def read(x: Tensor) -> Tensor:
+    return x * 2 if x.sum() > 0 else x
+
+
+def moved(x: Tensor) -> Tensor:
+    return x + torch.arange(x.shape[-1]).to(x.device) + torch.ones(x.shape[-1], device=x.device) * torch.tensor(2.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (of_host, "test_rehearsal_faults.py mixes tensors of the host with those of the device"),
+        (read, "plan/test_rehearsal_faults.py reads values of the device 2 times in a step"),
+        (moved, None),
+    ],
+)
+def test_modules_that_leave_the_device(change: Any, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = FeedForward.forward
+    monkeypatch.setattr(FeedForward, "forward", lambda module, x: forward(module, change(x)))
+    problems = problems_of(found_on(0), 2, 1, 80.0)
+    if expected is None:
+        assert problems == []
+    else:
+        (problem,) = problems
+        assert expected in problem
+
+
+@pytest.mark.slow
+def test_a_collective_of_one_rank_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = FeedForward.forward
+
+    def shared(module: FeedForward, x: Tensor) -> Tensor:
+        if dist.get_rank() == 1:
+            dist.all_reduce(torch.zeros(3, device=x.device))
+        return forward(module, x)
+
+    monkeypatch.setattr(FeedForward, "forward", shared)
+    problems = problems_of(found_on(0, 1), 2, 1, 80.0)
+    (waits,) = (problem for problem in problems if "wait" in problem)
+    assert waits.startswith("ranks 0 and 1 of one stage call different collectives: number ")
+    assert "all-reduce of 12 bytes on rank 1" in waits
+
+
+COLLECTIVE = {"axis": "tp", "operation": "all-gather", "calls": 4, "bytes": 400}
+FOUND: dict[str, Any] = {
+    "microbatches": 2,
+    "microbatches_of_the_job": 8,
+    "peak_bytes": 50 * 2**30,
+    "further_bytes": 2 * 2**30,
+    "planned_peak_bytes": 50 * 2**30,
+    "bytes": {"parameters": 20 * 2**30, "head": 10 * 2**30, "activations": 20 * 2**30},
+    "planned_bytes": {"parameters": 20 * 2**30, "activations": 30 * 2**30},
+    "collectives": [{**COLLECTIVE, "planned_calls": 4, "planned_bytes": 400}],
+    "order": [["tp", "all-gather", 100]] * 4,
+    "host_reads": {"parallel/expert.py": 3},
+    "mixed_devices": {},
+    "saved_tensors": 3,
+    "saved_bytes": 2**30,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "gib", "expected"),
+    [
+        ({}, 80, None),
+        ({}, 48, "does not fit: 52.0 GiB at its peak, 43.2 GiB usable of a device of 48 GiB"),
+        (
+            {"collectives": [{**COLLECTIVE, "planned_calls": 2, "planned_bytes": 200}]},
+            80,
+            "tp all-gather: 4 calls of 400 bytes in all, planned 2 of 200: a layer gathers",
+        ),
+        (
+            {"peak_bytes": 60 * 2**30, "bytes": {**FOUND["bytes"], "head": 20 * 2**30}},
+            80,
+            "keeps 60.00 GiB at its peak, planned 50.00: the largest difference is activations, 40.00 GiB in place of",
+        ),
+        ({"planned_peak_bytes": None, "peak_bytes": 60 * 2**30}, 80, None),
+    ],
+)
+def test_problems_of_a_rank(changes: dict[str, Any], gib: float, expected: str | None) -> None:
+    problems = problems_of({5: FOUND | changes}, 8, 1, gib)
+    if expected is None:
+        assert problems == []
+    else:
+        (problem,) = problems
+        assert problem.startswith(f"rank 5: {expected}")
+
+
+def test_an_error_of_the_program_is_named_with_its_place() -> None:
+    found = {0: {"error": "RuntimeError: shapes", "place": "mine/plugin.py:7"}, 3: FOUND}
+    assert problems_of(found, 8, 1, 80) == ["rank 0 ends with: RuntimeError: shapes (at mine/plugin.py:7)"]
+
+
+def test_the_report_has_equal_ranks_once() -> None:
+    text = describe_rehearsal({0: FOUND, 7: dict(FOUND)}, 8, 80.0, 12.3)
+    assert "Rehearsed: ranks 0, 7 of 8, on tensors without data, in 12 s" in text
+    assert "Rank 0: a step of 2 microbatches (of 8: the others repeat them); peak 50.00 GiB + 2.00 of" in text
+    assert "the others, fits into a device of 80 GiB" in text
+    assert re.search(r"activations +30.000 +30.000\n", text)
+    assert text.count("tp all-gather") == 1
+    assert "Rank 7: as rank 0\n" in text
+
+
+@pytest.mark.parametrize(("ranks", "pp", "expected"), [(1, 1, [0]), (4, 1, [0, 3]), (16, 4, [0, 12, 15])])
+def test_chosen_ranks(ranks: int, pp: int, expected: list[int]) -> None:
+    assert chosen_ranks(ranks, pp, None) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "microbatches"),
+    [
+        (("training.global_batch_size=64",), (2, 16)),
+        (("training.global_batch_size=4",), (1, 1)),
+        (("training.global_batch_size=64", "parallelism.pp=2", "model.n_layers=2"), (4, 32)),
+    ],
+)
+def test_long_steps_are_shortened(settings: tuple[str, ...], microbatches: tuple[int, int]) -> None:
+    job = job_of(configuration([*TINY, *settings], 4, "cuda"), 4)
+    assert (shortened(job, 4).step.microbatches, job.step.microbatches) == microbatches
+
+
+@pytest.mark.slow
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan.main([*command(tmp_path), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["problems"] == []
+    assert found["ranks"]["1"]["peak_bytes"] > 0
+
+
+@pytest.mark.soak
+def test_command_with_a_plugin_that_fails(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(
+        "import torch, titanlite\n"
+        "from titanlite.models.llama3 import LLAMA3, attention, Llama3\n"
+        "from titanlite.models.decoder import Block\n"
+        "class Wrong(Block):\n"
+        "    def forward(self, x, *args, **options):\n"
+        "        return super().forward(x @ torch.zeros(3, 5, device=x.device), *args, **options)\n"
+        "titanlite.register_family(LLAMA3.variant(\n"
+        "    'wrong', lambda config: Llama3(config, lambda _: Wrong(config, attention(config)))))\n"
+    )
+    with pytest.raises(UsageError) as error:
+        plan.main([*command(tmp_path), f'--job.plugins=["{tmp_path}/wrong.py"]', "--model.family=wrong"])
+    assert "rank 1 ends with: RuntimeError: " in str(error.value)
+    assert "wrong.py:6" in str(error.value)
+
+
+def command(folder: Path) -> list[str]:
+    """The arguments of a rehearsal of rank 1 of 2, on texts in the folder."""
+    (folder / "text.txt").write_text("text\n")
+    source = ("--data.sources.0.kind=text", f"--data.sources.0.path={folder}/text.txt")
+    return ["quickstart", "--world-size=2", "--rehearse", "--rank=1", *(f"--{each}" for each in TINY), *source]
+
+
+def test_options_that_do_not_fit() -> None:
+    with pytest.raises(ConfigError) as error:
+        plan.main(["quickstart", "--world-size", "2", "--rank", "2", "--json", "--device", "cpu"])
+    assert [problem.key for problem in error.value.problems] == ["--rank", "--json", "--rank"]
