@@ -138,12 +138,12 @@ def test_the_version_is_printed() -> None:
 
 
 def test_the_table_has_all_tools() -> None:
-    """All runnable modules of tools/, except those that write a docs page or a completion script, and a worker."""
+    """All runnable modules of tools/, except those that write a docs page or a completion script, and workers."""
     tools = Path(titanlite.__file__).with_name("tools")
     files = [path for path in tools.rglob("*.py") if "__main__" in path.read_text()]
     names = {path.parent.name if path.name == "__main__.py" else path.stem for path in files}
     listed = {module.rpartition(".")[2] for module, _ in COMMANDS.values()} - {"train"}
-    assert names == listed | {"config_page", "completion", "local"}
+    assert names == listed | {"config_page", "completion", "local", "rehearsal"}
 
 
 PRINTS = "from titanlite.tools.command import run_command; run_command(lambda _: print(TEXT))"

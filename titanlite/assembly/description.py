@@ -65,9 +65,8 @@ def describe_training(job: Job, mesh: Mesh, environment: Mapping[str, str]) -> N
     """
     config = job.config
     if mesh.world.size > MANY_RANKS:
-        copy = Path(config.job.dump_folder, CONFIG_COPY)
-        command = f"titanlite plan {copy} --world-size {mesh.world.size} --rehearse"
-        log.info("Ranks: %s tries the next job of this size on a machine without its GPUs", command)
+        command = f"titanlite plan CONFIG --world-size {mesh.world.size} --rehearse"
+        log.info("Ranks: to try the next job of this size on a machine without GPUs: %s", command)
     if attention := describe_attention(config, mesh.world.device):
         log.info("Attention: %s", attention)
     if config.terms or config.loss.chosen is not CROSS_ENTROPY:

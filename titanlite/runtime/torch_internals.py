@@ -433,6 +433,8 @@ def pin_in_place(address: int, size: int) -> None:
 def occupy_gpu(cycles: int) -> None:
     """Keep the current stream of the GPU busy for so many cycles of its clock; the host does not wait. For checks."""
     torch.cuda._sleep(cycles)
+
+
 # Fake tensors, which have shapes and storages without memory
 
 
@@ -489,6 +491,11 @@ def _groups_of_fsdp(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def is_host_read(operation: Any) -> bool:
+    """Whether an operation that a dispatch mode sees is that of Tensor.item()."""
+    return operation is torch.ops.aten._local_scalar_dense.default
 
 
 def operation_name(operation: Any) -> str:

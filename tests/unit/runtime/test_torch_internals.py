@@ -233,8 +233,24 @@ def test_operations_of_collectives(group: dist.ProcessGroup) -> None:
 
     with Spy():  # type: ignore[no-untyped-call]
         dist.all_reduce(torch.ones(2), group=group)
-        internals.functional_collectives().all_reduce(torch.ones(2), "sum", group)
+        functional = internals.functional_collectives()
+        functional.wait_tensor(functional.all_reduce(torch.ones(2), "sum", group))
     assert seen == [("allreduce_", group), ("all_reduce", group)]
+
+
+def test_reads_by_the_host() -> None:
+    seen: list[bool] = []
+
+    class Spy(internals.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(internals.is_host_read(func))
+            return func(*args, **(kwargs or {}))
+
+    number = torch.ones(())
+    with Spy():  # type: ignore[no-untyped-call]
+        number.item()
+        number.add(1)
+    assert seen == [True, False]
 
 
 def test_attention_kernels() -> None:

@@ -25,7 +25,7 @@ def chosen_ranks(world_size: int, pp: int, plan: Estimate | None) -> list[int]:
 def rehearse_in_processes(
     words: Sequence[str], world_size: int, ranks: Sequence[int], *, stage: int, memory_bytes: int
 ) -> dict[int, dict[str, Any]]:
-    """The results of each rank, see __main__.described, or {"error": ..., "place": ...}.
+    """The results of each rank, see the function `described` of the process, or {"error": ..., "place": ...}.
 
     words: --job.config_file and overrides. stage: of training, from 0. As many processes at once as there are cores.
     Raises UserError if a process ends without an answer.

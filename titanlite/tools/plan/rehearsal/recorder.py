@@ -8,7 +8,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -16,6 +15,7 @@ from titanlite.runtime.torch_internals import (
     TorchDispatchMode,
     group_of_operation,
     is_fake,
+    is_host_read,
     operation_name,
     storage_key,
     tree_leaves,
@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        if func is torch.ops.aten._local_scalar_dense.default and is_fake(args[0]):
+        if is_host_read(func) and is_fake(args[0]):
             self.read()
             return 1
         out = func(*args, **(kwargs or {}))

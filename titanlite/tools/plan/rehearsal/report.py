@@ -20,7 +20,7 @@ KNOWN_READS = {"parallel/expert.py", "models/experts.py"}
 MOST = 1.05
 """Rehearsed / planned peak: up to here, they agree (docs/planning.md)."""
 Found = Mapping[str, Any]
-"""See __main__.described."""
+"""What the process of a rank answers."""
 
 
 def problems_of(found: Mapping[int, Found], world_size: int, pp: int, device_memory_gib: float) -> list[str]:
