@@ -261,9 +261,11 @@ ROWS: list[Any] = []
 """The answers to the next reads."""
 
 
-def block_mask(*_: Any) -> Any:
-    """In place of a mask of FlexAttention, which is built by compiled code."""
+def block_mask(rows: Tensor | int, queries: Any = None, *_: Any) -> Any:
+    """In place of a mask of FlexAttention, which is built by compiled code. rows: of tokens, or their length."""
     mask = mock.Mock(spec=attention.BlockMask)
+    length = rows.shape[1] if isinstance(rows, Tensor) else rows
+    mask.shape = (1, 1, len(queries) if isinstance(queries, Tensor) else length, length)
     mask.mask_mod = lambda _row, _head, query, key: query >= key
     return mask
 

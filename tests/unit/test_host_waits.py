@@ -46,12 +46,13 @@ CASES: dict[str, set[str]] = {
 
 NO_WAIT = ["AdamW", "Muon", "Lion", "SGD", "SGD optimizer.momentum=0.9", "AdamW optimizer.state_dtype=bfloat16"]
 NO_WAIT += ["Muon optimizer.normuon_beta2=0.9 optimizer.orthogonalization=polar_express"]
+INTERLEAVED = ("gemma2", "gemma3", "gpt_oss", "olmo3", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+SHAPES = dict.fromkeys(INTERLEAVED, "model.n_layers=2 model.full_interval=2") | {"deepseek_v3": "model.n_layers=2"}
+"""Of families with several kinds of blocks."""
+OF_FAMILIES = [f"model.family={family} {SHAPES.get(family, '')}" for family in sorted(FAMILIES)]
 SOAK: dict[str, set[str]] = {
-    **{
-        f"1 model.family={family} optimizer.name={optimizer}": set[str]()
-        for family, optimizer in product(sorted(FAMILIES), NO_WAIT)
-    },
-    **{f"8 model.family={family} optimizer.ema_decay=0.9 {SOURCES}": set[str]() for family in sorted(FAMILIES)},
+    **{f"1 {family} optimizer.name={optimizer}": set[str]() for family, optimizer in product(OF_FAMILIES, NO_WAIT)},
+    **{f"8 {family} optimizer.ema_decay=0.9 {SOURCES}": set[str]() for family in OF_FAMILIES},
     **{f"8 parallelism.{axis}=2 {BY_OPERATION}": set[str]() for axis in ("cp", "tp", "dp_replicate")},
     "8 parallelism.cp=2 parallelism.context_parallel=gather data.document_mask=true": set(),
     f"8 training.bit_equal=true {MOMENTUM}": set(),
@@ -59,11 +60,11 @@ SOAK: dict[str, set[str]] = {
     "1 float8.recipe=rowwise": set(),
     "1 float8.recipe=blockwise": set(),
     "1 activation_checkpoint.mode=full training.global_batch_size=4": set(),
-    "1 debug.deterministic=true model.family=qwen3_next": set(),
+    f"1 debug.deterministic=true model.family=qwen3_next {SHAPES['qwen3_next']}": set(),
     "1 training.dtype=float64 training.mixed_precision_param=float64 training.mixed_precision_reduce=float64": set(),
     "1 model.family=qwen3_moe training.mixed_precision_param=float32": {COUNTS},
-    "8 model.family=deepseek_v3 parallelism.ep=4 parallelism.tp=2": {EXPERTS},
-    f"8 model.family=gpt_oss parallelism.ep=2 parallelism.cp=2 {BY_OPERATION}": {EXPERTS},
+    "8 model.family=deepseek_v3 model.n_layers=2 parallelism.ep=4 parallelism.tp=2": {EXPERTS},
+    f"8 model.family=gpt_oss {SHAPES['gpt_oss']} parallelism.ep=2 parallelism.cp=2 {BY_OPERATION}": {EXPERTS},
     **{
         f"8 model.n_layers=4 parallelism.pp=2 parallelism.pp_schedule={schedule} optimizer.name=Lion": {STAGES}
         for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
