@@ -24,8 +24,7 @@ MAX_CAUSE = 300
 
 NO_SPACE = "the disk is full, or has no inodes left for further files: see df -h and df -i"
 ALL_RANKS = " 0 default_pg"
-"""Names of torch's default group after the backend, see last_numbers: all ranks are in it, also one that has entered
-none of its collectives."""
+"""Names of torch's default group after the backend, see last_numbers."""
 
 ENDED = "completed"
 """State of a collective on a device, in torch's records."""
@@ -163,12 +162,16 @@ def last_numbers(recorded: Mapping[str, str]) -> dict[str, int]:
     """The number of the last collective that this process has entered, by backend and group.
 
     recorded: see recorded_collectives. Groups have the same name on all of their ranks, and numbers count from 1 on
-    each of them. Without sends and receives, which the recorder does not number alike on both ranks.
+    each of them. Without sends and receives, which the recorder does not number alike on both ranks. Of the default
+    group, which all ranks are in, 0 if this process has entered none of its collectives.
     """
     last: dict[str, int] = {}
     for backend, text in recorded.items():
         of_groups: dict[str, list[Mapping[str, Any]]] = {}
-        for entry in json.loads(text).get("entries", ()):
+        entries = json.loads(text).get("entries", ())
+        if not entries or entries[0].get("record_id", 0) == 0:  # else older entries have been dropped
+            last[backend + ALL_RANKS] = 0
+        for entry in entries:
             if not entry["is_p2p"]:
                 name, description = entry["process_group"]
                 of_groups.setdefault(f"{backend} {name} {description}", []).append(entry)
@@ -214,8 +217,7 @@ def ranks_behind(last: Mapping[int, Mapping[str, int]]) -> list[int]:
     """
     behind, ahead = set(), set()
     for group in {group for numbers in last.values() for group in numbers}:
-        all_ranks = group.endswith(ALL_RANKS)
-        numbers = {rank: each.get(group, 0) for rank, each in last.items() if all_ranks or group in each}
+        numbers = {rank: each[group] for rank, each in last.items() if group in each}
         behind |= {rank for rank, number in numbers.items() if number < max(numbers.values())}
         ahead |= {rank for rank, number in numbers.items() if number > min(numbers.values())}
     return sorted(behind - ahead)

@@ -2,6 +2,7 @@
 
 import faulthandler
 import json
+import math
 import os
 import socket
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titanlite.ranks.collector import PROCESS, PULSE_S, TAKE_OVER, Collector, interval_s, start_process
+from titanlite.ranks.collector import INTERVAL_S, PROCESS, PULSE_S, TAKE_OVER, Collector, interval_s, start_process
 from titanlite.ranks.distributed import NCCL_AFTER_S
 from titanlite.ranks.message import (
     SILENT_S,
@@ -102,6 +103,12 @@ class Positions:
             return
         nodes = -(-size // len(local_ranks))
         self._interval_s = interval_s(nodes)
+        if rank == 0 and self._interval_s > INTERVAL_S and silence_s < self._silent_s:
+            log.warning(
+                "comm.train_timeout_s = %g is short for %d nodes, which give heartbeats every %.1f s: a rank that runs "
+                "may be taken for one that has ended; set at least %.0f",
+                *(silence_s, nodes, self._interval_s, math.ceil(self._silent_s)),
+            )
         self._page = Page.create()
         self._view = View(self.background, size)
         self._reads = rank in (0, size - 1)
@@ -155,9 +162,9 @@ class Positions:
         """Tell the other ranks that this one ends by itself. Raises RuntimeError."""
         with self._leaving:
             has_left, self._has_left = self._has_left, True
-        if has_left or self.size == 1:
-            return
-        self._page.write("pulse", [time.monotonic(), True])
+            if has_left or self.size == 1:
+                return
+            self._page.write("pulse", [time.monotonic(), True])
         note_left(self.background, self._rank, self.size)
 
     def is_needed(self) -> bool:
@@ -317,7 +324,8 @@ class Positions:
     def _tick(self) -> None:
         """Write the pulse, and notice silence, counted in ticks of the watch thread: a pause of all ranks does not
         count."""
-        self._page.write("pulse", [time.monotonic(), self._has_left])
+        with self._leaving:  # else a pulse from before could undo that of `leave`
+            self._page.write("pulse", [time.monotonic(), self._has_left])
         self._ticks += 1
         order = self._page.read("order")
         if order is not None and (order["by"], order["answered"]) != self._answered[0]:

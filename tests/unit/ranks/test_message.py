@@ -151,8 +151,8 @@ def test_ranks_in_the_same_phase_are_told_apart_by_their_collectives() -> None:
         ([{"tp0": 5, "dp0": 9}, {"tp0": 5, "dp1": 9}, {"tp1": 5, "dp0": 8}, {"tp1": 4, "dp1": 8}], [3]),
         ([{"world": 7, "only 0": 3}, {"world": 7}], []),
         ([{"world": 8}, {"world": 7}, {"world": 7}], [1, 2]),
-        # All ranks are in the default group, also those that have not used it.
-        ([{"gloo 0 default_pg": 1}, {}], [1]),
+        ([{"gloo 0 default_pg": 1}, {"gloo 0 default_pg": 0}], [1]),
+        ([{"gloo 0 default_pg": 1}, {}], []),
         ([{"gloo 1 tp": 1}, {}], []),
     ],
 )
@@ -186,4 +186,23 @@ def test_a_device_is_where_its_first_collective_has_not_ended() -> None:
     # With timing, torch also knows of a device that has not come to the collective.
     assert on_device("cccee", started=5) == 3
     assert on_device("cccse", started=5) == 4
-    assert on_device("") is None
+    assert on_device("") == 0
+
+
+def test_all_ranks_are_in_the_default_group() -> None:
+    """Also those that have not used it; but not those whose records of it have been dropped for newer ones."""
+
+    def recorded(*numbers: int) -> dict[str, int]:
+        """By gloo, of a rank whose entries have these numbers, in another group."""
+        entries = [
+            {"is_p2p": False, "process_group": ["1", "tp"], "collective_seq_id": number, "record_id": number}
+            for number in numbers
+        ]
+        return last_numbers({"gloo": json.dumps({"entries": entries} if entries else {})})
+
+    assert recorded() == {"gloo 0 default_pg": 0}
+    assert recorded(0, 1) == {"gloo 0 default_pg": 0, "gloo 1 tp": 1}
+    assert recorded(7, 8) == {"gloo 1 tp": 8}
+    used = {"gloo 0 default_pg": 3, "gloo 1 tp": 8}
+    assert ranks_behind({0: used, 1: recorded(7, 8)}) == []
+    assert ranks_behind({0: used, 1: recorded()}) == [1]

@@ -217,6 +217,38 @@ def test_collectives_that_begin_or_end_are_no_wait(monkeypatch: pytest.MonkeyPat
     assert not questions
 
 
+@pytest.mark.parametrize(("nodes", "timeout_s", "warns"), [(2000, 7, True), (2000, 8, False), (256, 1, False)])
+def test_a_timeout_that_is_shorter_than_heartbeats_allow_is_a_warning(
+    nodes: int, timeout_s: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    Positions(connected(store), 0, 8 * nodes, range(8), None, timeout_s, lambda: None)
+    expected = "comm.train_timeout_s = 7 is short for 2000 nodes, which give heartbeats every 2.0 s: "
+    assert (expected in caplog.text) == ("is short for" in caplog.text) == warns
+
+
+def test_a_rank_that_has_left_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its watch thread may write a pulse at the same time, and its process end before the next one."""
+    monkeypatch.setattr(signals, "TICK_S", 1000.0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rank = Positions(connected(store), 1, 2, range(2), None, 1000.0, fail)
+    write, writes = rank._page.write, threading.Event()
+
+    def slow(record: str, value: Any) -> None:
+        if value[1] is False:
+            writes.set()
+            time.sleep(0.2)
+        write(record, value)
+
+    monkeypatch.setattr(rank._page, "write", slow)
+    ticks = threading.Thread(target=rank._tick)
+    ticks.start()
+    assert writes.wait(30)
+    rank.leave()
+    ticks.join()
+    assert rank._page.read("pulse")[1] is True
+
+
 class StoppedStore:
     """Simulates a store whose process is stopped: what needs no answer returns, all else blocks."""
 
@@ -314,7 +346,7 @@ def test_without_a_recorder_there_are_no_records(monkeypatch: pytest.MonkeyPatch
     """As on older versions of torch."""
     monkeypatch.setattr(torch._C, "_distributed_c10d", object())
     assert recorded_collectives() == {}
-    assert last_numbers({"gloo": '{"pg_config": {}}'}) == {}
+    assert last_numbers({"gloo": '{"pg_config": {}}'}) == {"gloo 0 default_pg": 0}
 
 
 def test_one_rank_looks_for_those_that_are_late() -> None:
