@@ -89,7 +89,8 @@ class Grid:
         blocks = sum(len(self._tables["writers"][tensor["writers"]]) for tensor in self.tensors.values())
         _require(blocks * LEAST_BLOCK <= most, f"has {blocks:,} blocks, too many for files of {most:,} bytes")
         stated = sum(math.prod(tensor["shape"]) * self.dtype(name).itemsize for name, tensor in self.tensors.items())
-        _require(stated <= most, f"has tensors of {stated:,} bytes, but its files have {most:,}")
+        shown = f"{stated:,}" if stated < 2**63 else "more than 2^63"  # it may have a thousand digits
+        _require(stated <= most, f"has tensors of {shown} bytes, but its files have {most:,}")
 
     def dtype(self, name: str) -> torch.dtype:
         return _DTYPES[self.tensors[name]["dtype"]]

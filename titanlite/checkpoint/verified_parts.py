@@ -11,7 +11,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from titanlite.checkpoint.manifest import METADATA_FILE, PART_BYTES, FileRecord, InvalidCheckpointError, changed
+from titanlite.checkpoint.manifest import PART_BYTES, FileRecord, InvalidCheckpointError, changed
 from titanlite.storage.store import Store
 
 PARTS_AHEAD = 4
@@ -48,7 +48,7 @@ def part_bytes(record: FileRecord) -> int:
 def parts_of(name: str, record: FileRecord, start: int, length: int) -> list[Part]:
     """The parts that contain bytes [start, start + length) of a file. Raises InvalidCheckpointError."""
     if start < 0 or start + length > record.bytes:
-        raise InvalidCheckpointError(f"{METADATA_FILE} names more bytes of {name} than it has")
+        raise InvalidCheckpointError(f"the metadata of the checkpoint names more bytes of {name} than it has")
     size = part_bytes(record)
     return [Part(name, number) for number in range(start // size, (start + length - 1) // size + 1)]
 

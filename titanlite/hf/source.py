@@ -4,7 +4,7 @@ the same on all ranks."""
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +17,7 @@ from titanlite.hf.hub import HubModel, download, open_snapshot, parse_hub_name, 
 from titanlite.models.family import Family
 from titanlite.ranks.agreement import parse_shared
 from titanlite.ranks.distributed import World
+from titanlite.ranks.positions import late_error
 from titanlite.runtime.errors import ConfigError, LateRanksError, Problem, UserError
 from titanlite.runtime.retry import may_pass
 from titanlite.runtime.waiting import parse_value, waiting
@@ -27,6 +28,8 @@ RULE = "hf:FOLDER, a model folder in the format of transformers, or hf:ORGANIZAT
 _POLL_S = 0.2
 _PROGRESS = "progress"
 """Key in the store: a count that grows while a rank downloads."""
+_ALL_READY = "all ready"
+"""Key in the store: no rank downloads any more."""
 _MAY_DIFFER = {
     *("max_seq_len", "balance_loss", "z_loss", "bias_rate", "base_dim", "base_layers"),
     *("init_std", "init_by_depth"),
@@ -116,7 +119,13 @@ def fetch_source(
         folder = open_snapshot(model, Path(path))
         # Wait for the other nodes: a long download must not exceed the time limit of the next exchange.
         store.set(f"ready/{world.rank}", "")
-        _wait(store, "ready", range(world.size), timeout_s)
+        if store.add("ready", 1) == world.size:
+            store.set(_ALL_READY, "")
+
+        def late() -> list[int]:
+            return [rank for rank in range(world.size) if not store.check([f"ready/{rank}"])]
+
+        _wait(store, _ALL_READY, 0, lambda: late_error(store, world.rank, world.size, timeout_s, late), timeout_s)
     problems = check_model(folder, family, hyper_parameters, accepts_rope=accepts_rope)
     if problems:
         raise ConfigError(problems)
@@ -144,7 +153,7 @@ def _share(rank: int, name: str, work: Callable[[], Any], world: World, store: d
             except UserError as error:
                 sent = {"error": f"{KEY}: {error}", "may_pass": may_pass(error)}
             store.set(f"{name}/{rank}", json.dumps(sent))
-    _wait(store, name, [rank], timeout_s)
+    _wait(store, f"{name}/{rank}", rank, lambda: LateRanksError([rank], timeout_s), timeout_s)
     shared = parse_value(store.get(f"{name}/{rank}"), parse_shared)
     if shared is None:
         raise LateRanksError([rank], timeout_s)
@@ -155,17 +164,16 @@ def _share(rank: int, name: str, work: Callable[[], Any], world: World, store: d
     return shared["result"]
 
 
-def _wait(store: dist.Store, name: str, ranks: Sequence[int], timeout_s: int) -> None:
-    """Wait until the keys name/RANK are set. Raises LateRanksError if no rank makes progress for `timeout_s`."""
-    keys = [f"{name}/{rank}" for rank in ranks]
+def _wait(store: dist.Store, key: str, first: int, late: Callable[[], LateRanksError], timeout_s: int) -> None:
+    """Wait until the key is set. first: the first rank that may set it. Raises `late()` if no rank makes progress for
+    `timeout_s`."""
     progress, end = 0, time.monotonic() + timeout_s
-    with waiting(lambda: f"rank {ranks[0]} or a later one, which downloads the model: see its log"):
-        while not store.check(keys):
+    with waiting(lambda: f"rank {first} or a later one, which downloads the model: see its log"):
+        while not store.check([key]):
             if (count := store.add(_PROGRESS, 0)) != progress:
                 progress, end = count, time.monotonic() + timeout_s
             elif time.monotonic() > end:
-                late = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
-                raise LateRanksError(late, timeout_s)
+                raise late()
             time.sleep(_POLL_S)
 
 

@@ -217,6 +217,11 @@ def test_tensors_that_are_larger_than_the_files_are_refused() -> None:
     stated = 4 * (2**40 * 7 + 5 * 3 + 9 + 1) + 8 * 12
     with pytest.raises(InvalidCheckpointError, match=f"has tensors of {stated:,} bytes, but its files have 1,000,000"):
         Grid(grid_content(content)).require_bytes(10**6)
+    content["tensors"][0]["shape"] = [2**62, 2**62]
+    with pytest.raises(
+        InvalidCheckpointError, match=r"has tensors of more than 2\^63 bytes, but its files have 1,000,000"
+    ):
+        Grid(grid_content(content)).require_bytes(10**6)
 
 
 def test_a_described_rank_is_small() -> None:

@@ -241,6 +241,14 @@ def test_a_rank_that_hangs_ends_the_wait_of_the_others_and_a_long_download_does_
         time.sleep(2)
         return download(model)
 
+    asked, check = list[int](), dist.Store.check
+
+    def counted(store: dist.Store, keys: list[str]) -> bool:
+        asked.append(len(keys))
+        return check(store, keys)
+
+    monkeypatch.setattr(dist.PrefixStore, "check", counted)
     monkeypatch.setattr(source_module, "download", slow)
     assert all(isinstance(folder, ModelFolder) for folder in on_all_ranks("hf:org/name", worlds, 1))
+    assert set(asked) == {1}  # with a key per rank, all ranks would ask for their square
     assert hub.requests
