@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_checks.rows import WrongError
 from titanlite.assembly.job import job_of
@@ -27,7 +26,7 @@ from titanlite.parallel.mesh import Mesh
 from titanlite.planning.hardware.calibration import Clock
 from titanlite.ranks.distributed import World
 from titanlite.ranks.network import connect, init_process_group
-from titanlite.runtime.torch_internals import clear_sharding_cache
+from titanlite.runtime.torch_internals import TorchDispatchMode, clear_sharding_cache
 from titanlite.tools.parity.measure import full_tensor, named_parameters
 from titanlite.tools.parity.reference import forward_backward, objective_of, plain_model
 from titanlite.trainer import Trainer

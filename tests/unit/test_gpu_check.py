@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +33,7 @@ from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import GatedOptimizer
 from titanlite.parallel import recompute
 from titanlite.runtime.plugins import is_registered
+from titanlite.runtime.torch_internals import compiled_graphs, reset_compiler, strict_compiler
 from titanlite.trainer import Trainer
 
 
@@ -150,6 +151,33 @@ def test_attention_that_is_not_compiled_once_or_keeps_all_scores(
 FORMS = attention.forms()
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["documents", "sinks, window"])
+def test_graphs_of_flex_attention(name: str, setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as a GPU is expected to compile, and none for other documents; traced on a CPU, forward only."""
+    traced = cache(partial(torch.compile, dynamic=False, backend="eager"))
+    for compiled in ("_compiled", "_compiled_as_operation"):
+        monkeypatch.setattr(models_attention, compiled, traced)
+    monkeypatch.setattr(models_attention, "mask_form", lambda *_: "blocks")
+    monkeypatch.setattr(models_attention, "attention_dtype", lambda _device, dtype: dtype)
+    models_attention._kept_causal_blocks.cache_clear()
+    reset_compiler()
+    before, found = compiled_graphs(), []
+    try:
+        with strict_compiler(), torch.no_grad():
+            for shift in (0, 1):
+                made = attention.kernel(setup, FORMS[name], shift=shift)
+                inputs = [torch.randn(shape) for shape in made.shapes]
+                expected = made.expect(*(x.double() for x in inputs))
+                assert torch.allclose(made.run(*inputs).double(), expected, atol=1e-5)
+                found.append([now - then for now, then in zip(compiled_graphs(), before, strict=True)])
+    finally:
+        models_attention._kept_causal_blocks.cache_clear()
+        reset_compiler()
+    assert found == [[FORMS[name].graphs, 0]] * 2
+
+
 def test_kernels_of_all_models(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(attention.shapes_of(name) for name in FAMILIES if not is_registered(FAMILIES, name))
     monkeypatch.setattr(models_attention, "mask_form", lambda *_: "blocks")
@@ -255,6 +283,15 @@ def test_samples_that_differ_with_deterministic_algorithms(setup: Setup, monkeyp
 )
 def test_threads_that_stop_beside_a_gpu_that_hangs(found: dict[str, Any], is_static: bool, text: str) -> None:
     assert text in failure(partial(hangs.judge_thread, found, is_static))
+
+
+def test_launches_that_do_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process sends, with a device that is never busy."""
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(hangs, "occupied", lambda _seconds: None)
+    found: list[dict[str, Any]] = []
+    hangs.launch_beside(found.append, Setup("cpu", True, str(tmp_path)))
+    assert "so nothing is tested" in failure(lambda: hangs.judge_thread(found[0], found[0]["is static"]))
 
 
 def test_threads_that_run_beside_a_gpu_that_hangs() -> None:
@@ -471,7 +508,7 @@ def succeed(send: Send) -> None:
 @pytest.mark.slow
 def test_crashes_and_hangs_are_results() -> None:
     calls = [Call(crash), Call(fail), Call(succeed, environment={"OWN": "1"})]
-    crashed, failed, succeeded = run_calls(calls, "cpu", 60.0, at_once=2)
+    crashed, failed, succeeded = run_calls(calls, "cpu", 300.0, at_once=2)
     (hung,) = run_calls([Call(hang)], "cpu", 1.0)
     assert crashed.failure == "the process ended with code 3"
     assert hung.failure == "did not end within 1 s"
@@ -486,12 +523,12 @@ def crashing_part(emit: Emit, _setup: Setup) -> None:
 
 
 def test_a_crash_of_a_part_is_a_failed_row(tmp_path: Path) -> None:
-    stage = gpu_check.Stage(60.0, (gpu_check.Part("1 facts", "facts", crashing_part),))
+    stage = gpu_check.Stage(300.0, (gpu_check.Part("1 facts", "facts", crashing_part),))
     late = gpu_check.Stage(60.0, (gpu_check.Part("10 training", "training", crashing_part),))
     setup = Setup("cpu", True, str(tmp_path))
     report = Report(tmp_path, {"device": "cpu"})
     gpu_check.run_stage(late, setup, time.monotonic() + 1, report)
-    gpu_check.run_stage(stage, setup, time.monotonic() + 60, report)
+    gpu_check.run_stage(stage, setup, time.monotonic() + 300, report)
     assert {(row["name"], row["status"]) for row in read_rows(tmp_path)} == {
         ("first", "passed"),
         ("facts", "failed"),
