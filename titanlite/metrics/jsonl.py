@@ -6,7 +6,7 @@ import math
 import os
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -27,6 +27,7 @@ from titanlite.runtime.row_files import (
     Rows,
     cannot_read,
     find_rows,
+    has_begun_line,
     lines_from_end,
     lines_of,
     row_of,
@@ -156,6 +157,17 @@ def read_rows(path: Path, steps: range | None = None) -> list[dict[str, Any]]:
         return [*rows_at(file, rows, np.flatnonzero(np.isin(rows.step, steps)))]
 
 
+def value_at_end(path: Path, key: str, step: int) -> float | None:
+    """The number of `key` after `step`; None if this is not the last step in the file at `path`, or has no such number.
+    Raises UserError if the file cannot be read."""
+    columns: _Columns = {}
+    with _found_rows(path) as (rows, file):
+        if len(rows) and rows.step[-1] == step:
+            for row in rows_at(file, rows, np.flatnonzero(rows.step == step)):
+                _add_row(columns, row, (key,))
+    return columns[key][1][-1] if key in columns else None
+
+
 def last_row(path: Path) -> dict[str, Any]:
     """The last row of a step in the file at `path`; {} without one. Raises UserError if it cannot be read."""
     rows = map(row_of, lines_from_end(path))
@@ -174,8 +186,9 @@ _Columns = dict[str, tuple["array[int]", "array[float]"]]
 _NON_FINITE = {text: float(text) for text in ("NaN", "Infinity", "-Infinity")}
 
 
-def read_series(path: Path) -> dict[str, Series]:
-    """The numbers in the file at `path` by key, also while a run writes it; {} if it does not exist.
+def read_series(path: Path, keys: Collection[str] | None = None) -> dict[str, Series]:
+    """The numbers in the file at `path` by key, also while a run writes it; {} if it does not exist. keys: of these
+    only, since those of many sources take gigabytes.
 
     A row of an earlier step than the row before it supersedes all later steps. Lines that are not valid rows are left
     out, and their number is logged, except that of an unfinished last line. A million rows take about ten seconds.
@@ -193,7 +206,7 @@ def read_series(path: Path) -> dict[str, Series]:
         if row["step"] <= last[kind]:
             _remove_from(columns, row["step"], PREFIX if kind else "")
         last[kind] = row["step"]
-        _add_row(columns, row)
+        _add_row(columns, row, keys)
     if unreadable:
         log.warning("%s: %d lines are not valid rows and were left out", path, unreadable)
     return _series(columns)
@@ -221,8 +234,8 @@ def read_history(path: Path) -> History:
 def _read_some(path: Path) -> History:
     columns: _Columns = {}
     with _found_rows(path) as (rows, file):
-        if rows.others:
-            log.warning("%s: %d lines are not valid rows and were left out", path, rows.others)
+        if unreadable := rows.others - has_begun_line(file, rows):
+            log.warning("%s: %d lines are not valid rows and were left out", path, unreadable)
         chosen, notes = [], []
         for name in ("row", "validation"):
             numbers = np.flatnonzero((rows.kind % 2 == VALIDATION) == (name == "validation"))
@@ -237,9 +250,9 @@ def _read_some(path: Path) -> History:
     return History(_series(columns), f"of {'; '.join(notes)}")
 
 
-def _add_row(columns: _Columns, row: dict[str, Any]) -> None:
+def _add_row(columns: _Columns, row: dict[str, Any], keys: Collection[str] | None = None) -> None:
     step = row.pop("step")
-    for key, value in row.items():
+    for key, value in row.items() if keys is None else [(key, row[key]) for key in keys if key in row]:
         number = value if type(value) is float else _number(value)
         if number is not None:
             if key not in columns:

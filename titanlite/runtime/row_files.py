@@ -122,6 +122,13 @@ def _read(file: BinaryIO, begin: int, end: int) -> bytes:
     return file.read(end - begin)
 
 
+def has_begun_line(file: BinaryIO, rows: Rows) -> bool:
+    """Whether the last line has no end and is no row, as while a run writes it. Raises OSError."""
+    if not rows.others or _read(file, rows.size - 1, rows.size) == b"\n":
+        return False
+    return not len(rows) or bool(rows.end[-1] < rows.size)
+
+
 def rows_at(file: BinaryIO, rows: Rows, chosen: npt.NDArray[np.int64]) -> Iterator[Row]:
     """Read the rows of these numbers, without those that were changed meanwhile. Raises OSError."""
     for number in chosen.tolist():

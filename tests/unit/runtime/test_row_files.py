@@ -21,6 +21,7 @@ from titanlite.metrics.jsonl import (
     read_history,
     read_rows,
     read_series,
+    value_at_end,
 )
 from titanlite.metrics.records import is_validation
 from titanlite.runtime import row_files
@@ -257,3 +258,37 @@ def test_all_rows_of_a_short_history(path: Path) -> None:
     found = read_history(path)
     assert found.note == ""
     assert found.series["loss"].steps.tolist() == list(range(1, 40))
+
+
+@pytest.mark.usefixtures("few")
+def test_a_line_that_a_run_is_writing_is_not_damaged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a file without an index, of which some rows are read."""
+    write(path, *(row(step) for step in range(1, 300)))
+    for line, damaged in (('{"step": 300', 0), ("", 0), ('{"step": 300}', 0), ("{}\n", 1), ('{}\n{"step": 3', 1)):
+        index_of(path).unlink(missing_ok=True)
+        content = path.read_bytes()
+        path.write_bytes(content + line.encode())
+        caplog.clear()
+        read_history(path)
+        assert [record.args[1] for record in caplog.records if record.args] == [1] * damaged, line
+        path.write_bytes(content)
+
+
+def test_a_last_loss_is_read_by_the_index(path: Path, parsed: list[bytes]) -> None:
+    write(path, *(each for step in range(1, 400) for each in (row(step), *[validation(step)] * (step % 19 == 0))))
+    assert 399 % 19 == 0
+    parsed.clear()
+    assert value_at_end(path, "validation/loss", 399) == 2 / 399
+    assert len(parsed) < 25
+    assert value_at_end(path, "validation/loss", 380) is None
+    assert value_at_end(path, "validation/accuracy", 399) is None
+    write(path, {"step": 400, "validation/loss": "Infinity"}, {"step": 400, "validation/loss": "damaged"})
+    assert value_at_end(path, "validation/loss", 400) == float("inf")
+
+
+def test_values_of_some_keys(path: Path) -> None:
+    steps = [*range(1, 30), *range(20, 40)]
+    write(path, *(row(step, **{f"by_source/{n}": 1.0 for n in range(100)}) for step in steps))
+    every, found = read_series(path), read_series(path, ("loss", "grad_norm"))
+    assert [*found] == ["loss"]
+    assert found["loss"].steps.tolist() == every["loss"].steps.tolist() == list(range(1, 40))

@@ -32,9 +32,9 @@ class Trained:
 
     def rows(self) -> dict[str, dict[int, float]]:
         """The logged numbers: name -> step -> value."""
-        series = read_series(self.folder / METRICS_FILE)
+        series = read_series(self.folder / METRICS_FILE, NUMBERS)
         return {name: dict(zip(each.steps.tolist(), each.values.tolist(), strict=True))
-                for name, each in series.items() if name in NUMBERS}  # fmt: skip
+                for name, each in series.items()}  # fmt: skip
 
 
 def differences(runs: Sequence[Trained], last: int, parts: Sequence[str] = (MODEL,), *, allow_import: bool) -> Pairs:

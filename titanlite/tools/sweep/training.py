@@ -17,7 +17,7 @@ import numpy as np
 from titanlite.assembly.summary import titanlite
 from titanlite.checkpoint.folder import latest_manifest
 from titanlite.metrics.config import METRICS_FILE
-from titanlite.metrics.jsonl import Series, has_validation, last_row, read_series
+from titanlite.metrics.jsonl import Series, has_validation, last_row, read_series, value_at_end
 from titanlite.runtime.environment import safe_imports
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.text import aligned, visible
@@ -26,6 +26,7 @@ from titanlite.tools.command import print_lines
 from titanlite.tools.sweep.combinations import Run, short_names
 
 State = Literal["new", "interrupted", "finished"]
+LOSS = "validation/loss"
 KILL_S = 5.0
 """How long a run may take to end after the second Ctrl-C."""
 
@@ -72,10 +73,9 @@ def state_of(run: Run) -> State:
 
 def final_loss(run: Run) -> float | None:
     """The validation loss after the last step of a run; None before. Raises UserError if it is not finite."""
-    found = read_series(run.folder / METRICS_FILE).get("validation/loss")
-    if state_of(run) != "finished" or found is None or found.steps[-1] != run.config.training.steps:
+    loss = value_at_end(run.folder / METRICS_FILE, LOSS, run.config.training.steps)
+    if loss is None or state_of(run) != "finished":
         return None
-    loss = float(found.values[-1])
     if not 0 < loss < math.inf:
         remedy = "lower its learning rate and remove its folder, or leave the run out"
         raise UserError(f"{run.folder}: the validation loss after the last step is {loss}: {remedy}")
@@ -160,7 +160,7 @@ def report_line(*reported: Path, folder: Path) -> str:
 
 
 def _row(run: Run, code: int) -> list[str]:
-    series = read_series(run.folder / METRICS_FILE)
+    series = read_series(run.folder / METRICS_FILE, ("loss", "tokens_per_second", LOSS))
     step = max((int(each.steps[-1]) for each in series.values()), default=0)
     speed = series.get("tokens_per_second")
     # without the first row, whose steps compile and warm up
@@ -169,7 +169,7 @@ def _row(run: Run, code: int) -> list[str]:
         *run.values.values(),
         f"{step:,}",
         _last(series.get("loss")),
-        _last(series.get("validation/loss")),
+        _last(series.get(LOSS)),
         "-" if rate is None else f"{rate:,.0f}",
         f"failed ({code})" if code else SHOWN[state_of(run)],
     ]
