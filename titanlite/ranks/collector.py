@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -85,6 +86,7 @@ class Collector:
         self._number = self._beats = 0
         self._ranks: set[int] = set()  # whose place is known to the others
         self._orders: dict[str, Any] = {"first": "", "is_silent": False, "stacks": "", "zero": None, "answered": 0}
+        self._orders["still"] = []  # up to two ranks that have begun training, and whose threads stand still
         self._seen_first: tuple[object, float] = (None, 0.0)  # the heartbeat of the rank that prints, and its time
         self._ended_at = math.inf
         self._collectives: dict[int, Any] = {}
@@ -114,7 +116,10 @@ class Collector:
             self._store.set("zero", json.dumps([*rows[0][2:5], self._host]))
         self._ask(mine)
         self._orders["answered"] += 1
-        self._orders["writer"] = min(mine, key=lambda rank: (rows[rank][1] > PULSE_S, rows[rank][2], rank))
+        said = {rank: Row(*row) for rank, row in rows.items()}
+        self._orders["writer"] = min(mine, key=lambda rank: (said[rank].pulse_s > PULSE_S, said[rank].phases, rank))
+        still = (rank for rank, row in said.items() if row.pulse_s > PULSE_S and row.step > 0 and not row.has_left)
+        self._orders["still"] = [*islice(still, 2)]
         self._write_orders(mine)
         self._send_collectives(mine)
 

@@ -89,7 +89,7 @@ class Positions:
         self._on_silence = on_silence
         self.on_beat: Callable[[], None] = lambda: None
         """Called at least once per heartbeat, by a thread."""
-        self._ticks = 0
+        self._ticks = self._still_since = 0  # since when another rank of this node stands still
         self._answered: tuple[object, int] = (None, 0)  # the last answer of the store, and the tick
         self._log_after_s = FIRST_S
         self._count, self._entered_at = 0, 0.0
@@ -330,9 +330,11 @@ class Positions:
         order = self._page.read("order")
         if order is not None and (order["by"], order["answered"]) != self._answered[0]:
             self._answered = (order["by"], order["answered"]), self._ticks
+        is_still = order is not None and any(rank != self._rank for rank in order["still"])
+        self._still_since = self._still_since if is_still else self._ticks
         others = [each for rank, each in self._view.seen.items() if rank != self._rank] if self._reads else []
         begun = [each.alive_tick for each in others if each.step > 0]
-        if self._ticks - min([self._answered[1], *begun]) > self.silence_s / TICK_S:
+        if self._ticks - min([self._answered[1], self._still_since, *begun]) > self.silence_s / TICK_S:
             watch().checks.remove(self._tick)
             in_thread(self._on_silence)
 

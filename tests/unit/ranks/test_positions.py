@@ -217,6 +217,24 @@ def test_collectives_that_begin_or_end_are_no_wait(monkeypatch: pytest.MonkeyPat
     assert not questions
 
 
+def test_any_rank_of_a_node_notices_one_whose_threads_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the first nor the last one of the job: those may hold Python's lock as well, in launches that wait."""
+    quick(monkeypatch)
+    monkeypatch.setattr(collector, "PULSE_S", 0.1)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    noticed = [threading.Event() for _ in range(2)]
+    ranks = [
+        Positions(connected(store), rank, 4, range(1, 3), None, 0.5, event.set)
+        for rank, event in zip((1, 2), noticed, strict=True)
+    ]
+    signals.watch().checks.remove(ranks[1]._tick)
+    assert not noticed[0].wait(1.5)  # it has not begun training
+    for rank in ranks:
+        rank.enter(3, "step")
+    assert noticed[0].wait(30)
+    assert not noticed[1].is_set()
+
+
 @pytest.mark.parametrize(("nodes", "timeout_s", "warns"), [(2000, 7, True), (2000, 8, False), (256, 1, False)])
 def test_a_timeout_that_is_shorter_than_heartbeats_allow_is_a_warning(
     nodes: int, timeout_s: int, warns: bool, caplog: pytest.LogCaptureFixture
@@ -229,13 +247,13 @@ def test_a_timeout_that_is_shorter_than_heartbeats_allow_is_a_warning(
 
 def test_a_rank_that_has_left_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its watch thread may write a pulse at the same time, and its process end before the next one."""
-    monkeypatch.setattr(signals, "TICK_S", 1000.0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rank = Positions(connected(store), 1, 2, range(2), None, 1000.0, fail)
+    signals.watch().checks.remove(rank._tick)
     write, writes = rank._page.write, threading.Event()
 
     def slow(record: str, value: Any) -> None:
-        if value[1] is False:
+        if record == "pulse" and value[1] is False:
             writes.set()
             time.sleep(0.2)
         write(record, value)
