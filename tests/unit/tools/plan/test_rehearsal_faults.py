@@ -85,6 +85,7 @@ FOUND: dict[str, Any] = {
     "microbatches": 2,
     "microbatches_of_the_job": 8,
     "peak_bytes": 50 * 2**30,
+    "groups": {"dp_shard": 4, "tp": 2},
     "further_bytes": 2 * 2**30,
     "planned_peak_bytes": 50 * 2**30,
     "bytes": {"parameters": 20 * 2**30, "head": 10 * 2**30, "activations": 20 * 2**30},
@@ -137,6 +138,8 @@ def test_the_report_has_equal_ranks_once() -> None:
     assert "the others, fits into a device of 80 GiB" in text
     assert re.search(r"activations +30.000 +30.000\n", text)
     assert text.count("tp all-gather") == 1
+    assert "process groups: dp_shard 4, tp 2\n" in text
+    assert "Start: 16 connections to the TCPStore" in text
     assert "Rank 7: as rank 0\n" in text
 
 

@@ -52,6 +52,7 @@ def described(found: Rehearsal) -> dict[str, Any]:
         "microbatches": found.microbatches[0],
         "microbatches_of_the_job": found.microbatches[1],
         "peak_bytes": found.peak,
+        "groups": dict(found.groups),
         "further_bytes": found.further,
         "planned_peak_bytes": None if plan is None else plan.memory.total,
         "bytes": dict(found.kinds),

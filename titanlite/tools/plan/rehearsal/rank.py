@@ -43,9 +43,9 @@ class Rehearsal:
     plan: None if the family has no estimate. collectives: (calls, bytes) by (axis, operation). order: all of them, one
     after the other, as (axes of the group, operation, bytes). peak: of the living storages, in bytes; kinds: theirs,
     within 1 % of it. host_reads: by place. mixed: functions that get tensors of the host beside those of the device, by
-    place. microbatches: of the rehearsed step, and of the job's; further: bytes that the
-    others add to the peak by the plan. saved: tensors and bytes of this rank's shards in a
-    checkpoint, before copies on other ranks are left out.
+    place. microbatches: of the rehearsed step, and of the job's; further: bytes that the others add to the peak by the
+    plan. groups: sizes of the process groups by axis. saved: tensors and bytes of this rank's shards in a checkpoint,
+    before copies on other ranks are left out.
     """
 
     plan: RankPlan | None
@@ -57,6 +57,7 @@ class Rehearsal:
     mixed: Mapping[str, int]
     microbatches: tuple[int, int]
     further: int
+    groups: Mapping[str, int]
     saved: tuple[int, int]
 
     @property
@@ -112,7 +113,8 @@ def rehearse(config: JobConfig, ranks: int, rank: int) -> Rehearsal:
             )
             further = of_job.memory.total - plan.memory.total
         axes: dict[str, list[str]] = {}
-        for axis, group in groups_of(mesh):
+        groups = dict(groups_of(mesh))
+        for axis, group in groups.items():
             axes.setdefault(group.group_name, []).append(axis)
         collectives = {
             (_axis(axes.get(name, [name]), operation, plan), operation): (calls, recorder.bytes[name, operation])
@@ -129,6 +131,7 @@ def rehearse(config: JobConfig, ranks: int, rank: int) -> Rehearsal:
             mixed=+host.places,
             microbatches=(job.step.microbatches, full.step.microbatches),
             further=further,
+            groups={axis: group.size() for axis, group in groups.items() if group.size() > 1},
             saved=saved,
         )
     finally:

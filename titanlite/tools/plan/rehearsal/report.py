@@ -94,7 +94,11 @@ def _call(order: Sequence[Sequence[Any]], number: int) -> str:
 def describe_rehearsal(found: Mapping[int, Found], world_size: int, device_memory_gib: float, seconds: float) -> str:
     """The text, without the problems."""
     ranks = ", ".join(f"{rank:,}" for rank in found)
-    lines = [f"Rehearsed: ranks {ranks} of {world_size:,}, on tensors without data, in {seconds:.0f} s"]
+    lines = [
+        f"Rehearsed: ranks {ranks} of {world_size:,}, on tensors without data, in {seconds:.0f} s",
+        f"Start: {2 * world_size:,} connections to the TCPStore, which are open files of its host; a key of heartbeats "
+        "per node; token files are opened 5 times by one rank per node (docs/cluster.md, How large)",
+    ]
     shown: dict[int, Found] = {}
     for rank, each in found.items():
         if "error" in each:
@@ -128,6 +132,8 @@ def _rank_lines(rank: int, found: Found, device_memory_gib: float) -> list[str]:
         planned_cells = [f"{each['planned_calls']:,}", f"{each['planned_bytes'] / GIB:.3f}"] if has_plan else []
         rows.append([*cells, *planned_cells])
     lines += [f"  {line}" for line in aligned(rows, left=1)]
+    groups = ", ".join(f"{axis} {size:,}" for axis, size in found["groups"].items())
+    lines.append(f"  process groups: {groups or 'none of several ranks'}")
     saved = f"{counted(found['saved_tensors'], 'tensor')}, {found['saved_bytes'] / GIB:.2f} GiB"
     return [*lines, f"  saves its shards of {saved}, less what other ranks have, too"]
 
