@@ -29,6 +29,7 @@ Held = Callable[[], Mapping[int, Kind]]
 """Kinds of storages by their key, of those that are found by what holds them."""
 
 OPERATIONS = {
+    "allgather_": ("all-gather", 0),
     "_allgather_base_": ("all-gather", 0),
     "allgather_into_tensor_coalesced_": ("all-gather", 0),
     "all_gather_into_tensor": ("all-gather", -1),
@@ -42,7 +43,8 @@ OPERATIONS = {
     "broadcast_": ("broadcast", 0),
     "send": ("send", 0),
 }
-"""torch's operations: their name in the plan, and which argument is the full tensor of Traffic; -1: the result."""
+"""torch's operations: their name in the plan, and which argument is the full tensor of Traffic; -1: the result. Of
+others, the first one counts."""
 _NO_COLLECTIVES = {"wait_tensor", "recv_"}
 _MAKERS: tuple[tuple[str, str, Kind], ...] = (
     ("distributed/fsdp/", "", "data parallel"),
@@ -103,7 +105,7 @@ class Recorder(TorchDispatchMode):
 
     def count(self, name: str, args: Any, out: Any) -> None:
         """Count a collective. args, out: of torch's operation `name`."""
-        operation, place = OPERATIONS[name]
+        operation, place = OPERATIONS.get(name, (name, 0))
         tensors = [each for each in tree_leaves(out if place < 0 else args[place]) if isinstance(each, Tensor)]
         group = group_of_operation(args)
         is_scalar = operation == "all-reduce" and sum(tensor.numel() for tensor in tensors) <= self.scalars

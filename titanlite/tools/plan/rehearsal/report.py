@@ -19,6 +19,8 @@ KNOWN_READS = {"parallel/expert.py", "models/experts.py"}
 """Places of a step where the host waits for the device: numbers of rows of experts (docs/performance.md)."""
 MOST = 1.05
 """Rehearsed / planned peak: up to here, they agree (docs/planning.md)."""
+LEAST_BYTES = 2**28
+"""A difference below it does not decide whether a rank fits: of tiny models, small tensors are planned less exactly."""
 Found = Mapping[str, Any]
 """What the process of a rank answers."""
 
@@ -45,7 +47,7 @@ def _of_rank(found: Found, device_memory_gib: float) -> list[str]:
                 f"{plan[0]:,} of {plan[1]:,}: a layer gathers, reduces or exchanges more or less than it should"
             )
     planned, peak = found["planned_peak_bytes"], found["peak_bytes"]
-    if planned is not None and peak > MOST * planned:
+    if planned is not None and peak > MOST * planned and peak - planned > LEAST_BYTES:
         item = max(_kinds(found), key=lambda item: item[1] - item[2])
         lines.append(
             f"keeps {peak / GIB:.2f} GiB at its peak, planned {planned / GIB:.2f}: the largest difference is "
