@@ -6,7 +6,7 @@ late: a data error is raised 2 s after those of other ranks.
 kill: the rank is killed in the third step.
 hang, hang-data: the rank hangs in the third step, or while it waits for that step's data.
 lock: the rank holds Python's lock in a call of C in the third step, as a launch may that waits for the device.
-launch: rank 0 hangs in the third step, and the others hold Python's lock, as in launches that wait for it.
+launch: rank HANGING_RANK hangs in the third step, and the others hold Python's lock, as in launches that wait for it.
 gradient: in the fourth step, a gradient of the rank is too large by 0.1 %, as after a fault of the hardware.
 stop-save: the rank is stopped (SIGSTOP) while it saves the third step.
 stop: the rank is stopped in the third step.
@@ -93,7 +93,7 @@ def hold_lock() -> None:
 
 
 def hang_or_hold_lock() -> None:
-    if os.environ["RANK"] == "0":
+    if os.environ["RANK"] == os.environ["HANGING_RANK"]:
         hang()
     hold_lock()
 

@@ -292,13 +292,15 @@ def test_a_rank_that_is_killed_or_hangs_is_named(
     assert fault.startswith("hang") == (" in hang\n" in files.get("rank-1.txt", ""))
 
 
-@pytest.mark.soak  # default suite: unit/ranks/test_collector.py
+@pytest.mark.soak  # default suite: unit/ranks/test_collector.py, test_positions.py
 @needs_proc
-def test_ranks_that_hold_the_lock_while_they_wait_end_in_time(tmp_path: Path, start: Starter) -> None:
-    """As compiled blocks do on a GPU, whose launches wait for a rank that hangs: none of their threads runs. Rank 0,
-    which hangs, prints the message, and the process of their node kills them 7 s after it."""
+@pytest.mark.parametrize("hanging", [0, 1])
+def test_ranks_that_hold_the_lock_while_they_wait_end_in_time(hanging: int, tmp_path: Path, start: Starter) -> None:
+    """As compiled blocks do on a GPU, whose launches wait for a rank that hangs: none of their threads runs. The rank
+    that hangs prints the message, and the process of their node kills the others 7 s after it."""
     settings = ("--comm.train_timeout_s", "5", "--training.global_batch_size", "12")
-    program = start(tmp_path, *settings, ranks=3, program=FAULTY, environment={"FAULT": "launch", "FAULTY_RANK": "all"})
+    faults = {"FAULT": "launch", "FAULTY_RANK": "all", "HANGING_RANK": str(hanging)}
+    program = start(tmp_path, *settings, ranks=3, program=FAULTY, environment=faults)
     program.wait_for(r" 2/\d")
     begin = time.monotonic()
     while program.ranks():
@@ -306,7 +308,8 @@ def test_ranks_that_hold_the_lock_while_they_wait_end_in_time(tmp_path: Path, st
         time.sleep(0.05)
     program.close()
     (message,) = re.findall("^titanlite: .*$", program.output, re.MULTILINE)
-    standing = "the threads of ranks 1, 2 stand still, as in launches that wait for a device"
+    others = ", ".join(str(rank) for rank in range(3) if rank != hanging)
+    standing = f"the threads of ranks {others} stand still, as in launches that wait for a device"
     assert re.search(f"^titanlite: all ranks are {IN_STEP} for \\d+ s: .*; {standing}; stacks ", message), message
     assert own_tracebacks(program.output) == 0
 
