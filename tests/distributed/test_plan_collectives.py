@@ -55,6 +55,8 @@ SOAK = [
     DEEP,
     ["parallelism.cp=2", *DEEP],
     ["parallelism.cp=2", "activation_checkpoint.mode=full", *EP],
+    ["parallelism.cp=2", "activation_checkpoint.mode=selective", *EP],
+    ["activation_checkpoint.mode=full", *EP],
     ["parallelism.pp=2", *TIED, *DEEP],
     [*DEEPSEEK_V3, *TP],
     [*DEEPSEEK_V3, "activation_checkpoint.mode=full", *TP],
@@ -72,7 +74,7 @@ SOAK = [
 ]
 
 LAYOUTS: dict[int, list[list[str]]] = {
-    2: [TP, MUON],
+    2: [TP, MUON, ["activation_checkpoint.mode=selective", *EP]],
     4: [
         ["parallelism.tp=2", "training.dtype=float32", "training.mixed_precision_param=bfloat16", *DEEP],
         *[

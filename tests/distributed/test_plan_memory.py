@@ -222,7 +222,7 @@ def planned_kept(world_size: int, settings: list[str]) -> int:
     casts = DTYPES[config.training.dtype].itemsize != size
     kept = [casts and keeps_casts(unit, config.activation_checkpoint) for unit in stage.units]
     copied = [unit for unit, keeps in zip(stage.units, kept, strict=True) if keeps or stage.wrapped]
-    copies = sum(unit.elements for unit in copied) * size
+    copies = sum(unit.elements + unit.experts for unit in copied) * size
     return copies + kept_bytes(stage, config.activation_checkpoint, activations, pipelined=False)
 
 
@@ -341,7 +341,14 @@ def test_additional_bytes_of_documents_in_a_row() -> None:
         "cp 2",
         *(
             pytest.param(name, marks=pytest.mark.soak)
-            for name in ("cp 2, gather", "tp 2, experts", "tp 2, olmoe", "tp 2, qwen3_5", "cp 2, qwen3_5")
+            for name in (
+                "cp 2, gather",
+                "ep 2, experts",
+                "tp 2, experts",
+                "tp 2, olmoe",
+                "tp 2, qwen3_5",
+                "cp 2, qwen3_5",
+            )
         ),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import titanlite.models.capped_attention  # registers its operation
 import titanlite.models.delta_rule  # registers its operation
@@ -23,20 +23,24 @@ from titanlite.runtime.torch_internals import (
     set_activation_memory_budget,
 )
 
-SAVED_OPS: tuple[Any, ...] = (
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    *product_operations(),
-    *fused_attention_operations(),
-    torch.ops.higher_order.flex_attention,  # in a compiled block
-    compiled_region_operation(),  # FlexAttention in other blocks
-    torch.ops.titanlite.linear.default,
-    torch.ops.titanlite.capped_attention.default,
-    torch.ops.titanlite.gated_delta_rule.default,
-    functional_collectives().reduce_scatter_tensor.default,
+SAVED_OPS: frozenset[Any] = frozenset(
+    (
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        *product_operations(),
+        *fused_attention_operations(),
+        torch.ops.higher_order.flex_attention,  # in a compiled block
+        compiled_region_operation(),  # FlexAttention in other blocks
+        torch.ops.titanlite.linear.default,
+        torch.ops.titanlite.capped_attention.default,
+        torch.ops.titanlite.gated_delta_rule.default,
+        functional_collectives().reduce_scatter_tensor.default,
+    )
 )
 """Operations whose results selective_policy "op" saves: the most expensive ones to compute or communicate. The rest
-(norms, rotations, activation functions, gathers) is recomputed."""
+(norms, rotations, activation functions, gathers, exchanges) is recomputed. See also by_operation."""
+_EXCHANGE = functional_collectives().all_to_all_single.default
+_COPY = torch.ops.aten._to_copy.default
 
 PARTITIONING_BACKENDS = ("inductor", "aot_eager")
 """Backends of torch.compile whose partition of forward and backward follows the memory budget."""
@@ -112,6 +116,18 @@ def inside_compilation(section: ActivationCheckpointConfig) -> bool:
     return section.mode == "selective" and section.selective_policy == "op"
 
 
+def by_operation(_context: Any, operation: Any, *args: Any, **keys: Any) -> CheckpointPolicy:
+    """The selective_policy "op". Beside SAVED_OPS it saves copies to the host, for which a recomputation would wait,
+    and exchanges of integers, which are the numbers of rows for experts. Exchanged rows would take nearly as much
+    memory as all other results of a block with experts."""
+    is_saved = operation in SAVED_OPS
+    if operation is _EXCHANGE:
+        is_saved = not args[0].is_floating_point()
+    elif operation is _COPY and keys.get("device") is not None:
+        is_saved = torch.device(keys["device"]).type == "cpu" != args[0].device.type
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def apply_recompute(model: nn.Module, structure: Structure, section: ActivationCheckpointConfig) -> list[str]:
     """Apply activation checkpointing to the blocks, in place; return descriptions for the start log.
 
@@ -146,7 +162,7 @@ def recomputed_blocks(section: ActivationCheckpointConfig, blocks: Sequence[int]
 
 
 def _recomputed(forward: Callable[..., Any], section: ActivationCheckpointConfig) -> Callable[..., Any]:
-    by_op = partial(create_selective_checkpoint_contexts, list(SAVED_OPS))
+    by_op = partial(create_selective_checkpoint_contexts, by_operation)
     options = {"context_fn": by_op} if inside_compilation(section) else {}
     return partial(
         checkpoint,

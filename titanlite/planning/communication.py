@@ -15,7 +15,7 @@ import torch
 from titanlite.parallel.data import replicates_at_once
 from titanlite.parallel.mesh import GradientSync, ParallelismConfig
 from titanlite.parallel.pipeline import logits_again, resolve_reshard_after_forward
-from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputed_blocks
+from titanlite.parallel.recompute import ActivationCheckpointConfig, inside_compilation, recomputed_blocks
 from titanlite.planning.pipeline_order import Actions, count_gathers
 from titanlite.planning.stages import Stage
 
@@ -230,12 +230,13 @@ def _passes_of_experts(stage: Stage, recompute: ActivationCheckpointConfig, shap
 def _expert_parallel(
     stage: Stage, section: ParallelismConfig, recompute: ActivationCheckpointConfig, shape: StepShape
 ) -> list[Traffic]:
-    """Each block sends counts and the rows of all choices, and results return, also if it is recomputed; their
-    gradients take both ways once. Bytes if all experts are chosen equally often."""
+    """Each block sends counts and the rows of all choices, and results return, also if it is recomputed, but for counts
+    that the policy keeps; gradients take both ways once. Bytes if all experts are chosen equally often."""
     forward, backward = _passes_of_experts(stage, recompute, shape)
+    counts = backward if inside_compilation(recompute) else forward
     rows = shape.positions * shape.n_active * shape.dim * shape.param_bytes
-    exchanged = forward * (2 * rows + shape.n_experts * 8) + backward * 2 * rows
-    return [Traffic("ep", "all-to-all", 3 * forward + 2 * backward, exchanged, section.ep)]
+    exchanged = 2 * (forward + backward) * rows + counts * shape.n_experts * 8
+    return [Traffic("ep", "all-to-all", 2 * (forward + backward) + counts, exchanged, section.ep)]
 
 
 def _tensor_parallel(
@@ -245,9 +246,8 @@ def _tensor_parallel(
     blocks gather again, and scatter again unless the policy keeps the scattered outputs."""
     tp, count = shape.sizes["tp"], shape.microbatches
     again = len(recomputed_blocks(recompute, stage.blocks))
-    keeps_scattered = recompute.mode == "selective" and recompute.selective_policy == "op"
     # With early stop, recomputation skips the last scatter of a block, which backward does not need.
-    scatters_again = 0 if keeps_scattered else 1 if recompute.early_stop else 2
+    scatters_again = 0 if inside_compilation(recompute) else 1 if recompute.early_stop else 2
     # the head has more rows, and so has the embedding, or the last stage has an embedding of its own
     further = shape.n_further_tokens * stage.is_last
     always = 4 * len(stage.blocks) + (stage.index == 0) + stage.is_last + further * (stage.index > 0)

@@ -8,6 +8,7 @@ import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from titanlite.config.load import load_config
 from titanlite.models import linear
@@ -16,9 +17,15 @@ from titanlite.models.llama3 import LLAMA3, Llama3, Llama3Config
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.mesh import PipelineSchedule
 from titanlite.parallel.pipeline import SCHEDULES
-from titanlite.parallel.recompute import ActivationCheckpointConfig, _recomputed, apply_recompute, recomputes
+from titanlite.parallel.recompute import (
+    ActivationCheckpointConfig,
+    _recomputed,
+    apply_recompute,
+    by_operation,
+    recomputes,
+)
 from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.torch_internals import linear_of_onednn
+from titanlite.runtime.torch_internals import functional_collectives, linear_of_onednn
 
 SOURCE = ["--data.sources.0.kind", "tokens", "--data.sources.0.path", "tokens.npy", "--model.vocab_size", "128"]
 
@@ -149,6 +156,47 @@ def test_grouped_products_are_saved(mode: Literal["selective", "full"], again: i
         assert products.found == 3
         out.backward(torch.ones_like(out))
     assert products.found == 3 + again + 2 * 3
+
+
+class CopiesOfCounts(TorchDispatchMode):
+    """Counts copies from the device "meta", in place of a GPU, to the host, where all numbers are 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is torch.ops.aten._to_copy.default and kwargs["device"].type == "cpu":
+            self.found += 1
+            return torch.ones(args[0].shape, dtype=args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mode", "again"), [("selective", 0), ("full", 1)])
+def test_copies_to_the_host_are_saved(mode: Literal["selective", "full"], again: int) -> None:
+    """Each one waits for the device."""
+
+    def forward(x: Tensor) -> Tensor:
+        parts = x.split((x > 0).sum(0).tolist())
+        return torch.cat([part.sin() for part in parts])
+
+    x = torch.ones(3, 3, device="meta", requires_grad=True)
+    with CopiesOfCounts() as copies:
+        out = _recomputed(forward, ActivationCheckpointConfig(mode=mode))(x)
+        assert copies.found == 1
+        out.backward(torch.ones_like(out))
+    assert copies.found == 1 + again
+
+
+def test_exchanges_of_counts_are_saved() -> None:
+    """Not those of rows, nor those of context parallelism."""
+    exchange = functional_collectives().all_to_all_single.default
+    for dtype, policy in (
+        (torch.int64, CheckpointPolicy.MUST_SAVE),
+        (torch.bfloat16, CheckpointPolicy.PREFER_RECOMPUTE),
+    ):
+        assert by_operation(None, exchange, torch.ones(1, dtype=dtype), [1], [1], "4") == policy
 
 
 def saved_and_gradients(section: ActivationCheckpointConfig) -> tuple[int, dict[str, Tensor]]:
