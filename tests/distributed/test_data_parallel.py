@@ -1,5 +1,6 @@
 """Data-parallel layouts have the gradients of one process for all masks and accumulation factors, not in all pairs."""
 
+import math
 from unittest.mock import Mock, patch
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import FSDPModule
+from torch.profiler import ProfilerActivity, profile
 
 from tests.distributed.documents import packed_batch
 from tests.distributed.gradients import build_without_updates, compare, full_tensor, has_weights, local_batches
@@ -17,6 +19,8 @@ from titanlite.parallel import data
 from titanlite.parallel.data import cast_parameters, running_dtypes, set_gradient_sync, wrapped_modules
 from titanlite.parallel.mesh import GradientSync
 
+GATHER, EXCHANGE = "c10d::_allgather_base_", "c10d::alltoall_base_"
+"""Operations of FSDP, and of expert parallelism."""
 BOUNDS = {"float64": 1e-12, "float32": 1e-5}
 LAYOUTS = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(2, 2)]}
 """World size: (dp_replicate, dp_shard)."""
@@ -156,3 +160,25 @@ def test_blocks_that_cast_their_parameters_share_compiled_graphs() -> None:
     for block in model:
         torch.compile(block.forward, backend=counter)(x)
     assert counter.frame_count == 1
+
+
+def gathers_and_exchanges() -> str:
+    """Those of a step, in order: a letter for each gather, by size of the unit; x: an exchange of experts."""
+    config = small_config(4, *EXPERTS, "parallelism.ep=2", "model.n_layers=3", "training.local_batch_size=4")
+    trainer, mesh = build_without_updates(config)
+    batches = local_batches(config, mesh, global_batch("uneven"))
+    trainer.train_step(batches)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        trainer.train_step(batches)
+    events = [event for event in profiler.events() if event.name in (GATHER, EXCHANGE)]
+    events.sort(key=lambda event: event.time_range.start)
+    sizes = sorted({math.prod(event.input_shapes[0]) for event in events if event.name == GATHER})
+    letters = dict(zip(sizes, "ahbe", strict=True))  # embedding, head, block, experts
+    return "".join("x" if event.name == EXCHANGE else letters[math.prod(event.input_shapes[0])] for event in events)
+
+
+@pytest.mark.slow
+def test_experts_of_the_next_block_are_gathered_before_the_host_waits() -> None:
+    """It waits before the second exchange of a block; in backward, a block exchanges twice."""
+    forward, backward = "abebexxxbexxxhxxx", "bebexxbexxaxx"
+    assert run_ranks(gathers_and_exchanges, 4) == [forward + backward] * 4

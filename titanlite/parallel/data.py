@@ -6,6 +6,7 @@ backward, so reductions must not divide again.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -76,6 +77,8 @@ def apply_data_parallel(
                     shard(experts, expert_mesh[(*replicated, "expert_shard")], reshard)
             shard(unit, data_mesh, reshard)
         shard(model, data_mesh, reshard_after_forward == "always")
+        if expert_mesh is not None:
+            prefetch_experts(units)
         applied = "hybrid fully_shard" if replicas > 1 else "fully_shard"
     for module in wrapped_modules(model):
         # Plain sums on every backend. The factor alone fails on gloo, and the setters apply to one module only.
@@ -85,6 +88,18 @@ def apply_data_parallel(
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True)
     return [applied]
+
+
+def prefetch_experts(units: Sequence[Sequence[nn.Module]]) -> None:
+    """Let each FSDP unit gather the next one with its experts, or in backward the previous one, before it computes.
+
+    By default, a unit is gathered when its forward pass begins, and the experts of a block when its backward pass
+    begins. With experts that exchange rows, the host comes there only after it has waited for the device.
+    """
+    wrapped = [[*dict.fromkeys(part for module in unit for part in wrapped_modules(module))] for unit in units]
+    for own, following in pairwise(wrapped):
+        own[0].set_modules_to_forward_prefetch(following)
+        following[0].set_modules_to_backward_prefetch(own)
 
 
 def is_wrapped(ranks: int, pp: int, dtypes: ModelDtypes) -> bool:
