@@ -71,12 +71,14 @@ def saved(folder: Address, values: dict[str, torch.Tensor]) -> None:
 
 
 def load_on_meshes(address: str, most_listed: int) -> dict[str, Any]:
-    """Per mesh: the reads (object, begin) of the tensors' files by this rank, whether all values are right, and the
-    number of messages that this rank has sent to another one but rank 0, which alone reads the state of streams."""
+    """Per mesh: the reads (object, begin) of the tensors' files by this rank, whether all values are right, the number
+    of messages that this rank has sent to another one but rank 0, which alone reads the state of streams, and how often
+    it has read the metadata."""
     folder = Address.parse(address)
     values = {"a": torch.arange(8000.0).reshape(400, 20), "b": torch.arange(64.0).reshape(8, 8)}
     values[STREAMS] = torch.arange(160).reshape(16, 10)
     reads: list[tuple[str, int]] = []
+    listed: list[Any] = []
     sends: list[int] = []
     read_range, isend = Store.read_range, dist.isend
     group = dist.new_group(backend="gloo")
@@ -90,18 +92,28 @@ def load_on_meshes(address: str, most_listed: int) -> dict[str, Any]:
         sends.append(keys["group_dst"])
         return isend(tensor, **keys)
 
-    with small_parts(), patch.object(Store, "read_range", noted), patch.object(dist, "isend", noted_send):
+    def noted_listed(*given: Any) -> bytes:
+        listed.append(given)
+        return manifest.read_listed(*given)
+
+    with (
+        small_parts(),
+        patch.object(Store, "read_range", noted),
+        patch.object(dist, "isend", noted_send),
+        patch.object(storage, "read_listed", noted_listed),
+    ):
         with patch.object(planning, "MOST_LISTED", most_listed):
             saved(folder, values)
         assert manifest.read_manifest(folder / "step-1").format == (4 if most_listed else 5)
         for name in MESHES:
             reads.clear()
             sends.clear()
+            listed.clear()
             loaded = on_mesh({key: torch.zeros_like(value) for key, value in values.items()}, name)
             storage.load_tensors(folder / "step-1", loaded, group, on_all=(STREAMS,))
             expected = on_mesh(values, name)
             is_right = all(torch.equal(local(loaded[key]), local(expected[key])) for key in values)
-            found[name] = [list(reads), is_right, len([rank for rank in sends if rank])]
+            found[name] = [list(reads), is_right, len([rank for rank in sends if rank]), len(listed)]
         for rank in (0, 3):  # its store answers with other content, but for the first requests
             good_answers = iter([True] * 3)
 
@@ -125,6 +137,7 @@ def test_each_part_is_read_by_one_rank(most_listed: int) -> None:
         assert len(reads) == len({*reads}) > 4 * verified_parts.PARTS_AHEAD, name
         counts = [len(rank[name][0]) for rank in by_rank]
         assert max(counts) - min(counts) <= 2, (name, counts)
+        assert [rank[name][3] for rank in by_rank] == [1, 0, 0, 0], name  # the metadata
         has_sent = any(rank[name][2] for rank in by_rank)
         assert has_sent == (name in ("2 replicas", "other rows")), name  # what all ranks need is broadcast
     for rank in (0, 3):

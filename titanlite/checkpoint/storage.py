@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from titanlite.checkpoint.manifest import (
     PART_BYTES,
     FileRecord,
     InvalidCheckpointError,
+    Manifest,
     files_of,
     has_manifest,
     read_listed,
@@ -44,7 +45,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.planning import LocalPlanner, PlannedSaves
 from titanlite.checkpoint.verified_parts import Part, PartnerError, VerifiedParts, part_bytes, parts_of, share_parts
-from titanlite.ranks.agreement import RanksError, describe_failure
+from titanlite.ranks.agreement import RanksError, describe_failure, run_on_rank_0
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import open_regular
 from titanlite.runtime.json_files import read_regular
@@ -407,6 +408,26 @@ class _VerifiedObjects(FileSystem):
             yield file
 
 
+def _files_at(place: Place) -> tuple[Manifest | None, Place, str]:
+    """The manifest of the checkpoint at `place`, if it is needed, where its files are, and the name of its metadata."""
+    found = [file for file in (GRID_FILE, METADATA_FILE) if isinstance(place, Path) and (place / file).exists()]
+    if isinstance(place, Path) and (found == [METADATA_FILE] or not has_manifest(place)):
+        return None, place, found[0] if found else METADATA_FILE
+    manifest = read_manifest(place)
+    return manifest, files_of(place, manifest), manifest.metadata_file
+
+
+def _metadata_content(place: Place, files: Place, manifest: Manifest | None, name: str) -> bytes:
+    """The content of the metadata. files, manifest, name: see _files_at."""
+    if isinstance(files, Path):
+        if name == GRID_FILE:
+            return read_regular(files / name)
+        with open_regular(files / name) as file:
+            return file.read()
+    assert manifest is not None, "a checkpoint in a store has one"
+    return read_listed(place, manifest, name)
+
+
 class _Reader(dcp.FileSystemReader):
     """Reads DCP's metadata, a pickle, through an allow-list of the names that valid metadata contain.
 
@@ -414,15 +435,22 @@ class _Reader(dcp.FileSystemReader):
     """
 
     def __init__(self, place: Place, group: dist.ProcessGroup | None = None) -> None:
-        self._place = place
+        """With a group, a collective: rank 0 reads the manifest and the metadata, and sends them."""
         self._group = group
         self._items: list[dcp.planner.ReadItem] = []
-        found = [file for file in (GRID_FILE, METADATA_FILE) if isinstance(place, Path) and (place / file).exists()]
-        is_plain = isinstance(place, Path) and (found == [METADATA_FILE] or not has_manifest(place))
-        self._manifest = None if is_plain else read_manifest(place)
-        self._files = place if self._manifest is None else files_of(place, self._manifest)
-        by_name = found[0] if found else METADATA_FILE
-        self._metadata_file = by_name if self._manifest is None else self._manifest.metadata_file
+        self._failure: Exception = PartnerError()
+        """Why there are no metadata, on the rank that reads them."""
+
+        def look() -> tuple[Manifest | None, Place, str, bytes | None]:
+            manifest, files, name = _files_at(place)
+            try:
+                return manifest, files, name, _metadata_content(place, files, manifest, name)
+            except Exception as error:
+                self._failure = error
+                return manifest, files, name, None
+
+        found = look() if group is None else run_on_rank_0(look, group)
+        self._manifest, self._files, self._metadata_file, self._content = found
         super().__init__(self._files if isinstance(self._files, Path) else Path())
 
     def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
@@ -469,16 +497,11 @@ class _Reader(dcp.FileSystemReader):
             return io.BytesIO(file.read_at(sinfo.offset, sinfo.length))
         return super()._slice_file(file, sinfo)
 
-    def _open_metadata(self) -> IO[bytes]:
-        if isinstance(self._files, Address) and self._manifest is not None:
-            return io.BytesIO(read_listed(self._place, self._manifest, self._metadata_file))
-        path = Path(self.path) / self._metadata_file
-        return io.BytesIO(read_regular(path)) if self._metadata_file == GRID_FILE else open_regular(path)
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         try:
-            with self._open_metadata() as file:
-                content = file.read()
+            content = self._content
+            if content is None:
+                raise self._failure
             if self._metadata_file == GRID_FILE:
                 return self._of_grid(Grid(content))
             _require_known_opcodes(content)
@@ -488,7 +511,7 @@ class _Reader(dcp.FileSystemReader):
             for name in (stored.relative_path for stored in metadata.storage_data.values()):
                 if not is_safe_name(name) or "/" in name:
                     raise InvalidCheckpointError(f"{METADATA_FILE} names {name!r}, outside the checkpoint")
-        except (InvalidCheckpointError, UserError):
+        except (InvalidCheckpointError, PartnerError, UserError):
             raise
         except Exception as error:  # a corrupted pickle can raise any
             name = self._metadata_file
