@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.rehearsal import to_empty
 from titanlite.assembly import model as assembly
 from titanlite.assembly.job import job_of
 from titanlite.batch import Batch, StepStats
@@ -43,6 +42,7 @@ from titanlite.parallel import expert, own_code
 from titanlite.parallel.mesh import Mesh
 from titanlite.ranks.distributed import World
 from titanlite.runtime.torch_internals import clear_sharding_cache, local_part
+from titanlite.tools.plan.rehearsal.fakes import to_empty
 from titanlite.trainer import Trainer
 
 CUDA = torch.device("cuda", 0)
