@@ -19,6 +19,7 @@ from titanlite.runtime.torch_internals import (
     compiled_region_operation,
     functional_collectives,
     fused_attention_operations,
+    is_host_copy,
     product_operations,
     set_activation_memory_budget,
 )
@@ -40,7 +41,6 @@ SAVED_OPS: frozenset[Any] = frozenset(
 """Operations whose results selective_policy "op" saves: the most expensive ones to compute or communicate. The rest
 (norms, rotations, activation functions, gathers, exchanges) is recomputed. See also by_operation."""
 _EXCHANGE = functional_collectives().all_to_all_single.default
-_COPY = torch.ops.aten._to_copy.default
 
 PARTITIONING_BACKENDS = ("inductor", "aot_eager")
 """Backends of torch.compile whose partition of forward and backward follows the memory budget."""
@@ -120,11 +120,8 @@ def by_operation(_context: Any, operation: Any, *args: Any, **keys: Any) -> Chec
     """The selective_policy "op". Beside SAVED_OPS it saves copies to the host, for which a recomputation would wait,
     and exchanges of integers, which are the numbers of rows for experts. Exchanged rows would take nearly as much
     memory as all other results of a block with experts."""
-    is_saved = operation in SAVED_OPS
-    if operation is _EXCHANGE:
-        is_saved = not args[0].is_floating_point()
-    elif operation is _COPY and keys.get("device") is not None:
-        is_saved = torch.device(keys["device"]).type == "cpu" != args[0].device.type
+    counts = operation is _EXCHANGE and not args[0].is_floating_point()
+    is_saved = operation in SAVED_OPS or counts or is_host_copy(operation, args, keys)
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 

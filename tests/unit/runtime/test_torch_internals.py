@@ -345,6 +345,27 @@ def test_settings_of_the_compiler() -> None:
         assert torch._dynamo.config.allow_unspec_int_on_nn_module is settings["allow_unspec_int_on_nn_module"]
 
 
+class HostCopies(internals.TorchDispatchMode):
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if internals.is_host_copy(func, args, kwargs or {}):
+            self.found += 1
+            return torch.ones(args[0].shape)
+        return func(*args, **(kwargs or {}))
+
+
+def test_copies_to_the_host() -> None:
+    """From "meta", in place of a GPU."""
+    with HostCopies() as copies:
+        assert torch.empty(2, device="meta").tolist() == [1, 1]
+        torch.empty(2, device="meta").to(torch.float64)
+        torch.ones(2).to(torch.float64)
+        torch.ones(2).to("meta")
+    assert copies.found == 1
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
