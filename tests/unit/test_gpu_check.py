@@ -65,7 +65,7 @@ def number(row: Mapping[str, Any]) -> str:
     return str(row["check"]).partition(" ")[0]
 
 
-SOME = "facts,kernels,attention 3 of 3"
+SOME = "facts,kernels,attention 3 of 3,compiled steps of llama3"
 
 
 @pytest.mark.slow
