@@ -120,8 +120,9 @@ def by_operation(_context: Any, operation: Any, *args: Any, **keys: Any) -> Chec
     """The selective_policy "op". Beside SAVED_OPS it saves copies to the host, for which a recomputation would wait,
     and exchanges of integers, which are the numbers of rows for experts. Exchanged rows would take nearly as much
     memory as all other results of a block with experts."""
-    counts = operation is _EXCHANGE and not args[0].is_floating_point()
-    is_saved = operation in SAVED_OPS or counts or is_host_copy(operation, args, keys)
+    is_saved = operation in SAVED_OPS or is_host_copy(operation, args, keys)
+    if operation is _EXCHANGE:
+        is_saved = not args[0].is_floating_point()
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -255,9 +255,12 @@ def product_operations() -> tuple[Any, ...]:
     return torch.ops.aten._scaled_mm_v2.default, torch.ops.aten._grouped_mm.default
 
 
+_COPY = torch.ops.aten._to_copy.default
+
+
 def is_host_copy(operation: Any, args: Sequence[Any], keys: Mapping[str, Any]) -> bool:
     """Whether this call of an operation copies a tensor of a device to the host, as `tolist` does, too."""
-    if operation is not torch.ops.aten._to_copy.default or keys.get("device") is None:
+    if operation is not _COPY or keys.get("device") is None:
         return False
     source: Tensor = args[0]
     return torch.device(keys["device"]).type == "cpu" != source.device.type
