@@ -116,6 +116,14 @@ def loads_traffic(stages: Sequence[Stage], shape: StepShape) -> list[Traffic]:
     return _real([Traffic(LOADS, "all-reduce", int(blocks > 0), loads, ranks)])
 
 
+def rounding_traffic(rows: int, shape: StepShape) -> list[Traffic]:
+    """The largest magnitudes and the squares of the rows of gradients, with training.bit_equal: see ExactGradients.
+    rows: of all parameters of a rank."""
+    calls = {"tp": 2, "dp_shard": 2, "dp_replicate": 1}  # replicas have the same squares
+    bytes_ = rows * torch.float64.itemsize
+    return _real(Traffic(axis, "all-reduce", n, n * bytes_, shape.sizes[axis]) for axis, n in calls.items())
+
+
 def _real(found: Iterable[Traffic]) -> list[Traffic]:
     return [traffic for traffic in found if traffic.calls and traffic.ranks > 1]
 

@@ -23,7 +23,7 @@ from titanlite.parallel.microbatches import Microbatches, divide_step
 from titanlite.parallel.pipeline import local_stages, logits_again, num_stages
 from titanlite.parallel.recompute import recomputed_blocks
 from titanlite.planning.activations import ActivationBytes, MicrobatchShape, activation_bytes
-from titanlite.planning.communication import StepShape, Traffic, loads_traffic, stage_traffic
+from titanlite.planning.communication import StepShape, Traffic, loads_traffic, rounding_traffic, stage_traffic
 from titanlite.planning.float8 import float8_products, rounded_bytes
 from titanlite.planning.owner_rounds import OwnerRounds, owner_rounds
 from titanlite.planning.pipeline_order import Actions, bubble_share, schedule_order
@@ -257,12 +257,15 @@ def microbatch_shape(config: JobConfig, shape: StepShape, device_type: str) -> M
 def _traffic(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> tuple[Traffic, ...]:
     """The sum over the stages, by axis and operation, without that of owners."""
     total: dict[tuple[str, str], Traffic] = {}
-    for stage in stages:
-        for part in stage_traffic(stage, config.parallelism, config.activation_checkpoint, shape):
-            key = part.axis, part.operation
-            if (before := total.get(key)) is not None:
-                part = replace(part, calls=before.calls + part.calls, bytes=before.bytes + part.bytes)
-            total[key] = part
+    section, recompute = config.parallelism, config.activation_checkpoint
+    parts = [part for stage in stages for part in stage_traffic(stage, section, recompute, shape)]
+    if config.training.bit_equal:
+        parts += rounding_traffic(sum(stage.rows for stage in stages), shape)
+    for part in parts:
+        key = part.axis, part.operation
+        if (before := total.get(key)) is not None:
+            part = replace(part, calls=before.calls + part.calls, bytes=before.bytes + part.bytes)
+        total[key] = part
     return tuple(total.values())
 
 

@@ -16,7 +16,7 @@ from titanlite.batch import count_sequences
 from titanlite.models import attention, experts
 from titanlite.models.decoder import Decoder
 from titanlite.optim import owners
-from titanlite.parallel import data, expert, own_code
+from titanlite.parallel import data, exact, expert, own_code
 from titanlite.parallel.mesh import Mesh
 from titanlite.runtime.torch_internals import (
     class_of_fakes,
@@ -25,6 +25,7 @@ from titanlite.runtime.torch_internals import (
     like_dtensor,
     module_of_fsdp_storages,
     real_tensors,
+    shape_and_offset,
 )
 from titanlite.tools.plan.rehearsal.recorder import Recorder
 
@@ -50,6 +51,9 @@ def fake_program(recorder: Recorder) -> Iterator[None]:
         recorder.read()
         return recorder.rows_of_experts
 
+    def as_all(found: list[Any], own: Any, group: dist.ProcessGroup | None = None) -> None:  # noqa: ARG001
+        found[:] = [own] * len(found)
+
     def scaled(model: Decoder, embeddings: Tensor) -> Tensor:  # whose scale is rounded on the host, without a read
         scale = model.config.embedding_scale
         return embeddings if scale == 1 else embeddings * scale
@@ -71,6 +75,8 @@ def fake_program(recorder: Recorder) -> Iterator[None]:
             (Mesh, {"shard_groups": _really(Mesh.shard_groups)}),
             (trainer, {"count_sequences": _really(count_sequences)}),
             (class_of_fakes(), {"tolist": read}),
+            (dist, {"all_gather_object": as_all}),
+            (exact, {"shape_and_offset": _really(shape_and_offset)}),
         ]
         for owner, functions in replaced:
             stack.enter_context(_replaced(owner, functions))

@@ -15,13 +15,12 @@ _FACTORIES = {
     *(torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randint),
     *(torch.randn, torch.randperm, torch.tensor, torch.zeros),
 }
-_MOVES = {Tensor.to, Tensor.cuda, Tensor.copy_, Tensor.__getitem__, Tensor.__setitem__}
-"""Functions that take tensors of both, or move one."""
+_TAKE_BOTH = {Tensor.copy_, Tensor.__setitem__}
 
 
 class HostTensors(TorchFunctionMode):
-    """Counts, by place, the functions that get a tensor made without a device together with others, which fails on a
-    GPU. Numbers (tensors without dimensions) may be on the host."""
+    """Counts, by place, the functions that get a tensor made without a device, or on "cpu", together with others, which
+    fails on a GPU. Numbers (tensors without dimensions) may be on the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,12 +30,17 @@ class HostTensors(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func in _FACTORIES:
-            if kwargs.get("device") is None and isinstance(out, Tensor):
+            device = kwargs.get("device")  # the program's is a torch.device
+            if (device is None or isinstance(device, str)) and isinstance(out, Tensor):
                 out._is_of_host = True  # type: ignore[attr-defined]
             return out
-        if func in _MOVES:
-            if out is args[0] and isinstance(out, Tensor):  # already there, here
-                out._is_of_host = False  # type: ignore[attr-defined]
+        if func is Tensor.cuda or (func is Tensor.to and _names_device(args[1:], kwargs)):
+            out._is_of_host = False  # which may be args[0], since it is already there
+            return out
+        if func in _TAKE_BOTH:
+            return out
+        if func is Tensor.__getitem__:  # by indexes of the host, too
+            out._is_of_host = getattr(args[0], "_is_of_host", False)
             return out
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.dim() > 0]
         of_host = [getattr(each, "_is_of_host", False) for each in tensors]
@@ -48,3 +52,8 @@ class HostTensors(TorchFunctionMode):
                 if isinstance(each, Tensor):
                     each._is_of_host = True  # type: ignore[attr-defined]
         return out
+
+
+def _names_device(args: Any, kwargs: Any) -> bool:
+    """Whether arguments of Tensor.to are of a device."""
+    return kwargs.get("device") is not None or any(isinstance(each, torch.device | str | Tensor) for each in args)

@@ -97,6 +97,8 @@ def rehearse(config: JobConfig, ranks: int, rank: int) -> Rehearsal:
             parts = assembly.build_parts(config, mesh)
             with fake_tensors(), recorder, host:
                 program = assembly.build_trainer(job, assembly.allocate_parts(config, parts, CPU), mesh, CPU)
+                if config.training.bit_equal:  # a number of each parameter is exchanged over pp
+                    recorder.scalars += sum(len([*part.parameters()]) for part in program.model_parts)
                 held = Held(program)
                 recorder.held = held
                 tokens = torch.zeros(job.step.rows_per_batch, config.training.seq_len, dtype=torch.int64, device=CPU)
