@@ -55,7 +55,8 @@ class StepShape:
     linear_exchanged: those of gated linear attention, which the linear_layers have.
     n_experts, n_active: experts of a block, and those of a position. n_dense_layers: first blocks without experts.
     attention_input: elements per position that attention gathers over tp. wide_norms: norms of a block whose squares
-    are summed over tp. schedule_steps: runs of the actions per optimizer step. device_type: "cuda" or "cpu"."""
+    are summed over tp. schedule_steps: runs of the actions per optimizer step. device_type: "cuda" or "cpu". bit_equal:
+    gradients are rounded in the dtype of reductions first."""
 
     device_type: str
     sizes: Mapping[str, int]
@@ -81,6 +82,7 @@ class StepShape:
     vocab_size: int
     param_bytes: int
     reduce_bytes: int
+    bit_equal: bool
 
     def with_experts(self, blocks: Iterable[int]) -> int:
         """How many of the blocks have experts."""
@@ -285,7 +287,7 @@ def _tensor_parallel(
     found.append(Traffic("tp", "all-reduce", sums, sums * shape.positions * max(4, shape.param_bytes), tp))
     replicated = [elements for unit in stage.units for elements in unit.replicated_over_tp]
     times = reductions(shape, "dp_shard" if shape.sizes["dp_shard"] > 1 else "dp_replicate")
-    size = shape.reduce_bytes if reduces_sums(shape) else shape.param_bytes
+    size = shape.reduce_bytes if reduces_sums(shape) or shape.bit_equal else shape.param_bytes
     found.append(Traffic("tp", "all-reduce", len(replicated) * times, sum(replicated) * times * size, tp))
     return found
 

@@ -178,6 +178,7 @@ def step_shape(
         vocab_size=model.vocab_size,
         param_bytes=DTYPES[training.mixed_precision_param].itemsize,
         reduce_bytes=DTYPES[training.mixed_precision_reduce].itemsize,
+        bit_equal=training.bit_equal,
     )
 
 

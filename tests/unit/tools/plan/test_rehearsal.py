@@ -69,7 +69,7 @@ def test_plan_equals_a_rank_of_a_small_model(rank: int, settings: tuple[str, ...
     assert found.differences == []
     assert set(found.host_reads) <= {"parallel/expert.py"}
     assert found.mixed == {}
-    assert 0.8 <= found.ratio <= (1.15 if "training.bit_equal=true" in settings else 1.05)  # it has whole rows twice
+    assert 0.8 <= found.ratio <= 1.05
 
 
 @pytest.mark.soak
