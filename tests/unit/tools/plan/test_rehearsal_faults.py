@@ -81,6 +81,7 @@ def test_a_collective_of_one_rank_waits_for_the_others(monkeypatch: pytest.Monke
 
 
 COLLECTIVE = {"axis": "tp", "operation": "all-gather", "calls": 4, "bytes": 400}
+OF_OWNERS = {"axis": "dp_shard x tp", "operation": "all-to-all"}
 FOUND: dict[str, Any] = {
     "microbatches": 2,
     "microbatches_of_the_job": 8,
@@ -115,6 +116,12 @@ FOUND: dict[str, Any] = {
             "keeps 60.00 GiB at its peak, planned 50.00: the largest difference is activations, 40.00 GiB in place of",
         ),
         ({"planned_peak_bytes": None, "peak_bytes": 60 * 2**30}, 80, None),
+        ({"collectives": [{**COLLECTIVE, **OF_OWNERS, "planned_calls": 4, "planned_bytes": 500}]}, 80, None),
+        (
+            {"collectives": [{**COLLECTIVE, **OF_OWNERS, "planned_calls": 4, "planned_bytes": 300}]},
+            80,
+            "dp_shard x tp all-to-all: 4 calls of 400 bytes in all, planned 4 of 300: a layer",
+        ),
     ],
 )
 def test_problems_of_a_rank(changes: dict[str, Any], gib: float, expected: str | None) -> None:
@@ -129,6 +136,16 @@ def test_problems_of_a_rank(changes: dict[str, Any], gib: float, expected: str |
 def test_an_error_of_the_program_is_named_with_its_place() -> None:
     found = {0: {"error": "RuntimeError: shapes", "place": "mine/plugin.py:7"}, 3: FOUND}
     assert problems_of(found, 8, 1, 80) == ["rank 0 ends with: RuntimeError: shapes (at mine/plugin.py:7)"]
+
+
+def test_owners_exchange_different_numbers_of_bytes() -> None:
+    found = {
+        rank: FOUND | {"order": [["dp_shard x tp", "all-to-all", size], ["tp", "all-gather", 100]]}
+        for rank, size in ((0, 100), (7, 50))
+    }
+    assert problems_of(found, 8, 1, 80) == []
+    found[7]["order"][1][2] = 50
+    assert len(problems_of(found, 8, 1, 80)) == 1
 
 
 def test_the_report_has_equal_ranks_once() -> None:

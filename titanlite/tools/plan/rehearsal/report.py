@@ -17,6 +17,8 @@ GAPS = {
 """What differs from the program of a GPU -> how."""
 KNOWN_READS = {"parallel/expert.py", "models/experts.py"}
 """Places of a step where the host waits for the device: numbers of rows of experts (docs/performance.md)."""
+OWNERS = "dp_shard x tp"
+"""Axis over which owners of matrices exchange them: planning/owner_rounds.py."""
 MOST = 1.05
 """Rehearsed / planned peak: up to here, they agree (docs/planning.md)."""
 LEAST_BYTES = 2**28
@@ -41,6 +43,8 @@ def _of_rank(found: Found, device_memory_gib: float) -> list[str]:
     lines = []
     for each in found["collectives"]:
         real, plan = (each["calls"], each["bytes"]), (each["planned_calls"], each["planned_bytes"])
+        if each["axis"] == OWNERS:  # those of the rank that owns the most are planned
+            real = real[0], max(real[1], plan[1])
         if found["planned_peak_bytes"] is not None and real != plan:
             lines.append(
                 f"{each['axis']} {each['operation']}: {real[0]:,} calls of {real[1]:,} bytes in all, planned "
@@ -74,7 +78,7 @@ def _waits(found: Mapping[int, Found], stage_size: int) -> list[str]:
         if "error" in each:
             continue
         first = by_stage.setdefault(rank // stage_size, rank)
-        own, other = each["order"], found[first]["order"]
+        own, other = (_alike(order) for order in (each["order"], found[first]["order"]))
         pairs = zip(own, other, strict=False)
         number = next((n for n, (one, two) in enumerate(pairs) if one != two), min(len(own), len(other)))
         if number < max(len(own), len(other)):
@@ -84,6 +88,11 @@ def _waits(found: Mapping[int, Found], stage_size: int) -> list[str]:
                 f"{one} on rank {first}, {two} on rank {rank}; on a cluster, each would wait for the other"
             )
     return lines
+
+
+def _alike(order: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
+    """The collectives, without the bytes of those in which ranks give different numbers of them."""
+    return [(axis, operation, 0 if axis == OWNERS else size) for axis, operation, size in order]
 
 
 def _call(order: Sequence[Sequence[Any]], number: int) -> str:
