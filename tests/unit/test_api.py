@@ -161,12 +161,12 @@ def test_runs_have_the_same_numbers_and_leave_the_process_as_it_was(
 
 @pytest.mark.soak
 @pytest.mark.filterwarnings("default")  # Dynamo touches what is deprecated
-def test_any_number_of_models_is_compiled(train: Callable[..., TrainedRun], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_number_of_models_is_compiled(train: Callable[..., TrainedRun]) -> None:
     """torch compiles one piece of code for a limited number of models."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     for dim in (32, 40):
         settings = {"compile.enable": True, "compile.backend": "eager", "training.steps": 1, "model.dim": dim}
-        assert train(f"{dim}", settings).ended == "finished"
+        with torch._dynamo.config.patch(recompile_limit=1):
+            assert train(f"{dim}", settings).ended == "finished"
 
 
 def interrupt() -> None:

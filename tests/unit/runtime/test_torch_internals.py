@@ -449,5 +449,5 @@ def test_names_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cycles == [10]
     config = importlib.import_module("torch._inductor.config")
     for is_static in (False, True):
-        monkeypatch.setattr(config, "use_static_cuda_launcher", is_static)
-        assert internals.has_static_launcher() is is_static
+        with config.patch(use_static_cuda_launcher=is_static):  # monkeypatch would delete the key at its end
+            assert internals.has_static_launcher() is is_static
