@@ -18,6 +18,7 @@ from titanlite.parallel.pipeline import logits_again, resolve_reshard_after_forw
 from titanlite.parallel.recompute import ActivationCheckpointConfig, inside_compilation, recomputed_blocks
 from titanlite.planning.pipeline_order import Actions, count_gathers
 from titanlite.planning.stages import Stage
+from titanlite.runtime.torch_internals import sums_over_tp_are_wide
 
 Operation = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send"]
 
@@ -287,7 +288,8 @@ def _tensor_parallel(
     found.append(Traffic("tp", "all-reduce", sums, sums * shape.positions * max(4, shape.param_bytes), tp))
     replicated = [elements for unit in stage.units for elements in unit.replicated_over_tp]
     times = reductions(shape, "dp_shard" if shape.sizes["dp_shard"] > 1 else "dp_replicate")
-    size = shape.reduce_bytes if reduces_sums(shape) or shape.bit_equal else shape.param_bytes
+    is_wide = reduces_sums(shape) or shape.bit_equal or sums_over_tp_are_wide()
+    size = shape.reduce_bytes if is_wide else shape.param_bytes
     found.append(Traffic("tp", "all-reduce", len(replicated) * times, sum(replicated) * times * size, tp))
     return found
 

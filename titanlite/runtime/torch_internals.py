@@ -490,6 +490,14 @@ def module_of_fsdp_storages() -> Any:
     return _fsdp_param
 
 
+def sums_over_tp_are_wide() -> bool:
+    """Whether FSDP adds up the gradients of parameters that are replicated over a further mesh axis in the dtype of
+    its reductions, as since torch 2.15, rather than in that of the computation."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    return hasattr(_fsdp_param.FSDPParam, "may_reduce_grad_outside_dp")
+
+
 def fsdp_parameters(model: nn.Module) -> list[Any]:
     """What FSDP knows of each parameter of the wrapped modules: sharded_param, reset_sharded_param(), ..."""
     wrapped: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]

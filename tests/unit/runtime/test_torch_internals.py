@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -220,6 +220,25 @@ def test_storages_of_gathered_parameters(group: dist.ProcessGroup) -> None:
     assert isinstance(model.weight, DTensor)
     assert (other.placements, other.shape) == (model.weight.placements, model.weight.shape)
     assert internals.like_dtensor(torch.zeros(2), torch.ones(5)).tolist() == [1] * 5
+
+
+def test_dtype_of_sums_over_tp(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+    seen: list[torch.dtype] = []
+    reduce = _fsdp_param.FSDPParam._get_grad_inner_tensor
+
+    def noted(parameter: Any, gradient: torch.Tensor) -> torch.Tensor:
+        seen.append(gradient.dtype)
+        return reduce(parameter, gradient)
+
+    monkeypatch.setattr(_fsdp_param.FSDPParam, "_get_grad_inner_tensor", noted)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tp"))
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh["tp"], [Replicate()]))
+    model.forward = lambda x: x * model.weight.to_local(grad_placements=[Partial()])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=mesh["data"], mp_policy=policy)
+    model(torch.ones(4)).sum().backward()
+    assert seen == [torch.float32 if internals.sums_over_tp_are_wide() else torch.bfloat16]
 
 
 def test_operations_of_collectives(group: dist.ProcessGroup) -> None:
