@@ -19,14 +19,14 @@ from titanlite.planning.estimate import Estimate, has_estimate, require_estimate
 from titanlite.planning.hardware.machine import Profile, load_profile, profile_names
 from titanlite.planning.search import search
 from titanlite.planning.step_time import predict
-from titanlite.runtime.errors import ConfigError, Problem, UsageError
+from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError
 from titanlite.runtime.memory import GIB
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import for_stdout
 from titanlite.tools.command import ConfigFile, Count, read_options_and_overrides, run_command
 from titanlite.tools.plan.choices import describe_choices
-from titanlite.tools.plan.rehearsal.ranks import chosen_ranks, rehearse_in_processes
-from titanlite.tools.plan.rehearsal.report import GAPS, describe_rehearsal, problems_of
+from titanlite.tools.plan.rehearsal.ranks import Processes, chosen_ranks, chosen_stages, require_rehearsable
+from titanlite.tools.plan.rehearsal.report import GAPS, NODE, describe_rehearsal, problems_of
 from titanlite.tools.plan.report import DEFAULT_GIB, Price, describe_time, estimate_largest, report, stage_heading
 
 
@@ -66,8 +66,24 @@ class Options:
     """print the rehearsal as JSON; needs --rehearse"""
 
 
+class RehearsalError(UsageError):
+    """What a rehearsal has found to be wrong. Raised after its output."""
+
+
 def main(argv: Sequence[str]) -> None:
-    """Print the plan. Raises UsageError."""
+    """Print the plan. With --json, standard output is JSON also if an error ends the command. Raises UsageError."""
+    try:
+        print_plan(argv)
+    except RehearsalError:
+        raise
+    except (UserError, KeyboardInterrupt) as error:
+        if "--json" in argv:
+            print(json.dumps({"stages": {}, "gaps": GAPS, "problems": [str(error) or "interrupted"]}), flush=True)
+        raise
+
+
+def print_plan(argv: Sequence[str]) -> None:
+    """Print what the options choose. Raises UsageError."""
     options, overrides, problems = read_options_and_overrides(Options, argv, "plan")
     if options.hardware is None:
         names = ", ".join(profile_names())
@@ -109,39 +125,54 @@ def main(argv: Sequence[str]) -> None:
     if is_auto:
         raise UsageError('parallelism.layout = "auto" depends on the machine: add --hardware, the profile of one')
     config = fit_memory(config, options.world_size, device_type=device, memory_bytes=round(memory_gib * GIB))
-    if options.rehearse and not has_estimate(config):
-        print_rehearsal(options, words, config, None, 0, memory_gib)
-        return
-    number, of_stage, plan = estimate_largest(config, options.world_size, device_type=device)
-    text = stage_heading(config, number) + report(of_stage, plan, memory_gib)
-    if profile is not None:
-        time = predict(of_stage, plan, profile)
-        text += "\n" + describe_time(of_stage, plan, profile, time, Price(options.price_per_hour), run=config)
-    if not options.json:
-        sys.stdout.write(for_stdout(text))
-        sys.stdout.flush()
     if options.rehearse:
-        print_rehearsal(options, words, config, plan, number, memory_gib)
+        require_rehearsable(config)
+    expected_s, plan, number = None, None, 0
+    if has_estimate(config):
+        number, of_stage, plan = estimate_largest(config, options.world_size, device_type=device)
+        text = stage_heading(config, number) + report(of_stage, plan, memory_gib)
+        if profile is not None:
+            time = predict(of_stage, plan, profile)
+            text += "\n" + describe_time(of_stage, plan, profile, time, Price(options.price_per_hour), run=config)
+            expected_s = time.total
+        if not options.json:
+            sys.stdout.write(for_stdout(text))
+            sys.stdout.flush()
+    if options.rehearse:
+        node = NODE if profile is None else profile.ranks_per_node
+        processes = Processes(words, options.world_size, node=node, memory_bytes=round(memory_gib * GIB))
+        print_rehearsal(options, processes, config, plan, number, memory_gib, expected_s)
 
 
 def print_rehearsal(
-    options: Options, words: Sequence[str], config: JobConfig, plan: Estimate | None, stage: int, memory_gib: float
+    options: Options,
+    processes: Processes,
+    config: JobConfig,
+    plan: Estimate | None,
+    largest: int,
+    memory_gib: float,
+    expected_s: float | None,
 ) -> None:
-    """Rehearse ranks, and print what they do. words: of the configuration. stage: of training, from 0. Raises
-    UsageError if something is wrong."""
-    begin, pp = perf_counter(), config.parallelism.pp
-    ranks = [options.rank] if options.rank is not None else chosen_ranks(options.world_size, pp, plan)
-    memory_bytes = round(memory_gib * GIB)
-    found = rehearse_in_processes(words, options.world_size, ranks, stage=stage, memory_bytes=memory_bytes)
-    wrong = problems_of(found, options.world_size, pp, memory_gib)
+    """Rehearse ranks, and print what they do. plan: of the training stage `largest`, from 0; None: of a family without
+    one. expected_s: of a step. Raises RehearsalError if something is wrong."""
+    begin, size, pp = perf_counter(), options.world_size, config.parallelism.pp
+    ranks = [options.rank] if options.rank is not None else chosen_ranks(size, config.parallelism, plan)
+    found = processes.rehearse(ranks, chosen_stages(config, size, largest))
+    wrong = [
+        f"training stage {stage + 1}, {line}" if len(found) > 1 else line
+        for stage, of_stage in found.items()
+        for line in problems_of(of_stage, size, pp, memory_gib)
+    ]
     if options.json:
-        sys.stdout.write(json.dumps({"ranks": found, "gaps": GAPS, "problems": wrong}, indent=1) + "\n")
+        stages = {stage + 1: of_stage for stage, of_stage in found.items()}
+        content = {"stages": stages, "expected_step_s": expected_s, "gaps": GAPS, "problems": wrong}
+        sys.stdout.write(json.dumps(content, indent=1) + "\n")
     else:
-        text = describe_rehearsal(found, options.world_size, memory_gib, perf_counter() - begin)
+        text = describe_rehearsal(found, size, memory_gib, perf_counter() - begin, expected_s)
         sys.stdout.write(for_stdout("\n" + text))
     sys.stdout.flush()
     if wrong:
-        raise UsageError(*wrong)
+        raise RehearsalError(*wrong)
 
 
 def print_search(

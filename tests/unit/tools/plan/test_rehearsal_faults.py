@@ -2,7 +2,9 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +15,12 @@ from torch import Tensor
 from benchmarks.measuring import configuration
 from titanlite.assembly.job import job_of
 from titanlite.models.layers import FeedForward
+from titanlite.parallel.mesh import ParallelismConfig
 from titanlite.runtime.errors import ConfigError, UsageError
 from titanlite.tools.plan import __main__ as plan
 from titanlite.tools.plan.rehearsal.__main__ import described
 from titanlite.tools.plan.rehearsal.rank import rehearse, shortened
-from titanlite.tools.plan.rehearsal.ranks import chosen_ranks
+from titanlite.tools.plan.rehearsal.ranks import chosen_ranks, chosen_stages, require_rehearsable
 from titanlite.tools.plan.rehearsal.report import describe_rehearsal, problems_of
 
 TINY = (
@@ -97,6 +100,15 @@ FOUND: dict[str, Any] = {
     "mixed_devices": {},
     "saved_tensors": 3,
     "saved_bytes": 2**30,
+    "start": {
+        "requests": 55,
+        "planned_requests": 55,
+        "keys": 71,
+        "data_files": 3,
+        "token_files": 2,
+        "opens": 11,
+        "planned_opens": 10,
+    },
 }
 
 
@@ -149,20 +161,59 @@ def test_owners_exchange_different_numbers_of_bytes() -> None:
 
 
 def test_the_report_has_equal_ranks_once() -> None:
-    text = describe_rehearsal({0: FOUND, 7: dict(FOUND)}, 8, 80.0, 12.3)
+    of_other = FOUND | {"start": FOUND["start"] | {"requests": 17, "keys": 1, "data_files": 0}}
+    text = describe_rehearsal({0: {0: FOUND, 7: of_other}}, 8, 80.0, 12.3, 0.5)
     assert "Rehearsed: ranks 0, 7 of 8, on tensors without data, in 12 s" in text
     assert "Rank 0: a step of 2 microbatches (of 8: the others repeat them); peak 50.00 GiB + 2.00 of" in text
     assert "the others, fits into a device of 80 GiB" in text
-    assert re.search(r"activations +30.000 +30.000\n", text)
+    assert re.search(r"activations +30.000 +30.000\n +of them, the head +10.000 *\n", text)
     assert text.count("tp all-gather") == 1
     assert "process groups: dp_shard 4, tp 2\n" in text
     assert "Start: 16 connections to the TCPStore" in text
-    assert "Rank 7: as rank 0\n" in text
+    assert (
+        "start: 55 requests to the TCPStore for 71 keys; 3 data files here; 2 token files opened 11 times (plan" in text
+    )
+    assert "Rank 7: as rank 0\n  start: 17 requests (planned 55) to the TCPStore for 1 key; no data files here" in text
+    assert "Expected: 0.5 s per step" in text
+    assert "Training stage" not in text
+    of_stages = describe_rehearsal({1: {0: FOUND}, 0: {0: FOUND}}, 8, 80.0, 12.3, None)
+    assert of_stages.index("Training stage 2:\n") < of_stages.index("Training stage 1:\n")
+    assert "Expected" not in of_stages
 
 
-@pytest.mark.parametrize(("ranks", "pp", "expected"), [(1, 1, [0]), (4, 1, [0, 3]), (16, 4, [0, 12, 15])])
-def test_chosen_ranks(ranks: int, pp: int, expected: list[int]) -> None:
-    assert chosen_ranks(ranks, pp, None) == expected
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "most", "expected"),
+    [
+        (1, {}, None, [0]),
+        (4, {}, 0, [0, 3]),
+        (16, {"pp": 4}, None, [0, 12, 15]),
+        (16, {"pp": 4}, 2, [0, 8, 12, 15]),
+        (8, {"pp": 2, "ep": 2}, 0, [0, 3, 4, 7]),
+    ],
+)
+def test_chosen_ranks(ranks: int, degrees: dict[str, int], most: int | None, expected: list[int]) -> None:
+    plan: Any = None if most is None else SimpleNamespace(largest=SimpleNamespace(pp_rank=most))
+    assert chosen_ranks(ranks, ParallelismConfig(**degrees), plan) == expected
+
+
+def test_stages_of_training_that_differ_in_shape() -> None:
+    """Only the last one repeats another one: its further microbatches are not rehearsed."""
+    stages = ({"seq_len": 16}, {"seq_len": 32}, {"global_batch_size": 16}, {"global_batch_size": 32})
+    rows = [
+        f"training.stages.{number}.{key}={value}"
+        for number, stage in enumerate(stages)
+        for key, value in {"from_step": number + 2, **stage}.items()
+    ]
+    config = configuration([*TINY, "training.steps=9", *rows], 4, "cuda")
+    assert chosen_stages(config, 4, 3) == [3, 0, 1]
+
+
+def test_what_only_the_compiler_does_is_refused() -> None:
+    config = configuration(TINY, 2, "cuda")
+    require_rehearsable(config)
+    config = replace(config, activation_checkpoint=replace(config.activation_checkpoint, mode="memory_budget"))
+    with pytest.raises(ConfigError, match=r"activation_checkpoint\.mode = 'memory_budget'"):
+        require_rehearsable(config)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +234,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan.main([*command(tmp_path), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["problems"] == []
-    assert found["ranks"]["1"]["peak_bytes"] > 0
+    (stage,) = found["stages"].values()
+    assert stage["1"]["peak_bytes"] > 0
+    assert stage["1"]["start"]["data_files"] == 1
 
 
 @pytest.mark.soak

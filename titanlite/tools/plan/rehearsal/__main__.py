@@ -4,6 +4,7 @@ Not a command."""
 import json
 import os
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from titanlite.config.schema import JobConfig
 from titanlite.config.stages import stage_configs
 from titanlite.planning.automatic import fit_memory
 from titanlite.planning.communication import Traffic
+from titanlite.ranks.distributed import World
 from titanlite.runtime.errors import UserError
 from titanlite.tools.plan.rehearsal.rank import Rehearsal, rehearse
+from titanlite.tools.plan.rehearsal.start import files_of, opens_of, planned_opens, planned_requests, requests_of
 
 _LIBRARIES = ("/torch/", "/titanlite/tools/plan/", "<frozen")
 
@@ -24,13 +27,23 @@ def main() -> None:
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     request = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        found = described(rehearse(config_of(request), request["world_size"], request["rank"]))
+        config, ranks, rank = config_of(request), request["world_size"], request["rank"]
+        node = min(request["node"], ranks)
+        start = described_start(config, World(rank, rank % node, ranks, "cuda", node))
+        found = described(rehearse(config, ranks, rank)) | {"start": start}
     except UserError as error:
         found = {"error": str(error)}
     except Exception as error:
         found = {"error": f"{type(error).__name__}: {error}", "place": _place(error)}
     print(json.dumps(found), file=answer, flush=True)
+
+
+def _end_with_parent() -> None:
+    """It has ended, or is interrupted, if it closes the standard input."""
+    sys.stdin.read()
+    os._exit(1)
 
 
 def config_of(request: dict[str, Any]) -> JobConfig:
@@ -40,6 +53,23 @@ def config_of(request: dict[str, Any]) -> JobConfig:
     config = fit_memory(config, world_size, device_type="cuda", memory_bytes=request["memory_bytes"])
     stage: int = request["stage"]
     return stage_configs(config)[stage]
+
+
+def described_start(config: JobConfig, world: World) -> dict[str, int]:
+    """What the start of the rank asks for, as JSON. Raises UserError."""
+    files, of_tokens = files_of(config)
+    is_first = world.local_rank == 0
+    token_files, opens = (0, 0) if of_tokens is None else opens_of(of_tokens, is_first=is_first)
+    requests, keys = requests_of(world)
+    return {
+        "requests": requests,
+        "planned_requests": planned_requests(world),
+        "keys": keys,
+        "data_files": files,
+        "token_files": token_files,
+        "opens": opens,
+        "planned_opens": planned_opens(token_files, is_first=is_first),
+    }
 
 
 def described(found: Rehearsal) -> dict[str, Any]:

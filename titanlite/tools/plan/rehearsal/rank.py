@@ -28,6 +28,7 @@ from titanlite.runtime.torch_internals import (
 )
 from titanlite.tools.plan.rehearsal.fakes import fake_program
 from titanlite.tools.plan.rehearsal.host import HostTensors
+from titanlite.tools.plan.rehearsal.ranks import most_microbatches
 from titanlite.tools.plan.rehearsal.recorder import Kind, Recorder
 from titanlite.trainer import Trainer
 
@@ -154,7 +155,7 @@ def for_fakes(config: JobConfig, ranks: int) -> JobConfig:
 def shortened(job: Job, ranks: int) -> Job:
     """The job with at most two microbatches in a step, with pp at most twice as many as stages of the pipeline."""
     config, step = job.config, job.step
-    most = 2 * config.parallelism.pp
+    most = most_microbatches(config.parallelism)
     if step.microbatches <= most:
         return job
     size = step.size * most * (ranks // _ranks_per_data_rank(config))

@@ -19,6 +19,8 @@ KNOWN_READS = {"parallel/expert.py", "models/experts.py"}
 """Places of a step where the host waits for the device: numbers of rows of experts (docs/performance.md)."""
 OWNERS = "dp_shard x tp"
 """Axis over which owners of matrices exchange them: planning/owner_rounds.py."""
+NODE = 8
+"""Ranks of a node, if no hardware profile has another number."""
 MOST = 1.05
 """Rehearsed / planned peak: up to here, they agree (docs/planning.md)."""
 LEAST_BYTES = 2**28
@@ -102,23 +104,33 @@ def _call(order: Sequence[Sequence[Any]], number: int) -> str:
     return f"{axis} {operation} of {size:,} bytes"
 
 
-def describe_rehearsal(found: Mapping[int, Found], world_size: int, device_memory_gib: float, seconds: float) -> str:
-    """The text, without the problems."""
-    ranks = ", ".join(f"{rank:,}" for rank in found)
+def describe_rehearsal(
+    found: Mapping[int, Mapping[int, Found]],
+    world_size: int,
+    device_memory_gib: float,
+    seconds: float,
+    expected_s: float | None,
+) -> str:
+    """The text, without the problems. found: by training stage, from 0, and rank. expected_s: of a step, planned."""
+    ranks = ", ".join(f"{rank:,}" for rank in next(iter(found.values())))
     lines = [
         f"Rehearsed: ranks {ranks} of {world_size:,}, on tensors without data, in {seconds:.0f} s",
-        f"Start: {2 * world_size:,} connections to the TCPStore, which are open files of its host; a key of heartbeats "
-        "per node; token files are opened 5 times by one rank per node (docs/cluster.md, How large)",
+        f"Start: {2 * world_size:,} connections to the TCPStore, which are open files of its host, and a key of "
+        "heartbeats per node (docs/cluster.md, How large)",
     ]
-    shown: dict[int, Found] = {}
-    for rank, each in found.items():
-        if "error" in each:
-            continue
-        if (other := next((other for other in shown if shown[other] == each), None)) is not None:
-            lines.append(f"Rank {rank:,}: as rank {other:,}")
-            continue
-        shown[rank] = each
-        lines += ["", *_rank_lines(rank, each, device_memory_gib)]
+    lines += [] if expected_s is None else [f"Expected: {expected_s:.3g} s per step, by the plan"]
+    for stage, of_stage in found.items():
+        lines += ["", f"Training stage {stage + 1}:"] if len(found) > 1 else []
+        shown: dict[int, Found] = {}
+        for rank, each in of_stage.items():
+            if "error" in each:
+                continue
+            of_step = {key: value for key, value in each.items() if key != "start"}
+            if (other := next((other for other in shown if shown[other] == of_step), None)) is not None:
+                lines += [f"Rank {rank:,}: as rank {other:,}", _start_line(each["start"])]
+                continue
+            shown[rank] = of_step
+            lines += ["", *_rank_lines(rank, each, device_memory_gib)]
     lines += ["", "What a GPU does otherwise:", *(f"  {part}: {how}" for part, how in GAPS.items())]
     return "\n".join(lines) + "\n"
 
@@ -136,6 +148,8 @@ def _rank_lines(rank: int, found: Found, device_memory_gib: float) -> list[str]:
     rows = [["GiB at the peak", "rehearsed", *(["planned"] if has_plan else [])]]
     for kind, size, planned in _kinds(found):
         rows.append([kind, f"{size / GIB:.3f}", *([f"{planned / GIB:.3f}"] if has_plan else [])])
+        if has_plan and kind == "activations":
+            rows.append(["of them, the head", f"{found['bytes'].get('head', 0) / GIB:.3f}", ""])
     lines += [f"  {line}" for line in aligned(rows, left=1)]
     rows = [["collectives of a step", "calls", "GiB", *(["planned calls", "GiB"] if has_plan else [])]]
     for each in found["collectives"]:
@@ -146,7 +160,19 @@ def _rank_lines(rank: int, found: Found, device_memory_gib: float) -> list[str]:
     groups = ", ".join(f"{axis} {size:,}" for axis, size in found["groups"].items())
     lines.append(f"  process groups: {groups or 'none of several ranks'}")
     saved = f"{counted(found['saved_tensors'], 'tensor')}, {found['saved_bytes'] / GIB:.2f} GiB"
-    return [*lines, f"  saves its shards of {saved}, less what other ranks have, too"]
+    return [*lines, _start_line(found["start"]), f"  saves its shards of {saved}, less what other ranks have, too"]
+
+
+def _start_line(start: Mapping[str, int]) -> str:
+    planned = f" (planned {start['planned_requests']:,})" if start["requests"] != start["planned_requests"] else ""
+    line = f"  start: {start['requests']:,} requests{planned} to the TCPStore for {counted(start['keys'], 'key')}"
+    if not start["data_files"]:
+        return f"{line}; no data files here"
+    line += f"; {counted(start['data_files'], 'data file')} here"
+    if not start["token_files"]:
+        return line
+    planned = f" (planned {start['planned_opens']:,})" if start["opens"] > start["planned_opens"] else ""
+    return f"{line}; {counted(start['token_files'], 'token file')} opened {start['opens']:,} times{planned}"
 
 
 def _peak(found: Found) -> int:
