@@ -50,7 +50,7 @@ def of_start(files: int) -> Iterator[Count]:
             assert not check_source(source, "data", section, vocab_size=VOCAB_SIZE, checks_files=True)
 
         def look() -> None:
-            with opened_once():
+            with opened_once(digests=True):
                 check()
                 looks.extend(looks_of(config))
             use_looks(looks)

@@ -94,7 +94,7 @@ def test_one_rank_of_a_node_opens_token_files(monkeypatch: pytest.MonkeyPatch) -
     for size in (20, 40):
         found = {count.part: count.value for count in files.of_start(size) if count.name == "opens"}
         first, other, steps = found.values()
-        assert size < first <= 5 * size + 2
+        assert size < first <= 2 * size + 2
         assert other == 0
         assert 2 * files.STEPS <= steps <= 4 * (files.STEPS + 4)
 

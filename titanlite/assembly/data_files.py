@@ -35,7 +35,7 @@ def resolve_with_data(resolve: Callable[[], JobConfig], world: World, store: dis
     first, found = world.local_ranks.start, list[JobConfig]()
 
     def look() -> Sequence[Any]:
-        with opened_once():
+        with opened_once(digests=True):
             found.append(resolve())
             return looks_of(found[0])
 

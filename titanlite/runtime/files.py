@@ -24,7 +24,7 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     Never waits: opening a pipe would block until another process writes into it.
     """
     _require_regular(path, os.stat(path).st_mode)  # opening a device can have effects
-    return open(_open(path, os.O_RDONLY), "rb")
+    return open(_open(path, os.O_RDONLY)[0], "rb")
 
 
 def open_to_append(path: str | os.PathLike[str]) -> io.BufferedRandom:
@@ -41,17 +41,17 @@ def no_link(path: str, flags: int) -> int:
         if stat.S_ISLNK(mode):
             raise OSError(errno.ELOOP, f"it is a link to {os.readlink(path)!r}, which is not followed", path)
         _require_regular(path, mode)
-    return _open(path, flags | os.O_NOFOLLOW)
+    return _open(path, flags | os.O_NOFOLLOW)[0]
 
 
-def _open(path: str | os.PathLike[str], flags: int) -> int:
+def _open(path: str | os.PathLike[str], flags: int) -> tuple[int, os.stat_result]:
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
-        _require_regular(path, os.fstat(descriptor).st_mode)  # it may have been replaced meanwhile
+        _require_regular(path, (found := os.fstat(descriptor)).st_mode)  # it may have been replaced meanwhile
     except OSError:
         os.close(descriptor)
         raise
-    return descriptor
+    return descriptor, found
 
 
 def _require_regular(path: str | os.PathLike[str], mode: int) -> None:
@@ -81,8 +81,7 @@ class OpenFile:
     def __init__(self, path: str | os.PathLike[str], *, reads_ahead: bool = True) -> None:
         """Errors, and no waits, as open_regular. reads_ahead: see stop_reading_ahead."""
         _require_regular(path, os.stat(path).st_mode)
-        self.descriptor = _open(path, os.O_RDONLY)
-        self.facts = os.fstat(self.descriptor)
+        self.descriptor, self.facts = _open(path, os.O_RDONLY)
         if not reads_ahead:
             self.stop_reading_ahead()
 
@@ -98,8 +97,10 @@ class OpenFile:
 
     def read(self, begin: int, size: int) -> bytes:
         """Bytes from `begin` on, fewer if the file ends before. Raises OSError. A file object would take longer."""
-        out = bytearray(size)
-        return bytes(memoryview(out)[: read_at(self.descriptor, memoryview(out), begin)])
+        found = os.pread(self.descriptor, size, begin)
+        while len(found) < size and (more := os.pread(self.descriptor, size - len(found), begin + len(found))):
+            found += more
+        return found
 
 
 class OpenFiles:

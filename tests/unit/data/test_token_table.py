@@ -28,8 +28,11 @@ from titanlite.data.check import check_source
 from titanlite.data.config import DataConfig
 from titanlite.data.loader import Loader
 from titanlite.data.preparation import Assignment, content_keys
-from titanlite.data.sources import token_table, tokens
+from titanlite.data.sources import token_look, token_table, tokens
+from titanlite.data.sources.base import sampled_digest
 from titanlite.data.sources.config import SourceConfig
+from titanlite.data.sources.formats import CHECKED_TOKENS, DocumentStarts, Format, Head, Seen
+from titanlite.data.sources.token_look import look_at
 from titanlite.data.sources.token_table import use_looks
 from titanlite.data.sources.tokens import Tokens, opened_once
 from titanlite.data.steps import BatchStage
@@ -200,9 +203,9 @@ def test_files_that_are_written_while_a_process_looks_are_refused(
 ) -> None:
     original = token_table._row_of
 
-    def row_of(found: token_table.FoundFile, *arguments: Any) -> Any:
-        os.utime(folder / "1.npy", (found.head.size, 0))
-        return original(found, *arguments)
+    def row_of(found: Format, head: Head, *arguments: Any) -> Any:
+        os.utime(folder / "1.npy", (head.size, 0))
+        return original(found, head, *arguments)
 
     monkeypatch.setattr(token_table, "_row_of", row_of)
     with pytest.raises(UserError, match=r"1.npy was written while the run was starting: start again"):
@@ -212,12 +215,11 @@ def test_files_that_are_written_while_a_process_looks_are_refused(
 @pytest.mark.parametrize("suffix", ["npy", "documents"])
 def test_files_that_are_written_after_the_check_are_refused(folder: Path, suffix: str) -> None:
     """The look has what the checks of the configuration have found, and not of other files."""
-    with opened_once():
+    with opened_once(digests=True):
         assert not check_source(source(folder), "s", DataConfig(), vocab_size=5000, checks_files=True)
         with opened_files() as opened:
             assert looks_of(job(folder, document_mask=False))
-        own = [Path(path) for path in opened if path.startswith(str(folder))]
-        assert sorted(own) == [folder / f"{n}.npy" for n in range(FILES)]  # their digests
+        assert [path for path in opened if path.startswith(str(folder))] == []
         shutil.rmtree(cache_folder())
         with open(folder / f"3.{suffix}", "wb") as file:
             np.save(file, np.arange(SEQ_LEN))
@@ -235,11 +237,75 @@ def test_a_look_reads_nothing_ahead(folder: Path, monkeypatch: pytest.MonkeyPatc
         original(descriptor, begin, size, advice)
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
-    with opened_once():
-        assert not check_source(source(folder), "s", DataConfig(), vocab_size=5000, checks_files=True)
-        assert looks_of(job(folder))
     names = [f"{n}.npy" for n in range(FILES)]
-    assert sorted(Path(each).name for each in advised if each.endswith(".npy")) == sorted(3 * names)
+    for times, digests in ((1, True), (2, False)):
+        advised.clear()
+        with opened_once(digests=digests):
+            assert not check_source(source(folder), "s", DataConfig(), vocab_size=5000, checks_files=True)
+            assert looks_of(job(folder))
+        assert sorted(Path(each).name for each in advised if each.endswith(".npy")) == sorted(times * names)
+
+
+def of_many_kinds(folder: Path) -> None:
+    """Token files of all that a look reads by one opening, and of others."""
+    rng = np.random.default_rng(0)
+    ids = {
+        **{name: rng.integers(0, 5000, CHECKED_TOKENS + 9).astype(name) for name in ("<u2", ">u2", "<u4", "<i8")},
+        "short": np.arange(5, dtype="<u2"),
+        "empty": np.arange(0, dtype="<u2"),
+    }
+    for name, values in ids.items():
+        np.save(folder / f"a {name}.npy", values)
+        (folder / f"b {name}.bin").write_bytes(values.tobytes())
+    starts = {"<u2": [0, 5, 5, 2000], "<u4": [], ">u2": [*range(20_000)], "<i8": [3, 2], "short": [6], "empty": [-1, 0]}
+    for name, positions in starts.items():
+        for letter in "ab":
+            with open(folder / f"{letter} {name}.documents", "wb") as file:
+                np.save(file, np.array(positions, np.int32 if name == "empty" else np.int64))
+    with open(folder / "second header.npy", "wb") as file:
+        np.lib.format.write_array(file, ids["<u2"], version=(2, 0))
+    (folder / "c.npy").write_bytes(b"")
+    (folder / "d.npy").write_bytes((folder / "a <u4.npy").read_bytes()[:-1])
+
+
+def test_a_look_by_one_opening_finds_what_several_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_many_kinds(tmp_path)
+    files = sorted(file for file in tmp_path.iterdir() if file.suffix in Tokens.suffixes)
+    fast = dict[Path, tuple[Seen, Any]]()
+    for file in files:
+        with opened_files() as opened:
+            fast[file] = look_at(file, "uint16", reads_ids=True, digests=True, of_documents=True)
+        assert opened.count(str(file)) == 1 or fast[file][0].digest is None
+    assert sum(seen.digest is None for seen, _ in fast.values()) == 4  # the last three, and an empty .bin
+    assert sum(seen.pages is not None for seen, _ in fast.values()) == 4
+    monkeypatch.setattr(token_look, "_look_once", lambda *_, **__: None)
+    for file, (seen, ids) in fast.items():
+        other, expected = look_at(file, "uint16", reads_ids=True, digests=True, of_documents=True)
+        assert other == seen._replace(digest=None, digest_of_documents=None, pages=None), file
+        assert ids.dtype == expected.dtype
+        assert ids.tolist() == expected.tolist()
+        if seen.digest:
+            assert seen.digest == sampled_digest(file)
+        if seen.documents and seen.digest_of_documents:
+            assert seen.digest_of_documents == sampled_digest(seen.documents)
+        try:
+            assert seen.head
+            pages = DocumentStarts(seen.format.positions(file), seen.head.tokens).pages.tobytes()
+        except (UserError, AssertionError):
+            pages = None
+        assert seen.pages in (pages, None), file
+
+
+@pytest.mark.parametrize("wait_s", [-1.0, 100.0])
+def test_the_first_file_with_a_problem_is_named(folder: Path, wait_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By several threads as by one. Of the files behind it, no ids are read."""
+    monkeypatch.setattr(token_look, "WAIT_S", wait_s)
+    monkeypatch.setattr(token_look, "TIMED_FILES", 1)
+    for n in (3, 4):
+        np.save(folder / f"{n}.npy", np.array([5000 + n]))
+    with opened_once(digests=True):
+        found = check_source(source(folder), "s", DataConfig(), vocab_size=5000, checks_files=True)
+    assert "3.npy has 5003 at position 0" in str(found)
 
 
 def test_wrong_starts_of_documents_are_refused_before_the_first_step(folder: Path) -> None:

@@ -24,7 +24,7 @@ from titanlite.runtime.retry import retrying
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 """Versions of the .npy format. Version 3.0 is only for names of fields, which arrays of integers do not have."""
 
-_USUAL_BYTES = 128
+USUAL_BYTES = 128
 _USUAL = re.compile(
     rb"\x93NUMPY\x01\0v\0\{'descr': '([<>|][iu][1248])', 'fortran_order': False, 'shape': \((\d{1,18}),\), \} *\n"
 )
@@ -51,8 +51,8 @@ class ArrayFile:
             found = OpenFile(path)
             size = found.facts.st_size
             if raw:
-                self.dtype, self._count, self.begin = _raw(size, *raw)
-            elif usual := _usual(found.read(0, _USUAL_BYTES), size):
+                self.dtype, self._count, self.begin = raw_layout(size, *raw)
+            elif usual := usual_layout(found.read(0, USUAL_BYTES), size):
                 self.dtype, self._count, self.begin = usual
             else:
                 with open(found.descriptor, "rb", closefd=False) as file:
@@ -69,7 +69,7 @@ class ArrayFile:
     def _open_stored(self, file: StoredFile, raw: tuple[str, int, int | None] | None) -> None:
         self.size, self.mtime_ns, self._number = file.facts.bytes, 0, 0
         with file.open([block_bounds(0, self.size)]) as opened:
-            self.dtype, self._count, self.begin = _raw(self.size, *raw) if raw else _npy(opened, self.size)
+            self.dtype, self._count, self.begin = raw_layout(self.size, *raw) if raw else _npy(opened, self.size)
         self._read_stored = file.blocks().read_into
 
     def __len__(self) -> int:
@@ -147,7 +147,7 @@ _FILES = OpenFiles()
 """Those of all arrays of this process."""
 
 
-def _raw(size: int, dtype: str, begin: int, count: int | None) -> tuple[np.dtype[Any], int, int]:
+def raw_layout(size: int, dtype: str, begin: int = 0, count: int | None = None) -> tuple[np.dtype[Any], int, int]:
     """(dtype, number of elements, first byte) of a raw file. Raises ValueError."""
     kind = np.dtype(dtype) if dtype[0] in "<>" else np.dtype(dtype).newbyteorder("<")
     if count is None:
@@ -177,11 +177,11 @@ def _npy(file: BinaryIO, size: int) -> tuple[np.dtype[Any], int, int]:
     return dtype, shape[0], begin
 
 
-def _usual(head: bytes, size: int) -> tuple[np.dtype[Any], int, int] | None:
+def usual_layout(head: bytes, size: int) -> tuple[np.dtype[Any], int, int] | None:
     """As _npy, of the header that numpy writes; None for any other. head: the first bytes. Raises ValueError."""
-    found = _USUAL.fullmatch(head)
+    found = _USUAL.fullmatch(head, 0, USUAL_BYTES)
     if not found:
         return None
     dtype, count = np.dtype(found[1].decode()), int(found[2])
-    _require_end(_USUAL_BYTES, count, dtype, size)
-    return dtype, count, _USUAL_BYTES
+    _require_end(USUAL_BYTES, count, dtype, size)
+    return dtype, count, USUAL_BYTES

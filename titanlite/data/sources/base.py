@@ -131,8 +131,16 @@ class Source(ABC):
         if self.is_stored:
             files, is_folder = self.listing.files, self.listing.is_folder
             return [file for file in files if not is_folder or file.name.lower().endswith(self.suffixes)]
-        found = {Path(entry).absolute() for entry in self._entries() if os.path.isfile(entry)}
+        found = {Path(entry).absolute() for entry, is_file in self.entries if is_file}
         return sorted(found, key=lambda file: file.as_posix())
+
+    @cached_property
+    def entries(self) -> list[tuple[str, bool]]:
+        """Entries that the path selects, and whether each is a file; of a path that is not stored, when first used."""
+        return self._list_entries()
+
+    def _list_entries(self) -> list[tuple[str, bool]]:
+        return [(entry, os.path.isfile(entry)) for entry in self._entries()]
 
     def _entries(self) -> list[str]:
         """Entries that the path selects: files, and folders, links, pipes or devices whose names match."""
@@ -176,13 +184,13 @@ class Source(ABC):
             rule = f"an object, a folder with {self._suffixes()} objects, or a glob that matches objects"
             remedy = f"nothing matches below {self.listing.base}: fix the address"
             return [] if self.files() else [Problem(f"{key}.path", path, rule, remedy)]
-        entries = self._entries() if path else []
-        other = [entry for entry in entries if not os.path.isfile(entry) and not os.path.isdir(entry)]
+        entries = self.entries if path else []
+        other = [entry for entry, is_file in entries if not is_file and not os.path.isdir(entry)]
         if other:
             fault = "is a pipe or device" if os.path.exists(other[0]) else "is a link to a file that does not exist"
             rule, remedy = "regular files", f"{os.path.abspath(other[0])} {fault}: replace or remove it"
             return [Problem(f"{key}.path", path, rule, remedy)]
-        if any(map(os.path.isfile, entries)):
+        if any(is_file for _, is_file in entries):
             return []
         rule = f"a file, a folder with {self._suffixes()} files, or a glob that matches files"
         full = os.path.join(os.getcwd(), path)
@@ -312,16 +320,17 @@ def sampled_digest(file: SourceFile) -> bytes:
     """Digest (16 bytes) of a file's size and of its sampled blocks; see SAMPLED_BLOCKS. Raises UserError."""
     try:
         if isinstance(file, StoredFile):
-            digest = _sampled(file.facts.bytes, file.read)
+            digest = digest_of_samples(file.facts.bytes, file.read)
             file.check_unchanged()
             return digest
         opened = OpenFile(file, reads_ahead=False)
-        return _sampled(opened.facts.st_size, lambda begin, end: opened.read(begin, end - begin))
+        return digest_of_samples(opened.facts.st_size, lambda begin, end: opened.read(begin, end - begin))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error}") from error
 
 
-def _sampled(size: int, read: Callable[[int, int], bytes]) -> bytes:
+def digest_of_samples(size: int, read: Callable[[int, int], bytes]) -> bytes:
+    """As sampled_digest. read: the bytes from a position to another."""
     digest = xxhash.xxh3_128(size.to_bytes(8, "little"))
     if size <= SAMPLED_BLOCKS * BLOCK_BYTES:
         begins, length = [0], size

@@ -27,6 +27,9 @@ PAGES_PER_READ = 2**7
 CHECKED_TOKENS = 2**16
 """Tokens at the start of each file that are checked before a run starts."""
 
+DOCUMENTS = ".documents"
+"""The suffix of titanlite's files of the positions at which documents start."""
+
 _WIDTHS = {2: "uint16", 4: "uint32"}
 """Bytes of an id -> its type, in formats that record no more."""
 _MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
@@ -34,7 +37,8 @@ _MEGATRON_MAGIC, _MEGATRON_HEADER = b"MMIDIDX\0\0", struct.Struct("<9sQBQQ")
 _LLM_C = {20240520: ("uint16", 1), 20240801: ("uint32", 7)}
 """Magic number -> type of the ids, version."""
 _LLM_C_BYTES = 4 * 256
-_HEAD_BYTES = 2**12
+HEAD_BYTES = 2**12
+"""Bytes at the start of a file that show its format."""
 _ROW_BYTES = 2**16
 
 
@@ -83,10 +87,15 @@ class Format(NamedTuple):
     def documents(self, file: SourceFile) -> SourceFile | None:
         """The file that records where the documents of a token file start; None if there is none."""
         if isinstance(file, Path):  # with_suffix() takes most of the time of a look at many files
-            beside = f"{os.path.splitext(file)[0]}{self.beside}"
-            return Path(beside) if self.beside and beside != str(file) and os.path.isfile(beside) else None
+            beside = self.beside_of(file)
+            return Path(beside) if beside and os.path.isfile(beside) else None
         found = file.with_suffix(self.beside) if self.beside else file
         return found if found != file and found.is_file() else None
+
+    def beside_of(self, file: Path) -> str:
+        """The path of the file of documents, if there is one; "" if the format has none."""
+        beside = f"{os.path.splitext(file)[0]}{self.beside}"
+        return beside if self.beside and beside != str(file) else ""
 
     def open(self, file: SourceFile, dtype: str) -> ArrayFile:
         """Open the ids of a token file of this format. dtype: see open_tokens. Raises UserError."""
@@ -96,17 +105,21 @@ class Format(NamedTuple):
 
 def format_of(file: SourceFile) -> Format:
     """The format of a token file, from its name, its first bytes and the files beside it. Raises UserError."""
-    head, suffix = read_head(file), file.suffix.lower()
+    return shown_format(file, read_head(file))
+
+
+def shown_format(file: SourceFile, head: bytes) -> Format:
+    """As format_of, of a file with these first bytes."""
+    suffix = os.path.splitext(file.name)[1].lower()
     for each in FORMATS:
-        is_shown = head.startswith(each.magic) if each.magic else each.documents(file) is not None
-        if suffix == each.suffix and is_shown:
+        if suffix == each.suffix and (head.startswith(each.magic) if each.magic else each.documents(file) is not None):
             return each
     return RAW
 
 
 def read_head(file: SourceFile) -> bytes:
     """The first bytes of a file. Raises UserError."""
-    return _read(file, 0, _HEAD_BYTES)
+    return _read(file, 0, HEAD_BYTES)
 
 
 def open_starts(file: SourceFile, tokens: ArrayFile, eos: int = -1) -> "DocumentStarts | SeparatedStarts":
@@ -142,19 +155,44 @@ class Head(NamedTuple):
         return self.least >= 0 and self.most < vocab_size
 
 
+class Seen(NamedTuple):
+    """What a look has found of a token file.
+
+    facts: see Source.content_facts. documents: the file that records where its documents start; None without one.
+    of_documents: its facts. head: None if no ids were read, or if they cannot be, which `fault` explains. digests: of
+    both files, see sampled_digest; None if they were not read. pages: see DocumentStarts; None of files of documents
+    that were not read, or that are large or wrong.
+    """
+
+    file: SourceFile
+    facts: tuple[Any, ...]
+    format: Format
+    documents: SourceFile | None
+    of_documents: tuple[Any, ...] | None
+    head: Head | None = None
+    fault: str = ""
+    digest: bytes | None = None
+    digest_of_documents: bytes | None = None
+    pages: bytes | None = None
+
+
 def read_start(file: SourceFile, of_file: Format, dtype: str) -> tuple[Head, npt.NDArray[Any]]:
     """The head of a file of this format, and its first CHECKED_TOKENS ids. dtype: see open_tokens. Raises UserError."""
     opened = of_file.open(file, dtype)
     opened.stop_reading_ahead()
     ids = opened.read(0, min(CHECKED_TOKENS, len(opened)))
-    most = int(ids.max(initial=0))
+    return head_of(ids, opened.begin, len(opened), opened.size, opened.mtime_ns), ids
+
+
+def head_of(ids: npt.NDArray[Any], begin: int, tokens: int, size: int, mtime_ns: int) -> Head:
+    """The head of a file with these first ids. Others: see ArrayFile."""
     least = int(ids.min(initial=0)) if ids.dtype.kind == "i" else 0
-    return Head(opened.dtype.str, opened.begin, len(opened), opened.size, opened.mtime_ns, most, least), ids
+    return Head(ids.dtype.str, begin, tokens, size, mtime_ns, int(ids.max(initial=0)), least)
 
 
 def documents_file(file: FileT) -> FileT:
     """The file of titanlite of the positions at which documents start: a .npy of int64, ascending."""
-    return file.with_suffix(".documents")
+    return file.with_suffix(DOCUMENTS)
 
 
 class DocumentStarts:
@@ -268,7 +306,7 @@ def _datatrove(file: SourceFile) -> Layout:
         raise UserError(f"{loss} excludes tokens from the loss, which is not read: write the files without it")
     widths = _WIDTHS
     if metadata.exists():
-        width = _read(metadata, 0, _HEAD_BYTES).partition(b"\n")[0].rpartition(b"|")[2].strip()
+        width = _read(metadata, 0, HEAD_BYTES).partition(b"\n")[0].rpartition(b"|")[2].strip()
         widths = {bytes_: name for bytes_, name in _WIDTHS.items() if width == b"%d" % bytes_}
         if not widths:
             raise UserError(f"{metadata} must have 2 or 4, the bytes of an id, at the end of its first line")
@@ -370,10 +408,10 @@ def _none(file: SourceFile) -> Positions:
 
 
 FORMATS = (
-    Format("numpy", ".npy", b"\x93NUMPY", ".documents", lambda _: Layout(""), _own_positions),
+    Format("numpy", ".npy", b"\x93NUMPY", DOCUMENTS, lambda _: Layout(""), _own_positions),
     Format("OLMo-core", ".npy", b"", ".csv.gz", _olmo, lambda file: _starts_from_ends(_olmo_ends(file))),
     Format("datatrove", ".ds", b"", ".ds.index", _datatrove, lambda file: _starts_from_ends(_datatrove_ends(file))),
     Format("Megatron", ".bin", b"", ".idx", _megatron, _megatron_positions),
     *(Format("llm.c", ".bin", magic.to_bytes(4, "little"), "", _llm_c, _none, eos_begins=True) for magic in _LLM_C),
 )
-RAW = Format("raw", "", b"", ".documents", lambda _: Layout(""), _own_positions, has_type=False)
+RAW = Format("raw", "", b"", DOCUMENTS, lambda _: Layout(""), _own_positions, has_type=False)

@@ -6,6 +6,7 @@ then. Its arrays are memory-mapped: their pages are shared by the processes of a
 
 import json
 import os
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titanlite.data.sources.arrays import ArrayFile, require_unchanged
-from titanlite.data.sources.formats import FORMATS, RAW, DocumentStarts, Format, Head, SeparatedStarts
+from titanlite.data.sources.formats import FORMATS, RAW, DocumentStarts, Format, Head, Seen, SeparatedStarts
 from titanlite.runtime.cache import Recent, built_once, cached_folder
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.json_files import JsonError, read_json
@@ -44,8 +45,10 @@ _ROW = np.dtype(
         ("hash_of_documents", _DIGEST),
     ]
 )
+_PACKED = struct.Struct("<qqqi4sqq?16s16s")
 """A token file. path_end: in paths.bin. begin: the first byte of the ids. hashes: those of tokens.json."""
 _STARTS_ROW = np.dtype([("has_file", "?"), ("bytes", "<i8"), ("mtime_ns", "<i8"), ("pages_end", "<i8")])
+_PACKED_STARTS = struct.Struct("<?qqq")
 """Its documents. has_file: whether a file records them, with these bytes and this time. pages_end: in pages.bin."""
 
 Starts = DocumentStarts | SeparatedStarts
@@ -166,17 +169,8 @@ class TokenTable:
         return (row["hash"].tobytes().hex(), row["hash_of_documents"].tobytes().hex()) if row["has_hashes"] else None
 
 
-class FoundFile(NamedTuple):
-    """A token file of a table. has_documents: whether another file records where its documents start."""
-
-    path: Path
-    format: Format
-    has_documents: bool
-    head: Head
-
-
 def build_table(
-    files: Iterable[FoundFile],
+    files: Iterable[tuple[Seen, Head]],
     dtype: str,
     facts: list[Any],
     manifests: Mapping[Any, Mapping[str, Any]],
@@ -193,12 +187,13 @@ def build_table(
         hashes = hashes_of(manifests)
         folders, documents, end = dict[str, None](), 0, 0
         with open(into / "rows.bin", "wb") as rows, open(into / "paths.bin", "wb") as paths:
-            for found in files:
-                name = os.fsencode(found.path)
+            for seen, head in files:
+                path = str(seen.file)
+                name = os.fsencode(path)
                 end += len(name)
-                folders[os.path.dirname(found.path)] = None
-                documents += found.has_documents
-                rows.write(_row_of(found, end, hashes.get(found.path)))
+                folders[os.path.dirname(path)] = None
+                documents += seen.documents is not None
+                rows.write(_row_of(seen.format, head, end, hashes.get(seen.file) if hashes else None))
                 paths.write(name)
         heads = {
             _name_of(str(folder)): {key: value for key, value in manifest.items() if key not in ("shards", "sources")}
@@ -224,12 +219,11 @@ _NUMBERS = {id(each): number for number, each in enumerate(_FORMATS)}
 """Format -> its number in a table. To compare them would take longer."""
 
 
-def _row_of(found: FoundFile, path_end: int, hashes: tuple[str, str] | None) -> bytes:
+def _row_of(found: Format, head: Head, path_end: int, hashes: tuple[str, str] | None) -> bytes:
     """The row of a file."""
-    digests = [np.frombuffer(_digest_of(each), np.uint8) for each in hashes or ("", "")]
-    head = found.head
-    place = _NUMBERS[id(found.format)], head.dtype.encode(), head.begin, head.tokens
-    return np.array((path_end, head.size, head.mtime_ns, *place, hashes is not None, *digests), _ROW).tobytes()
+    digests = map(_digest_of, hashes) if hashes else (bytes(_DIGEST[1]), bytes(_DIGEST[1]))
+    place = _NUMBERS[id(found)], head.dtype.encode(), head.begin, head.tokens
+    return _PACKED.pack(path_end, head.size, head.mtime_ns, *place, bool(hashes), *digests)
 
 
 def _digest_of(hashed: str) -> bytes:
@@ -240,35 +234,34 @@ def _digest_of(hashed: str) -> bytes:
     return bytes(_DIGEST[1])
 
 
-def build_starts(table: TokenTable, what: str) -> Path:
+def build_starts(table: TokenTable, looks: Sequence[Seen], what: str) -> Path:
     """The folder of the starts of documents of a table's files, from the cache or built: the first start of each page
-    of positions. Raises UserError, also if positions are not in order."""
+    of positions. looks: at these files. Raises UserError, also if positions are not in order."""
 
     def build(into: Path) -> None:
         with open(into / "rows.bin", "wb") as rows, open(into / "pages.bin", "wb") as pages:
             pages.write(np.zeros(1, np.int64).data)  # an empty file cannot be mapped
-            _write_starts(table, rows, pages)
+            _write_starts(looks, table.rows["tokens"].tolist(), rows, pages)
 
     # without the facts of the files of documents, which those of the table have
     return built_once(cached_folder("starts", [TABLE_VERSION, table.folder.name]), what, build)
 
 
-def _write_starts(table: TokenTable, rows: IO[bytes], pages: IO[bytes]) -> None:
+def _write_starts(looks: Sequence[Seen], tokens: Sequence[int], rows: IO[bytes], pages: IO[bytes]) -> None:
+    """tokens: of each file."""
     end = 1
-    of_files = np.asarray(table.rows)[["format", "tokens"]].tolist()
-    for file, (number, tokens) in zip(table.paths, of_files, strict=True):
-        found = _FORMATS[number]
-        beside = found.documents(file)
-        row = (False, 0, 0, end)
-        if beside is not None:
-            assert isinstance(beside, Path), "stored files have no table"
-            before = os.stat(beside)
-            starts = DocumentStarts(found.positions(file), tokens)
-            pages.write(starts.pages.data)
-            end += len(starts.pages)
-            row = (True, before.st_size, before.st_mtime_ns, end)
-            starts.check_unchanged()
-        rows.write(np.array(row, _STARTS_ROW).tobytes())
+    for seen, count in zip(looks, tokens, strict=True):
+        if seen.of_documents is None:
+            rows.write(_PACKED_STARTS.pack(False, 0, 0, end))
+            continue
+        beside, size, mtime_ns, _ = seen.of_documents
+        found = seen.pages
+        if found is None:
+            found = DocumentStarts(seen.format.positions(seen.file), count).pages.tobytes()
+            require_unchanged(beside, os.stat(beside), size, mtime_ns)
+        pages.write(found)
+        end += len(found) // 8
+        rows.write(_PACKED_STARTS.pack(True, size, mtime_ns, end))
 
 
 class TokenFiles:

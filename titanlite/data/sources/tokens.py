@@ -4,25 +4,25 @@ A folder written by `titanlite tokenize` also has a manifest, tokens.json, besid
 which documents start, and a copy of the tokenizer. titanlite.data.sources.formats describes files of other programs.
 """
 
+import os
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any, NamedTuple, NotRequired
 
 import numpy as np
 from typing_extensions import TypedDict
 
 from titanlite.data.sources.base import Source, current_facts
-from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.formats import (
+    DOCUMENTS,
     RAW,
-    Format,
     Head,
+    Seen,
     documents_file,
-    format_of,
     open_starts,
     open_tokens,
     read_head,
@@ -31,9 +31,9 @@ from titanlite.data.sources.formats import (
 from titanlite.data.sources.pieces import EMPTY, EpochSize, TokenPiece
 from titanlite.data.sources.raw_tokens import content_fault, find_invalid, raw_fault
 from titanlite.data.sources.stored import SourceFile, StoredFile, facts_of, for_each, size_of
+from titanlite.data.sources.token_look import Ids, look_at, looked_at
 from titanlite.data.sources.token_table import (
     TABLE_FILES,
-    FoundFile,
     Look,
     TableFiles,
     TokenFiles,
@@ -52,14 +52,23 @@ MANIFEST = "tokens.json"
 UNFINISHED = "tokens.incomplete.json"
 HEADER_BYTES = 128
 
-_OPENED: list[dict[str, "Tokens"]] = []
+
+class _Opened(NamedTuple):
+    """sources: by path and dtype, those that were opened first. digests: whether the check of a file reads its digest,
+    too."""
+
+    sources: dict[tuple[str, str], "Tokens"]
+    digests: bool
+
+
+_OPENED: list[_Opened] = []
 
 
 @contextmanager
-def opened_once() -> Iterator[None]:
-    """Inside, token files of a path are listed, and their first bytes read, once: the checks of a configuration, and
-    the look after them, open a source several times."""
-    _OPENED.append(_OPENED[-1] if _OPENED else {})
+def opened_once(*, digests: bool = False) -> Iterator[None]:
+    """Inside, token files of a path are listed and looked at once: the checks of a configuration, and the look after
+    them, open a source several times. digests: whether this look needs them."""
+    _OPENED.append(_OPENED[-1] if _OPENED else _Opened({}, digests))
     try:
         yield
     finally:
@@ -74,11 +83,6 @@ class Tokens(Source):
     keys = ("dtype", "eos")
     suffixes = (".npy", ".bin", ".ds")
     reads_stores = True
-
-    def __init__(self, config: SourceConfig) -> None:
-        super().__init__(config)
-        self.heads: dict[str, Mapping[SourceFile, Head]] = {}
-        """What check_content() has found of the files, by their dtype."""
 
     def settings(self) -> dict[str, Any]:
         return {"dtype": self.config.dtype}
@@ -99,44 +103,31 @@ class Tokens(Source):
         manifests = manifests_of(files)
         facts = [self.content_facts, facts_of([folder / MANIFEST for folder in manifests])]
         what, check = f"the table of the files of {self.name}", partial(self._require_unchanged, self.content_facts)
-        heads, dtype = self._first.heads.get(self.config.dtype, {}), self.config.dtype
-        of_files = (
-            FoundFile(file, of_file, beside is not None, heads.get(file) or read_start(file, of_file, dtype)[0])
-            for file, of_file, beside in zip(files, self.formats, self.documents, strict=True)
-        )
-        return TokenTable(build_table(of_files, dtype, facts, manifests, what, check))
+        return TokenTable(build_table(self._with_heads(), self.config.dtype, facts, manifests, what, check))
+
+    def _with_heads(self) -> Iterator[tuple[Seen, Head]]:
+        for seen in self._seen:
+            yield seen, seen.head or read_start(seen.file, seen.format, self.config.dtype)[0]
 
     @cached_property
     def _first(self) -> "Tokens":
         """The one of this path that was opened first inside opened_once(): what it has found is not looked for again.
         Else this one."""
-        return _OPENED[-1].setdefault(self.config.path, self) if _OPENED else self
+        return _OPENED[-1].sources.setdefault((self.config.path, self.config.dtype), self) if _OPENED else self
 
     @cached_property
-    def _facts_and_formats(self) -> tuple[list[Any], Sequence[Format]]:
-        """Of the token files, when first used. A file whose format changes has other facts, which are taken before."""
+    def _seen(self) -> Sequence[Seen]:
+        """A look at each file, when first used: that of check_content(), or one without ids."""
         if self._first is not self:
-            return self._first._facts_and_formats
-        return current_facts(self.files()), for_each(self.files(), format_of)
-
-    @property
-    def formats(self) -> Sequence[Format]:
-        """The formats of the files, when first used."""
-        return self._facts_and_formats[1]
+            return self._first._seen
+        files, dtype = self.files(), self.config.dtype
+        return looked_at(files, lambda number: look_at(files[number], dtype)[0])
 
     @cached_property
     def content_facts(self) -> list[Any]:
         if self._first is not self:
             return self._first.content_facts
-        return [*self._facts_and_formats[0], *current_facts(self.documents_files())]
-
-    @cached_property
-    def documents(self) -> Sequence[SourceFile | None]:
-        """The file that records where the documents of each file start, when first used; None without one."""
-        if self._first is not self:
-            return self._first.documents
-        formats = dict(zip(self.files(), self.formats, strict=True))
-        return for_each(self.files(), lambda file: formats[file].documents(file))
+        return [*(seen.facts for seen in self._seen), *(seen.of_documents for seen in self._seen if seen.of_documents)]
 
     @cached_property
     def starts_folder(self) -> Path:
@@ -144,7 +135,7 @@ class Tokens(Source):
         if self._look and self._look.starts:
             return Path(self._look.starts)
         assert self.table is not None, "few files have none"
-        return build_starts(self.table, f"the starts of documents of {self.name}")
+        return build_starts(self.table, self._seen, f"the starts of documents of {self.name}")
 
     def look(self, *, document_mask: bool) -> Look | None:
         """For other processes of this node; None if they look themselves. document_mask: as for facts()."""
@@ -171,11 +162,14 @@ class Tokens(Source):
     def _find_files(self) -> Sequence[SourceFile]:
         return super()._find_files() if self._first is self else self._first.files()
 
+    def _list_entries(self) -> list[tuple[str, bool]]:
+        return super()._list_entries() if self._first is self else self._first.entries
+
     def folders(self) -> Sequence[SourceFile]:
         """The folders of the files."""
         if self._look and self.table:
             return self.table.folders
-        return [*dict.fromkeys(file.parent for file in self.files())]
+        return _folders_of(self.files())
 
     def manifests(self) -> Mapping[Any, dict[str, Any]]:
         """The manifests of these folders that have one; without shards and sources if another process has looked.
@@ -199,56 +193,68 @@ class Tokens(Source):
         """Problems of the files' content, from the start of each file and the tokens.json beside it."""
         if self._look:
             return []
-        files, formats = self.files(), self.formats
-        if (problems := self._check_keys(key, formats, vocab_size)) or vocab_size <= 0:
+        problem = self._check_starts(key, vocab_size, needs_documents=needs_documents) if vocab_size > 0 else []
+        if (problems := self._check_keys(key, vocab_size)) or vocab_size <= 0:
             return problems
-        heads, problem = dict[SourceFile, Head](), list[Problem]()
-        for file, found_format, beside in zip(files, formats, self.documents, strict=True):
-            is_known = not needs_documents or self.config.eos != -1 or beside is not None
-            problem = self._check_file(key, file, found_format, vocab_size, heads) or problem
-            if not problem and not is_known:
-                rule = f"needs the starts of documents; {key}: no file beside {file} has them"
-                remedy = (
-                    f"write {key}.eos, the id that separates documents in these files, or use files written by "
-                    "titanlite tokenize, or the text instead of token files, or write data.document_mask = false, so "
-                    "that all tokens of a sequence see each other"
-                )
-                problem = [Problem("data.document_mask", True, rule, remedy)]
-            if problem:
-                break
-        self._first.heads[self.config.dtype] = heads
-        return _check_manifests(self, key, vocab_size, heads) or problem
+        return _check_manifests(self, key, vocab_size, self._seen) or problem
 
-    def _check_file(
-        self, key: str, file: SourceFile, of_file: Format, vocab_size: int, heads: dict[SourceFile, Head]
-    ) -> list[Problem]:
-        """Problems of the start of a file, which is added to `heads`."""
-        try:
-            heads[file], tokens = read_start(file, of_file, self.config.dtype)
-        except UserError as error:
-            remedy = "" if of_file.is_described else "; write token files with titanlite tokenize"
-            return [Problem(f"{key}.path", self.config.path, "readable token files", f"{error}{remedy}")]
-        if of_file is RAW and (fault := raw_fault(file, tokens, vocab_size)):
+    def _check_starts(self, key: str, vocab_size: int, *, needs_documents: bool) -> list[Problem]:
+        """Look at the files for all that use them: problems of the first file that has any. Reads no ids of the files
+        after it."""
+        files, found, first = self.files(), dict[int, list[Problem]](), len(self.files())
+        digests = bool(_OPENED) and _OPENED[-1].digests
+
+        def look(number: int) -> Seen:
+            nonlocal first
+            is_read = number < first
+            seen, ids = look_at(
+                files[number], self.config.dtype, reads_ids=is_read, digests=digests, of_documents=needs_documents
+            )
+            if is_read and (problems := self._check_start(key, seen, ids, vocab_size, needs_documents=needs_documents)):
+                found[number], first = problems, min(first, number)
+            return seen
+
+        self._first._seen = looked_at(files, look)
+        vars(self._first).pop("content_facts", None)
+        return found[min(found)] if found else []
+
+    def _check_start(self, key: str, seen: Seen, ids: Ids, vocab_size: int, *, needs_documents: bool) -> list[Problem]:
+        """Problems of a file, of which the first ids were read."""
+        file = seen.file
+        if seen.head is None:
+            remedy = "" if seen.format.is_described else "; write token files with titanlite tokenize"
+            return [Problem(f"{key}.path", self.config.path, "readable token files", f"{seen.fault}{remedy}")]
+        if seen.format is RAW and (fault := raw_fault(file, ids, vocab_size)):
             return [Problem(f"{key}.dtype", self.config.dtype, "the type of the ids in each file", fault)]
-        if heads[file].fits(vocab_size):
-            return []
-        position = find_invalid(tokens, vocab_size)
-        assert position is not None
-        rule = f"token ids from 0 to {vocab_size - 1} (model.vocab_size = {vocab_size})"
-        found = f"{file} has {tokens[position]} at position {position}"
-        remedy = f"{found}: use the tokenizer and vocab_size of the model, and the dtype of the file"
-        return [Problem(f"{key}.path", self.config.path, rule, remedy)]
+        if not seen.head.fits(vocab_size):
+            position = find_invalid(ids, vocab_size)
+            assert position is not None
+            rule = f"token ids from 0 to {vocab_size - 1} (model.vocab_size = {vocab_size})"
+            found = f"{file} has {ids[position]} at position {position}"
+            remedy = f"{found}: use the tokenizer and vocab_size of the model, and the dtype of the file"
+            return [Problem(f"{key}.path", self.config.path, rule, remedy)]
+        if needs_documents and self.config.eos == -1 and seen.documents is None:
+            rule = f"needs the starts of documents; {key}: no file beside {file} has them"
+            remedy = (
+                f"write {key}.eos, the id that separates documents in these files, or use files written by "
+                "titanlite tokenize, or the text instead of token files, or write data.document_mask = false, so "
+                "that all tokens of a sequence see each other"
+            )
+            return [Problem("data.document_mask", True, rule, remedy)]
+        return []
 
-    def _check_keys(self, key: str, formats: Sequence[Format], vocab_size: int) -> list[Problem]:
+    def _check_keys(self, key: str, vocab_size: int) -> list[Problem]:
         rules, dtype, eos = Rules(key, self.config), self.config.dtype, self.config.eos
-        raw = next((file for file, each in zip(self.files(), formats, strict=True) if each is RAW), None)
+        raw = next((seen.file for seen in self._seen if seen.format is RAW), None)
         if not dtype and raw and (fault := content_fault(raw, read_head(raw))):
             return [Problem(f"{key}.path", self.config.path, "token files", fault)]
         remedy = 'write "uint16" or "uint32", the type of its ids, or write token files with titanlite tokenize'
         rules.require("dtype", dtype or not raw, f"required: {raw} does not contain its type", remedy)
-        has_type = f"files that do not contain their type, as those of {formats[0].name} do" if formats else ""
+        has_type = (
+            f"files that do not contain their type, as those of {self._seen[0].format.name} do" if self._seen else ""
+        )
         rules.needs("dtype", raw or not dtype, has_type)
-        rules.needs("eos", eos == -1 or None in self.documents, "files that do not record where documents start")
+        rules.needs("eos", eos == -1 or not self._all_have_documents, "files that do not record where documents start")
         rule, remedy = f"less than model.vocab_size = {vocab_size}", "write the id that separates documents"
         rules.require("eos", vocab_size <= 0 or eos < vocab_size, rule, remedy)
         return rules.problems
@@ -260,11 +266,15 @@ class Tokens(Source):
             return True
         if self._look and self.table:
             return self.table.all_have_documents
-        return len(self.documents_files()) == len(self.files())
+        return self._all_have_documents
+
+    @property
+    def _all_have_documents(self) -> bool:
+        return all(seen.documents is not None for seen in self._seen)
 
     def documents_files(self) -> list[SourceFile]:
         """The files that record where the documents of the token files start."""
-        return [file for file in self.documents if file is not None]
+        return [seen.documents for seen in self._seen if seen.documents is not None]
 
     def _current_facts(self) -> list[Any]:
         return current_facts([*self.files(), *self.documents_files()])
@@ -284,12 +294,18 @@ class Tokens(Source):
             facts["documents"] = self._content_digest(self.documents_files())
         return facts | self._file_facts(files)
 
+    def _digests(self, files: Sequence[SourceFile]) -> list[str]:
+        """Those of the look, if it has read them."""
+        known = {seen.facts[0]: seen.digest for seen in self._seen}
+        known |= {seen.of_documents[0]: seen.digest_of_documents for seen in self._seen if seen.of_documents}
+        found = [digest.hex() for file in files if (digest := known.get(str(file))) is not None]
+        return found if len(found) == len(files) else super()._digests(files)
+
     def _types(self) -> list[str]:
         """The types of files whose type is in another file, or in a header that others than numpy write."""
         if self.table is not None:
             return self.table.described_types()
-        described = [file for file, each in zip(self.files(), self.formats, strict=True) if each.is_described]
-        return sorted({open_tokens(file, "").dtype.name for file in described})
+        return sorted({open_tokens(seen.file, "").dtype.name for seen in self._seen if seen.format.is_described})
 
 
 class WindowCorpus:
@@ -467,22 +483,30 @@ def read_manifest(file: SourceFile) -> dict[str, Any] | None:
 
 def manifests_of(files: Sequence[SourceFile]) -> dict[SourceFile, dict[str, Any]]:
     """The manifests of the folders of these files, by folder. Raises UserError if one cannot be read."""
-    found = {folder: read_manifest(folder / MANIFEST) for folder in dict.fromkeys(file.parent for file in files)}
+    found = {folder: read_manifest(folder / MANIFEST) for folder in _folders_of(files)}
     return {folder: manifest for folder, manifest in found.items() if manifest is not None}
 
 
-def _check_manifests(source: Tokens, key: str, vocab_size: int, heads: Mapping[SourceFile, Head]) -> list[Problem]:
+def _folders_of(files: Iterable[SourceFile]) -> list[SourceFile]:
+    """The folders of files, in their order."""
+    firsts = dict[str, SourceFile]()
+    for file in files:
+        firsts.setdefault(os.path.dirname(str(file)), file)  # the parent of each file would take longer
+    return [file.parent for file in firsts.values()]
+
+
+def _check_manifests(source: Tokens, key: str, vocab_size: int, looks: Sequence[Seen]) -> list[Problem]:
     """Problems of folders with a tokens.json: not finished, files that do not match it, a larger vocabulary.
 
     Folders without a tokens.json, written by another program, are not checked.
     """
-    by_folder: dict[SourceFile, list[SourceFile]] = defaultdict(list)
-    for file in source.files():
-        by_folder[file.parent].append(file)
+    by_folder: dict[str, list[Seen]] = defaultdict(list)
+    for seen in looks:
+        by_folder[os.path.dirname(str(seen.file))].append(seen)
     complete = source.is_folder
-    for folder, inside in by_folder.items():
+    for inside in by_folder.values():
         try:
-            found = _mismatches(folder, inside, heads, complete=complete, vocab_size=vocab_size)
+            found = _mismatches(inside[0].file.parent, inside, complete=complete, vocab_size=vocab_size)
             mismatch = next(found, None)
         except UserError as error:
             mismatch = f"a readable {MANIFEST}", str(error)
@@ -492,16 +516,11 @@ def _check_manifests(source: Tokens, key: str, vocab_size: int, heads: Mapping[S
 
 
 def _mismatches(
-    folder: SourceFile,
-    files: Sequence[SourceFile],
-    heads: Mapping[SourceFile, Head],
-    *,
-    complete: bool,
-    vocab_size: int,
+    folder: SourceFile, looks: Sequence[Seen], *, complete: bool, vocab_size: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield rule and remedy of each difference between `files` and the folder's tokens.json. Raises UserError.
+    """Yield rule and remedy of each difference between files and the folder's tokens.json. Raises UserError.
 
-    heads: of the files that were read. complete: whether `files` must include all shards.
+    looks: at the files. complete: whether these must include all shards.
     """
     manifest = read_manifest(folder / MANIFEST)
     if manifest is None:
@@ -515,26 +534,32 @@ def _mismatches(
     if len(shards) < len(manifest["shards"]) or manifest.get("tokens", tokens) != tokens:
         yield f"a consistent {MANIFEST}", f"{folder / MANIFEST} lists a file twice or a wrong sum: write it again"
     needed = manifest["tokenizer"]["vocab_size"]
-    for file in files:
+    for seen in looks:
+        file = seen.file
         if file.name not in shards:
             yield rule, f"{file} is not listed: move it to another folder"
             continue
-        listed = {file: shards[file.name]["bytes"]}
-        starts = documents_file(file)
-        if starts.is_symlink() and not starts.exists():
-            yield rule, f"{starts} is a link to a file that does not exist: copy the file there"
-        if starts.exists():  # only data.document_mask needs it
-            listed[starts] = HEADER_BYTES + np.dtype(np.int64).itemsize * shards[file.name]["documents"]
-        for path, num_bytes in listed.items():
-            if (size := size_of(path)) != num_bytes:
+        shard = shards[file.name]
+        sizes: list[tuple[SourceFile, int, int]] = [(file, seen.facts[1], shard["bytes"])]
+        needed_starts = HEADER_BYTES + np.dtype(np.int64).itemsize * shard["documents"]
+        if seen.documents and seen.of_documents and str(seen.documents).endswith(DOCUMENTS):
+            sizes.append((seen.documents, seen.of_documents[1], needed_starts))
+        else:
+            starts = documents_file(file)
+            if starts.is_symlink() and not starts.exists():
+                yield rule, f"{starts} is a link to a file that does not exist: copy the file there"
+            if starts.exists():  # only data.document_mask needs it
+                sizes.append((starts, size_of(starts), needed_starts))
+        for path, size, num_bytes in sizes:
+            if size != num_bytes:
                 yield rule, f"{path} has {size:,} bytes instead of {num_bytes:,}: copy or write it again"
-        head = heads.get(file) or read_start(file, format_of(file), "")[0]
-        listed_as = f"{shards[file.name]['tokens']:,} tokens of {manifest['dtype']}"
+        head = seen.head or read_start(file, seen.format, "")[0]
+        listed_as = f"{shard['tokens']:,} tokens of {manifest['dtype']}"
         if (found := f"{head.tokens:,} tokens of {np.dtype(head.dtype).name}") != listed_as:
             yield rule, f"{file} has {found} instead of {listed_as}: copy or write it again"
         if not head.fits(needed):
             yield rule, f"{file} has tokens above vocab_size = {needed} of {MANIFEST}: copy or write it again"
-    missing = sorted(shards.keys() - {file.name for file in files})
+    missing = sorted(shards.keys() - {seen.file.name for seen in looks})
     if complete and missing:
         yield rule, f"{folder / missing[0]} is missing: copy it there, or write the files again"
     if needed > vocab_size:
