@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import resource
 import stat
 import threading
 from collections import OrderedDict
@@ -105,7 +106,7 @@ class OpenFile:
 
 class OpenFiles:
     """Files that are read again and again, by number. At most `limit` stay open: the least recently used are closed,
-    and opened again when they are used. For any thread."""
+    and opened again when they are used. At most a quarter of those that the process may open. For any thread."""
 
     def __init__(self, limit: int = KEPT_OPEN) -> None:
         self.limit = limit
@@ -132,7 +133,9 @@ class OpenFiles:
 
     def _keep(self, number: int, file: OpenFile) -> None:
         self._open[number] = file
-        while len(self._open) > self.limit:
+        may_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = self.limit if may_open < 0 else min(self.limit, may_open // 4)
+        while len(self._open) > limit:
             self._open.popitem(last=False)
 
     def facts(self, number: int, path: str | os.PathLike[str]) -> os.stat_result:

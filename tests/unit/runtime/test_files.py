@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from tests.unit.planted import planted_at
 from titanlite.runtime.durability import appears_complete, replace_file, write_file
-from titanlite.runtime.files import NotRegularError, open_regular, open_to_append, read_at
+from titanlite.runtime.files import NotRegularError, OpenFile, OpenFiles, open_regular, open_to_append, read_at
 from titanlite.runtime.json_files import BLOCK_BYTES, MAX_DEPTH, JsonError, parse_json, read_json, read_regular
 
 
@@ -210,3 +210,18 @@ def test_content_is_on_the_disk_before_the_name_and_the_name_at_the_end(
     events.clear()
     write_file(tmp_path / "other", b"new")
     assert events == ["sync other"]
+
+
+@pytest.mark.parametrize(("may_open", "kept"), [(8, 2), (1024, 3), (-1, 3)])
+def test_files_stay_open_up_to_a_quarter_of_what_the_process_may_open(
+    may_open: int, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (may_open, may_open))
+    files, paths = OpenFiles(3), [tmp_path / f"{n}" for n in range(5)]
+    for n, path in enumerate(paths):
+        path.write_bytes(b"%d" % n)
+    numbers = [files.add(OpenFile(path)) for path in paths]
+    for _ in range(2):
+        found = [files.get(*each).read(0, 9) for each in zip(numbers, paths, strict=True)]
+        assert found == [b"0", b"1", b"2", b"3", b"4"]
+        assert len(files._open) == kept
