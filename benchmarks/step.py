@@ -51,6 +51,7 @@ from titanlite.metrics.meter import Meter, Work
 from titanlite.models.attention import attention_dtype
 from titanlite.models.family import resolve_model
 from titanlite.models.init import init_parameters_
+from titanlite.models.registry import structure_of
 from titanlite.precision import DTYPES
 from titanlite.profiling.breakdown import CAUSES, cause_of, host_events, time_by_cause
 from titanlite.ranks.launch import run_ranks
@@ -74,7 +75,7 @@ def bare_model(config: JobConfig, wrap: str) -> nn.Module:
     family, hyper_parameters = resolve_model(config.model)
     model = family.build(hyper_parameters).to(DTYPES[config.training.dtype])
     model.init_buffers(CPU)
-    init_parameters_(model, 0, lambda name: family.init(hyper_parameters, name))
+    init_parameters_(model, 0, structure_of(family, hyper_parameters, model).init)
     if wrap == "DDP":
         return DistributedDataParallel(model)
     if wrap != "plain torch":

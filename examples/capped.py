@@ -9,17 +9,20 @@ family = "capped"
 from torch import Tensor, nn
 
 import titanlite
-from titanlite.models.decoder import TENSOR_STYLES, Block, decoder_structure
-from titanlite.models.qwen3 import HEAD_NORMS, QWEN3, Qwen3, Qwen3Config, attention
+from titanlite.models.decoder import Block
+from titanlite.models.parts import Column, Row
+from titanlite.models.qwen3 import QWEN3, Qwen3, Qwen3Config, attention
 
 
 class SquaredReLU(nn.Module):
     """w2(relu(w1 x)^2) (So et al., "Primer", 2021)."""
 
+    gathers = True
+
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
-        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
-        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w1 = Column(dim, hidden_dim, bias=False)
+        self.w2 = Row(hidden_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.w2(self.w1(x).relu().square())
@@ -33,6 +36,4 @@ def build(config: Qwen3Config) -> Qwen3:
     return model
 
 
-STYLES = {name: style for name, style in (TENSOR_STYLES | HEAD_NORMS).items() if not name.endswith(".w3")}
-
-titanlite.register_family(QWEN3.variant("capped", build, structure=lambda config: decoder_structure(config, STYLES)))
+titanlite.register_family(QWEN3.variant("capped", build))

@@ -14,18 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import titanlite
-from titanlite.models.decoder import (
-    TENSOR_STYLES,
-    Block,
-    Decoder,
-    HyperParameters,
-    check_decoder,
-    check_width,
-    decoder_structure,
-    init,
-)
-from titanlite.models.family import Family, Structure
+from titanlite.models.decoder import Block, Decoder, HyperParameters, check_decoder, check_width, decoder_structure
+from titanlite.models.family import Family
 from titanlite.models.layers import Attention
+from titanlite.models.parts import Column, Row
 from titanlite.runtime.errors import Problem
 
 
@@ -36,12 +28,14 @@ class PrimerConfig(HyperParameters):
 
 
 class SquaredReLU(nn.Module):
-    """w2(relu(w1 x)^2)."""
+    """w2(relu(w1 x)^2). Tensor parallelism cuts w1 by its output and w2 by its input, of entire rows."""
+
+    gathers = True
 
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
-        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
-        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w1 = Column(dim, hidden_dim, bias=False)
+        self.w2 = Row(hidden_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, seq_len, dim). Returns the same shape."""
@@ -55,12 +49,6 @@ def build(config: PrimerConfig) -> Decoder:
         return Block(config, attention, SquaredReLU(config.dim, config.ffn_dim))
 
     return Decoder(config, block)
-
-
-def structure(config: PrimerConfig) -> Structure:
-    """As for Llama, without the third matrix: tensor parallelism cuts w1 by its output and w2 by its input."""
-    styles = {name: style for name, style in TENSOR_STYLES.items() if not name.endswith(".w3")}
-    return decoder_structure(config, styles)
 
 
 def check(config: PrimerConfig, seq_len: int, tp: int, pp: int) -> list[Problem]:
@@ -84,8 +72,7 @@ titanlite.register_family(
         },
         check=check,
         build=build,
-        structure=structure,
-        init=init,
+        structure=decoder_structure,
         flops_per_token=flops_per_token,
     )
 )

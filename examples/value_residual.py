@@ -16,6 +16,7 @@ import titanlite
 from titanlite.models import decoder, layers
 from titanlite.models.family import Init
 from titanlite.models.llama3 import LLAMA3, Llama3
+from titanlite.models.parts import Role
 
 
 class Attention(layers.Attention):
@@ -36,18 +37,12 @@ class Block(decoder.Block):
 def build(config: Any) -> Llama3:
     def block(index: int) -> Block:
         attention = Attention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim)
-        attention.mix = layers.Scalar() if index else None
+        attention.mix = layers.Scalar(role=Role(Init("constant", 0.5))) if index else None
         return Block(config, attention)
 
     return Llama3(config, block, carried=config.n_kv_heads * config.head_dim)
 
 
 titanlite.register_family(
-    LLAMA3.variant(
-        "value_residual",
-        build,
-        structure=lambda c: decoder.decoder_structure(c, decoder.TENSOR_STYLES | {"layers.*.attention.mix": "scalar"}),
-        init=lambda config, name: Init("constant", 0.5) if "mix" in name else decoder.init(config, name),
-        boundary=lambda config: config.dim + config.n_kv_heads * config.head_dim,
-    )
+    LLAMA3.variant("value_residual", build, boundary=lambda config: config.dim + config.n_kv_heads * config.head_dim)
 )

@@ -24,17 +24,17 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import LOGGERS, PLUGIN_LOGGERS, MetricsConfig
 from titanlite.metrics.slow_loggers import SlowLogger
-from titanlite.models.family import Family, HuggingFace, Init, LanguageModel, ModelConfig, Structure
+from titanlite.models.family import Family, HuggingFace, LanguageModel, ModelConfig, Structure
 from titanlite.models.head import output_layers_of
 from titanlite.models.losses import LOSSES, TERMS, CountFunction, Loss, Term, TokenFunction, check_loss, cross_entropy
 from titanlite.models.registry import FAMILIES
+from titanlite.models.transfer import roles_of
 from titanlite.models.watch import STATISTICS, Statistic, Watched
 from titanlite.optim.optimizer import Arguments, GatedOptimizer, OptimizerConfig, OptimizerKind, skips_by_itself
 from titanlite.optim.registry import OPTIMIZERS
 from titanlite.optim.schedule import DECAY_SHAPES
 from titanlite.parallel.mesh import ShardGroups
 from titanlite.parallel.own_code import transform_problem
-from titanlite.parallel.tensor import style_problems
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.plugins import RegistrationError, add_entry
 
@@ -248,12 +248,11 @@ def _check_model(check: _Check, family: Family, config: Any) -> None:
         check.require(not own, f"the loss gives no gradient to {', '.join(own)} of the OutputLayer: scale its input")
     fault = check.call("transform", transform_problem, model, 0)
     check.require(fault is None, f"{fault}")
-    if structure.tensor_styles and (problems := style_problems(model, structure)):
-        check.require(False, f"{problems[0]}; fix tensor_styles, or leave it empty: then tensor parallelism is refused")
+    roles = roles_of(model, config, structure)
     for name, parameter in model.named_parameters():
         check.require(parameter.dim() > 0, f"{name} has no dimension, and FSDP cannot shard it: use shape (1,)")
-        found = check.call(f"init of {name}", family.init, config, name)
-        check.require(isinstance(found, Init), f"init has no distribution for {name}")
+        rule = f"{name} has no role: use a layer of titanlite.models.parts, such as Column or Row, or write roles = "
+        check.require(name in roles, f"{rule}{{{name.rpartition('.')[2]!r}: Role(...)}} in the class of its module")
     problems = check.call("check", family.check, config, 1, 1, 1)
     check.require(isinstance(problems, list), "check must return a list of Problem")
     sizes = {"flops_per_token": check.call("flops_per_token", family.flops_per_token, config, 1)}

@@ -1,6 +1,6 @@
 """Table of known mistakes in distributed training: what each changes, and how the comparisons detect it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -45,7 +45,8 @@ from titanlite.models.attention import AttentionMask
 from titanlite.models.experts import Experts, MixtureOfExperts, Router, router_scores
 from titanlite.models.family import Init
 from titanlite.models.head import Scoring
-from titanlite.models.layers import Scalar, rms_norm
+from titanlite.models.layers import OfHeads, RMSNorm, Scalar, WideNorm, rms_norm
+from titanlite.models.parts import OwnPositions, Row
 from titanlite.parallel import clip as clip_module
 from titanlite.parallel import context as context_module
 from titanlite.parallel import expert as expert_module
@@ -242,10 +243,10 @@ def random_by_rank() -> Planted:
 # Tensor parallelism ---------------------------------------------------------------------------------------------------
 
 
-def in_style(name: str, forward: Callable[..., Any]) -> Planted:
-    """Context in which ranks of tp compute modules of a style by `forward`."""
-    styles = tensor_module._STYLES
-    return patch.dict(styles, {name: (*styles[name][:2], forward)})
+def of_type(kind: type[nn.Module], forward: Callable[..., Any]) -> Planted:
+    """Context in which ranks of tp compute modules of a type by `forward`."""
+    forms = tensor_module.FORMS
+    return patch.dict(forms, {kind: (forms[kind][0], forward)})
 
 
 def loss_of_every_rank(trainer: Trainer) -> None:
@@ -283,10 +284,12 @@ def norm_in_single_precision(trainer: Trainer) -> None:
 def head_norms_not_summed_over_tp() -> Planted:
     """The gradient of the norm of queries and keys covers only the rank's heads. The loss of the step is correct."""
 
-    def forget(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    def forget(norm: RMSNorm, x: Tensor) -> Tensor:
+        if x.dim() == 3:  # of the residual stream
+            return tensor_module._normalize(norm, x)
         return rms_norm(x, norm.weight.to_local(grad_placements=[Replicate()]), norm.eps)
 
-    return in_style("head_norm", forget)
+    return of_type(RMSNorm, forget)
 
 
 def uncapped_loss() -> Planted:
@@ -305,7 +308,7 @@ def norms_without_offset() -> Planted:
     def forget(norm: nn.RMSNorm, x: Tensor) -> Tensor:
         return rms_norm(x, tensor_module.local_weight(norm.weight, Partial()), norm.eps or 0.0)
 
-    return in_style("norm", forget)
+    return of_type(RMSNorm, forget)
 
 
 def biases_of_the_first_rank() -> Planted:
@@ -327,7 +330,7 @@ def wide_norms_of_own_heads() -> Planted:
     def own_heads(norm: nn.RMSNorm, x: Tensor) -> Tensor:
         return rms_norm(x.flatten(2), norm.weight.to_local(), norm.eps).view_as(x)  # type: ignore[operator]
 
-    return in_style("wide_norm", own_heads)
+    return of_type(WideNorm, own_heads)
 
 
 def wide_norms_not_summed_backward() -> Planted:
@@ -347,7 +350,7 @@ def sinks_of_the_first_rank() -> Planted:
         assert isinstance(scalar.weight, DTensor)
         return scalar.weight.full_tensor().chunk(scalar.weight.device_mesh.size())[0]
 
-    return in_style("heads", first)
+    return of_type(OfHeads, first)
 
 
 def latents_not_summed_over_tp() -> Planted:
@@ -356,7 +359,7 @@ def latents_not_summed_over_tp() -> Planted:
     def project(linear: nn.Linear, x: Tensor) -> Tensor:
         return nn.functional.linear(x, tensor_module.local_weight(linear.weight))
 
-    return in_style("positions", project)
+    return of_type(OwnPositions, project)
 
 
 def shared_experts_of_each_rank() -> Planted:
@@ -378,7 +381,7 @@ def output_bias_on_each_rank() -> Planted:
         product = nn.functional.linear(x, tensor_module.local_weight(linear.weight), bias)
         return tensor_module.summed_part(product, tensor_module._group(linear))
 
-    return in_style("row", project)
+    return of_type(Row, project)
 
 
 def bias_of_experts_on_each_rank() -> Planted:
@@ -439,12 +442,13 @@ def documents_of_own_positions(trainer: Trainer) -> None:
 
 def sinks_of_other_heads() -> Planted:
     """Each rank has the sinks of the heads of another one."""
-    exchange = context_module.attend_over_heads
+    exchange = context_module.over_heads
 
-    def shifted(*arguments: Any, sinks: Tensor, **options: Any) -> Tensor:
-        return exchange(*arguments, sinks=sinks.roll(len(sinks) // 2), **options)
+    def shifted(mixer: Any, inputs: Sequence[Tensor], seen: Any, by_head: Mapping[str, Tensor]) -> Tensor:
+        sinks = by_head["sinks"]
+        return exchange(mixer, inputs, seen, {**by_head, "sinks": sinks.roll(len(sinks) // 2)})
 
-    return patch.object(context_module, "attend_over_heads", shifted)
+    return patch.object(context_module, "over_heads", shifted)
 
 
 def convolution_of_own_positions() -> Planted:
@@ -462,16 +466,14 @@ def convolution_of_own_positions() -> Planted:
 
 def decays_of_the_first_rank() -> Planted:
     """Each rank of cp has the decays of the first one's heads."""
-    right = context_module.mix_over_heads
+    right = context_module.over_heads
 
-    def changed(mixer: Any, *arguments: Any, **options: Any) -> Tensor:
-        def first(*inputs: Any) -> Tensor:
-            *others, _, dt_bias = inputs
-            return mixer(*others, arguments[-2].chunk(2)[0], dt_bias)
+    def changed(mixer: Any, inputs: Sequence[Tensor], seen: Any, by_head: Mapping[str, Tensor]) -> Tensor:
+        if "a_log" in by_head:
+            by_head = {**by_head, "a_log": by_head["a_log"].chunk(2)[0].repeat(2)}
+        return right(mixer, inputs, seen, by_head)
 
-        return right(first, *arguments, **options)
-
-    return patch.object(context_module, "mix_over_heads", changed)
+    return patch.object(context_module, "over_heads", changed)
 
 
 def heads_in_another_order() -> Planted:
@@ -678,7 +680,7 @@ def router_not_summed_over_tp() -> Planted:
     def route(router: Router, x: Tensor) -> Tensor:
         return router_scores(x, router.weight.to_local())  # type: ignore[operator]
 
-    return in_style("router", route)
+    return of_type(Router, route)
 
 
 def results_in_the_order_of_arrival() -> Planted:

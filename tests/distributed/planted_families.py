@@ -14,6 +14,7 @@ from titanlite.models.deepseek_v3 import DEEPSEEK_V3, DeepseekV3
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.family import Init
 from titanlite.models.llama3 import LLAMA3, Llama3
+from titanlite.models.parts import Role
 from titanlite.models.qwen3 import Qwen3
 from titanlite.models.qwen3_5 import QWEN3_5, Qwen35
 from titanlite.models.qwen3_moe import QWEN3_MOE
@@ -49,6 +50,14 @@ class Uncalled(layers.Attention):
     def attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Any) -> Tensor:
         heads = (each.transpose(1, 2) for each in (queries, keys, values))
         return self.wo(without_mask(*heads, mask).transpose(1, 2).flatten(2))
+
+
+class OwnCore(layers.Attention):
+    """Its heads interact."""
+
+    def core(self, inputs: Any, seen: Any, by_head: Any) -> Tensor:
+        out = super().core(inputs, seen, by_head)
+        return out + out.mean(dim=2, keepdim=True)
 
 
 class Shared(layers.Attention):
@@ -99,10 +108,7 @@ class Biased(Block):
         super().__init__(config, attention)
         for module in (*attention.children(), *self.feed_forward.children()):
             module.bias = nn.Parameter(torch.empty(module.out_features))
-
-
-def with_biases(config: Any, name: str) -> Init:
-    return Init("constant", 0.1) if name.endswith(".bias") else LLAMA3.init(config, name)
+            module.roles = {**module.roles, "bias": Role(Init("constant", 0.1), optimizer="vector")}
 
 
 class Mixture(MixtureOfExperts):
@@ -143,9 +149,10 @@ add("capped", attend=capped)
 add("method", Method)
 add("without_mask", attend=without_mask)
 add("across_heads", attend=across_heads)
+add("own_core", OwnCore)
 add("uncalled", Uncalled)
 add("keeps_aside", Shared, model=KeepsAside)
 add("shifted", Shifted)
 add("smear", block_kind=Smear)
 add("scaled", model=Scaled)
-add("biased", block_kind=Biased, init=with_biases)
+add("biased", block_kind=Biased)

@@ -18,6 +18,7 @@ from titanlite.models.experts import mixtures_of
 from titanlite.models.family import LanguageModel, resolve_model
 from titanlite.models.init import init_parameters_
 from titanlite.models.randomness import row_keys
+from titanlite.models.registry import structure_of
 from titanlite.parallel.float8 import apply_float8
 
 TOKENS = Path(__file__).parents[1] / "golden" / "tokens.npy"
@@ -108,8 +109,9 @@ def plain_model(config: JobConfig) -> LanguageModel:
     model = family.build(hyper_parameters).to(getattr(torch, config.training.dtype))
     model.tie_weights()
     model.init_buffers(torch.device("cpu"))
-    init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
-    apply_float8(model, family.structure(hyper_parameters), config.float8, None)
+    structure = structure_of(family, hyper_parameters, model)
+    init_parameters_(model, config.debug.seed, structure.init)
+    apply_float8(model, structure, config.float8, None)
     for mixture in mixtures_of([model]):
         rows = config.training.global_batch_size
         mixture.start_step(rows, rows * config.training.seq_len)

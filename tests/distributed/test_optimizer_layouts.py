@@ -41,8 +41,8 @@ from tests.pool import run_ranks
 from titanlite.batch import Batch
 from titanlite.config.schema import JobConfig
 from titanlite.models.attention import attend
-from titanlite.models.family import Transfer
 from titanlite.models.layers import Attention
+from titanlite.models.parts import Transfer
 from titanlite.optim import groups, muon
 from titanlite.optim.muon import POLAR_EXPRESS, Muon, scale_rows_
 from titanlite.optim.optimizer import OptimizerConfig

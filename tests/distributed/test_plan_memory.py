@@ -30,6 +30,7 @@ from titanlite.parallel.mesh import shard_logits
 from titanlite.planning.activations import MicrobatchShape, activation_bytes
 from titanlite.planning.estimate import estimate
 from titanlite.planning.rank_memory import keeps_casts, kept_bytes
+from titanlite.planning.stages import blueprint
 from titanlite.precision import DTYPES
 from titanlite.trainer import Trainer
 
@@ -206,7 +207,7 @@ def measured_for_documents(all_settings: list[list[str]]) -> list[int]:
 
 def planned_kept(world_size: int, settings: list[str]) -> int:
     config, _ = configuration(world_size, settings, 1)
-    family, hyper_parameters = resolve_model(config.model)
+    _, hyper_parameters = resolve_model(config.model)
     (rank,) = estimate(config, world_size, device_type="cpu").ranks
     (stage,) = rank.stages
     size = DTYPES[config.training.mixed_precision_param].itemsize
@@ -218,7 +219,7 @@ def planned_kept(world_size: int, settings: list[str]) -> int:
         gathers_keys=gathers_keys,
         emulates_float8=config.float8.recipe != "none",
     )
-    activations = activation_bytes(hyper_parameters, family.structure(hyper_parameters), shape)
+    activations = activation_bytes(hyper_parameters, blueprint(config.model).features, shape)
     casts = DTYPES[config.training.dtype].itemsize != size
     kept = [casts and keeps_casts(unit, config.activation_checkpoint) for unit in stage.units]
     copied = [unit for unit, keeps in zip(stage.units, kept, strict=True) if keeps or stage.wrapped]
@@ -316,11 +317,11 @@ def test_additional_bytes_of_documents_in_a_row() -> None:
     """Added once for all blocks, also if they are recomputed."""
     cases = [[*DTYPE["bfloat16"], *RECOMPUTE[mode]] for mode in ("none", "full")]
     config, _ = configuration(1, cases[0], 1)
-    family, hyper_parameters = resolve_model(config.model)
+    _, hyper_parameters = resolve_model(config.model)
     size = DTYPES[config.training.mixed_precision_param].itemsize
     planned = activation_bytes(
         hyper_parameters,
-        family.structure(hyper_parameters),
+        blueprint(config.model).features,
         MicrobatchShape(ROWS, SEQ_LEN, 1, 1, size, 4, CHUNK_TOKENS["cpu"], False, False, "scores"),
     )
     (measured,) = run_ranks(measured_for_documents, 1, cases)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.gradients import build_on_mesh, local_batches
-from tests.distributed.layouts import COMPILE, EVERY, PAIRS, QUICK, QWEN3, TIED, Layout, schedule
+from tests.distributed.layouts import COMPILE, EVERY, PAIRS, QUICK, QWEN3, QWEN3_5, TIED, Layout, schedule
 from tests.distributed.reference import global_batch, plain_model
 from tests.pool import run_ranks
 from titanlite.generation.config import SamplesConfig, check_samples
@@ -18,6 +18,7 @@ from titanlite.generation.samples import Samples
 from titanlite.metrics.records import SamplesRecord
 from titanlite.models.family import resolve_model
 
+TWO = (*[layout for layout in QUICK if layout.world_size == 2][::3], Layout((1, 1, 1, 1), QWEN3_5, cp=2))
 FOUR = (
     Layout((1, 2, 2, 1), QWEN3),
     Layout((2, 1, 1, 2), TIED),
@@ -88,7 +89,7 @@ def run(layouts: Sequence[Layout]) -> list[list[tuple[str, str]]]:
 @pytest.mark.parametrize(
     "layouts",
     [
-        pytest.param([layout for layout in QUICK if layout.world_size == 2][::3], id="two ranks"),
+        pytest.param(TWO, id="two ranks"),
         pytest.param(FOUR, id="four ranks", marks=pytest.mark.soak),
         pytest.param([Layout((1, 1, 1, 1), COMPILE)], id="compiled"),
     ],

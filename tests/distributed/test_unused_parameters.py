@@ -12,7 +12,7 @@ from titanlite.models.family import Structure
 from titanlite.parallel.data import apply_data_parallel, set_gradient_sync
 from titanlite.parallel.mesh import ModelDtypes, ParallelismConfig
 
-STRUCTURE = Structure(units=(("first",), ("second",)), blocks={}, tensor_styles={})
+STRUCTURE = Structure(units=(("first",), ("second",)), blocks={})
 CAN_REDUCE_MISSING = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 

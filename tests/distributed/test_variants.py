@@ -29,6 +29,7 @@ from titanlite.runtime.errors import ConfigError
 EXAMPLES = {
     "value_residual": ("model.family=value_residual",),
     "capped": ("model.family=capped", "model.head_dim=16"),
+    "short_convolution": ("model.family=short_convolution",),
     "watched": ("model.family=watched", "model.n_layers=4"),
 }
 """Plugin -> settings that choose it."""
@@ -89,12 +90,12 @@ def verify(ranks: int, cases: Sequence[Case], refusals: Sequence[str | None]) ->
 def test_the_examples_compute_on_every_axis_what_one_process_does(
     layouts: Sequence[Layout], ranks: int, of_all: Sequence[Layout]
 ) -> None:
-    """The value residual on each layout, all examples on those `of_all`."""
+    """The value residual and the short convolution on each layout, all examples on those `of_all`."""
     cases = [
         (str(REPOSITORY / "examples" / f"{name}.py"), settings, layout)
         for name, settings in EXAMPLES.items()
         for layout in layouts
-        if name == "value_residual" or layout in of_all
+        if name in ("value_residual", "short_convolution") or layout in of_all
     ]
     verify(ranks, cases, [None] * len(cases))
 
@@ -115,14 +116,16 @@ def test_code_of_a_family_is_called_on_what_a_rank_has_or_refused(*, further: bo
         ("without_mask", GATHERED, f"layers.0.attention.attend {mask}"),
         ("across_heads", HEADS, "gives some of the heads another result"),
         ("across_heads", GATHERED, None),
-        ("uncalled", HEADS, "layers.0.attention does not call self.attend"),
+        ("uncalled", HEADS, "layers.0.attention does not call self.core"),
         ("uncalled", Layout((1, 1, 2, 1)), None),
+        ("own_core", HEADS, "layers.0.attention.core gives some of the heads another result than among all"),
+        ("own_core", GATHERED, 'layers.0.attention has a core of its own: use context_parallel = "heads"'),
         ("keeps_aside", PIPELINE, kept),
         ("keeps_aside", Layout((1, 1, 1, 2)), None),
-        ("shifted", HEADS, "positions interact outside of attend"),
+        ("shifted", HEADS, "positions interact outside of the core of a Mixer"),
         ("shifted", Layout((1, 1, 1, 2)), None),
-        ("smear", GATHERED, "positions interact outside of attend"),
-        ("smear", Layout((1, 1, 1, 2)), 'outside of modules with the tensor style "gather"'),
+        ("smear", GATHERED, "positions interact outside of the core of a Mixer"),
+        ("smear", Layout((1, 1, 1, 2)), "positions interact outside of modules that gather"),
         ("scaled", PIPELINE, "each stage would call its run_blocks"),
         ("mixture", HEADS, None),
         *(("latent", HEADS, None), ("hybrid", HEADS, None), ("latent", PIPELINE, None)),

@@ -19,6 +19,7 @@ from torch import nn
 
 import titanlite
 from tests.configuration import parse_config
+from tests.unit.models.shaken import perturbed_model
 from titanlite.config.load import load_config
 from titanlite.data.bpe import EOS
 from titanlite.data.config import DataConfig
@@ -27,6 +28,7 @@ from titanlite.data.sources.config import SourceConfig
 from titanlite.data.sources.formats import format_of, open_tokens
 from titanlite.data.sources.pieces import BadRowError
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.generation.kv_cache import Reading, remembering
 from titanlite.metrics.about import AboutRun
 from titanlite.metrics.config import PLUGIN_LOGGERS, MetricsConfig
 from titanlite.metrics.records import Record
@@ -162,6 +164,22 @@ def test_blocks_compute_attention_and_feed_forward_side_by_side() -> None:
     x = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(0))
     expected = x + block.attention(block.attention_norm(x), rope, None) + block.feed_forward(block.ffn_norm(x))
     assert torch.equal(block(x, rope, None), expected)
+
+
+def test_a_short_convolution_generates_with_a_cache_what_it_computes_without() -> None:
+    load_plugins([str(EXAMPLES / "short_convolution.py")])
+    family = FAMILIES["short_convolution"]
+    config = replace(family.flavors["debug"], dim=32, n_heads=4, n_kv_heads=2, n_layers=3, ffn_dim=16, vocab_size=50)
+    model = perturbed_model(family, config)
+    tokens = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))
+    with remembering(model, [0, 3], capacity=12) as reading:
+        assert isinstance(reading, Reading)
+        parts = [reading.read(tokens[:, :5]), *(reading.read(tokens[:, index : index + 1]) for index in range(5, 9))]
+        assert reading.rewind(7, capacity=12) == 0  # the inputs before column 7 are no longer kept
+    read = torch.cat(parts, dim=1)
+    with torch.inference_mode():
+        torch.testing.assert_close(read[0], model(tokens[:1])[0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(read[1, 3:], model(tokens[1:, 3:])[0], rtol=1e-12, atol=1e-12)
 
 
 def test_the_schedule_restarts_four_times() -> None:

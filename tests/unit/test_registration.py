@@ -13,6 +13,7 @@ from torch import Tensor
 import titanlite
 from tests.configuration import parse_config
 from titanlite.config.check import resolve_config
+from titanlite.config.load import load_config
 from titanlite.config.schema import JobConfig
 from titanlite.data.check import check_data
 from titanlite.data.config import DataConfig
@@ -25,9 +26,11 @@ from titanlite.metrics.slow_loggers import SlowLogger
 from titanlite.models.family import Family, Init, Structure
 from titanlite.models.head import OutputLayer
 from titanlite.models.llama3 import LLAMA3, Llama3Config
+from titanlite.models.parts import WRITING, Role, Row
 from titanlite.models.registry import FAMILIES
 from titanlite.optim.optimizer import Arguments, OptimizerKind
 from titanlite.optim.registry import OPTIMIZERS
+from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.plugins import RegistrationError
 
 pytestmark = pytest.mark.usefixtures("registries")
@@ -67,16 +70,7 @@ def structure_without(unit: int) -> Callable[[Any], Structure]:
     return structure
 
 
-def styled(**styles: str) -> Family:
-    def structure(config: Any) -> Structure:
-        full = LLAMA3.structure(config)
-        changed = {name.replace("_", "."): style for name, style in styles.items()}
-        return replace(full, tensor_styles={**full.tensor_styles, **changed})  # type: ignore[arg-type]
-
-    return replace(FAMILY, structure=structure)
-
-
-class Scaled(torch.nn.Linear):
+class Scaled(Row):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
 
@@ -92,6 +86,26 @@ def changed(change: Callable[[Any], None]) -> Family:
 
 def scale_output(model: Any) -> None:
     model.layers["0"].feed_forward.w2 = Scaled(TINY.ffn_dim, TINY.dim, bias=False)
+
+
+def begin_with(kind: Any, value: float) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        model.norm.roles = {"weight": Role(Init(kind, value))}
+
+    return change
+
+
+def plain_linear(model: Any) -> None:
+    model.layers["0"].feed_forward.w2 = torch.nn.Linear(TINY.ffn_dim, TINY.dim, bias=False)
+    model.layers["0"].feed_forward.w2.roles = {"weight": WRITING}
+
+
+def without_gather(model: Any) -> None:
+    model.layers["0"].feed_forward.gathers = False
+
+
+def gather_twice(model: Any) -> None:
+    model.layers["0"].gathers = True
 
 
 def add_scalar(model: Any) -> None:
@@ -139,10 +153,8 @@ def test_a_family_is_a_choice_with_its_hyper_parameters() -> None:
         (replace(FAMILY, flavors={"tiny": 3}), "flavor 'tiny' is no Llama3Config"),
         (replace(FAMILY, build=lambda config: torch.nn.Linear(config.dim, 1)), "build must return a titanlite"),
         (replace(FAMILY, structure=structure_without(1)), "layers.0.attention_norm.weight is in 0"),
-        (replace(FAMILY, init=lambda _, name: Init("ones") if "norm" in name else None), "init has no"),
-        (replace(FAMILY, init=lambda *_: Init("unifrom", 0.1)), r"Init\(kind='unifrom', value=0.1\): the kinds are"),
-        (replace(FAMILY, init=lambda *_: Init("normal", math.nan)), "and the value is a finite number"),
-        (replace(FAMILY, init=lambda _, name: {}[name]), "init of tok_embeddings.weight raises KeyError"),
+        (changed(begin_with("unifrom", 0.1)), r"Init\(kind='unifrom', value=0.1\): the kinds are"),
+        (changed(begin_with("normal", math.nan)), "and the value is a finite number"),
         (replace(FAMILY, build=lambda: 0), r"build raises TypeError: .*positional argument"),
         (replace(FAMILY, check=lambda *_: None), "check must return a list of Problem"),
         (replace(FAMILY, boundary=lambda _: "64"), "boundary must return a positive integer, not '64'"),
@@ -155,20 +167,10 @@ def test_a_family_is_a_choice_with_its_hyper_parameters() -> None:
             replace(FAMILY, structure=lambda config: replace(LLAMA3.structure(config), shared={"norm.wight": ()})),
             "the structure shares norm.wight, which is no parameter",
         ),
-        (styled(layers_0_atention="gather"), "tensor_styles has layers.0.atention, which the model does not have"),
-        (styled(norm="nrom"), 'norm: "nrom" is no tensor style; they are gather, vocabulary, norm'),
-        (styled(output="column", norm="row"), 'norm: tensor style "row" is for Linear, not RMSNorm'),
-        (
-            changed(add_norm),
-            "the structure has no tensor style for norm.other.weight; fix tensor_styles, or leave it empty",
-        ),
+        (changed(add_norm), "norm.other.weight has no role: use a layer of titanlite.models.parts, such as Column"),
         (changed(centre), "Centred.transform is not elementwise, and each chunk of the loss has a part of the tokens"),
         (changed(temper), "the loss gives no gradient to temperature of the OutputLayer: scale its input"),
-        (changed(scale_output), "layers.0.feed_forward.w2: tensor parallelism would replace the forward of Scaled"),
-        (
-            replace(changed(add_scalar), structure=lambda config: replace(LLAMA3.structure(config), tensor_styles={})),
-            "norm.scale has no dimension, and FSDP cannot shard it: use shape",
-        ),
+        (changed(add_scalar), "norm.scale has no dimension, and FSDP cannot shard it: use shape"),
         (replace(FAMILY, flops_per_token=lambda *_: 0), "flops_per_token must return a positive"),
         (
             replace(FAMILY, hugging_face=replace(LLAMA3.exported, names=lambda _: {"norm.weight": "norm"})),
@@ -180,6 +182,31 @@ def test_a_family_that_would_fail_later_is_refused(family: Any, reason: str) -> 
     with pytest.raises(RegistrationError, match=rf"register_family\(.*\): .*{reason}"):
         titanlite.register_family(family)
     assert "mine" not in FAMILIES
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (scale_output, "layers.0.feed_forward.w2: tensor parallelism would replace the forward of Scaled"),
+        (plain_linear, "layers.0.feed_forward.w2.weight is a parameter of Linear, which tp cannot cut (build it of "),
+        (gather_twice, "layers.0.attention gathers its input inside of layers.0, which has gathered it (write gathers"),
+        (without_gather, "layers.0.feed_forward.w1 is a Column, and no module around it gathers its input (write "),
+    ],
+)
+def test_what_tensor_parallelism_cannot_cut_is_refused_with_tp_only(change: Callable[[Any], None], reason: str) -> None:
+    name = change.__name__  # full models are kept by the name of their family
+    titanlite.register_family(replace(changed(change), name=name))
+    sizes = (
+        f"--model.family={name}",
+        "--model.flavor=tiny",
+        "--model.vocab_size=512",
+        "--training.global_batch_size=8",
+    )
+    load_config([*sizes], world_size=2, device_type="cpu")
+    with pytest.raises(ConfigError) as error:
+        load_config([*sizes, "--parallelism.tp=2"], world_size=2, device_type="cpu")
+    (problem,) = error.value.problems
+    assert (problem.key, reason in problem.rule) == ("parallelism.tp", True), problem
 
 
 def test_a_source_is_a_choice() -> None:

@@ -20,7 +20,7 @@ from titanlite.models.head import output_layers_of
 from titanlite.models.init import init_parameters_
 from titanlite.models.layers import adopt_rotary_
 from titanlite.models.losses import CROSS_ENTROPY
-from titanlite.models.registry import full_parameters
+from titanlite.models.registry import full_parameters, structure_of
 from titanlite.models.watch import STATISTICS
 from titanlite.optim.groups import has_owners
 from titanlite.optim.optimizer import GatedOptimizer, WeightAverage
@@ -65,7 +65,7 @@ def build_parts(config: JobConfig, mesh: Mesh) -> list[ModelPart]:
             size = describe_size(count, hyper_parameters)
             log.info("Model: %s %s, %s", family.name, config.model.flavor, size)
         require_output_layer(config, part)
-        structure = family.structure(hyper_parameters)
+        structure = structure_of(family, hyper_parameters, part)
         flops = family.flops_per_token(hyper_parameters, training.seq_len)
         layout = config.parallelism, config.activation_checkpoint
         of_blocks = flops_of_blocks(hyper_parameters, training.seq_len)
@@ -137,9 +137,9 @@ def allocate_parts(
 
 def draw_weights_(config: JobConfig, models: Iterable[nn.Module]) -> None:
     """Draw this rank's shards of the initial weights. A collective."""
-    family, hyper_parameters = config.family, config.hyper_parameters
+    _, structure = full_parameters(config.model)
     for model in models:
-        init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
+        init_parameters_(model, config.debug.seed, structure.init)
 
 
 def describe_attention(config: JobConfig, device: torch.device) -> str | None:

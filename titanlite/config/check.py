@@ -48,6 +48,7 @@ from titanlite.parallel.mesh import ParallelismConfig, check_experts, check_para
 from titanlite.parallel.microbatches import rows_together
 from titanlite.parallel.pipeline import check_pipeline, splits_backward
 from titanlite.parallel.recompute import check_activation_checkpoint
+from titanlite.parallel.tensor import form_problems
 from titanlite.precision import DTYPES, DtypeName, check_precision
 from titanlite.profiling.config import check_profiling
 from titanlite.ranks.job_lock import JOB_LOCK_FILE
@@ -254,10 +255,10 @@ def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
     of_mesh = check_parallelism(section, world_size)
     if not problems:
         rules = Rules("parallelism", section, problems)
-        rule = f"1 with the family {family.name!r}, whose structure has no tensor_styles"
         structure = family.structure(model)
-        styles = section.tp == 1 or structure.tensor_styles
-        rules.require("tp", styles, rule, "use dp_shard or pp, or add tensor_styles to its structure")
+        faults = form_problems(full_model(config.model)) if section.tp > 1 else []
+        rule = f"1 with the family {family.name!r}: {', '.join(faults[:1])}"
+        rules.require("tp", not faults, rule, "use dp_shard or pp, or the layers of titanlite.models.parts")
         problems += check_context(section, model, training.seq_len)
         problems += [] if of_mesh else check_experts(section, getattr(model, "n_experts", 1), world_size)
         layout = replace(section, dp_shard=resolve_degrees(section, world_size)["dp_shard"])

@@ -3,25 +3,15 @@ cached instead of recomputed."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from titanlite.models.attention import AttentionMask, attend, attend_to_scores, attention_mask
-from titanlite.models.capped_attention import capped_attention
+from titanlite.models.attention import attention_mask
 from titanlite.models.decoder import Decoder
-from titanlite.models.delta_rule import gated_delta_rule
 from titanlite.models.family import LanguageModel
-from titanlite.models.latent_attention import LatentAttention
-from titanlite.models.layers import HeadAttention
-from titanlite.models.linear_attention import GatedDeltaNet, convolve, gates_of, mix
+from titanlite.models.mixer import Cache, mixers_of, own_values
 from titanlite.parallel.own_code import has_own_code, replaced
-
-
-class Cache(Protocol):
-    def has_window_before(self, column: int) -> bool:
-        """Whether the cache has what `column` needs of the columns before it."""
 
 
 class Reading:
@@ -116,165 +106,37 @@ class Rereading:
         return torch.cat([empty if row is None else row for row in logits])
 
 
-class KeyValueCache:
-    """Replaces the `attend` of one Attention: attends to all columns read so far, in buffers of the full capacity; with
-    a window, to the last ones, in buffers of up to two windows, or of one and the columns read at once.
-
-    latent: width of values that are the first numbers of their keys, so that they need no buffer; 0: they are not.
-    """
-
-    def __init__(self, reading: Reading, latent: int = 0) -> None:
-        self._reading = reading
-        self._latent = latent
-        self._window = 0
-        self._first = 0  # the column at which the buffers begin
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
-
-    def has_window_before(self, column: int) -> bool:
-        """Whether the buffers have all columns that `column` sees."""
-        return self._first <= max(column - self._window + 1, 0)
-
-    def __call__(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: AttentionMask | None,
-        window: int = 0,
-        sinks: Tensor | None = None,
-        cap: float = 0.0,
-    ) -> Tensor:
-        """Like attend in models/attention.py; `mask` is None, since each row is one document."""
-        assert mask is None, "rows of several documents cannot be read incrementally"
-        reading, count = self._reading, queries.shape[2]
-        own, seen, end = reading.mask(count, window), reading.first_seen(window), reading.columns + count
-        self._window = window
-        size = min(reading.capacity, window + max(window, count)) if window else reading.capacity
-        is_full = self._keys is None or end - self._first > self._keys.shape[2]
-        first = seen if is_full or reading.columns == 0 else self._first
-        keys = self._keys = self._append(self._keys, keys, first, size)
-        values = self._values = keys if self._latent else self._append(self._values, values, first, size)
-        self._first = first
-        keys, values = (x[:, :, seen - first : end - first] for x in (keys, values))
-        if cap:
-            capped: Tensor = capped_attention(queries, keys, values, own, 0, cap)[0]
-            return capped
-        out = attend_to_scores(queries, keys, values, own, is_causal=own is None and count > 1, sinks=sinks)
-        return out[..., : self._latent] if self._latent else out
-
-    def _append(self, buffer: Tensor | None, new: Tensor, first: int, size: int) -> Tensor:
-        """The buffer (rows, heads, columns, head_dim), from column `first` on, with the new columns written into it; at
-        least of `size` columns if it was full."""
-        rows, heads, count, width = new.shape
-        begin = self._reading.columns
-        if buffer is None or begin + count - first > buffer.shape[2]:
-            old, buffer = buffer, new.new_empty(rows, heads, size, width)
-        else:
-            old = buffer if first != self._first else None
-        if old is not None:
-            buffer[:, :, : begin - first] = old[:, :, first - self._first : begin - self._first].clone()
-        buffer[:, :, begin - first : begin - first + count] = new
-        return buffer
-
-
-class StateCache:
-    """Replaces the `mix` of one GatedDeltaNet: keeps its states after the last column, and the inputs of its
-    convolutions that the next column sees. The first column of a row after padding starts a document."""
-
-    def __init__(self, reading: Reading) -> None:
-        self._reading = reading
-        self._state: Tensor | None = None
-        self._inputs: list[Tensor] = []
-        self._end = 0  # the column after the last one that was read
-
-    def has_window_before(self, column: int) -> bool:
-        return column == self._end
-
-    def __call__(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        decays: Tensor,
-        betas: Tensor,
-        starts: Tensor | None,
-        *weights: Tensor,
-    ) -> Tensor:
-        """Like mix in models/linear_attention.py; `starts` is None, since each row is one document."""
-        assert starts is None, "rows of several documents cannot be read incrementally"
-        begin, inputs = self._reading.columns, [queries, keys, values]
-        earlier = min(begin, weights[0].shape[-1] - 1)
-        if begin:
-            inputs = [torch.cat(both, dim=1) for both in zip(self._inputs, inputs, strict=True)]
-        self._end = begin + queries.shape[1]
-        columns = torch.arange(begin - earlier, self._end, device=queries.device)
-        starts = columns == self._reading.padding
-        convolved = [convolve(x, taps, starts)[:, earlier:] for x, taps in zip(inputs, weights, strict=False)]
-        queries, keys, values = convolved
-        decays, betas = gates_of(decays, betas, *weights[3:])
-        state = self._state if begin else None
-        out, self._state = gated_delta_rule(queries, keys, values, decays, betas, starts[:, earlier:], state)
-        kept = min(self._end, weights[0].shape[-1] - 1)
-        self._inputs = [x[:, x.shape[1] - kept :] for x in inputs]
-        return out
-
-
 @contextmanager
 def remembering(model: LanguageModel, padding: Sequence[int], capacity: int) -> Iterator[Reading | Rereading]:
-    """Replace the model's attention by cached attention inside the block. padding, capacity: see Reading.
+    """Replace the cores of the model by ones with a cache inside the block. padding, capacity: see Reading.
 
-    Only of a Decoder (models/decoder.py) in which positions interact only in the default `attend` or `mix` of each
-    block, whose queries and keys are already rotated by `positions`. Other models read all columns again for each
-    token.
+    Only of a Decoder (models/decoder.py) in which positions interact only in the `core` of each block, which has a
+    cache. Other models read all columns again for each token.
     """
-    layers = [module for module in model.modules() if isinstance(module, HeadAttention | GatedDeltaNet)]
-    if not isinstance(model, Decoder) or not _is_cacheable(model, layers):
+    if not isinstance(model, Decoder) or not _is_cacheable(model):
         yield Rereading(model, padding)
         return
     reading = Reading(model, padding, capacity)
     with ExitStack() as stack:
-        for layer in layers:
-            cache: KeyValueCache | StateCache
-            if isinstance(layer, GatedDeltaNet):
-                name, cache = "mix", StateCache(reading)
-            else:
-                latent = layer.kv_rank if isinstance(layer, LatentAttention) else 0
-                name, cache = "attend", KeyValueCache(reading, latent)
-            stack.enter_context(replaced(layer, name, cache))
-            reading.caches.append(cache)
-        stack.callback(_set_latents, layers, read=False)
-        _set_latents(layers, read=True)
+        reading.caches = [stack.enter_context(mixer.cached(reading)) for mixer in mixers_of([model])]
         yield reading
 
 
-def _set_latents(layers: Sequence[nn.Module], *, read: bool) -> None:
-    for layer in layers:
-        if isinstance(layer, LatentAttention):
-            layer.reads_latents = read
-
-
-def _is_cacheable(model: Decoder, layers: Sequence[HeadAttention | GatedDeltaNet]) -> bool:
-    """Whether positions interact only in the default `attend` or `mix` of each block.
+def _is_cacheable(model: Decoder) -> bool:
+    """Whether positions interact only in the core of each block, which has a cache.
 
     Found by a forward pass without it: the logits of a position must not depend on the tokens before it.
     """
-    if len(layers) != len(model.layers) or model.attention_mask is not attention_mask:
+    mixers = mixers_of([model])
+    if len(mixers) != len(model.layers) or model.attention_mask is not attention_mask:
         return False
-    if any(
-        layer.mix is not mix if isinstance(layer, GatedDeltaNet) else layer.attend is not attend for layer in layers
-    ):
+    if not all(mixer.has_cache for mixer in mixers):
         return False
     if not has_own_code(model):
         return True
     device = next(model.parameters()).device
     with torch.inference_mode(), ExitStack() as stack:
-        for layer in layers:
-            name = "mix" if isinstance(layer, GatedDeltaNet) else "attend"
-            stack.enter_context(replaced(layer, name, _without_attention))
+        for mixer in mixers:
+            stack.enter_context(replaced(mixer, "core", own_values))
         one, other = (model(torch.tensor([[*first, 0]], device=device))[:, -1] for first in ((0, 1, 2), (2, 0, 1)))
     return torch.allclose(one, other)
-
-
-def _without_attention(queries: Tensor, _keys: Tensor, values: Tensor, *_others: Any, **_options: Any) -> Tensor:
-    return queries.new_zeros(*queries.shape[:-1], values.shape[-1])

@@ -2,9 +2,8 @@
 file of a family adds its specifics."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +11,11 @@ from torch import Tensor, nn
 
 from titanlite.models.attention import AttentionMask
 from titanlite.models.experts import mixtures_of
-from titanlite.models.family import DecoderConfig, Family, HuggingFace, Init, LanguageModel, Structure, TensorStyle
+from titanlite.models.family import DecoderConfig, Family, HuggingFace, LanguageModel, Structure
 from titanlite.models.head import OutputLayer
-from titanlite.models.layers import FeedForward, HeadAttention, RMSNorm, RopeScaling, RotaryEmbedding, RotaryTables
-from titanlite.models.transfer import MATRICES, parts_of, transfer_of
+from titanlite.models.layers import FeedForward, RMSNorm, RopeScaling, RotaryEmbedding, RotaryTables
+from titanlite.models.mixer import Mixer
+from titanlite.models.parts import LAST_NORM, NORM, POST_NORM, OwnPositions, Role
 from titanlite.models.watch import watch
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Needs, Range
@@ -135,7 +135,11 @@ class HybridHyperParameters(DecoderConfig):
 
 
 class ByWindow(dict[int, Any]):
-    """An argument of blocks, such as the mask, by the window of their attention."""
+    """An argument of blocks, such as rotary tables, by the window of their attention."""
+
+
+class ByMixer(dict[Hashable, Any]):
+    """An argument of blocks, such as the mask, by what their mixer sees."""
 
 
 class Block(nn.Module):
@@ -145,11 +149,12 @@ class Block(nn.Module):
 
     watch = staticmethod(watch)
 
-    def __init__(self, config: DecoderConfig, attention: HeadAttention, feed_forward: nn.Module | None = None) -> None:
+    def __init__(self, config: DecoderConfig, attention: Mixer, feed_forward: nn.Module | None = None) -> None:
         super().__init__()
 
         def norm(place: str) -> RMSNorm | None:
-            return norm_of(config, config.dim) if config.norms in (place, "both") else None
+            role = POST_NORM if place == "after" else NORM
+            return norm_of(config, config.dim, role) if config.norms in (place, "both") else None
 
         self.attention_norm = norm("before")
         self.attention = attention
@@ -159,7 +164,7 @@ class Block(nn.Module):
         self.ffn_post_norm = norm("after")
 
     def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None, *more: Tensor | None) -> Tensor:
-        """x: (batch, seq_len, dim); mask: see HeadAttention; more: further arguments of feed_forward. Returns the same
+        """x: (batch, seq_len, dim); mask: see Mixer.context; more: further arguments of feed_forward. Returns the same
         shape."""
         attended = self.attention(_normalized(self.attention_norm, x), rope, mask)
         x = x + _normalized(self.attention_post_norm, attended)
@@ -179,11 +184,11 @@ class FurtherBlock(Block):
     embedding of the next token (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.2). Embedding and output
     layer are those of the model."""
 
-    def __init__(self, config: DecoderConfig, attention: HeadAttention, feed_forward: nn.Module | None = None) -> None:
+    def __init__(self, config: DecoderConfig, attention: Mixer, feed_forward: nn.Module | None = None) -> None:
         super().__init__(config, attention, feed_forward)
         self.embedding_norm = norm_of(config, config.dim)
         self.hidden_norm = norm_of(config, config.dim)
-        self.projection = nn.Linear(2 * config.dim, config.dim, bias=False)
+        self.projection = OwnPositions(2 * config.dim, config.dim, bias=False)
         self.output_norm = norm_of(config, config.dim)
 
     def forward(  # type: ignore[override]
@@ -195,9 +200,9 @@ class FurtherBlock(Block):
         return torch.cat((x, self.output_norm(super().forward(joined, rope, mask, *more))))
 
 
-def norm_of(config: DecoderConfig, dim: int) -> RMSNorm:
+def norm_of(config: DecoderConfig, dim: int, role: Role = NORM) -> RMSNorm:
     """A norm of width `dim`."""
-    return RMSNorm(dim, config.norm_eps, config.norm_offset)
+    return RMSNorm(dim, config.norm_eps, config.norm_offset, role)
 
 
 def _normalized(norm: RMSNorm | None, x: Tensor) -> Tensor:
@@ -234,7 +239,7 @@ class Decoder(LanguageModel):
         embeddings = torch.randn(config.vocab_size, config.dim)
         self.tok_embeddings: nn.Embedding | None = nn.Embedding.from_pretrained(embeddings, freeze=False)
         self.layers = nn.ModuleDict({str(index): block(index) for index in range(config.n_blocks)})
-        self.norm: RMSNorm | None = norm_of(config, config.dim)
+        self.norm: RMSNorm | None = norm_of(config, config.dim, LAST_NORM)
         self.predicts_further = config.n_further_tokens > 0
         self.further_embeddings = self.tok_embeddings if self.predicts_further else None
         self.output: OutputLayer | None = OutputLayer(config.dim, config.vocab_size)
@@ -324,11 +329,16 @@ class Decoder(LanguageModel):
         """The windows of the blocks of this stage; 0: none."""
         return {window_of(layer) for layer in self.layers.values()}
 
-    def masks(self, document_ids: Tensor | None, dtype: torch.dtype) -> AttentionMask | ByWindow | None:
+    def mixers(self) -> dict[Hashable, Mixer]:
+        """One of the mixers of the blocks of this stage for each kind of context."""
+        return {mixer.sees: mixer for mixer in map(mixer_of, self.layers.values()) if mixer is not None}
+
+    def masks(self, document_ids: Tensor | None, dtype: torch.dtype) -> AttentionMask | ByMixer | None:
         """The mask of all blocks of this stage, or one for each of their windows."""
-        found = ByWindow(
-            (window, self.attention_mask(document_ids, dtype, self.config.head_dim, **_given(window)))
-            for window in self.windows()
+        mixers = self.mixers() or {0: Mixer()}
+        found = ByMixer(
+            (sees, mixer.context(document_ids, dtype, self.config.head_dim, self.attention_mask))
+            for sees, mixer in mixers.items()
         )
         return found if len(found) > 1 else next(iter(found.values()), None)
 
@@ -349,91 +359,25 @@ class Decoder(LanguageModel):
         return x if self.output is not None else torch.cat((x, more.reshape(*x.shape[:2], self.carried)), dim=-1)
 
 
+def mixer_of(layer: nn.Module) -> Mixer | None:
+    found = getattr(layer, "attention", None)
+    return found if isinstance(found, Mixer) else None
+
+
 def window_of(layer: nn.Module) -> int:
     """The window of the attention of a block; 0: none."""
-    return int(getattr(getattr(layer, "attention", None), "window", 0))
-
-
-def _given(window: int) -> dict[str, int]:
-    """Arguments for an `attention_mask` that may be a family's, which knows no windows."""
-    return {"window": window} if window else {}
+    mixer = mixer_of(layer)
+    return 0 if mixer is None else mixer.window
 
 
 def _of_layer(layer: nn.Module, argument: Any) -> Any:
+    if isinstance(argument, ByMixer):
+        mixer = mixer_of(layer)
+        return argument[0 if mixer is None else mixer.sees]
     return argument[window_of(layer)] if isinstance(argument, ByWindow) else argument
 
 
-def init(config: DecoderConfig, name: str) -> Init:
-    """Distribution of the parameter `name`: norms 1 less their offset, biases 0, others normal with std init_std.
-
-    With init_by_depth, the std of matrices that write into the residual stream (wo, w2) is multiplied by
-    1/sqrt(number of such matrices) = 1/sqrt(2 * n_layers), so that the variance of the residual stream does not grow
-    with depth (Radford et al., "GPT-2", 2019, section 2.3). With a base model, n_layers is that of the base model here,
-    and all values but biases have the factor of their Transfer.
-    """
-    transfer = transfer_of(config, name)
-    module, is_bias = parts_of(name)
-    if is_bias:
-        return Init("constant", 0.0)
-    if module == "norm" or module.endswith("_norm"):
-        value = transfer.std - config.norm_offset
-        return Init("ones") if value == 1 else Init("constant", value)
-    std = config.init_std * transfer.std
-    if config.init_by_depth and module in ("wo", "w2"):
-        return Init("normal", std / math.sqrt(2 * (config.base_layers or config.n_layers)))
-    assert module in (*MATRICES, "tok_embeddings", "output", "router", "sinks"), f"no initial distribution for {name}"
-    return Init("normal", std)
-
-
-TENSOR_STYLES: dict[str, TensorStyle] = {
-    "tok_embeddings": "vocabulary",
-    "layers.*.attention_norm": "norm",
-    "layers.*.attention": "gather",
-    "layers.*.attention.wq": "column",
-    "layers.*.attention.wk": "column",
-    "layers.*.attention.wv": "column",
-    "layers.*.attention.wo": "row",
-    "layers.*.ffn_norm": "norm",
-    "layers.*.feed_forward": "gather",
-    "layers.*.feed_forward.w1": "column",
-    "layers.*.feed_forward.w3": "column",
-    "layers.*.feed_forward.w2": "row",
-    "norm": "norm",
-    "output": "logits",
-}
-HEAD_NORMS: dict[str, TensorStyle] = {
-    "layers.*.attention.q_norm": "head_norm",
-    "layers.*.attention.k_norm": "head_norm",
-}
-WIDE_NORMS: dict[str, TensorStyle] = dict.fromkeys(HEAD_NORMS, "wide_norm")
-POST_NORM_STYLES: dict[str, TensorStyle] = {
-    name.replace("_norm", "_post_norm") if name.startswith("layers.") else name: style
-    for name, style in TENSOR_STYLES.items()
-}
-"""Those of a decoder whose blocks have their norms after attention and feed-forward."""
-ALL_NORM_STYLES = TENSOR_STYLES | POST_NORM_STYLES
-"""Those of a decoder with norms before and after attention and feed-forward."""
-EXPERT_STYLES: dict[str, TensorStyle] = {
-    **{name: style for name, style in TENSOR_STYLES.items() if ".feed_forward." not in name},
-    "layers.*.feed_forward.router": "router",
-}
-"""Those of a decoder with experts."""
-SHARED_STYLES: dict[str, TensorStyle] = {
-    "layers.*.feed_forward.shared.w1": "column",
-    "layers.*.feed_forward.shared.w3": "column",
-    "layers.*.feed_forward.shared.w2": "row_part",
-}
-"""Those of shared experts."""
-
-FURTHER_STYLES: dict[str, TensorStyle] = {
-    "further_embeddings": "vocabulary",
-    **{f"layers.*.{name}": "norm" for name in ("embedding_norm", "hidden_norm", "output_norm")},
-    "layers.*.projection": "positions",
-}
-"""Those of what a FurtherBlock has beside a block."""
-
-
-def decoder_structure(config: DecoderConfig, tensor_styles: Mapping[str, TensorStyle]) -> Structure:
+def decoder_structure(config: DecoderConfig) -> Structure:
     """Structure with these units: the embedding, each block, and the head (final norm and output). With tied
     embeddings, or a block that predicts further tokens, the embedding and the head share a parameter."""
     blocks = {f"layers.{index}": index for index in range(config.n_blocks)}
@@ -441,10 +385,7 @@ def decoder_structure(config: DecoderConfig, tensor_styles: Mapping[str, TensorS
     units = (("tok_embeddings",), *((block,) for block in blocks), ("norm", "output", *further))
     same = (*further, *(("output",) if config.tie_embeddings else ()))
     shared = {"tok_embeddings.weight": tuple(f"{name}.weight" for name in same)} if same else {}
-    transfer = partial(transfer_of, config) if config.transfers else None
-    if further:
-        tensor_styles = {**tensor_styles, **FURTHER_STYLES}
-    return Structure(units, blocks, tensor_styles, shared, transfer, last=1 + config.n_further_tokens)
+    return Structure(units, blocks, shared, last=1 + config.n_further_tokens)
 
 
 def decoder_family(
@@ -452,19 +393,17 @@ def decoder_family(
     flavors: Mapping[str, DecoderConfig],
     check: Callable[[Any, int, int, int], list[Problem]],
     build: Callable[[Any], Decoder],
-    tensor_styles: Mapping[str, TensorStyle],
     hugging_face: HuggingFace,
     needs: Mapping[str, Needs] | None = None,
 ) -> Family:
-    """The Family of a decoder with this module's structure, initial distributions and FLOPs. Arguments: see Family."""
+    """The Family of a decoder with this module's structure and FLOPs. Arguments: see Family."""
     return Family(
         name=name,
         config_type=type(flavors["debug"]),
         flavors=flavors,
         check=check,
         build=build,
-        structure=partial(decoder_structure, tensor_styles=tensor_styles),
-        init=init,
+        structure=decoder_structure,
         flops_per_token=flops_per_token,
         hugging_face=hugging_face,
         needs=needs or {},

@@ -6,9 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from titanlite.models.decoder import (
-    EXPERT_STYLES,
-    SHARED_STYLES,
-    TENSOR_STYLES,
     Block,
     Decoder,
     DenseBlock,
@@ -18,10 +15,9 @@ from titanlite.models.decoder import (
     check_decoder,
     decoder_structure,
     flops_per_token,
-    init,
 )
 from titanlite.models.experts import MixtureOfExperts
-from titanlite.models.family import CHOICE_BIAS, Family, StoredName, Structure, TensorStyle
+from titanlite.models.family import CHOICE_BIAS, Family, StoredName
 from titanlite.models.hugging_face import EXPERT_NAMES, PRE_NORM_NAMES, YARN, DecoderFormat, expert_names, read_field
 from titanlite.models.latent_attention import LatentAttention
 from titanlite.models.layers import FeedForward, YarnScaling
@@ -166,7 +162,8 @@ class DeepseekV3(Decoder):
         def block(index: int) -> Block:
             if index < config.n_dense_layers:
                 return DenseBlock(config, attention(config, factor), FeedForward(config.dim, config.dense_ffn_dim))
-            shared = FeedForward(config.dim, width) if (width := config.n_shared_experts * config.ffn_dim) else None
+            width = config.n_shared_experts * config.ffn_dim
+            shared = FeedForward(config.dim, width, is_shared=True) if width else None
             kind = Block if index < config.n_layers else FurtherBlock
             return kind(config, attention(config, factor), MixtureOfExperts(config, shared=shared))
 
@@ -212,32 +209,6 @@ def check(config: DeepseekV3Config, seq_len: int, tp: int, pp: int) -> list[Prob
     rule = "0.0: the scores of a sigmoid have no common sum"
     rules.require("z_loss", config.z_loss == 0, rule, "leave it out")
     return [*rules.problems, *check_yarn(config)]
-
-
-_LATENT_STYLES: dict[str, TensorStyle] = {
-    "layers.*.attention_norm": "norm",
-    "layers.*.attention.wq_a": "positions",
-    "layers.*.attention.q_norm": "norm",
-    "layers.*.attention.wkv_a": "positions",
-    "layers.*.attention.kv_norm": "norm",
-    "layers.*.attention.whole_rows": "whole_rows",
-    "layers.*.attention.wq_b": "column",
-    "layers.*.attention.wkv_b": "column",
-    "layers.*.attention.wo": "row",
-}
-
-
-def structure(config: DeepseekV3Config) -> Structure:
-    styles = {name: style for name, style in EXPERT_STYLES.items() if ".attention" not in name}
-    styles |= _LATENT_STYLES
-    if not config.q_lora_rank:
-        styles = {name: style for name, style in styles.items() if not name.endswith((".wq_a", ".q_norm"))}
-    dense = {name: style for name, style in TENSOR_STYLES.items() if ".feed_forward." in name}
-    for index in range(config.n_dense_layers):
-        styles |= {name.replace("*", str(index)): style for name, style in dense.items()}
-    if config.n_shared_experts:
-        styles |= SHARED_STYLES
-    return decoder_structure(config, styles)
 
 
 def _prepared(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -331,8 +302,7 @@ DEEPSEEK_V3 = Family(
     flavors=FLAVORS,
     check=check,
     build=DeepseekV3,
-    structure=structure,
-    init=init,
+    structure=decoder_structure,
     flops_per_token=flops_per_token,
     hugging_face=replace(FORMAT.hugging_face("deepseek_v3", "DeepseekV3ForCausalLM"), quantization="fp8"),
     needs=YARN_NEEDS

@@ -6,7 +6,7 @@ results of the experts of a position are added up in the order of their choice.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,14 @@ from torch.nn import functional
 
 from titanlite.models.family import DecoderConfig
 from titanlite.models.linear import gated
+from titanlite.models.parts import BIAS, HIDDEN, SCORES, WRITING, WRITING_BIAS, Roles
 from titanlite.models.watch import summed_parts, watch
 
 
 class Router(nn.Linear):
     """The score of each expert: weight x + bias, in promote_types(x.dtype, float32)."""
+
+    roles: ClassVar[Roles] = {"weight": SCORES, "bias": BIAS}
 
     def __init__(self, dim: int, n_experts: int, *, bias: bool = False) -> None:
         super().__init__(dim, n_experts, bias=bias)
@@ -67,6 +70,15 @@ class Experts(nn.Module):
     bias: whether they have w1_bias, w2_bias and w3_bias, (n_experts, outputs).
     feed_forward: computes them. Expert parallelism replaces it by one that exchanges rows between ranks.
     """
+
+    roles: ClassVar[Roles] = {
+        "w1": HIDDEN,
+        "w2": WRITING,
+        "w3": HIDDEN,
+        "w1_bias": BIAS,
+        "w2_bias": WRITING_BIAS,
+        "w3_bias": BIAS,
+    }
 
     def __init__(
         self, n_experts: int, dim: int, hidden_dim: int, *, bias: bool = False, activation: Activation = swiglu
@@ -218,6 +230,7 @@ class MixtureOfExperts(nn.Module):
 
     bias: Tensor | None
     watch = staticmethod(watch)
+    gathers = True
 
     def __init__(
         self, config: DecoderConfig, *, normalize: bool = True, bias: bool = False, shared: nn.Module | None = None

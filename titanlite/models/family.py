@@ -1,6 +1,5 @@
 """The interface of a model family, and the [model] section."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.models.attention import AttentionMask, attention_mask
+from titanlite.models.parts import Init as Init
+from titanlite.models.parts import Role
 from titanlite.models.watch import watch
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.settings import Affects, Needs
@@ -131,46 +132,6 @@ class DecoderConfig:
         return self.dim * (2 * keys + 3 * values + 2 * self.linear_value_heads)
 
 
-TensorStyle = (
-    Literal["vocabulary", "norm", "head_norm", "wide_norm", "gather", "whole_rows", "positions"]
-    | Literal["column", "row", "row_part", "router", "scalar", "heads", "logits"]
-)
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """What a parameter has other than in the base model, see titanlite/models/transfer.py.
-
-    width: of the model, relative to that of the base model. depth: of a parameter of a block, base_layers / n_layers.
-    scale: of the weights, from factors of the forward pass. is_hidden: whether it is a matrix whose rows and columns
-    both grow with the width.
-    """
-
-    width: float = 1.0
-    depth: float = 1.0
-    scale: float = 1.0
-    is_hidden: bool = False
-
-    @property
-    def std(self) -> float:
-        """Factor of the standard deviation of the initial values."""
-        return self.scale * (self.width**-0.5 if self.is_hidden else 1.0)
-
-    @property
-    def lr(self) -> float:
-        """Factor of the learning rate of AdamW and Lion, whose updates of elements do not depend on the width."""
-        return self.scale / (self.width if self.is_hidden else 1.0)
-
-    @property
-    def eps(self) -> float:
-        """Factor of AdamW's eps: that of the gradients."""
-        return self.depth / self.width / self.scale
-
-
-BASE = Transfer()
-"""That of all parameters of the base model."""
-
-
 @dataclass(frozen=True)
 class Structure:
     """Names of the submodules to which parallelism is applied.
@@ -181,66 +142,26 @@ class Structure:
     shared: other names of parameters that units share, by the first name, in the order of the model's modules. Without
         a pipeline, these units are one FSDP unit; in a pipeline, each stage with one of them has the parameter, and
         their gradients are added up.
-    tensor_styles: tensor-parallel style by submodule name, in which "*" matches any one part of the name.
-        The residual stream (batch, seq_len, dim) is sharded along seq_len outside of "gather" modules.
-        "vocabulary": an embedding, sharded by rows; its output is sharded along seq_len.
-        "norm": replicated; each rank normalizes its own positions.
-        "head_norm": replicated; each rank normalizes its own heads of (batch, seq_len, heads, head_dim), the output of
-        a "column" layer.
-        "wide_norm": sharded by features; the heads of a position, the output of a "column" layer, are normalized
-        together, and their squares are summed.
-        "gather": a module with parallel layers inside; its first input is gathered along seq_len.
-        "whole_rows": a WholeRows, whose inputs are gathered along seq_len.
-        "positions": a replicated linear layer; each rank computes its own positions.
-        "column": a linear layer sharded by output features. "row": a linear layer sharded by input features; its output
-        is summed and sharded along seq_len. "row_part": the same of a shared expert, whose output is summed with those
-        of the other experts.
-        "router": a replicated router. Experts need no style: their hidden features are sharded, and their output is
-        summed and sharded along seq_len.
-        "scalar": a Scalar, replicated; each rank computes with it for its own positions or heads.
-        "heads": a Scalar with numbers of each head, sharded by heads.
-        "logits": the output layer, sharded by output features (the vocabulary); its input is gathered.
-    transfer: the Transfer of a parameter by its name in the full model; None: no base model.
+    roles: of the parameters, by their names in the full model; filled in by `structure_of` in models/registry.py.
     last: number of the last units that are always on one pipeline stage.
     """
 
     units: tuple[tuple[str, ...], ...]
     blocks: Mapping[str, int]
-    tensor_styles: Mapping[str, TensorStyle]
     shared: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    transfer: Callable[[str], Transfer] | None = None
     last: int = 1
+    roles: Mapping[str, Role] = field(default_factory=dict)
+
+    def init(self, name: str) -> Init:
+        """The distribution of a parameter."""
+        found = self.roles[name].init
+        assert found is not None
+        return found
 
     @property
     def cuts(self) -> tuple[str, ...]:
         """The first module of each unit that a pipeline stage can begin with, besides the first stage."""
         return tuple(unit[0] for unit in self.units[1 : len(self.units) - self.last + 1])
-
-
-LOG_UNIFORM_LEAST = 0.01
-
-
-@dataclass(frozen=True)
-class Init:
-    """Distribution of one parameter: "normal" (mean 0, standard deviation `value`, clamped at three of them), "uniform"
-    (from -value to value), "log_uniform" (the logarithm of a number from 0.01 to `value`, uniform), "constant"
-    (`value`), or "ones"."""
-
-    kind: Literal["normal", "uniform", "log_uniform", "constant", "ones"]
-    value: float = 1.0
-
-    def __post_init__(self) -> None:
-        kinds = ("normal", "uniform", "log_uniform", "constant", "ones")
-        least = -math.inf if self.kind == "constant" else LOG_UNIFORM_LEAST if self.kind == "log_uniform" else 0
-        is_number = isinstance(self.value, int | float) and math.isfinite(self.value) and self.value >= least
-        if self.kind not in kinds or not is_number:
-            rule = f"at least 0 unless constant, of log_uniform at least {LOG_UNIFORM_LEAST}"
-            raise UserError(f"{self}: the kinds are {', '.join(kinds)}, and the value is a finite number, {rule}")
-
-    @property
-    def is_random(self) -> bool:
-        """Whether values are drawn."""
-        return self.kind not in ("constant", "ones")
 
 
 class LanguageModel(nn.Module, ABC):
@@ -425,7 +346,6 @@ class Family:
     build(config): the model, with the structure's names; parameters are uninitialized, on the default device (meta, in
     training).
     structure(config): the Structure.
-    init(config, name): the distribution of the parameter `name`.
     flops_per_token(config, seq_len): floating-point operations per trained token, forward and backward.
     hugging_face: the family in the format of `transformers`; None: models cannot be exported and imported.
     needs: hyper-parameters that have no effect under other ones; see Needs.
@@ -440,7 +360,6 @@ class Family:
     check: Callable[[Any, int, int, int], list[Problem]]
     build: Callable[[Any], LanguageModel]
     structure: Callable[[Any], Structure]
-    init: Callable[[Any, str], Init]
     flops_per_token: Callable[[Any, int], int]
     hugging_face: HuggingFace | None = None
     needs: Mapping[str, Needs] = field(default_factory=dict)

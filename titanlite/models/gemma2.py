@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from torch import nn
 
 from titanlite.models.decoder import (
-    ALL_NORM_STYLES,
     Block,
     Decoder,
     HyperParameters,
@@ -141,6 +140,4 @@ FORMAT = DecoderFormat(
     ),
 )
 
-GEMMA2 = decoder_family(
-    "gemma2", FLAVORS, check, Gemma2, ALL_NORM_STYLES, FORMAT.hugging_face("gemma2", "Gemma2ForCausalLM")
-)
+GEMMA2 = decoder_family("gemma2", FLAVORS, check, Gemma2, FORMAT.hugging_face("gemma2", "Gemma2ForCausalLM"))

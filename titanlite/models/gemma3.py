@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from titanlite.models.decoder import ALL_NORM_STYLES, HEAD_NORMS, Decoder, decoder_family, norm_of
+from titanlite.models.decoder import Decoder, decoder_family, norm_of
 from titanlite.models.gemma2 import FIELDS, SUPPORTED, GemmaConfig, check, gemma_block, prepared, written
 from titanlite.models.hugging_face import (
     ALL_NORM_NAMES,
@@ -114,11 +114,4 @@ FORMAT = DecoderFormat(
     written=lambda config: written(config, {CAP: config.logit_cap}),
 )
 
-GEMMA3 = decoder_family(
-    "gemma3",
-    FLAVORS,
-    check,
-    Gemma3,
-    ALL_NORM_STYLES | HEAD_NORMS,
-    FORMAT.hugging_face("gemma3_text", "Gemma3ForCausalLM"),
-)
+GEMMA3 = decoder_family("gemma3", FLAVORS, check, Gemma3, FORMAT.hugging_face("gemma3_text", "Gemma3ForCausalLM"))

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from titanlite.models.decoder import (
-    EXPERT_STYLES,
     Block,
     Decoder,
     ExpertHyperParameters,
@@ -143,7 +142,6 @@ GPT_OSS = decoder_family(
     FLAVORS,
     check,
     GptOss,
-    EXPERT_STYLES | {"layers.*.attention.sinks": "heads"},
     replace(FORMAT.hugging_face("gpt_oss", "GptOssForCausalLM"), quantization="mxfp4"),
     needs=NEEDS,
 )

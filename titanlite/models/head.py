@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from titanlite.models.family import has_own
 from titanlite.models.linear import is_by_onednn, product, weight_gradient
 from titanlite.models.losses import CROSS_ENTROPY, FURTHER_TOKENS, LOSSES, TERMS, Loss, z_loss
+from titanlite.models.parts import SCORES, Roles
 from titanlite.models.watch import PARTS, parts_of, watch
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import setting
@@ -367,6 +368,8 @@ class OutputLayer(nn.Linear):
     """
 
     watch = staticmethod(watch)
+    gathers = True
+    roles: ClassVar[Roles] = {"weight": SCORES}
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)

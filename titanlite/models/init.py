@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from titanlite.models.family import LOG_UNIFORM_LEAST, Init
+from titanlite.models.parts import LOG_UNIFORM_LEAST, Init
 from titanlite.models.shared_draws import Plan, Round, axes_to_share, gathered_axes
 from titanlite.runtime.torch_internals import is_dtensor, shape_and_offset
 

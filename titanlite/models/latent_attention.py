@@ -2,12 +2,17 @@
 Language Model", 2024, section 2.1): keys and values of all heads are projections of one narrow vector per position."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titanlite.models.attention import AttentionMask
+from titanlite.models.kv_cache import KeyValueCache
 from titanlite.models.layers import HeadAttention, RMSNorm, RotaryTables, WholeRows
+from titanlite.models.mixer import Cache, Reading
+from titanlite.models.parts import Column, OwnPositions, Row
 
 NORM_EPS = 1e-6
 """Of the norms of latent vectors: that of the published code, whatever norm_eps is."""
@@ -38,15 +43,15 @@ class LatentAttention(HeadAttention):
         super().__init__(head_dim, query_factor)
         self.rope_dim = rope_dim
         self.value_dim = value_dim
-        self.kv_rank = kv_rank
+        self.kv_rank, self.q_rank = kv_rank, q_rank
         self.reads_latents = False
-        self.wq_a = nn.Linear(dim, q_rank, bias=False) if q_rank else None
+        self.wq_a = OwnPositions(dim, q_rank, bias=False) if q_rank else None
         self.q_norm = RMSNorm(q_rank, NORM_EPS) if q_rank else None
-        self.wq_b = nn.Linear(q_rank or dim, n_heads * head_dim, bias=False)
-        self.wkv_a = nn.Linear(dim, kv_rank + rope_dim, bias=False)
+        self.wq_b = Column(q_rank or dim, n_heads * head_dim, bias=False)
+        self.wkv_a = OwnPositions(dim, kv_rank + rope_dim, bias=False)
         self.kv_norm = RMSNorm(kv_rank, NORM_EPS)
-        self.wkv_b = nn.Linear(kv_rank, n_heads * (head_dim - rope_dim + value_dim), bias=False)
-        self.wo = nn.Linear(n_heads * value_dim, dim, bias=False)
+        self.wkv_b = Column(kv_rank, n_heads * (head_dim - rope_dim + value_dim), bias=False)
+        self.wo = Row(n_heads * value_dim, dim, bias=False)
         self.whole_rows = WholeRows()
 
     def heads(self, x: Tensor, rope: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,11 +76,23 @@ class LatentAttention(HeadAttention):
         return queries if self.query_factor == 1 else queries * self.query_factor, keys, values
 
     def attended(self, queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None) -> Tensor:
-        attended = self.attend(*(x.transpose(1, 2) for x in (queries, keys, values)), mask)
+        attended = self.core((queries, keys, values), mask, {})
         if self.reads_latents:
-            attended = torch.einsum("bhsr,hvr->bhsv", attended, self._weights()[1])
-        out: Tensor = self.wo(attended.transpose(1, 2).flatten(2))
+            attended = torch.einsum("bshr,hvr->bshv", attended, self._weights()[1])
+        out: Tensor = self.wo(attended.flatten(2))
         return out
+
+    def cache(self, reading: Reading) -> Cache:
+        return KeyValueCache(reading, latent=self.kv_rank)
+
+    @contextmanager
+    def cached(self, reading: Reading) -> Iterator[Cache]:
+        self.reads_latents = True
+        try:
+            with super().cached(reading) as cache:
+                yield cache
+        finally:
+            self.reads_latents = False
 
     @property
     def _widths(self) -> list[int]:

@@ -4,8 +4,8 @@ Operations in higher precision use promote_types(dtype, float32), so a float64 m
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from titanlite.models.attention import AttentionMask, Kernel, attend
+from titanlite.models.kv_cache import KeyValueCache
 from titanlite.models.linear import gated
+from titanlite.models.mixer import Cache, Mixer, Reading
+from titanlite.models.parts import NORM, VECTOR, Column, Role, Roles, Row, RowPart
 from titanlite.models.watch import watch
 
 
@@ -107,9 +110,10 @@ class RMSNorm(nn.RMSNorm):
 
     eps: float  # in torch it may be None, too
 
-    def __init__(self, dim: int, eps: float, offset: float = 0.0) -> None:
+    def __init__(self, dim: int, eps: float, offset: float = 0.0, role: Role = NORM) -> None:
         super().__init__(dim, eps)
         self.offset = offset
+        self.roles: Roles = {"weight": replace(role, offset=offset)}
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (…, dim), normalized along dim. Returns the same shape and dtype."""
@@ -287,17 +291,17 @@ def adopt_rotary_(model: nn.Module, source: nn.Module) -> bool:
     return True
 
 
-class HeadAttention(nn.Module):
+class HeadAttention(Mixer):
     """Causal self-attention of heads: `attended` of what `heads` computes, which are those of a subclass.
 
     head_dim: width of queries and keys.
     query_factor: of all queries.
-    attend: the attention function, by default that of models/attention.py. A family may have its own, as a method of a
-    subclass or an attribute. Context parallelism calls it with the heads and queries of a rank (parallel/context.py),
-    and generation replaces the default one by one with a KV cache.
+    attend: the attention function, by default that of models/attention.py, which the core calls with (batch, heads,
+    seq_len, width). A family may have its own, as a method of a subclass or an attribute.
     """
 
     attend: Kernel
+    gathered = (1, 2)
     watch = staticmethod(watch)
 
     def __init__(self, head_dim: int, query_factor: float = 1.0) -> None:
@@ -306,6 +310,22 @@ class HeadAttention(nn.Module):
         self.query_factor = query_factor
         if not hasattr(type(self), "attend"):  # else a method of a subclass
             self.attend = attend
+
+    def core(self, inputs: Sequence[Tensor], seen: AttentionMask | None, by_head: Mapping[str, Tensor]) -> Tensor:
+        heads = (x.transpose(1, 2) for x in inputs)
+        return self.attend(*heads, seen, **by_head, **self.options).transpose(1, 2)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of `attend` that are other than by default."""
+        return {"window": self.window} if self.window else {}
+
+    @property
+    def has_cache(self) -> bool:
+        return super().has_cache and self.attend is attend
+
+    def cache(self, reading: Reading) -> Cache:
+        return KeyValueCache(reading, **self.options)
 
     def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None) -> Tensor:
         """x: (batch, seq_len, dim); mask: from attention_mask, None: causal. Returns (batch, seq_len, dim)."""
@@ -335,6 +355,7 @@ class Attention(HeadAttention):
     """
 
     largest: Tensor | None
+    gathers = True
 
     def __init__(
         self,
@@ -357,13 +378,14 @@ class Attention(HeadAttention):
         self.rotates = rotates
         self.window = window
         self.cap = cap
-        self.wq = nn.Linear(dim, n_heads * head_dim, bias=bias)
-        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
-        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
-        self.wo = nn.Linear(n_heads * head_dim, dim, bias=output_bias)
+        self.rotary_dim = head_dim
+        self.wq = Column(dim, n_heads * head_dim, bias=bias)
+        self.wk = Column(dim, n_kv_heads * head_dim, bias=bias)
+        self.wv = Column(dim, n_kv_heads * head_dim, bias=bias)
+        self.wo = Row(n_heads * head_dim, dim, bias=output_bias)
         self.q_norm = q_norm
         self.k_norm = k_norm
-        self.sinks = Scalar(n_heads) if sinks else None
+        self.sinks = OfHeads(n_heads) if sinks else None
         self.register_buffer("largest", None)
 
     def note_largest(self, n_heads: int) -> None:
@@ -389,15 +411,15 @@ class Attention(HeadAttention):
 
     def results(self, queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask | None) -> Tensor:
         """Those of all heads, (batch, seq_len, heads x head_dim)."""
-        heads = (x.transpose(1, 2) for x in (queries, keys, values))
-        options: dict[str, Any] = {"window": self.window} if self.window else {}
-        if self.cap:
-            options["cap"] = self.cap
-        if self.sinks is not None:
-            options["sinks"] = self.sinks()
+        by_head = {} if self.sinks is None else {"sinks": self.sinks()}
         if self.largest is not None and self.training:
-            options["largest"] = self.largest
-        return self.attend(*heads, mask, **options).transpose(1, 2).flatten(2)
+            by_head["largest"] = self.largest
+        return self.core((queries, keys, values), mask, by_head).flatten(2)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"window": self.window} if self.window else {}
+        return {**found, "cap": self.cap} if self.cap else found
 
 
 class GatedAttention(Attention):
@@ -405,7 +427,7 @@ class GatedAttention(Attention):
 
     def __init__(self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, *others: Any, **options: Any) -> None:
         super().__init__(dim, n_heads, n_kv_heads, head_dim, *others, **options)
-        self.wg = nn.Linear(dim, n_heads * head_dim, bias=False)
+        self.wg = Column(dim, n_heads * head_dim, bias=False)
 
     def forward(self, x: Tensor, rope: RotaryTables, mask: AttentionMask | None) -> Tensor:
         out: Tensor = self.wo(self.results(*self.heads(x, rope), mask) * self.wg(x).sigmoid())
@@ -414,16 +436,24 @@ class GatedAttention(Attention):
 
 class FeedForward(nn.Module):
     """Gated linear unit (Shazeer, "GLU Variants Improve Transformer", 2020): w2(activation(w1 x) * w3 x); by default
-    SwiGLU."""
+    SwiGLU. is_shared: whether it is that of shared experts, whose mixture gathers its input and sums its output."""
 
     watch = staticmethod(watch)
 
-    def __init__(self, dim: int, hidden_dim: int, activation: Callable[[Tensor], Tensor] = functional.silu) -> None:
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        activation: Callable[[Tensor], Tensor] = functional.silu,
+        *,
+        is_shared: bool = False,
+    ) -> None:
         super().__init__()
         self.activation = activation
-        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
-        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+        self.gathers = not is_shared
+        self.w1 = Column(dim, hidden_dim, bias=False)
+        self.w2 = (RowPart if is_shared else Row)(hidden_dim, dim, bias=False)
+        self.w3 = Column(dim, hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, seq_len, dim). Returns the same shape."""
@@ -442,9 +472,14 @@ class WholeRows(nn.Module):
 class Scalar(nn.Module):
     """Learned numbers that a forward pass reads by a call, (n,): FSDP cannot shard a parameter without dimensions."""
 
-    def __init__(self, n: int = 1) -> None:
+    def __init__(self, n: int = 1, role: Role = VECTOR) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n))
+        self.roles: Roles = {"weight": role}
 
     def forward(self) -> Tensor:
         return self.weight
+
+
+class OfHeads(Scalar):
+    """Numbers of each head, which tensor parallelism shards by heads."""

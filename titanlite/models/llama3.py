@@ -5,15 +5,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from titanlite.models.decoder import (
-    TENSOR_STYLES,
-    Block,
-    Decoder,
-    HyperParameters,
-    check_decoder,
-    check_width,
-    decoder_family,
-)
+from titanlite.models.decoder import Block, Decoder, HyperParameters, check_decoder, check_width, decoder_family
 from titanlite.models.hugging_face import DecoderFormat, Scaling
 from titanlite.models.layers import Attention, Llama3Scaling
 from titanlite.runtime.errors import Problem, Rules
@@ -110,6 +102,4 @@ _SCALES = Needs("model.rope_scaling_factor above 1", lambda config: config.rope_
 NEEDS = dict.fromkeys(("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_seq_len"), _SCALES)
 """See Needs."""
 
-LLAMA3 = decoder_family(
-    "llama3", FLAVORS, check, Llama3, TENSOR_STYLES, FORMAT.hugging_face("llama", "LlamaForCausalLM"), needs=NEEDS
-)
+LLAMA3 = decoder_family("llama3", FLAVORS, check, Llama3, FORMAT.hugging_face("llama", "LlamaForCausalLM"), needs=NEEDS)

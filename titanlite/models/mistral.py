@@ -6,15 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from titanlite.models.decoder import (
-    TENSOR_STYLES,
-    Block,
-    Decoder,
-    HyperParameters,
-    check_decoder,
-    check_head_width,
-    decoder_family,
-)
+from titanlite.models.decoder import Block, Decoder, HyperParameters, check_decoder, check_head_width, decoder_family
 from titanlite.models.hugging_face import DecoderFormat, window_of_all_layers, with_head_dim
 from titanlite.models.layers import Attention
 from titanlite.runtime.errors import Problem
@@ -77,6 +69,4 @@ FORMAT = DecoderFormat(
     written=lambda config: {"sliding_window": config.sliding_window or None},
 )
 
-MISTRAL = decoder_family(
-    "mistral", FLAVORS, check, Mistral, TENSOR_STYLES, FORMAT.hugging_face("mistral", "MistralForCausalLM")
-)
+MISTRAL = decoder_family("mistral", FLAVORS, check, Mistral, FORMAT.hugging_face("mistral", "MistralForCausalLM"))

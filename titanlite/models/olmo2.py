@@ -7,16 +7,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from titanlite.models.decoder import (
-    POST_NORM_STYLES,
-    WIDE_NORMS,
-    Block,
-    Decoder,
-    HyperParameters,
-    check_decoder,
-    check_width,
-    decoder_family,
-)
+from titanlite.models.decoder import Block, Decoder, HyperParameters, check_decoder, check_width, decoder_family
 from titanlite.models.hugging_face import HEAD_NORM_NAMES, NO_SPECIAL_TOKENS, POST_NORM_NAMES, DecoderFormat
 from titanlite.models.layers import Attention, WideNorm
 from titanlite.runtime.errors import Problem
@@ -71,8 +62,6 @@ FORMAT = DecoderFormat(
 Z_LOSS = 1e-5
 """Of the logits, in OLMo-core's official scripts for OLMo 2 and 3."""
 OLMO2 = replace(
-    decoder_family(
-        "olmo2", FLAVORS, check, Olmo2, POST_NORM_STYLES | WIDE_NORMS, FORMAT.hugging_face("olmo2", "Olmo2ForCausalLM")
-    ),
+    decoder_family("olmo2", FLAVORS, check, Olmo2, FORMAT.hugging_face("olmo2", "Olmo2ForCausalLM")),
     logit_z_loss=Z_LOSS,
 )

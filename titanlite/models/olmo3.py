@@ -8,15 +8,7 @@ from typing import Any
 from torch import nn
 
 from titanlite.models import olmo2
-from titanlite.models.decoder import (
-    POST_NORM_STYLES,
-    WIDE_NORMS,
-    Block,
-    Decoder,
-    WindowHyperParameters,
-    check_windows,
-    decoder_family,
-)
+from titanlite.models.decoder import Block, Decoder, WindowHyperParameters, check_windows, decoder_family
 from titanlite.models.hugging_face import (
     HEAD_NORM_NAMES,
     NO_SPECIAL_TOKENS,
@@ -104,10 +96,6 @@ FORMAT = DecoderFormat(
 )
 
 OLMO3 = replace(
-    decoder_family(
-        *("olmo3", FLAVORS, check, Olmo3, POST_NORM_STYLES | WIDE_NORMS),
-        FORMAT.hugging_face("olmo3", "Olmo3ForCausalLM"),
-        needs=NEEDS,
-    ),
+    decoder_family(*("olmo3", FLAVORS, check, Olmo3), FORMAT.hugging_face("olmo3", "Olmo3ForCausalLM"), needs=NEEDS),
     logit_z_loss=Z_LOSS,
 )

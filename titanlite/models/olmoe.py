@@ -4,8 +4,6 @@ experts in every block, and with RMSNorm over all heads of queries, and over all
 from dataclasses import dataclass
 
 from titanlite.models.decoder import (
-    EXPERT_STYLES,
-    WIDE_NORMS,
     Block,
     Decoder,
     ExpertHyperParameters,
@@ -69,6 +67,4 @@ FORMAT = DecoderFormat(
     written=lambda _: NO_SPECIAL_TOKENS,
 )
 
-OLMOE = decoder_family(
-    "olmoe", FLAVORS, check, Olmoe, EXPERT_STYLES | WIDE_NORMS, FORMAT.hugging_face("olmoe", "OlmoeForCausalLM")
-)
+OLMOE = decoder_family("olmoe", FLAVORS, check, Olmoe, FORMAT.hugging_face("olmoe", "OlmoeForCausalLM"))

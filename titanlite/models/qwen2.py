@@ -7,15 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from titanlite.models.decoder import (
-    TENSOR_STYLES,
-    Block,
-    Decoder,
-    HyperParameters,
-    check_decoder,
-    check_width,
-    decoder_family,
-)
+from titanlite.models.decoder import Block, Decoder, HyperParameters, check_decoder, check_width, decoder_family
 from titanlite.models.hugging_face import DecoderFormat, refuse_other, without_unused_window
 from titanlite.models.layers import Attention
 from titanlite.runtime.errors import Problem
@@ -82,4 +74,4 @@ FORMAT = DecoderFormat(
     prepared=_prepared,
 )
 
-QWEN2 = decoder_family("qwen2", FLAVORS, check, Qwen2, TENSOR_STYLES, FORMAT.hugging_face("qwen2", "Qwen2ForCausalLM"))
+QWEN2 = decoder_family("qwen2", FLAVORS, check, Qwen2, FORMAT.hugging_face("qwen2", "Qwen2ForCausalLM"))

@@ -7,16 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from titanlite.models.decoder import (
-    HEAD_NORMS,
-    TENSOR_STYLES,
-    Block,
-    Decoder,
-    HyperParameters,
-    check_decoder,
-    check_head_width,
-    decoder_family,
-)
+from titanlite.models.decoder import Block, Decoder, HyperParameters, check_decoder, check_head_width, decoder_family
 from titanlite.models.hugging_face import HEAD_NORM_NAMES, YARN, DecoderFormat, without_unused_window
 from titanlite.models.layers import Attention, RMSNorm, YarnScaling
 from titanlite.runtime.errors import Problem, Rules
@@ -111,12 +102,4 @@ _SCALES = Needs("model.rope_scaling_factor above 1", lambda config: config.rope_
 NEEDS = dict.fromkeys(("rope_beta_fast", "rope_beta_slow", "rope_original_seq_len"), _SCALES)
 """See Needs."""
 
-QWEN3 = decoder_family(
-    "qwen3",
-    FLAVORS,
-    check,
-    Qwen3,
-    TENSOR_STYLES | HEAD_NORMS,
-    FORMAT.hugging_face("qwen3", "Qwen3ForCausalLM"),
-    needs=NEEDS,
-)
+QWEN3 = decoder_family("qwen3", FLAVORS, check, Qwen3, FORMAT.hugging_face("qwen3", "Qwen3ForCausalLM"), needs=NEEDS)

@@ -6,17 +6,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from titanlite.models import decoder
 from titanlite.models.decoder import (
-    EXPERT_STYLES,
-    HEAD_NORMS,
-    SHARED_STYLES,
-    TENSOR_STYLES,
     Block,
-    ByWindow,
     Decoder,
     ExpertHyperParameters,
     FurtherBlock,
@@ -28,7 +21,7 @@ from titanlite.models.decoder import (
     norm_of,
 )
 from titanlite.models.experts import MixtureOfExperts, Router
-from titanlite.models.family import Family, Init, StoredGroups, StoredName, Structure, TensorStyle
+from titanlite.models.family import Family, StoredGroups, StoredName
 from titanlite.models.hugging_face import (
     EXPERT_NAMES,
     HEAD_NORM_NAMES,
@@ -42,7 +35,7 @@ from titanlite.models.hugging_face import (
 )
 from titanlite.models.layers import FeedForward, GatedAttention
 from titanlite.models.linear import gated
-from titanlite.models.linear_attention import LINEAR, GatedDeltaNet, document_starts
+from titanlite.models.linear_attention import GatedDeltaNet
 from titanlite.runtime.errors import Problem, Rules, UserError
 from titanlite.runtime.settings import Needs
 
@@ -111,22 +104,12 @@ class Qwen35(Decoder):
     def __init__(self, config: Any, block: Callable[[int], nn.Module] | None = None) -> None:
         super().__init__(config, block or (lambda index: hybrid_block(config, index)))
 
-    def masks(self, document_ids: Tensor | None, dtype: torch.dtype) -> ByWindow:
-        return ByWindow(
-            {
-                window: document_starts(document_ids)
-                if window == LINEAR
-                else self.attention_mask(document_ids, dtype, self.config.head_dim)
-                for window in self.windows()
-            }
-        )
-
 
 class GatedFeedForward(FeedForward):
-    """A feed-forward layer times the sigmoid of a score of each position."""
+    """A feed-forward layer of shared experts, times the sigmoid of a score of each position."""
 
     def __init__(self, dim: int, hidden_dim: int) -> None:
-        super().__init__(dim, hidden_dim)
+        super().__init__(dim, hidden_dim, is_shared=True)
         self.gate = Router(dim, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -147,6 +130,7 @@ def hybrid_block(config: Any, index: int) -> Block:
     else:
         norms = [norm_of(config, config.head_dim) for _ in range(2)]
         attention = GatedAttention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim, *norms)
+        attention.rotary_dim = config.rotary_dim
     if not has_experts:
         return kind(config, attention, FeedForward(config.dim, config.ffn_dim))
     shared = GatedFeedForward(config.dim, config.n_shared_experts * config.ffn_dim)
@@ -170,38 +154,6 @@ def check(config: Any, seq_len: int, tp: int, pp: int) -> list[Problem]:
     rules.require("linear_value_heads", config.linear_value_heads % keys == 0, rule, "change one of them")
     rules.divides("linear_key_heads", "parallelism.tp", tp)
     return rules.problems
-
-
-_LINEAR_STYLES: dict[str, TensorStyle] = {
-    **dict.fromkeys((f"layers.*.attention.{name}" for name in ("wq", "wk", "wv", "wg", "wa", "wb")), "column"),
-    **dict.fromkeys(
-        (f"layers.*.attention.{name}" for name in ("conv_q", "conv_k", "conv_v", "a_log", "dt_bias")), "heads"
-    ),
-    "layers.*.attention.out_norm": "head_norm",
-}
-
-
-def structure(config: Any) -> Structure:
-    styles = EXPERT_STYLES | SHARED_STYLES if config.n_experts > 1 else TENSOR_STYLES
-    if config.n_experts > 1:
-        styles |= {"layers.*.feed_forward.shared.gate": "router"}
-    if any(config.linear_layers):
-        styles = styles | _LINEAR_STYLES
-    if not all(config.linear_layers):
-        styles = styles | HEAD_NORMS | {"layers.*.attention.wg": "column"}
-    return decoder_structure(config, styles)
-
-
-def init(config: Any, name: str) -> Init:
-    """See decoder.init. Decays of linear attention begin between 0.01 and 16 times softplus(1)."""
-    module = name.removesuffix(".weight").rpartition(".")[2]
-    if module == "a_log":
-        return Init("log_uniform", 16.0)
-    if module in ("dt_bias", "out_norm"):
-        return Init("ones")
-    if module in ("wg", "wa", "wb", "conv_q", "conv_k", "conv_v", "gate"):
-        return Init("normal", config.init_std)
-    return decoder.init(config, name)
 
 
 def linear_names(config: Any) -> dict[str, StoredName]:
@@ -324,8 +276,7 @@ QWEN3_5 = Family(
     flavors=FLAVORS,
     check=check,
     build=Qwen35,
-    structure=structure,
-    init=init,
+    structure=decoder_structure,
     flops_per_token=flops_per_token,
     hugging_face=FORMAT.hugging_face("qwen3_5_text", "Qwen3_5ForCausalLM"),
     needs=dict.fromkeys(_OF_LINEAR, _IS_HYBRID),

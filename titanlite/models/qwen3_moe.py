@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlite.models import qwen3
-from titanlite.models.decoder import EXPERT_STYLES, HEAD_NORMS, Block, ExpertHyperParameters, decoder_family
+from titanlite.models.decoder import Block, ExpertHyperParameters, decoder_family
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.hugging_face import with_head_dim, without_unused_window
 from titanlite.models.qwen3 import NEEDS, Qwen3, Qwen3Config, attention
@@ -61,11 +61,5 @@ FORMAT = replace(
 )
 
 QWEN3_MOE = decoder_family(
-    "qwen3_moe",
-    FLAVORS,
-    qwen3.check,
-    Qwen3Moe,
-    EXPERT_STYLES | HEAD_NORMS,
-    FORMAT.hugging_face("qwen3_moe", "Qwen3MoeForCausalLM"),
-    needs=NEEDS,
+    "qwen3_moe", FLAVORS, qwen3.check, Qwen3Moe, FORMAT.hugging_face("qwen3_moe", "Qwen3MoeForCausalLM"), needs=NEEDS
 )

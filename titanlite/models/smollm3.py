@@ -7,15 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from titanlite.models.decoder import (
-    TENSOR_STYLES,
-    Block,
-    Decoder,
-    HyperParameters,
-    check_decoder,
-    check_width,
-    decoder_family,
-)
+from titanlite.models.decoder import Block, Decoder, HyperParameters, check_decoder, check_width, decoder_family
 from titanlite.models.hugging_face import (
     NO_SPECIAL_TOKENS,
     DecoderFormat,
@@ -95,6 +87,4 @@ FORMAT = DecoderFormat(
     written=_written,
 )
 
-SMOLLM3 = decoder_family(
-    "smollm3", FLAVORS, check, Smollm3, TENSOR_STYLES, FORMAT.hugging_face("smollm3", "SmolLM3ForCausalLM")
-)
+SMOLLM3 = decoder_family("smollm3", FLAVORS, check, Smollm3, FORMAT.hugging_face("smollm3", "SmolLM3ForCausalLM"))

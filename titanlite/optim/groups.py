@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from titanlite.models.family import BASE, Structure, Transfer
+from titanlite.models.family import Structure
+from titanlite.models.parts import BASE, HIDDEN, Role, Transfer
 from titanlite.optim.optimizer import OPTIMIZERS, GroupConfig, OptimizerConfig, OptimizerKind
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.text import aligned
@@ -39,11 +40,11 @@ def divide(section: OptimizerConfig, named: Mapping[str, Tensor], structure: Str
         index = next(iter(groups_of(section.groups, name)), -1)
         group = section.groups[index] if index >= 0 else DEFAULT
         given = group.optimizer
-        is_matrix = has_matrices(name, parameter)
+        is_matrix = has_matrices(structure, name, parameter)
         optimizer = default_optimizer(section, structure, name, is_matrix=is_matrix) if given == "auto" else given
         is_asked = is_matrix or group.weight_decay != -1 or not section.weight_decay_skip
         decays = is_asked and not any(fnmatchcase(name, pattern) for pattern in section.weight_decay_skip)
-        transfer = BASE if structure.transfer is None else structure.transfer(name)
+        transfer = role_of(structure, name).transfer
         others = decays, lr_factor(section, optimizer, transfer), transfer.eps
         found.setdefault((index, optimizer, others), {})[name] = parameter
     return [
@@ -85,9 +86,9 @@ def options_of(
     }
 
 
-def has_matrices(name: str, parameter: Tensor) -> bool:
+def has_matrices(structure: Structure, name: str, parameter: Tensor) -> bool:
     """Whether a parameter is a matrix, or a stack of them: not a vector, nor the stacked biases of experts."""
-    return parameter.dim() >= 2 and not name.endswith("_bias")
+    return parameter.dim() >= 2 and role_of(structure, name).optimizer != "vector"
 
 
 def default_optimizer(section: OptimizerConfig, structure: Structure, name: str, *, is_matrix: bool) -> str:
@@ -96,9 +97,12 @@ def default_optimizer(section: OptimizerConfig, structure: Structure, name: str,
     if section.name != "Muon":
         return section.name
     in_block = any(name[: dot.start()] in structure.blocks for dot in re.finditer(r"\.", name))
-    others = (pattern for pattern, style in structure.tensor_styles.items() if style in ("router", "heads"))
-    is_other = any(fnmatchcase(name, f"{pattern}.*") for pattern in others)
-    return "Muon" if in_block and is_matrix and not is_other else "AdamW"
+    return "Muon" if in_block and is_matrix and role_of(structure, name).optimizer == "matrix" else "AdamW"
+
+
+def role_of(structure: Structure, name: str) -> Role:
+    """That of a parameter; one without a role is an ordinary matrix."""
+    return structure.roles.get(name, HIDDEN)
 
 
 def groups_of(groups: Sequence[GroupConfig], name: str) -> dict[int, str]:
@@ -157,11 +161,11 @@ def _check_options(section: OptimizerConfig, named: Mapping[str, Tensor], struct
     problems: list[Problem] = []
     of_group: dict[str, set[str]] = {}
     groups = divide(section, named, structure)
-    if structure.transfer is not None:
-        problems += _check_transfer(groups, structure.transfer)
+    if any(role.transfer is not BASE for role in structure.roles.values()):
+        problems += _check_transfer(groups, lambda name: role_of(structure, name).transfer)
     for group in groups:
         of_group.setdefault(group.label, set()).add(group.optimizer)
-        small = [name for name, parameter in group.parameters.items() if not has_matrices(name, parameter)]
+        small = [name for name, parameter in group.parameters.items() if not has_matrices(structure, name, parameter)]
         if small and OPTIMIZERS[group.optimizer].takes_matrices:
             rule = f'an optimizer that updates vectors: "{small[0]}" has no matrices, {group.optimizer} is for matrices'
             remedy = 'write "AdamW", or leave this parameter out of the group'
@@ -197,7 +201,7 @@ def describe_groups(section: OptimizerConfig, named: Mapping[str, Tensor], struc
     """A table, line by line: group, optimizer, parameters, elements, hyper-parameters; then the parameters without
     weight decay. named, structure: as for `divide`."""
     rows = [["group", "optimizer", "parameters", "elements", "lr", "weight decay", "betas or momentum"]]
-    if structure.transfer is not None:
+    if any(role.transfer is not BASE for role in structure.roles.values()):
         rows[0].append("eps")
     for group in divide(section, named, structure):
         elements = sum(parameter.numel() for parameter in group.parameters.values())

@@ -10,17 +10,18 @@ Nothing is divided by cp: each rank has the loss of its positions, and gradients
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.models.attention import AttentionMask, Kernel, attention_mask
+from titanlite.models.attention import AttentionMask, attention_mask
 from titanlite.models.family import DecoderConfig, LanguageModel
-from titanlite.models.layers import HeadAttention
-from titanlite.models.linear_attention import GatedDeltaNet, Mixer
+from titanlite.models.mixer import mixers_of
 from titanlite.parallel.collectives import all_gather, all_to_all, reduce_scatter
 from titanlite.parallel.mesh import ContextParallel, ParallelismConfig, part_of_rows
 from titanlite.runtime.errors import Problem, Rules
@@ -34,96 +35,57 @@ def apply_context_parallel(model: LanguageModel, group: dist.ProcessGroup | None
     """
     if group is None:
         return []
-    exchange = attend_over_heads if form == "heads" else attend_to_gathered
-    for module in model.modules():
-        if isinstance(module, HeadAttention):
-            module.attend = partial(exchange, module.attend, group=group)
-        elif isinstance(module, GatedDeltaNet):
-            module.mix = partial(mix_over_heads, module.mix, group=group, form=form)
+    for mixer in mixers_of([model]):
+        mixer.cp_group, mixer.cp_form = group, form  # type: ignore[assignment]
+        core = over_gathered if form == "gather" and mixer.gathered else over_heads
+        # A method, since torch's compiler would compile each block anew for a partial function.
+        mixer.core = MethodType(core, mixer)  # type: ignore[method-assign]
     if form == "gather":
         model.attention_mask = partial(mask_of_own_queries, group=group)
     return [f"context parallel ({form})"]
 
 
-def attend_over_heads(
-    kernel: Kernel,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: AttentionMask | None,
-    *,
-    group: dist.ProcessGroup,
-    **options: Any,
-) -> Tensor:
-    """`kernel` for this rank's positions: (batch, heads, seq_len / cp, head_dim), the result as the queries.
-
-    mask: of entire rows. If there are fewer heads of keys than ranks, several ranks compute with the same one. options:
-    see `attend`; sinks and largest are those of all heads.
-    """
-    cp = group.size()
-    for name in options.keys() & {"sinks", "largest"}:
-        options[name] = options[name].chunk(cp)[group.rank()]
-    if keys.shape[1] < cp:
-        keys, values = (x.repeat_interleave(cp // x.shape[1], dim=1) for x in (keys, values))
-    queries, keys, values = (_HeadsForPositions.apply(x, group, 1, 2) for x in (queries, keys, values))  # type: ignore[no-untyped-call]
-    attended: Tensor = _HeadsForPositions.apply(kernel(queries, keys, values, mask, **options), group, 2, 1)  # type: ignore[no-untyped-call]
-    return attended
-
-
-def mix_over_heads(
-    mixer: Mixer,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    decays: Tensor,
-    betas: Tensor,
-    starts: Tensor | None,
-    *weights: Tensor,
-    group: dist.ProcessGroup,
-    form: ContextParallel,
-) -> Tensor:
-    """`mixer` for this rank's positions, see `mix` in models/linear_attention.py: convolution and states see entire
-    rows of 1 / cp of the heads. starts: of entire rows; weights: of all heads. One exchange for all inputs."""
-    cp, rank, key_heads = group.size(), group.rank(), queries.shape[2]
-    inputs = [x.flatten(2).unflatten(2, (key_heads, -1)) for x in (queries, keys, values, decays, betas)]
-    joined = _HeadsForPositions.apply(torch.cat(inputs, dim=-1), group, 2, 1)  # type: ignore[no-untyped-call]
-    if form == "gather":
+def over_heads(mixer: Any, inputs: Sequence[Tensor], seen: Any, by_head: Mapping[str, Tensor]) -> Tensor:
+    """The core of a mixer for this rank's positions, (batch, seq_len / cp, heads, width): with entire rows of 1 / cp of
+    the heads. seen: of entire rows. If there are fewer heads of an input than ranks, several ranks compute with the
+    same one. One exchange for all inputs."""
+    group, cp = mixer.cp_group, mixer.cp_group.size()
+    inputs = [x if x.shape[2] >= cp else x.repeat_interleave(cp // x.shape[2], dim=2) for x in inputs]
+    parts = [x.unflatten(2, (cp, -1)) for x in inputs]  # (batch, seq_len / cp, cp, heads / cp, width)
+    joined = _HeadsForPositions.apply(torch.cat([x.flatten(3) for x in parts], dim=-1), group, 2, 1).squeeze(2)  # type: ignore[no-untyped-call]
+    if mixer.cp_form == "gather":
         order = _order(joined.shape[1], cp, joined.device)
         joined = joined[:, order]
-    queries, keys, values, decays, betas = joined.split([x.shape[-1] for x in inputs], dim=-1)
-    values = values.flatten(2).unflatten(2, (-1, values.shape[-1] // (decays.shape[-1])))
-    own = (weight.chunk(cp)[rank] for weight in weights)
-    out = mixer(queries, keys, values, decays.flatten(2), betas.flatten(2), starts, *own)
-    if form == "gather":
+    split = joined.split([x.shape[3] * x.shape[4] for x in parts], dim=-1)
+    own = [x.unflatten(-1, part.shape[3:]) for x, part in zip(split, parts, strict=True)]
+    own_by_head = {name: x.chunk(cp)[group.rank()] for name, x in by_head.items()}
+    out = type(mixer).core(mixer, own, seen, own_by_head)
+    if mixer.cp_form == "gather":
         out = out[:, order.argsort()]
     mixed: Tensor = _HeadsForPositions.apply(out, group, 1, 2)  # type: ignore[no-untyped-call]
     return mixed
+
+
+def over_gathered(mixer: Any, inputs: Sequence[Tensor], seen: Any, by_head: Mapping[str, Tensor]) -> Tensor:
+    """The core of a mixer for this rank's queries and entire rows of what they may see. seen: see
+    mask_of_own_queries."""
+    if seen is None or seen.shape[-2] != inputs[0].shape[1]:
+        raise RuntimeError(
+            'the mask is not one of this rank\'s queries: with parallelism.context_parallel = "gather" a family builds '
+            "it with self.attention_mask"
+        )
+    inputs = [
+        _GatherPositions.apply(x.transpose(1, 2), mixer.cp_group).transpose(1, 2) if index in mixer.gathered else x  # type: ignore[no-untyped-call]
+        for index, x in enumerate(inputs)
+    ]
+    out: Tensor = type(mixer).core(mixer, inputs, seen, by_head)
+    return out
 
 
 def _order(seq_len: int, cp: int, device: torch.device) -> Tensor:
     """Where the positions of entire rows are in those of the ranks one after the other, with the form "gather"."""
     parts = torch.arange(seq_len, device=device).unflatten(0, (cp, 2, -1))
     return torch.cat((parts[:, 0], parts[:, 1].flip(0))).flatten()
-
-
-def attend_to_gathered(
-    kernel: Kernel,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: AttentionMask | None,
-    *,
-    group: dist.ProcessGroup,
-    **options: Any,
-) -> Tensor:
-    """As attend_over_heads. mask: of this rank's queries and entire rows of keys, see mask_of_own_queries."""
-    keys, values = (_GatherPositions.apply(x, group) for x in (keys, values))  # type: ignore[no-untyped-call]
-    if mask is None or mask.shape[-2] != queries.shape[2]:
-        raise RuntimeError(
-            'the mask is not one of this rank\'s queries: with parallelism.context_parallel = "gather" a family builds '
-            "it with self.attention_mask"
-        )
-    return kernel(queries, keys, values, mask, **options)
 
 
 def mask_of_own_queries(

@@ -17,9 +17,9 @@ from titanlite.models.experts import Experts
 from titanlite.models.family import Structure
 from titanlite.models.float8 import RECIPES, UNIT, Float8, RecipeName, Scale
 from titanlite.models.linear import multiplied, use_own_products
+from titanlite.models.parts import Column, OwnPositions, Row
 from titanlite.parallel.collectives import all_maximum
 from titanlite.parallel.mesh import ParallelismConfig
-from titanlite.parallel.tensor import tensor_style
 from titanlite.runtime.errors import Problem, Rules
 from titanlite.runtime.settings import Affects, Needs, setting
 from titanlite.runtime.text import counted
@@ -95,21 +95,21 @@ def apply_float8(
         maximum = partial(all_maximum, group=tp)
     # Shared by all blocks, so that one compiled graph is that of all.
     uncut = Float8(recipe, section.scale, on_device=on_device)
-    cut = {"row": replace(uncut, maximum=maximum), "column": replace(uncut, gradient_maximum=maximum)}
-    cut["row_part"] = cut["row"]
+    cut = {Row: replace(uncut, maximum=maximum), Column: replace(uncut, gradient_maximum=maximum)}
     # Which positions meet in a block of an expert's rows would depend on the layout.
     cut_experts = (
-        replace(cut[style], recipe=replace(recipe, of_tokens=False), on_device=False) for style in ("column", "row")
+        replace(cut[kind], recipe=replace(recipe, of_tokens=False), on_device=False) for kind in (Column, Row)
     )
     inner, outer = (partial(multiplied, products=settings) for settings in cut_experts)
-    for name, module in layers.items():
+    for module in layers.values():
         if isinstance(module, Experts):
             products: dict[str, Any] = {"products": (inner, outer)}
             module.feed_forward = partial(module.feed_forward, **products)
             continue
-        module.products = cut.get(tensor_style(structure, name) or "", uncut)  # type: ignore[assignment]
+        own = (settings for kind, settings in cut.items() if isinstance(module, kind))
+        module.products = next(own, uncut)  # type: ignore[assignment]
     degree = 1 if tp is None else tp.size()
-    fits = (_fits_device(module, tensor_style(structure, name), degree) for name, module in layers.items())
+    fits = (_fits_device(module, degree) for module in layers.values())
     by_device = sum(fits) if on_device else 0
     how = [f"{counted(by_device, 'layer')} by the matrix unit"] * (by_device > 0)
     how += [f"{counted(len(layers) - by_device, 'layer')} emulated"] * (by_device < len(layers))
@@ -140,10 +140,9 @@ def check_float8(
         return rules.problems
     misfits, row_parts = [], cp * (2 if cp > 1 and layout.context_parallel == "gather" else 1)
     for name, module in layers.items():
-        style = tensor_style(structure, name)
-        if style == "positions":
+        if isinstance(module, OwnPositions):
             row_parts = math.lcm(row_parts, cp * tp)
-        for what, size, parts in _sizes(module, style, tp):
+        for what, size, parts in _sizes(module, tp):
             if size % (block * parts):
                 of_ranks = f" for tp = {parts} ranks" if parts > 1 else ""
                 following = -(-size // (block * parts)) * block * parts
@@ -169,15 +168,15 @@ def check_float8(
     return rules.problems
 
 
-def _fits_device(module: nn.Linear | Experts, style: str | None, tp: int) -> bool:
-    sizes = _sizes(module, style, tp)
+def _fits_device(module: nn.Linear | Experts, tp: int) -> bool:
+    sizes = _sizes(module, tp)
     return isinstance(module, nn.Linear) and not any(size % (UNIT * parts) for _, size, parts in sizes)
 
 
-def _sizes(module: nn.Linear | Experts, style: str | None, tp: int) -> list[tuple[str, int, int]]:
+def _sizes(module: nn.Linear | Experts, tp: int) -> list[tuple[str, int, int]]:
     """(what, size, ranks that share it) of the dimensions that products contract: inputs, and outputs in backward."""
     if isinstance(module, Experts):
         _, hidden, inputs = module.w1.shape
         return [("inputs", inputs, 1), ("hidden features", hidden, tp)]
-    inputs, outputs = (tp if style in which else 1 for which in (("row", "row_part"), ("column",)))
+    inputs, outputs = (tp if isinstance(module, kind) else 1 for kind in (Row, Column))
     return [("inputs", module.in_features, inputs), ("outputs", module.out_features, outputs)]

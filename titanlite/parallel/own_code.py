@@ -1,25 +1,25 @@
 """Checks of the code that a family brings, before parallelism is applied: what parallelism would replace or drop is
 refused, since the run would silently train another model than one process."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from titanlite.models.attention import Kernel, additive_mask, attend, attention_mask
 from titanlite.models.decoder import Decoder, FurtherBlock
 from titanlite.models.experts import Experts, feed_forward, mixtures_of
 from titanlite.models.family import FAMILIES, DecoderConfig, Family, LanguageModel, Structure, has_own
 from titanlite.models.head import OutputLayer, output_layers_of
-from titanlite.models.layers import HeadAttention
-from titanlite.models.linear_attention import GatedDeltaNet
+from titanlite.models.layers import WholeRows
+from titanlite.models.mixer import Mixer, mixers_of, own_values
+from titanlite.models.parts import gathers
 from titanlite.models.shrink import shrink_model
 from titanlite.parallel.mesh import ContextParallel, ParallelismConfig
-from titanlite.parallel.tensor import style_problems, tensor_style
+from titanlite.parallel.tensor import form_problems
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.runtime.plugins import is_registered
 
@@ -40,16 +40,20 @@ def require_layout(
     is_own = is_registered(FAMILIES, family.name) or has_own_code(model)
     if section.tp > 1:
         found["tp"] = (
-            next(iter(style_problems(model, structure)), None)
+            next(iter(form_problems(model)), None)
             or transform_problem(model, 1)
-            or (position_problem(family, config, of_attend=False) if is_own else None)
+            or (position_problem(family, config, of_core=False) if is_own else None)
         )
     if section.ep > 1:
         found["ep"] = experts_problem(model)
     if section.cp > 1:
         found["cp"] = context_problem(model, structure, form)
         if is_own and found["cp"] is None:
-            found["cp"] = uncalled_attention(model) or position_problem(family, config, of_attend=True)
+            found["cp"] = (
+                uncalled_core(model)
+                or position_problem(family, config, of_core=True)
+                or core_problem(family, config, form)
+            )
     if section.pp > 1 and family.boundary is None and is_own:
         found["pp"] = boundary_problem(model, structure, stages)
     name = family.name
@@ -79,36 +83,14 @@ def transform_problem(model: nn.Module, dim: Literal[0, 1]) -> str | None:
     return None
 
 
-def position_problem(family: Family, config: Any, *, of_attend: bool) -> str | None:
+def position_problem(family: Family, config: Any, *, of_core: bool) -> str | None:
     """Where positions interact that a rank does not have together; None: nowhere. Tested with a tiny model of the
     family, by gradients: of the output of a position with respect to the embeddings of the others.
 
-    of_attend: whether they may interact in `attend` only (cp), or anywhere in modules with the style "gather" (tp).
+    of_core: whether they may interact in the core of mixers only (cp), or anywhere in modules that gather their input
+    (tp).
     """
-    if not isinstance(config, DecoderConfig):
-        return None
-    try:
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
-            tiny = replace(shrink_model(config, 1), vocab_size=8, n_layers=config.n_layers)  # a layer may be special
-            embedded, out = _cut(family, tiny, of_attend=of_attend)
-            for position in range(out.shape[1]):
-                (gradient,) = torch.autograd.grad(out[0, position].sum(), embedded, retain_graph=True)
-                gradient[0, position] = 0
-                if gradient.any():
-                    where = "attend" if of_attend else 'modules with the tensor style "gather"'
-                    return f"positions interact outside of {where}, and each rank has some of them"
-    except Exception as error:
-        return f"its positions cannot be checked with a tiny model: {type(error).__name__}: {error}"
-    return None
-
-
-def _cut(family: Family, config: Any, *, of_attend: bool) -> tuple[Tensor, Tensor]:
-    """The embeddings, and the input of the output layer, of a model with random weights in which positions do not
-    interact where they may: see position_problem."""
-    torch.manual_seed(0)
-    model = family.build(config).to(torch.float64)
-    model.tie_weights()
-    model.init_buffers(torch.device("cpu"))
+    where = "the core of a Mixer" if of_core else "modules that gather"
     ends: list[Tensor] = []
 
     def note(_module: nn.Module, args: tuple[Any, ...], out: Tensor | None = None) -> None:
@@ -117,30 +99,53 @@ def _cut(family: Family, config: Any, *, of_attend: bool) -> tuple[Tensor, Tenso
     def detach(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(x.detach().requires_grad_() if isinstance(x, Tensor) and x.requires_grad else x for x in args)
 
-    for parameter in model.parameters():
-        nn.init.uniform_(parameter, -0.5, 1.0)
-    for mixture in mixtures_of([model]):
-        mixture.balance_loss = mixture.z_loss = 0.0  # of all positions, and ranks add up their parts
-    structure = family.structure(config)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            module.register_forward_hook(note)
-        elif isinstance(module, OutputLayer):
-            module.register_forward_pre_hook(note)
-        elif of_attend and isinstance(module, HeadAttention):
-            module.attend = own_position
-        elif of_attend and isinstance(module, GatedDeltaNet):
-            module.mix = lambda _queries, _keys, values, *_: values
-        elif not of_attend and tensor_style(structure, name) in ("gather", "whole_rows"):
-            module.register_forward_pre_hook(detach)
-    model(torch.arange(6).unsqueeze(0))
-    embedded, out = ends
-    return embedded, out
+    def prepare(model: LanguageModel) -> None:
+        """Positions do not interact where they may."""
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                module.register_forward_hook(note)
+            elif isinstance(module, OutputLayer):
+                module.register_forward_pre_hook(note)
+            elif of_core and isinstance(module, Mixer):
+                module.core = own_values  # type: ignore[method-assign, assignment]
+            elif not of_core and (gathers(module) or isinstance(module, WholeRows)):
+                module.register_forward_pre_hook(detach)
+
+    def judge() -> str | None:
+        embedded, out = ends
+        for position in range(out.shape[1]):
+            (gradient,) = torch.autograd.grad(out[0, position].sum(), embedded, retain_graph=True)
+            gradient[0, position] = 0
+            if gradient.any():
+                return f"positions interact outside of {where}, and each rank has some of them"
+        return None
+
+    return _tiny_problem(family, config, prepare, judge)
 
 
-def own_position(queries: Tensor, _keys: Tensor, values: Tensor, *_others: Any, **_options: Any) -> Tensor:
-    """In place of attention: a result of its shape, in which each position sees itself only."""
-    return functional.pad(queries, (0, values.shape[-1] - queries.shape[-1]))
+def _tiny_problem(
+    family: Family, config: Any, prepare: Callable[[LanguageModel], None], judge: Callable[[], str | None]
+) -> str | None:
+    """What `judge` says after a forward pass of a tiny model of the family with random weights, once prepared."""
+    if not isinstance(config, DecoderConfig):
+        return None
+    try:
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.manual_seed(0)
+            # a layer may be special
+            model = family.build(replace(shrink_model(config, 1), vocab_size=8, n_layers=config.n_layers))
+            model = model.to(torch.float64)
+            model.tie_weights()
+            model.init_buffers(torch.device("cpu"))
+            for parameter in model.parameters():
+                nn.init.uniform_(parameter, -0.5, 1.0)
+            for mixture in mixtures_of([model]):
+                mixture.balance_loss = mixture.z_loss = 0.0  # of all positions, and ranks add up their parts
+            prepare(model)
+            model(torch.arange(6).unsqueeze(0))
+            return judge()
+    except Exception as error:
+        return f"it cannot be checked with a tiny model: {type(error).__name__}: {error}"
 
 
 def experts_problem(model: nn.Module) -> str | None:
@@ -163,15 +168,14 @@ def context_problem(model: LanguageModel, structure: Structure, form: ContextPar
     if model.draws:
         return "it draws random numbers by row key, and each rank has a part of the row"
     for name in structure.blocks:
-        if not any(isinstance(module, HeadAttention | GatedDeltaNet) for module in model.get_submodule(name).modules()):
-            return f"{name} has no titanlite.models.layers.Attention, which knows cp"
+        if not mixers_of([model.get_submodule(name)]):
+            return f"{name} has no titanlite.models.mixer.Mixer, such as an Attention, which knows cp"
     if form == "gather" and getattr(model, "attention_mask", None) is not attention_mask:
         return 'context_parallel = "gather" would replace its attention_mask'
     for name, module in model.named_modules():
-        if isinstance(module, HeadAttention) and module.attend is not attend:
-            fault = kernel_problem(module.attend, module.head_dim, form)
-            if fault is not None:
-                return f"{name}.attend {fault}"
+        kernel: Any = getattr(module, "attend", attend)
+        if kernel is not attend and (fault := kernel_problem(kernel, module.head_dim, form)) is not None:
+            return f"{name}.attend {fault}"
     return None
 
 
@@ -198,16 +202,43 @@ def kernel_problem(kernel: Kernel, head_dim: int, form: ContextParallel) -> str 
     return None
 
 
-def uncalled_attention(model: LanguageModel) -> str | None:
-    """The Attention modules whose forward does not call `attend`; None: all do."""
+def uncalled_core(model: LanguageModel) -> str | None:
+    """The mixers whose forward does not call `core`; None: all do."""
     called: set[str] = set()
     with ExitStack() as stack:
-        attentions = [name for name, module in model.named_modules() if isinstance(module, HeadAttention)]
-        for name in attentions:
-            stack.enter_context(replaced(model.get_submodule(name), "attend", _noting(name, called)))
+        mixers = [name for name, module in model.named_modules() if isinstance(module, Mixer)]
+        for name in mixers:
+            stack.enter_context(replaced(model.get_submodule(name), "core", _noting(name, called)))
         if (fault := _try(model)) is not None:
             return fault
-    return next((f"{name} does not call self.attend" for name in attentions if name not in called), None)
+    return next((f"{name} does not call self.core" for name in mixers if name not in called), None)
+
+
+def core_problem(family: Family, config: Any, form: ContextParallel) -> str | None:
+    """The mixers whose own core gives some of the heads another result than among all. Tested with a tiny model."""
+    faults: list[str] = []
+
+    def halved(name: str, core: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def compare(inputs: Sequence[Tensor], seen: Any, by_head: Mapping[str, Tensor]) -> Tensor:
+            out, parts = core(inputs, seen, by_head), []
+            for index in range(2):
+                own = [each if each.shape[2] == 1 else each.chunk(2, dim=2)[index] for each in inputs]
+                parts.append(core(own, seen, {key: value.chunk(2)[index] for key, value in by_head.items()}))
+            if not torch.allclose(torch.cat(parts, dim=2), out):
+                faults.append(f"{name}.core gives some of the heads another result than among all")
+            return out
+
+        return compare
+
+    def prepare(model: LanguageModel) -> None:
+        for name, mixer in model.named_modules():
+            if not isinstance(mixer, Mixer) or type(mixer).core.__module__.startswith("titanlite."):
+                continue
+            if form == "gather" and mixer.gathered:
+                faults.append(f'{name} has a core of its own: use context_parallel = "heads"')
+            mixer.core = halved(name, mixer.core)  # type: ignore[method-assign]
+
+    return _tiny_problem(family, config, prepare, lambda: next(iter(faults), None))
 
 
 @contextmanager
@@ -223,10 +254,10 @@ def replaced(module: nn.Module, name: str, function: Callable[..., Tensor]) -> I
             setattr(module, name, own[name])
 
 
-def _noting(name: str, called: set[str]) -> Kernel:
-    def note(*heads: Any, **options: Any) -> Tensor:
+def _noting(name: str, called: set[str]) -> Callable[..., Tensor]:
+    def note(inputs: Sequence[Tensor], *_: Any) -> Tensor:
         called.add(name)
-        return own_position(*heads, **options)
+        return own_values(inputs)
 
     return note
 

@@ -57,7 +57,7 @@ def parallelize(
     return [
         *apply_context_parallel(model, mesh.cp_group, mesh.section.context_parallel),
         *apply_expert_parallel(model, mesh.device_mesh, mesh.expert_mesh),
-        *apply_tensor_parallel(model, structure, mesh.device_mesh),
+        *apply_tensor_parallel(model, mesh.device_mesh),
         *apply_float8(model, structure, float8, mesh.group("tp"), on_device=on_device),
         *(apply_recompute(model, structure, recompute) if recompute_first else []),
         *apply_compile(model, structure, compilation),

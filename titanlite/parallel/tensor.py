@@ -1,12 +1,11 @@
-"""Tensor parallelism with sequence parallelism, by the tensor styles of a family's structure.
+"""Tensor parallelism with sequence parallelism, by the types of the modules (models/parts.py).
 
 Parameters are DTensors. The modules compute with plain tensors, this rank's parts of the parameters, and exchange
 activations explicitly: each operation on DTensors would cost a tenth of a millisecond, forward and backward.
 """
 
 from collections.abc import Callable
-from fnmatch import fnmatchcase
-from functools import partial
+from functools import lru_cache, partial
 from types import MethodType
 from typing import Any
 
@@ -18,84 +17,90 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional
 
 from titanlite.models.experts import Experts, Router, router_scores
-from titanlite.models.family import LanguageModel, Structure, TensorStyle, has_own
-from titanlite.models.layers import RMSNorm, Scalar, WholeRows, WideNorm, rms_norm, rms_norm_of_part
+from titanlite.models.family import LanguageModel, has_own
+from titanlite.models.head import OutputLayer
+from titanlite.models.layers import OfHeads, RMSNorm, Scalar, WholeRows, WideNorm, rms_norm, rms_norm_of_part
 from titanlite.models.linear import layer_linear
+from titanlite.models.parts import Column, OwnPositions, Row, RowPart, gathers
 from titanlite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 
 
-def apply_tensor_parallel(model: LanguageModel, structure: Structure, mesh: DeviceMesh) -> list[str]:
+def apply_tensor_parallel(model: LanguageModel, mesh: DeviceMesh) -> list[str]:
     """Shard the model's parameters over the tp axis, in place; return descriptions for the start log.
 
     Between blocks, activations are (batch, seq_len / tp, dim) on each rank. Names of parameters do not change. The
     gradients of replicated parameters (norms) are parts of sums over tp, since each rank computes a part of the
-    positions or of the heads; data parallelism adds them up. The model must have no `style_problems`.
+    positions or of the heads; data parallelism adds them up. The model must have no `form_problems`.
     """
     axis = mesh["tp"]
     if axis.size() == 1:
         return []
-    for name, module in list(model.named_modules()):
-        style = tensor_style(structure, name)
-        if style is not None:
-            _apply(style, module, axis)
+    for module in list(model.modules()):
+        if gathers(module):
+            module.register_forward_pre_hook(partial(_gather_input, group=axis.get_group()))
+        if (kind := form_of(module)) is not None:
+            _apply(module, FORMS[kind], axis)
     model.tie_weights()
     return ["tensor parallel"]
 
 
-def tensor_style(structure: Structure, name: str) -> TensorStyle | None:
-    """Style of the submodule `name` in the structure; None if it has no style."""
-    return next((style for pattern, style in structure.tensor_styles.items() if _matches(name, pattern)), None)
+def form_of(module: nn.Module) -> type[nn.Module] | None:
+    """The type in FORMS that a module is of; None: none."""
+    return next((kind for kind in type(module).__mro__ if kind in FORMS), None)
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")
-
-
-def tensor_dimension(structure: Structure, module: str, parameter: str) -> int | None:
-    """The dimension along which tp shards this parameter of a module with a tensor style; None: it is replicated."""
-    style = tensor_style(structure, module)
-    assert style is not None, f"the structure has no tensor style for {module}"
-    placement = _STYLES[style][1][parameter]
+def tensor_dimension(module: nn.Module, parameter: str) -> int | None:
+    """The dimension along which tp shards this parameter of a module; None: it is replicated."""
+    kind = form_of(module)
+    assert kind is not None, f"{type(module).__name__} has no form over tp"
+    placement = FORMS[kind][0][parameter]
     return placement.dim if isinstance(placement, Shard) else None
 
 
-def style_problems(model: nn.Module, structure: Structure) -> list[str]:
+@lru_cache(maxsize=16)  # a search asks for each layout
+def form_problems(model: nn.Module) -> list[str]:
     """Why tensor parallelism cannot be applied to a full model as it was built; empty if it can."""
-    styles = ("gather", *_STYLES)
-    unknown = [f'{pattern}: "{style}"' for pattern, style in structure.tensor_styles.items() if style not in styles]
-    if unknown:
-        return [f"{each} is no tensor style; they are {', '.join(styles)}" for each in unknown]
-    modules = dict(model.named_modules(remove_duplicate=False))
-    patterns = (each for each in structure.tensor_styles if not any(_matches(name, each) for name in modules))
-    problems = [f"tensor_styles has {pattern}, which the model does not have" for pattern in patterns]
-    kind: type[nn.Module]
+    problems, modules = [], dict(model.named_modules(remove_duplicate=False))
     for name, module in modules.items():
-        style, own = tensor_style(structure, name), [key for key, _ in module.named_parameters(recurse=False)]
-        if isinstance(module, Experts):
-            kind, parameters, replaces = Experts, own, True
-        elif style is None or style == "gather":
-            problems += [f"the structure has no tensor style for {name}.{key}" for key in own]
+        own, what = [key for key, _ in module.named_parameters(recurse=False)], type(module).__name__
+        outer = next((each for each in _around(name) if gathers(modules[each])), None)
+        if gathers(module) and outer is not None:
+            problems.append(
+                f"{name} gathers its input inside of {outer}, which has gathered it (write gathers = False)"
+            )
+        kind = Experts if isinstance(module, Experts) else form_of(module)
+        if kind is None:
+            remedy = "build it of titanlite.models.parts: Column and Row, or OwnPositions, or Scalar of models.layers"
+            problems += [f"{name}.{key} is a parameter of {what}, which tp cannot cut ({remedy})" for key in own[:1]]
             continue
-        else:
-            kind, placements, forward = _STYLES[style]
-            no_bias = isinstance(module, nn.Linear) and module.bias is None
-            parameters = [key for key in placements if key != "bias" or not no_bias]
-            replaces = forward is not None
-        if not isinstance(module, kind):
-            problems.append(f'{name}: tensor style "{style}" is for {kind.__name__}, not {type(module).__name__}')
-        elif own != parameters:
-            problems.append(f'{name}: tensor style "{style}" is for {", ".join(parameters)}, not {", ".join(own)}')
-        elif replaces and has_own(module, "forward", kind):
-            problems.append(f"{name}: tensor parallelism would replace the forward of {type(module).__name__}")
+        if kind is Column and outer is None and not any(_has_whole_rows(modules[each]) for each in _around(name)):
+            remedy = "write gathers = True in the class of the module that is called with one part of the positions"
+            problems.append(f"{name} is a Column, and no module around it gathers its input ({remedy})")
+        placements, forward = FORMS.get(kind, (dict.fromkeys(own), _none))
+        expected = [key for key in placements if key != "bias" or getattr(module, "bias", None) is not None]
+        if own != expected:
+            problems.append(f"{name}: a {kind.__name__} has {', '.join(expected)}, not {', '.join(own)}")
+        elif forward is not None and has_own(module, "forward", kind):
+            problems.append(f"{name}: tensor parallelism would replace the forward of {what}")
     return problems
 
 
-def _apply(style: TensorStyle, module: nn.Module, axis: DeviceMesh) -> None:
-    if style in ("gather", "logits"):
-        module.register_forward_pre_hook(partial(_gather_input, group=axis.get_group()))
-    if style == "gather":
-        return
-    _, placements, forward = _STYLES[style]
+def _around(name: str) -> list[str]:
+    """The names of the modules that have the module `name`."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _has_whole_rows(module: nn.Module) -> bool:
+    return any(isinstance(child, WholeRows) for child in module.children())
+
+
+def _none(*_: Any) -> None:
+    """In place of the forward of experts, which expert parallelism replaces."""
+
+
+def _apply(module: nn.Module, form: "Form", axis: DeviceMesh) -> None:
+    placements, forward = form
     for name, parameter in list(module.named_parameters(recurse=False)):
         setattr(module, name, nn.Parameter(distribute_tensor(parameter, axis, [placements[name]])))
     if forward is not None:
@@ -167,23 +172,24 @@ def _read_own(scalar: Scalar) -> Tensor:
     return local_weight(scalar.weight)
 
 
-_STYLES: dict[TensorStyle, tuple[type[nn.Module], dict[str, Placement], Callable[..., Any] | None]] = {
-    "vocabulary": (nn.Embedding, {"weight": Shard(0)}, _look_up),
-    "norm": (RMSNorm, {"weight": Replicate()}, _normalize),
-    "head_norm": (RMSNorm, {"weight": Replicate()}, _normalize),
-    "wide_norm": (WideNorm, {"weight": Shard(0)}, _normalize_together),
-    "whole_rows": (WholeRows, {}, _whole_rows),
-    "positions": (nn.Linear, {"weight": Replicate(), "bias": Replicate()}, _project_own_positions),
-    "column": (nn.Linear, {"weight": Shard(0), "bias": Shard(0)}, _project),
-    "row": (nn.Linear, {"weight": Shard(1), "bias": Replicate()}, _project_and_sum),
-    "row_part": (nn.Linear, {"weight": Shard(1)}, _project_features),
-    "router": (Router, {"weight": Replicate(), "bias": Replicate()}, _route),
-    "scalar": (Scalar, {"weight": Replicate()}, _read),
-    "heads": (Scalar, {"weight": Shard(0)}, _read_own),
-    "logits": (nn.Linear, {"weight": Shard(0)}, None),
+Form = tuple[dict[str, Placement], Callable[..., Any] | None]
+
+FORMS: dict[type[nn.Module], Form] = {
+    nn.Embedding: ({"weight": Shard(0)}, _look_up),
+    RMSNorm: ({"weight": Replicate()}, _normalize),
+    WideNorm: ({"weight": Shard(0)}, _normalize_together),
+    WholeRows: ({}, _whole_rows),
+    OwnPositions: ({"weight": Replicate(), "bias": Replicate()}, _project_own_positions),
+    Column: ({"weight": Shard(0), "bias": Shard(0)}, _project),
+    Row: ({"weight": Shard(1), "bias": Replicate()}, _project_and_sum),
+    RowPart: ({"weight": Shard(1)}, _project_features),
+    Router: ({"weight": Replicate(), "bias": Replicate()}, _route),
+    Scalar: ({"weight": Replicate()}, _read),
+    OfHeads: ({"weight": Shard(0)}, _read_own),
+    OutputLayer: ({"weight": Shard(0)}, None),
 }
-"""Style -> type of the module, placements of its parameters over tp, and its forward (None: it keeps its own). A module
-whose forward is replaced must have that of its type: see style_problems."""
+"""Type -> placements of its parameters over tp, and its forward (None: it keeps its own). A module whose forward is
+replaced must have that of its type: see form_problems."""
 
 
 def local_weight(weight: Tensor, gradient: Placement | None = None) -> Tensor:

@@ -5,10 +5,36 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from titanlite.models.attention import MaskForm
-from titanlite.models.decoder import FURTHER_STYLES
 from titanlite.models.delta_rule import CHUNK, SEGMENT
-from titanlite.models.family import DecoderConfig, Structure
+from titanlite.models.family import DecoderConfig, LanguageModel, Structure
 from titanlite.models.head import PART_IDS
+from titanlite.models.layers import Attention, RMSNorm, WholeRows, WideNorm
+
+
+class Features(NamedTuple):
+    """What the blocks of a model have. norms: of the residual stream, in each block. head_norms: of queries and keys,
+    head by head. wide_norms: of those of all heads together."""
+
+    norms: int
+    is_latent: bool
+    head_norms: bool
+    wide_norms: bool
+    sinks: bool
+
+
+def features_of(model: LanguageModel, structure: Structure) -> Features:
+    """Those of a full model."""
+    blocks = [model.get_submodule(name) for name in structure.blocks]
+    modules = [module for block in blocks for module in block.modules()]
+    attentions = [module for module in modules if isinstance(module, Attention)]
+    normed = [attention.q_norm for attention in attentions if attention.q_norm is not None]
+    return Features(
+        norms=sum(isinstance(child, RMSNorm) for child in blocks[0].children()),
+        is_latent=any(isinstance(module, WholeRows) for module in modules),
+        head_norms=any(not isinstance(norm, WideNorm) for norm in normed),
+        wide_norms=any(isinstance(norm, WideNorm) for norm in normed),
+        sinks=any(attention.sinks is not None for attention in attentions),
+    )
 
 
 class BlockKind(NamedTuple):
@@ -108,7 +134,7 @@ class ActivationBytes:
         return self.tables + sum(self.masks[window] for window in {self.windows[block] for block in blocks})
 
 
-def activation_bytes(config: DecoderConfig, structure: Structure, shape: MicrobatchShape) -> ActivationBytes:
+def activation_bytes(config: DecoderConfig, features: Features, shape: MicrobatchShape) -> ActivationBytes:
     """Count the saved bytes of the model's forward pass, operation by operation. docs/planning.md has the error.
 
     With tensor parallelism the residual stream is sharded along the sequence, the inside of attention and feed-forward
@@ -125,7 +151,7 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
     wide = max(size, 4)  # bytes per element of the operations in at least float32
     residual = positions * config.dim * size // tp
     gathered = positions * config.dim * size
-    latent = "whole_rows" in structure.tensor_styles.values()
+    latent = features.is_latent
     projected = _latent_products(config) if latent else query_dim + 2 * kv_dim  # queries, keys, values
     heads = positions * projected * size // tp
     attended = positions * query_dim * size // tp
@@ -135,8 +161,7 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
 
     def saved_inputs(window: int) -> int:
         """Those that "op" keeps with the result of a compiled FlexAttention, except values that a product gave."""
-        sinks = "layers.*.attention.sinks" in structure.tensor_styles
-        if shape.compiled or not shape.uses_blocks(config, window, sinks=sinks):
+        if shape.compiled or not shape.uses_blocks(config, window, sinks=features.sinks):
             return 0
         of_keys = rows_of_keys * n_kv_heads * config.head_dim
         return positions * (query_dim + (2 if shape.cp > 1 else 1) * of_keys) * size // tp
@@ -162,11 +187,10 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
     dense = positions * config.dense_ffn_dim * size // tp
     hidden = max(sparse, dense)
     norm = _norm_bytes(config.dim, positions // tp, size, wide)
-    styles = structure.tensor_styles.values()
     head_norm = 0
-    if "head_norm" in styles:
+    if features.head_norms:
         head_norm = _norm_bytes(config.head_dim, positions * (config.n_heads + config.n_kv_heads) // tp, size, wide)
-    if "wide_norm" in styles:
+    if features.wide_norms:
         head_norm = sum(_norm_bytes(dim // tp, positions, size, wide) for dim in (query_dim, kv_dim))
     if latent:
         head_norm = _latent_bytes(config, positions, tp, size, wide)
@@ -203,7 +227,7 @@ def activation_bytes(config: DecoderConfig, structure: Structure, shape: Microba
         heads += positions * query_dim * size // tp
         scores += positions * wide if config.gates_shared else 0
     of_feed_forward = (of_experts if has_experts else kept * sparse) + norm + gathered
-    inputs = norms_of_block(structure) * norm + (residual if latent and tp > 1 else gathered) + gathered
+    inputs = features.norms * norm + (residual if latent and tp > 1 else gathered) + gathered
     linear, linear_by_op = _linear_bytes(config, shape, wide)
     full = head_norm + logsumexp
     by_kind = {
@@ -269,12 +293,6 @@ def _mask_bytes(shape: MicrobatchShape, window: int) -> int:
 def heads_of(config: DecoderConfig) -> int:
     """How often the output layer computes a loss."""
     return 1 + config.n_further_tokens
-
-
-def norms_of_block(structure: Structure) -> int:
-    """Number of norms of the residual stream in each block."""
-    own = (name for name, style in structure.tensor_styles.items() if style == "norm" and name.startswith("layers."))
-    return sum(name.count(".") == 2 and name not in FURTHER_STYLES for name in own)
 
 
 def _latent_products(config: Any) -> int:

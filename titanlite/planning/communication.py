@@ -203,9 +203,8 @@ def _data_parallel(stage: Stage, section: ParallelismConfig, shape: StepShape) -
 def _context_parallel(
     stage: Stage, section: ParallelismConfig, recompute: ActivationCheckpointConfig, shape: StepShape
 ) -> list[Traffic]:
-    """Each block exchanges queries, keys, values and the result of attention per direction, and if it is recomputed; or
-    gathers keys and values, also if it is recomputed, and scatters their gradients. Gated linear attention
-    exchanges its inputs in one call, and its results."""
+    """Each block exchanges the inputs of its core in one call, and its results, per direction, and if it is recomputed;
+    or attention gathers keys and values, also if it is recomputed, and scatters their gradients."""
     cp = shape.sizes["cp"]
     linear, other = ([index for index in stage.blocks if shape.linear_layers[index] is kind] for kind in (True, False))
     backward, of_linear = (len(blocks) * shape.microbatches for blocks in (other, linear))
@@ -218,7 +217,7 @@ def _context_parallel(
     sums = 2 * shape.rows * shape.n_experts * max(4, shape.param_bytes)
     balance = Traffic("cp", "all-reduce", balances, balances * sums, cp)
     if section.context_parallel == "heads":
-        calls = 4 * (forward + backward) + 2 * of_linear
+        calls = 2 * (forward + backward + of_linear)
         return [Traffic("cp", "all-to-all", calls, (forward + backward) * part + moved, cp), balance]
     return [
         balance,

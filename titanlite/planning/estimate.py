@@ -151,8 +151,8 @@ def step_shape(
         exchanged = (model.n_heads // tp + max(of_keys, cp)) * widths  # queries, results, keys and values
     inner = (2 * model.linear_key_heads * model.linear_key_dim + 2 * model.linear_value_heads) // tp
     values = model.linear_value_heads * model.linear_value_dim // tp
-    styles = [*blueprint(config.model).structure.tensor_styles.values()]
-    latent = (model.q_lora_rank or model.dim) + model.kv_lora_rank + model.rotary_dim if "whole_rows" in styles else 0
+    features = blueprint(config.model).features
+    latent = (model.q_lora_rank or model.dim) + model.kv_lora_rank + model.rotary_dim if features.is_latent else 0
     return StepShape(
         device_type=device_type,
         sizes={**sizes, "dp_shard": sizes["dp_shard"] * cp},
@@ -170,7 +170,7 @@ def step_shape(
         n_dense_layers=model.n_dense_layers,
         n_further_tokens=model.n_further_tokens,
         attention_input=latent or model.dim,
-        wide_norms=styles.count("wide_norm"),
+        wide_norms=2 * features.wide_norms,
         loss_chunk=loss_chunk(config, model.vocab_size, device_type, step.size),
         shard_logits=_shards_logits(config),
         dim=model.dim,
@@ -220,7 +220,7 @@ def _activations(config: JobConfig, shape: StepShape, device_type: str) -> Activ
 
 @lru_cache(maxsize=1024)  # the same for many layouts of a search
 def _activation_bytes(model: Blueprint, shape: MicrobatchShape) -> ActivationBytes:
-    return activation_bytes(model.hyper_parameters, model.structure, shape)
+    return activation_bytes(model.hyper_parameters, model.features, shape)
 
 
 def _owners(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> OwnerRounds:

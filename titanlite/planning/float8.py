@@ -7,8 +7,8 @@ from torch import nn
 from titanlite.config.schema import JobConfig
 from titanlite.models.experts import Experts
 from titanlite.models.float8 import RECIPES
+from titanlite.models.parts import Column, OwnPositions, Row
 from titanlite.parallel.float8 import Float8Config, could_multiply_on_device, float8_layers
-from titanlite.parallel.tensor import tensor_style
 from titanlite.planning.activations import MicrobatchShape
 from titanlite.planning.stages import Blueprint
 from titanlite.planning.work import Float8Products
@@ -34,16 +34,15 @@ def rounded_bytes(
     tp, config, structure = shape.tp, plan.hyper_parameters, plan.structure
     wide, casts = max(shape.element_bytes, 4), shape.element_bytes < 4
     largest = 0
-    for name, layer in float8_layers(model, structure, section.exclude):
+    for _, layer in float8_layers(model, structure, section.exclude):
         rows, of_tokens = shape.positions, products.of_tokens
         if isinstance(layer, Experts):
             _, outputs, inputs = layer.w1.shape
             rows, outputs, of_tokens = rows * config.n_active_experts // config.n_experts, outputs // tp, False
         else:
-            style = tensor_style(structure, name)
-            inputs = layer.in_features // (tp if style in ("row", "row_part") else 1)
-            outputs = layer.out_features // (tp if style == "column" else 1)
-            rows //= tp if style == "positions" else 1
+            inputs = layer.in_features // (tp if isinstance(layer, Row) else 1)
+            outputs = layer.out_features // (tp if isinstance(layer, Column) else 1)
+            rows //= tp if isinstance(layer, OwnPositions) else 1
         # per element: while it is rounded, as an operand, and of the result; one more for a transposed one
         chain, operand, result = (4 + casts) * wide, wide, casts * wide
         if products.on_device and not isinstance(layer, Experts):

@@ -14,6 +14,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.models.decoder import flops_of_blocks
 from titanlite.models.experts import Experts
 from titanlite.models.family import FAMILIES, ModelConfig, Structure, resolve_model
+from titanlite.models.registry import meta_model, structure_of
 from titanlite.optim.groups import divide, names_of_muon
 from titanlite.optim.muon import flops
 from titanlite.optim.optimizer import OptimizerConfig
@@ -26,6 +27,7 @@ from titanlite.parallel.pipeline import num_stages, stage_owners
 from titanlite.parallel.recompute import ActivationCheckpointConfig
 from titanlite.parallel.split import assign_units, holders, merged_units, split_stages, unit_weights
 from titanlite.parallel.tensor import tensor_dimension
+from titanlite.planning.activations import Features, features_of
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ class Blueprint:
     buffers: int
     block_buffers: int
     structure: Structure
+    features: Features
     weights: tuple[int, ...]
 
     @cached_property
@@ -150,17 +153,14 @@ class Blueprint:
 
 
 def blueprint(config: ModelConfig) -> Blueprint:
-    """The blueprint of a model with a tensor style for all its parameters, as decoders have."""
+    """The blueprint of a model all of whose modules have a form over tp."""
     return _blueprint(config.family, resolve_model(config)[1])
 
 
 @cache
 def _blueprint(family_name: str, hyper_parameters: Any) -> Blueprint:
-    family = FAMILIES[family_name]
-    with torch.device("meta"):
-        model = family.build(hyper_parameters)
-    model.tie_weights()
-    structure = family.structure(hyper_parameters)
+    model = meta_model(family_name, hyper_parameters)
+    structure = structure_of(FAMILIES[family_name], hyper_parameters, model)
     first_names = {name: first for first, others in structure.shared.items() for name in others}
     units = []
     for names in structure.units:
@@ -168,7 +168,7 @@ def _blueprint(family_name: str, hyper_parameters: Any) -> Blueprint:
         for prefix, module in chain(*(model.get_submodule(name).named_modules(prefix=name) for name in names)):
             for name, parameter in module.named_parameters(recurse=False):
                 is_expert = isinstance(module, Experts)
-                tp = FEATURES[name] if is_expert else tensor_dimension(structure, prefix, name)
+                tp = FEATURES[name] if is_expert else tensor_dimension(module, name)
                 full_name = first_names.get(f"{prefix}.{name}", f"{prefix}.{name}")
                 found.setdefault(parameter, _Shape(full_name, tuple(parameter.shape), tp, is_expert))
         units.append(tuple(found.values()))
@@ -179,7 +179,8 @@ def _blueprint(family_name: str, hyper_parameters: Any) -> Blueprint:
     weights = tuple(unit_weights(model, structure))
     block_buffers = of_blocks // max(len(structure.blocks), 1)
     own = buffers - of_blocks
-    return Blueprint(hyper_parameters, names, tuple(units), blocks, own, block_buffers, structure, weights)
+    features = features_of(model, structure)
+    return Blueprint(hyper_parameters, names, tuple(units), blocks, own, block_buffers, structure, features, weights)
 
 
 def plan_stages(config: JobConfig, sizes: Mapping[str, int]) -> list[Stage]:

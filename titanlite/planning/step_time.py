@@ -21,12 +21,13 @@ import torch
 from titanlite.config.schema import JobConfig
 from titanlite.models.attention import attention_dtype
 from titanlite.models.family import FAMILIES
+from titanlite.models.registry import meta_model
 from titanlite.optim.muon import muon_dtype
 from titanlite.parallel.compile import compiles_blocks
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import stage_owners
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputed_blocks
-from titanlite.planning.activations import BlockKind, MicrobatchShape
+from titanlite.planning.activations import BlockKind, MicrobatchShape, features_of
 from titanlite.planning.communication import LOADS, Operation, StepShape, Traffic, exchanges, reductions
 from titanlite.planning.estimate import Estimate, RankPlan, microbatch_shape
 from titanlite.planning.float8 import float8_products
@@ -192,10 +193,10 @@ def unit_seconds(
     wide = torch.promote_types(timer.dtype, torch.float32)
     on_cpu = timer.profile.device == "cpu"
     ops = Elementwise(timer.dtype.itemsize, wide.itemsize, on_cpu=on_cpu, compiled=compiled, float8=float8)
-    structure = FAMILIES[family].structure(model)
+    features = features_of(meta_model(family, model), FAMILIES[family].structure(model))
 
     def block_seconds(kind: BlockKind) -> BlockSeconds:
-        work = block_work(model, structure, microbatch, ep, ops, kind)
+        work = block_work(model, features, microbatch, ep, ops, kind)
         noted = noted_scores(model, microbatch, kind.window, ops) if notes_scores else Work()
         return BlockSeconds(
             PassSeconds(

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from titanlite.models.capped_attention import BLOCK_SCORES
 from titanlite.models.delta_rule import CHUNK
-from titanlite.models.family import DecoderConfig, Structure
-from titanlite.planning.activations import BlockKind, MicrobatchShape, heads_of, norms_of_block
+from titanlite.models.family import DecoderConfig
+from titanlite.planning.activations import BlockKind, Features, MicrobatchShape, heads_of
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def elementwise_work(forward: Work, backward: Work) -> PassWork:
 
 
 def block_work(
-    config: DecoderConfig, structure: Structure, shape: MicrobatchShape, ep: int, ops: Elementwise, kind: BlockKind
+    config: DecoderConfig, features: Features, shape: MicrobatchShape, ep: int, ops: Elementwise, kind: BlockKind
 ) -> PassWork:
     """The work of one transformer block, without its collectives."""
     window = kind.window
@@ -201,14 +201,13 @@ def block_work(
     query_dim, kv_dim = config.n_heads * config.head_dim // tp, config.n_kv_heads * config.head_dim // tp
     queries, keys = positions * query_dim, positions * kv_dim
     rotated = config.rotary_dim / config.head_dim
-    styles = structure.tensor_styles.values()
     parts = [
-        *(elementwise_work(*ops.norm(residual)) for _ in range(norms_of_block(structure))),
+        *(elementwise_work(*ops.norm(residual)) for _ in range(features.norms)),
         elementwise_work(ops.sums(residual, 2), ops.sums(residual, 2)),
     ]
     if kind.is_linear:
         parts += _linear_attention(config, shape, ops)
-    elif "whole_rows" in styles:
+    elif features.is_latent:
         parts += _latent_projections(config, shape, ops)
     else:
         parts += [
@@ -230,13 +229,13 @@ def block_work(
             # rotated parts are put together with the rest; of the input of wg
             elementwise_work(ops.copies(heads), ops.copies(heads, 3) + ops.sums(gathered, 1)),
         ]
-    if not kind.is_linear and ("head_norm" in styles or "wide_norm" in styles):
+    if not kind.is_linear and (features.head_norms or features.wide_norms):
         parts += [elementwise_work(*ops.norm(queries)), elementwise_work(*ops.norm(keys))]
     if shape.uses_bands(config, window):
         others = 1 - window / shape.seq_len  # of the bands after the first one
         forward = ops.copies(queries, 2) + ops.copies(others * queries, 2) + ops.copies(others * keys, 8)
         parts.append(elementwise_work(forward, ops.copies(queries, 4) + ops.copies(keys, 13)))
-    if "layers.*.attention.sinks" in structure.tensor_styles:
+    if features.sinks:
         # the results without the sink, scaled, and the product with their gradients
         parts.append(elementwise_work(ops.copies(queries), ops.copies(queries, 2)))
     if tp > 1:  # two gathers and two scatters, each with a copy

@@ -29,6 +29,18 @@ GROUP = "titanlite.plugins"
 """Entry points of installed packages that are plugins."""
 
 CODE_SUFFIXES = (".py", ".so", ".pyd")
+REPLACED = {
+    r"'(\w+_STYLES|HEAD_NORMS|WIDE_NORMS|TensorStyle|tensor_styles?)'|decoder_structure\(\) takes": (
+        "build the model of the layers of titanlite.models.parts, such as Column and Row, whose types say how tp cuts "
+        "them, and call decoder_structure(config)"
+    ),
+    r"'init'": (
+        'write how values begin where the parameter is: roles = {"weight": Role(Init("normal", 0.02))} in the class of '
+        "its module, with Role and Init of titanlite.models.parts"
+    ),
+    r"'(mix|transfer|transfer_of|parts_of)'": "see the table of replaced names in docs/plugins.md",
+}
+"""What to write in place of names that earlier versions had, by a pattern of the message of the error."""
 MODULE_PREFIX = "titanlite_plugin_"
 """Begins the names of modules of .py files in sys.modules."""
 
@@ -199,7 +211,10 @@ def _importing(name: str, shown: str) -> Iterator[None]:
         kind = "" if isinstance(error, RegistrationError) else f"{type(error).__name__}: "
         reason = " ".join(f"{kind}{error}{_place(error)}".split())
         is_missing = isinstance(error, ModuleNotFoundError)  # a .py file does not find the files beside it
-        remedy = "install that module, or add its folder to PYTHONPATH" if is_missing else "fix its code"
+        replaced = (new for pattern, new in REPLACED.items() if re.search(pattern, str(error)))
+        remedy = (
+            "install that module, or add its folder to PYTHONPATH" if is_missing else next(replaced, "fix its code")
+        )
         raise PluginError(shown, f"importable: {reason}", remedy) from error
     finally:
         _state.importing = earlier

@@ -1,7 +1,5 @@
 """Rotary embeddings and documents of the decoder; tests/unit/models/test_transformers.py has its logits."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +17,7 @@ from titanlite.models.head import LossComputation, OutputLayer
 from titanlite.models.init import init_parameters_
 from titanlite.models.layers import Llama3Scaling, RotaryEmbedding, RotaryTables
 from titanlite.models.llama3 import LLAMA3, Llama3, Llama3Config
+from titanlite.models.registry import structure_of
 
 CONFIG = Llama3Config(
     dim=24,
@@ -87,7 +86,7 @@ def test_mixed_precision_does_not_cast_the_rotary_tables(monkeypatch: pytest.Mon
     """fully_shard casts a block's floating-point arguments to the compute dtype; the tables must not be among them."""
     model = Llama3(CONFIG)
     model.init_buffers(CPU)
-    init_parameters_(model, 1, partial(LLAMA3.init, CONFIG))
+    init_parameters_(model, 1, structure_of(LLAMA3, CONFIG, model).init)
     mesh = init_device_mesh("cpu", (1,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*model.layers.values(), model):

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import fields, replace
-from functools import partial
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -19,14 +18,15 @@ from titanlite.config.describe import field_texts
 from titanlite.config.load import load_config
 from titanlite.generation.generate import Sampling, generate
 from titanlite.models.decoder import describe_size
-from titanlite.models.experts import Experts
 from titanlite.models.family import CHOICE_BIAS, Family, Init, LanguageModel, saved_tensors
 from titanlite.models.init import init_parameters_
 from titanlite.models.layers import adopt_rotary_
-from titanlite.models.registry import FAMILIES
+from titanlite.models.parts import Row
+from titanlite.models.registry import FAMILIES, structure_of
 from titanlite.models.shrink import shrink_model
 from titanlite.parallel.split import stage_structure
-from titanlite.parallel.tensor import tensor_style
+from titanlite.parallel.tensor import form_of, form_problems
+from titanlite.planning.activations import features_of
 from titanlite.runtime.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -122,22 +122,12 @@ def test_flops_match_the_counter_of_torch(family: Family, tied: bool) -> None:
 
 
 @every_family
-def test_every_parameter_has_a_tensor_style(family: Family) -> None:
+def test_every_module_has_a_form_and_every_parameter_a_role(family: Family) -> None:
     config = small(family)
-    model, structure = on_meta(family, config), family.structure(config)
-    owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
-    without = [name for name in owners if tensor_style(structure, name) is None]
-    assert all(isinstance(model.get_submodule(name), Experts) for name in without), without
-    assert tensor_style(structure, "layers.1.attention.wo") == "row"
-    assert tensor_style(structure, "layers.1.attention.wo.weight") is None
-    modules = dict(model.named_modules())
-    layers = range(config.n_layers)
-    unused = [
-        style
-        for style in structure.tensor_styles
-        if not any(style.replace("*", str(index)) in modules for index in layers)
-    ]
-    assert unused == []
+    model = on_meta(family, config)
+    assert form_problems(model) == []
+    assert form_of(model.get_submodule("layers.1.attention.wo")) is Row
+    assert structure_of(family, config, model).roles.keys() == dict(model.named_parameters()).keys()
 
 
 @every_family
@@ -146,8 +136,10 @@ def test_initial_distributions_by_role(family: Family) -> None:
     assert config.init_by_depth == (family.name not in ("olmo2", "olmo3", "olmoe"))
     config = replace(config, init_std=0.03)
     residual = 0.03 / (2 * config.n_layers) ** 0.5 if config.init_by_depth else 0.03
-    for name, _ in on_meta(family, config).named_parameters():
-        init = family.init(config, name)
+    model = on_meta(family, config)
+    structure = structure_of(family, config, model)
+    for name, _ in model.named_parameters():
+        init = structure.init(name)
         if name.endswith(("a_log.weight", "dt_bias.weight", "out_norm.weight")):
             assert init == (Init("log_uniform", 16.0) if "a_log" in name else Init("ones"))
         elif "norm" in name:
@@ -158,8 +150,6 @@ def test_initial_distributions_by_role(family: Family) -> None:
         else:
             std = residual if name.removesuffix(".weight").endswith(("wo", "w2")) else 0.03
             assert (init.kind, init.value) == ("normal", pytest.approx(std))
-    with pytest.raises(AssertionError, match="no initial distribution"):
-        family.init(config, "layers.0.attention.wx.weight")
 
 
 @pytest.mark.parametrize(("name", "flavor"), FLAVORS)
@@ -196,7 +186,7 @@ def test_a_model_from_the_meta_device_is_the_same(family: Family, tied: bool) ->
     direct = family.build(config)
     for one in (model, direct):
         one.init_buffers(CPU)
-        init_parameters_(one, 1, partial(family.init, config))
+        init_parameters_(one, 1, structure_of(family, config, model).init)
     assert ("output.weight" in dict(model.named_parameters())) != tied
     assert torch.equal(model(some_tokens(1, 8)), direct(some_tokens(1, 8)))
     others = {name for name in saved_tensors(model) if name.endswith(CHOICE_BIAS)}
@@ -271,8 +261,9 @@ def table(first: str) -> list[list[str]]:
 
 def features(family: Family) -> list[str]:
     config = family.flavors["debug"]
-    parameters = [name for name, _ in on_meta(family, config).named_parameters()]
-    styles = {*family.structure(config).tensor_styles.values()}
+    model = on_meta(family, config)
+    parameters = [name for name, _ in model.named_parameters()]
+    parts = features_of(model, family.structure(config))
     windows = getattr(config, "windows", ())
 
     def leaves(ending: str) -> str:
@@ -290,11 +281,11 @@ def features(family: Family) -> list[str]:
         "some layers" if hasattr(config, "no_rope_interval") else "",
         ", ".join(each for each in biases if each),
         "latent vectors"
-        if "whole_rows" in styles
+        if parts.is_latent
         else "each head"
-        if "head_norm" in styles
+        if parts.head_norms
         else "all heads"
-        if "wide_norm" in styles
+        if parts.wide_norms
         else "",
         " and ".join(place for place, norm in norms.items() if f"layers.0.{norm}.weight" in parameters),
         ", ".join(name for name, cap in caps.items() if cap),

@@ -30,10 +30,12 @@ def variants(family: Family) -> Iterator[tuple[str, Any]]:
     """(name, configuration) of a tiny model, with the other kind of embeddings, and with a base model."""
     plain = small(family, n_layers=4)
     yield "plain", plain
-    if "tie_embeddings" in {field.name for field in fields(plain)}:
+    names = {field.name for field in fields(plain)}
+    if "tie_embeddings" in names:
         name = "untied" if plain.tie_embeddings else "tied"
         yield name, small(family, n_layers=4, tie_embeddings=not plain.tie_embeddings)
-    yield "base model", small(family, n_layers=4, base_dim=plain.dim // 2, base_layers=2)
+    if "linear_key_heads" not in names:  # there is no rule for linear attention
+        yield "base model", small(family, n_layers=4, base_dim=plain.dim // 2, base_layers=2)
 
 
 def gradients_of(family: Family, config: Any) -> dict[str, float]:

@@ -17,13 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from titanlite.models.experts import Experts
 from titanlite.models.family import FAMILIES, DecoderConfig, ModelConfig, resolve_model, stored_dtype
-from titanlite.models.registry import SHIPPED, full_model
+from titanlite.models.registry import SHIPPED, full_model, full_parameters
 from titanlite.optim.groups import default_optimizer, has_matrices
 from titanlite.optim.optimizer import OptimizerConfig
 from titanlite.parallel.float8 import float8_layers
-from titanlite.parallel.tensor import tensor_dimension, tensor_style
+from titanlite.parallel.tensor import form_of, tensor_dimension
 
 FILE = Path(__file__).with_name("parameter_facts.json")
 MUON = OptimizerConfig(name="Muon")
@@ -37,7 +36,7 @@ def variants(family: str, flavor: str) -> Iterator[tuple[str, ModelConfig]]:
     changes: dict[str, dict[str, Any]] = {"plain": {}}
     if "tie_embeddings" in names:
         changes["untied" if config.tie_embeddings else "tied"] = {"tie_embeddings": not config.tie_embeddings}
-    if {"base_dim", "base_layers"} <= names:
+    if "linear_key_heads" not in names:  # there is no rule for linear attention
         changes["base model"] = {"base_dim": config.dim // 2, "base_layers": max(1, config.n_layers // 2)}
     for name, overrides in changes.items():
         yield name, ModelConfig(family=family, flavor=flavor, overrides=overrides)
@@ -45,20 +44,20 @@ def variants(family: str, flavor: str) -> Iterator[tuple[str, ModelConfig]]:
 
 def facts_of(section: ModelConfig) -> dict[str, str]:
     """The facts of each parameter and persistent buffer, by its first name."""
-    family, config = resolve_model(section)
-    model = full_model(section)
-    structure = family.structure(config)
+    _, config = resolve_model(section)
+    model, (_, structure) = full_model(section), full_parameters(section)
     rounded = {name for name, _ in float8_layers(model, structure)}
     modules = dict(model.named_modules())
     found = {}
     for name, parameter in model.named_parameters():
         module, _, own = name.rpartition(".")
-        style = "experts" if isinstance(modules[module], Experts) else str(tensor_style(structure, module))
-        dimension = None if style in ("experts", "None") else tensor_dimension(structure, module, own)
-        init, transfer = family.init(config, name), structure.transfer and structure.transfer(name)
-        optimizer = default_optimizer(MUON, structure, name, is_matrix=has_matrices(name, parameter))
-        words = [f"tp {style} {dimension}", f"{init.kind} {init.value:.9g}", optimizer]
-        if transfer:
+        form = form_of(modules[module])
+        kind, dimension = ("Experts", None) if form is None else (form.__name__, tensor_dimension(modules[module], own))
+        role = structure.roles[name]
+        init, transfer = structure.init(name), role.transfer
+        optimizer = default_optimizer(MUON, structure, name, is_matrix=has_matrices(structure, name, parameter))
+        words = [f"tp {kind} {dimension}", f"{init.kind} {init.value:.9g}", optimizer]
+        if config.transfers:
             words.append(f"width {transfer.width:.9g} depth {transfer.depth:.9g} scale {transfer.scale:.9g}")
             words += ["hidden"] if transfer.is_hidden else []
         words += ["float8"] if module in rounded else []

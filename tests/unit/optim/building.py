@@ -4,11 +4,12 @@ import torch
 from torch import nn
 
 from titanlite.models.family import Structure
+from titanlite.models.parts import SCORES
 from titanlite.optim.optimizer import GatedOptimizer, OptimizerConfig
 from titanlite.optim.registry import build_optimizer
 from titanlite.parallel.mesh import ShardGroups
 
-STRUCTURE = Structure((), {"block": 0}, {"block.router": "router"})
+STRUCTURE = Structure((), {"block": 0}, roles={"block.router.weight": SCORES})
 """The parameters of the module "block" are those of a transformer block."""
 
 

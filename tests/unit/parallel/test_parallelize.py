@@ -4,7 +4,6 @@ from typing import Any, cast, get_args
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from tests.configuration import EACH_SCHEDULE
@@ -16,6 +15,7 @@ from titanlite.assembly.model import build_parts
 from titanlite.models.family import resolve_model
 from titanlite.models.head import OutputLayer
 from titanlite.models.llama3 import LLAMA3, Llama3, Llama3Config
+from titanlite.models.parts import Column, Row
 from titanlite.parallel.compile import CompileConfig, apply_compile
 from titanlite.parallel.data import AT_ONCE_BYTES, replicates_at_once
 from titanlite.parallel.mesh import Mesh, PipelineSchedule
@@ -68,7 +68,7 @@ def test_linear_layers_have_titanlites_products(settings: list[str]) -> None:
     config = small_config(world_size, *settings)
     with simulated_mesh(config, world_size, rank=0) as mesh:
         modules = [module for part in build_parts(config, mesh) for module in part.model.modules()]
-    layers = [module for module in modules if type(module) is nn.Linear]
+    layers = [module for module in modules if isinstance(module, Column | Row)]
     assert len(layers) == 7 * config.hyper_parameters.n_layers
     assert {"forward" in vars(layer) for layer in layers} == {settings is not BUDGET}
 

@@ -15,7 +15,7 @@ from titanlite.models.family import LanguageModel, resolve_model
 from titanlite.models.float8 import RECIPES, RecipeName
 from titanlite.models.registry import FAMILIES
 from titanlite.parallel.float8 import Float8Config, apply_float8
-from titanlite.planning.activations import BlockKind, MicrobatchShape, activation_bytes
+from titanlite.planning.activations import BlockKind, Features, MicrobatchShape, activation_bytes, features_of
 from titanlite.planning.estimate import estimate
 from titanlite.planning.work import Elementwise, Float8Products, Work, block_work, embedding_work, head_work
 
@@ -87,10 +87,11 @@ def shape_of(*, recomputes_logits: bool = False) -> MicrobatchShape:
 
 
 def test_a_block(built: tuple[LanguageModel, Any, Any]) -> None:
-    model, config, plan = built
+    model, config, structure = built
+    features = features_of(model, structure)
     layers = {kind: index for index, kind in enumerate(shape_of().kinds(config))}  # one of each kind
     for kind, index in layers.items():
-        check_block(model.get_submodule(f"layers.{index}"), model.get_submodule("rope")(None), config, plan, kind)
+        check_block(model.get_submodule(f"layers.{index}"), model.get_submodule("rope")(None), config, features, kind)
 
 
 @pytest.mark.parametrize(
@@ -99,10 +100,10 @@ def test_a_block(built: tuple[LanguageModel, Any, Any]) -> None:
 )
 def test_inputs_of_a_compiled_attention_that_op_keeps(family: str, mask: MaskForm | None, keeps: int) -> None:
     """Rotated queries and keys of those of two layers that FlexAttention computes, unless the block is compiled."""
-    _, config, structure = debug_model(family, "model.n_layers=2", "model.n_kv_heads=2")
+    model, config, structure = debug_model(family, "model.n_layers=2", "model.n_kv_heads=2")
     shape = replace(shape_of(), form="blocks", mask=mask)
     shapes = (replace(shape, compiled=compiled) for compiled in (False, True))
-    kept = [sum(activation_bytes(config, structure, each).blocks_by_op) for each in shapes]
+    kept = [sum(activation_bytes(config, features_of(model, structure), each).blocks_by_op) for each in shapes]
     heads = (config.n_heads + config.n_kv_heads) * config.head_dim
     assert kept[0] - kept[1] == keeps * ROWS * SEQ_LEN * heads * 4
     assert shape_of().uses_bands(config, 16)
@@ -115,11 +116,17 @@ def test_a_block_with_emulated_float8(name: RecipeName, family: str) -> None:
     apply_float8(model, plan, Float8Config(recipe=name), None)
     float8 = Float8Products(on_device=False, of_tokens=RECIPES[name].of_tokens)
     (kind,) = set(shape_of().kinds(config))
-    check_block(model.get_submodule("layers.0"), model.get_submodule("rope")(None), config, plan, kind, float8)
+    features = features_of(model, plan)
+    check_block(model.get_submodule("layers.0"), model.get_submodule("rope")(None), config, features, kind, float8)
 
 
 def check_block(
-    block: torch.nn.Module, rope: Any, config: Any, plan: Any, kind: BlockKind, float8: Float8Products | None = None
+    block: torch.nn.Module,
+    rope: Any,
+    config: Any,
+    features: Features,
+    kind: BlockKind,
+    float8: Float8Products | None = None,
 ) -> None:
     x = torch.randn(ROWS, SEQ_LEN, config.dim, requires_grad=True)
     with Trace() as forward:
@@ -127,7 +134,7 @@ def check_block(
     gradient = torch.randn_like(y)
     with Trace() as backward:
         y.backward(gradient)
-    work = block_work(config, plan, shape_of(), 1, replace(OPS, float8=float8), kind)
+    work = block_work(config, features, shape_of(), 1, replace(OPS, float8=float8), kind)
     assert_close(work.forward, forward)
     assert_close(work.input_gradient + work.weight_gradient, backward)
 

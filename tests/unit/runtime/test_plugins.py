@@ -125,6 +125,20 @@ def test_a_file_that_changes_while_the_program_runs_is_refused(plug: Path) -> No
         ("if x", r"SyntaxError: expected ':' \(plug.py, line 3\)"),
         ("import not_there", r"No module named 'not_there' \(\S+plug.py, line 3\); install that module, or add"),
         ("raise SystemExit(3)", r"SystemExit: 3 \(\S+plug.py, line 3\)"),
+        ("from titanlite.models.decoder import TENSOR_STYLES", "; build the model of the layers of titanlite.models"),
+        ("from titanlite.models.decoder import init", r"; write how values begin where the parameter is: roles = "),
+        (
+            "from titanlite.models.llama3 import *; LLAMA3.variant('own', None, init=None)",
+            "; write how values begin where the param",
+        ),
+        (
+            "from titanlite.models.decoder import *; decoder_structure(None, {})",
+            r"; build the model .* call decoder_structure\(config\)",
+        ),
+        (
+            "from titanlite.models.linear_attention import *; GatedDeltaNet.mix",
+            "; see the table of replaced names in docs/plugins.md",
+        ),
         (CODE.format(name="cosine"), r"importable: register_schedule\('cosine'\): this name is titanlite's own"),
         (CODE.format(name="first"), r"register_schedule\('first'\): this name was registered by plug.py"),
     ],

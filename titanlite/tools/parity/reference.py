@@ -23,7 +23,7 @@ from titanlite.models.init import init_parameters_
 from titanlite.models.layers import RotaryEmbedding
 from titanlite.models.losses import Loss
 from titanlite.models.randomness import row_keys
-from titanlite.models.registry import full_parameters
+from titanlite.models.registry import full_parameters, structure_of
 from titanlite.optim.registry import build_optimizer
 from titanlite.optim.schedule import build_factors, build_schedule
 from titanlite.parallel.float8 import apply_float8
@@ -244,11 +244,11 @@ class PrecisionWatch(TorchDispatchMode):
 def plain_model(config: JobConfig) -> LanguageModel:
     """The family's full model in float64, with its initial weights, and its products in float8 if configured."""
     family, hyper_parameters = config.family, config.hyper_parameters
-    structure = family.structure(hyper_parameters)
     model = family.build(hyper_parameters).to(torch.float64)
     model.tie_weights()
+    structure = structure_of(family, hyper_parameters, model)
     model.init_buffers(CPU)
-    init_parameters_(model, config.debug.seed, lambda name: family.init(hyper_parameters, name))
+    init_parameters_(model, config.debug.seed, structure.init)
     apply_float8(model, structure, config.float8, None)
     for name, index in structure.blocks.items():
         for mixture in mixtures_of([model.get_submodule(name)]):
