@@ -221,11 +221,11 @@ def activation_bytes(config: DecoderConfig, features: Features, shape: Microbatc
     # the norms, the inputs of wq, wk, wv and of w1, w3, and of SwiGLU: both inputs, and the product; of the clamped one
     # also silu, its clamped input, and the other factor
     kept = 6 if config.clamped else 3
-    of_experts = kept * sparse + scores + routed + wide_input
+    gate = positions * wide if config.gates_shared else 0
+    of_experts = kept * sparse + scores + gate + routed + wide_input
     if config.linear_key_heads:  # the factor of the results of full attention, and their product
         head_norm += 2 * positions * query_dim * size // tp
         heads += positions * query_dim * size // tp
-        scores += positions * wide if config.gates_shared else 0
     of_feed_forward = (of_experts if has_experts else kept * sparse) + norm + gathered
     inputs = features.norms * norm + (residual if latent and tp > 1 else gathered) + gathered
     linear, linear_by_op = _linear_bytes(config, shape, wide)
