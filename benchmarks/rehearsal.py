@@ -1,19 +1,14 @@
-"""The plan against the real program of any rank of thousands, on fake tensors. Takes 12 minutes; no GPU.
+"""`titanlite plan --rehearse` of ranks of large runs, beside the plan. Takes 12 minutes; no GPU."""
 
-Each case builds one rank by titanlite's own code, on tensors without data and with torch's process group that sends
-nothing, and runs two optimizer steps with few microbatches. The second one is compared with `titanlite plan`: calls and
-bytes of each collective, except for all-reduces of scalars, and the peak of the living storages. The second table lists
-what is not the program of a GPU.
-"""
-
+import json as json_format
+import subprocess
 import sys
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
-from benchmarks.measuring import Row, configuration, report
+from benchmarks.measuring import Row, report
 from titanlite.runtime.memory import GIB
-from titanlite.tools.plan.rehearsal.rank import rehearse
-from titanlite.tools.plan.rehearsal.report import GAPS
 
 Case = tuple[str, int, tuple[int, ...], tuple[str, ...]]
 CASES: dict[str, Case] = {
@@ -64,32 +59,52 @@ chunk of the loss has as few positions as what counts as scalars, the first), an
 those of the file. The batches are cut: two microbatches per step, four with pp 2, and 16 with pp 16."""
 
 
+def rehearsed(name: str, rank: int) -> dict[str, Any]:
+    """What the command says of a rank of a case, as JSON."""
+    file, ranks, _, settings = CASES[name]
+    options = [
+        "--world-size",
+        str(ranks),
+        "--rehearse",
+        "--rank",
+        str(rank),
+        "--json",
+        *(f"--{one}" for one in settings),
+    ]
+    command = [sys.executable, "-m", "titanlite", "plan", file, *options]
+    found: dict[str, Any] = json_format.loads(subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout)
+    return found
+
+
 def main(cases: tuple[str, ...] = tuple(CASES), json: Path | None = None) -> None:
     """json: folder of rehearsal.json."""
     rows: list[Row] = []
+    gaps: dict[str, str] = {}
     for name in cases:
-        file, ranks, chosen, settings = CASES[name]
-        config = configuration([f"job.config_file={file}", *settings], ranks, "cuda", checks_files=False)
+        _, ranks, chosen, _ = CASES[name]
         for rank in chosen:
             begin = perf_counter()
-            found = rehearse(config, ranks, rank)
-            assert found.plan is not None
-            calls = sum(calls for calls, _ in found.collectives.values())
+            answer = rehearsed(name, rank)
+            found, gaps = answer["stages"]["1"][str(rank)], answer["gaps"]
+            ratio = found["peak_bytes"] / found["planned_peak_bytes"]
             rows.append(
                 {
                     "case": name,
                     "ranks": ranks,
                     "rank": rank,
-                    "collectives": calls,
-                    "GiB of them": sum(size for _, size in found.collectives.values()) / GIB,
-                    "differences": "; ".join(found.differences) or "none",
-                    "host reads": ", ".join(f"{key} {count}" for key, count in found.host_reads.items()) or "none",
-                    "peak (GiB)": found.peak / GIB,
-                    "plan (GiB)": found.plan.memory.total / GIB,
-                    "peak / plan": found.ratio,
+                    "collectives": sum(each["calls"] for each in found["collectives"]),
+                    "GiB of them": sum(each["bytes"] for each in found["collectives"]) / GIB,
+                    "problems": "; ".join(answer["problems"]) or "none",
+                    "host reads": ", ".join(f"{key} {count}" for key, count in found["host_reads"].items()) or "none",
+                    "peak (GiB)": found["peak_bytes"] / GIB,
+                    "plan (GiB)": found["planned_peak_bytes"] / GIB,
+                    "peak / plan": ratio,
+                    "CPU s": found["cpu_s"],
+                    "MiB": found["resident_mib"],
                     "seconds": perf_counter() - begin,
                 }
             )
-            print(f"{name}, rank {rank}: peak / plan {found.ratio:.2f}", file=sys.stderr, flush=True)
-    gaps: list[Row] = [{"part": part, "here": text} for part, text in GAPS.items()]
-    report("rehearsal", {"One rank of many": rows, "Gaps": gaps}, json, {"peak / plan": ".2f", "seconds": ".0f"})
+            print(f"{name}, rank {rank}: peak / plan {ratio:.2f}", file=sys.stderr, flush=True)
+    of_gaps: list[Row] = [{"part": part, "here": text} for part, text in gaps.items()]
+    tables = {"One rank of many": rows, "Gaps": of_gaps}
+    report("rehearsal", tables, json, {"peak / plan": ".2f", "CPU s": ".0f", "MiB": ".0f", "seconds": ".0f"})

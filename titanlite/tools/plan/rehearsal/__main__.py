@@ -3,6 +3,7 @@ Not a command."""
 
 import json
 import os
+import resource
 import sys
 import threading
 import traceback
@@ -16,7 +17,8 @@ from titanlite.planning.automatic import fit_memory
 from titanlite.planning.communication import Traffic
 from titanlite.ranks.distributed import World
 from titanlite.runtime.errors import UserError
-from titanlite.tools.plan.rehearsal.rank import Rehearsal, rehearse
+from titanlite.runtime.memory import peak_memory_bytes
+from titanlite.tools.plan.rehearsal.rank import CPU, Rehearsal, rehearse
 from titanlite.tools.plan.rehearsal.start import files_of, opens_of, planned_opens, planned_requests, requests_of
 
 _LIBRARIES = ("/torch/", "/titanlite/tools/plan/", "<frozen")
@@ -32,7 +34,7 @@ def main() -> None:
         config, ranks, rank = config_of(request), request["world_size"], request["rank"]
         node = min(request["node"], ranks)
         start = described_start(config, World(rank, rank % node, ranks, "cuda", node))
-        found = described(rehearse(config, ranks, rank)) | {"start": start}
+        found = described(rehearse(config, ranks, rank)) | {"start": start, **cost()}
     except UserError as error:
         found = {"error": str(error)}
     except Exception as error:
@@ -70,6 +72,12 @@ def described_start(config: JobConfig, world: World) -> dict[str, int]:
         "opens": opens,
         "planned_opens": planned_opens(token_files, is_first=is_first),
     }
+
+
+def cost() -> dict[str, int]:
+    """CPU seconds and the peak of the resident memory of this process."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return {"cpu_s": round(used.ru_utime + used.ru_stime), "resident_mib": peak_memory_bytes(CPU) // 2**20}
 
 
 def described(found: Rehearsal) -> dict[str, Any]:

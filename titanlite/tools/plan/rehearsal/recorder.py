@@ -45,7 +45,7 @@ OPERATIONS = {
 }
 """torch's operations: their name in the plan, and which argument is the full tensor of Traffic; -1: the result. Of
 others, the first one counts."""
-_NO_COLLECTIVES = {"wait_tensor", "recv_"}
+_NO_COLLECTIVES = {"wait_tensor", "recv_", "check_for_nan", "_wrap_tensor_autograd"}
 _MAKERS: tuple[tuple[str, str, Kind], ...] = (
     ("distributed/fsdp/", "", "data parallel"),
     ("distributed/pipelining/", "recv", "pipeline"),  # the schedule also runs the model

@@ -23,6 +23,8 @@ NODE = 8
 """Ranks of a node, if no hardware profile has another number."""
 MOST = 1.05
 """Rehearsed / planned peak: up to here, they agree (docs/planning.md)."""
+_OF_RANK = {"start", "cpu_s", "resident_mib"}
+"""Of what a process answers: not of a step."""
 LEAST_BYTES = 2**28
 """A difference below it does not decide whether a rank fits: of tiny models, small tensors are planned less exactly."""
 Found = Mapping[str, Any]
@@ -31,13 +33,13 @@ Found = Mapping[str, Any]
 
 def problems_of(found: Mapping[int, Found], world_size: int, pp: int, device_memory_gib: float) -> list[str]:
     """What is wrong on the rehearsed ranks; [] if nothing."""
-    lines = []
+    by_line: dict[str, list[int]] = {}
     for rank, each in found.items():
-        if "error" in each:
-            at = f" (at {each['place']})" if each.get("place") else ""
-            lines.append(f"rank {rank} ends with: {each['error']}{at}")
-            continue
-        lines += [f"rank {rank}: {line}" for line in _of_rank(each, device_memory_gib)]
+        at = f" (at {each['place']})" if each.get("place") else ""
+        ends = [f": the program ends with {each['error']}{at}"] if "error" in each else []
+        for line in ends or [f": {line}" for line in _of_rank(each, device_memory_gib)]:
+            by_line.setdefault(line, []).append(rank)
+    lines = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}{line}" for line, ranks in by_line.items()]
     return lines + _waits(found, world_size // pp)
 
 
@@ -125,7 +127,7 @@ def describe_rehearsal(
         for rank, each in of_stage.items():
             if "error" in each:
                 continue
-            of_step = {key: value for key, value in each.items() if key != "start"}
+            of_step = {key: value for key, value in each.items() if key not in _OF_RANK}
             if (other := next((other for other in shown if shown[other] == of_step), None)) is not None:
                 lines += [f"Rank {rank:,}: as rank {other:,}", _start_line(each["start"])]
                 continue
