@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from posixpath import commonpath
 from typing import Any, Literal
 
 from benchmarks.measuring import number
@@ -98,11 +99,15 @@ def page(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
     of their checks."""
     lines = ["# GPU check", "", f"{', '.join(f'{key} {value}' for key, value in about.items())}", ""]
     lines += [f"{_counts(rows)}.", "", "| promise | rows | if it fails, look at |", "|---|---|---|"]
-    of_promise: dict[tuple[str, str], list[Row]] = {}
+    of_promise: dict[str, list[Row]] = {}
+    files: dict[str, set[str]] = {}
     for row in rows:
         promise = promise_of(row.check, row.name)
-        of_promise.setdefault((promise.text, promise.file), []).append(row)
-    lines += [f"| {text} | {_counts(group)} | `{file}` |" for (text, file), group in of_promise.items()]
+        of_promise.setdefault(promise.text, []).append(row)
+        files.setdefault(promise.text, set()).add(promise.file)
+    for text, group in of_promise.items():
+        place = commonpath([*files[text]])  # the folder, if each row has a file of its own: failed rows name theirs
+        lines.append(f"| {text} | {_counts(group)} | `{place}` |")
     for row in rows:
         if row.status == "failed":
             file = promise_of(row.check, row.name).file
