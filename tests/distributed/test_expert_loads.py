@@ -14,8 +14,24 @@ from torch import Tensor, nn
 
 import titanlite.trainer as trainer_module
 from tests.distributed.gradients import build_on_mesh, errors_of_step, full_tensor, local_batches
-from tests.distributed.layouts import EIGHT, EP, EXPERTS, FULL, GATHER, PAIRS, Layout, depth, is_supported, schedule
+from tests.distributed.layouts import (
+    BY_OP,
+    COMPILE,
+    EIGHT,
+    EP,
+    EXPERTS,
+    FULL,
+    GATHER,
+    GPT_OSS,
+    PAIRS,
+    Layout,
+    depth,
+    is_supported,
+    measure_all,
+    schedule,
+)
 from tests.distributed.reference import GLOBAL_BATCH, SEQ_LEN, global_batch, plain_model
+from tests.grouped import grouped_products
 from tests.pool import run_ranks
 from titanlite.batch import Batch
 from titanlite.metrics.experts import ExpertLoads
@@ -118,6 +134,35 @@ def test_each_choice_is_counted_once(world_size: int) -> None:
         assert row["z_loss"] == pytest.approx(math.log(N_EXPERTS) ** 2, rel=0.2)
         assert set(empty.values()) == {0.0}
         assert row == pytest.approx(columns.setdefault(len(expected), row), rel=1e-12, abs=0), layout
+
+
+COMPILED = (
+    Layout((1, 1, 1, 1), (*EXPERTS, *COMPILE, *BY_OP), accumulation=3, rows=24),
+    Layout((1, 1, 2, 1), (*EXPERTS, *COMPILE, *BY_OP), accumulation=2),
+    Layout((1, 1, 1, 2), (*GPT_OSS, *COMPILE, *FULL)),
+    Layout((1, 1, 1, 1), (*EXPERTS, *COMPILE, *FULL), cp=2),
+    Layout((2, 1, 1, 1), (*EXPERTS, *schedule("ZBVZeroBubble"), *depth(3), *PAIRS, *COMPILE, *FULL)),
+)
+
+
+def compiled(layouts: list[Layout]) -> list[tuple[float, list[list[int]]]]:
+    """The largest error of the gradients, and the loads of a step."""
+    found = []
+    with grouped_products():
+        for layout in layouts:
+            (measured,) = measure_all([layout], "float64")
+            found.append((measured.gradient, loads_on_mesh(layout)[0]))
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.soak  # default suite: test_blocks_with_experts_are_one_graph
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_compiled_blocks_count_each_choice_once(world_size: int) -> None:
+    layouts = [layout for layout in COMPILED if layout.world_size == world_size]
+    for rank in run_ranks(compiled, world_size, layouts, timeout_s=900):
+        for layout, (error, loads) in zip(layouts, rank, strict=True):
+            assert error < 1e-12, layout
+            assert loads == counted(layout), layout
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ DROPPED: Mapping[str, Dropped] = {
     "training.gc_freq": Dropped(50, "leave it out: Python's garbage is collected every 50 steps"),
     "parallelism.loss_parallel": Dropped(True, "leave it out: with tp, the logits of a cross-entropy stay sharded"),
     "activation_checkpoint.selective_every": Dropped(2, 'leave it out for every other block, or write mode = "full"'),
-    "compile.components": Dropped(["model", "loss"], "leave it out: the blocks without experts and the loss"),
+    "compile.components": Dropped(["model", "loss"], "leave it out: the blocks and the loss"),
     "optimizer.nesterov": Dropped(True, "leave it out: Muon always mixes gradient and momentum"),
     "optimizer.implementation": Dropped("auto", "leave it out: AdamW is fused, SGD foreach"),
     "optimizer.groups.beta1": Dropped(-1.0, "write optimizer.beta1 for all groups"),

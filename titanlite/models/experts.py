@@ -6,7 +6,9 @@ results of the experts of a position are added up in the order of their choice.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, ClassVar, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from titanlite.models.family import DecoderConfig
 from titanlite.models.linear import gated
 from titanlite.models.parts import BIAS, HIDDEN, SCORES, WRITING, WRITING_BIAS, Roles
 from titanlite.models.watch import summed_parts, watch
+from titanlite.runtime.torch_internals import is_in_backward, local_part
 
 
 class Router(nn.Linear):
@@ -97,6 +100,11 @@ class Experts(nn.Module):
         """w1, w2, w3, and their biases if there are any. Attributes may be casts to the compute dtype."""
         return {name: getattr(self, name) for name, _ in self.named_parameters(recurse=False)}
 
+    def reads_counts(self, device_type: str, dtype: torch.dtype) -> bool:
+        """Whether the host waits for numbers of rows in `forward`, so that it is not one graph for the compiler."""
+        is_plain = self.feed_forward is feed_forward
+        return not (is_plain and multiplies_groups(device_type, dtype, *local_part(self.w1).shape[1:]))
+
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None = None) -> Tensor:
         """Weighted sum of the chosen experts of each position.
 
@@ -167,15 +175,19 @@ def feed_forward(
     With plain ones in bfloat16 on CUDA the host does not read the counts, if dim and hidden_dim (per tp rank) are
     multiples of 8, as grouped matrix products need.
     """
-    is_aligned = rows.shape[1] % 8 == 0 and weights[0].shape[1] % 8 == 0
-    is_plain = products is None and rows.dtype == torch.bfloat16
-    if rows.device.type == "cuda" and is_plain and len(rows) and is_aligned:
+    is_grouped = products is None and multiplies_groups(rows.device.type, rows.dtype, *weights[0].shape[1:])
+    if is_grouped and len(rows):
         return grouped_feed_forward(rows, counts, *weights, activation=activation)
     parts = rows.split(counts.tolist())
     experts = zip(parts, *(weight.unbind() for weight in weights), strict=True)
     # not `linear`, which is for few numbers of rows
     products = products or (functional.linear, functional.linear)
     return torch.cat([_gated(products, activation, *expert) for expert in experts])
+
+
+def multiplies_groups(device_type: str, dtype: torch.dtype, *sizes: int) -> bool:
+    """Whether `feed_forward` uses grouped products there. sizes: dim and hidden_dim of a rank."""
+    return device_type == "cuda" and dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes)
 
 
 def grouped_feed_forward(rows: Tensor, counts: Tensor, *weights: Tensor, activation: Activation = swiglu) -> Tensor:
@@ -223,7 +235,7 @@ class MixtureOfExperts(nn.Module):
     2024); the weights do not contain it.
 
     placement: parallelism replaces it. num_rows, num_tokens: see start_step.
-    step_load: positions of this rank that chose each expert, int64 (n_experts,), in the backward passes of this step;
+    step_load: positions of this rank that chose each expert, int64 (n_experts,), in the forward passes of this step;
     step_sums: those of ROUTER_SUMS, of each pass. load: of all steps since it was None; router_sums: the parts of those
     of ROUTER_SUMS since it was None, see parts_of.
     """
@@ -246,6 +258,7 @@ class MixtureOfExperts(nn.Module):
         self.num_tokens: Tensor | int = 1
         self.step_load: Tensor | None = None
         self.step_sums: list[Tensor] = []
+        self.number: Tensor | None = None
         self.load: Tensor | None = None
         self.router_sums: Tensor | None = None
         self.router = Router(config.dim, config.n_experts, bias=bias)
@@ -263,13 +276,13 @@ class MixtureOfExperts(nn.Module):
             self.bias = torch.zeros(self.bias.shape, dtype=torch.float32, device=device)
 
     def start_step(self, num_rows: Tensor | int, num_tokens: Tensor | int) -> None:
-        """Set the denominators of the router's losses, at least 1: rows and tokens of the global batch. What backward
+        """Set the denominators of the router's losses, at least 1: rows and tokens of the global batch. What forward
         passes have noted since the last step is dropped."""
         self.num_rows, self.num_tokens = num_rows, num_tokens
         self.step_load, self.step_sums = None, []
 
     def take_totals(self) -> tuple[Tensor, Tensor] | None:
-        """(load, router_sums) since the last call; None without a backward pass."""
+        """(load, router_sums) since the last call; None without a step."""
         load, sums = self.load, self.router_sums
         self.load = self.router_sums = None
         return None if load is None or sums is None else (load, sums)
@@ -290,7 +303,8 @@ class MixtureOfExperts(nn.Module):
         if torch.is_grad_enabled():
             counts = count_choices(chosen, scores.shape[-1], is_token)
             loss, sums = self._losses(scores, probabilities, counts, is_token)
-            weights = _InBackward.apply(weights, loss, counts.sum(dim=0), sums, self)  # type: ignore[no-untyped-call]
+            weights = _InBackward.apply(weights, loss)  # type: ignore[no-untyped-call]
+            self._note_once(counts.sum(dim=0), sums)
         shared = () if self.shared is None else (self.shared(x),)
         out: Tensor = self.experts(x, chosen, weights, *shared)
         return out
@@ -332,10 +346,36 @@ class MixtureOfExperts(nn.Module):
             sums = torch.stack((of_rows * counts_rows, num_rows * counts_rows, squares, entropy)).to(torch.float64)
         return loss * self.placement.own_share, sums
 
+    def _note_once(self, counts: Tensor, sums: Tensor) -> None:
+        """Add those of a forward pass with gradients: once, even if it is computed again."""
+        if torch.compiler.is_compiling():
+            assert self.number is not None, "compiled without prepare_compilation"
+            _note_routing(self.number, counts, sums)
+        elif not is_in_backward():
+            self.note(counts, sums)
+
     def note(self, counts: Tensor, sums: Tensor) -> None:
-        """Add those of a backward pass."""
         self.step_load = counts if self.step_load is None else self.step_load + counts
         self.step_sums.append(sums)
+
+    def prepare_compilation(self) -> None:
+        """Call before the compiler sees `forward`; not to be copied after that."""
+        number = next(_NUMBERS)
+        self.number, _COMPILED[number] = torch.tensor(number, device="cpu"), self
+
+
+_NUMBERS = count()
+_COMPILED: WeakValueDictionary[int, MixtureOfExperts] = WeakValueDictionary()
+"""Mixtures of compiled blocks by their `number`. A tensor of the host, since the compiler would build a graph for each
+number."""
+
+
+@torch.library.custom_op("titanlite::note_routing", mutates_args=("number",))
+def _note_routing(number: Tensor, counts: Tensor, sums: Tensor) -> None:
+    """An operation, so that compiled blocks call it when they run. They drop operations that write nothing, and use the
+    memory of its arguments again."""
+    if not is_in_backward():
+        _COMPILED[int(number)].note(counts.clone(), sums.clone())
 
 
 ROUTER_SUMS = ("balance_loss", "rows", "z_loss", "router_entropy")
@@ -402,17 +442,14 @@ def balance(probabilities: Tensor, counts: Tensor, n_active: int, row_group: dis
 
 
 class _InBackward(torch.autograd.Function):
-    """The identity of x. Each backward pass also differentiates `loss`, a scalar, with weight 1, and notes `counts` and
-    `router_sums` in the mixture: once, even if the forward pass is computed again."""
+    """The identity of x. Each backward pass also differentiates `loss`, a scalar, with weight 1."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, counts: Tensor, sums: Tensor, mixture: MixtureOfExperts) -> Tensor:
-        ctx.mixture = mixture
-        ctx.save_for_backward(torch.ones_like(loss), counts, sums)
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(torch.ones_like(loss))
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        one, counts, sums = ctx.saved_tensors
-        ctx.mixture.note(counts, sums)
-        return gradient, one, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (one,) = ctx.saved_tensors
+        return gradient, one

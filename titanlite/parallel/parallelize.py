@@ -60,7 +60,7 @@ def parallelize(
         *apply_tensor_parallel(model, mesh.device_mesh),
         *apply_float8(model, structure, float8, mesh.group("tp"), on_device=on_device),
         *(apply_recompute(model, structure, recompute) if recompute_first else []),
-        *apply_compile(model, structure, compilation),
+        *apply_compile(model, structure, compilation, mesh.device_mesh.device_type, dtypes.compute),
         *(apply_recompute(model, structure, recompute) if not recompute_first else []),
         *apply_data_parallel(
             model,

@@ -10,6 +10,7 @@ import torch
 
 from titanlite.config.schema import JobConfig
 from titanlite.models.attention import attention_dtype, mask_form
+from titanlite.models.experts import multiplies_groups
 from titanlite.models.family import DecoderConfig
 from titanlite.models.head import tokens_per_chunk
 from titanlite.models.losses import extra_logits
@@ -251,8 +252,16 @@ def microbatch_shape(config: JobConfig, shape: StepShape, device_type: str) -> M
         gathers_keys=gathers_keys,
         extra_logits=extra_logits(config.loss.chosen) if config.loss.chosen.needs_logits else None,
         form=form,
-        compiled=compiles_blocks(config.compile, model),
+        compiled=compiles_blocks(config.compile, model, reads_counts=_reads_counts(config, device_type)),
     )
+
+
+def _reads_counts(config: JobConfig, device_type: str) -> bool:
+    """Experts.reads_counts of those of a rank."""
+    section, model = config.parallelism, config.hyper_parameters
+    sizes, dtype = (model.dim, model.ffn_dim // section.tp), DTYPES[config.training.mixed_precision_param]
+    is_plain = section.ep == 1 and config.float8.recipe == "none"
+    return not (is_plain and multiplies_groups(device_type, dtype, *sizes))
 
 
 def _traffic(config: JobConfig, stages: Sequence[Stage], shape: StepShape) -> tuple[Traffic, ...]:

@@ -23,7 +23,6 @@ from titanlite.models.attention import attention_dtype
 from titanlite.models.family import FAMILIES
 from titanlite.models.registry import meta_model
 from titanlite.optim.muon import muon_dtype
-from titanlite.parallel.compile import compiles_blocks
 from titanlite.parallel.mesh import ParallelismConfig, PipelineSchedule
 from titanlite.parallel.pipeline import stage_owners
 from titanlite.parallel.recompute import ActivationCheckpointConfig, recomputed_blocks
@@ -185,14 +184,13 @@ def unit_seconds(
     microbatch: MicrobatchShape,
     ep: int,
     *,
-    compiled: bool,
     notes_scores: bool,
     float8: Float8Products | None,
 ) -> UnitSeconds:
     """model: hyper-parameters of the family. notes_scores: for QK-clip."""
     wide = torch.promote_types(timer.dtype, torch.float32)
     on_cpu = timer.profile.device == "cpu"
-    ops = Elementwise(timer.dtype.itemsize, wide.itemsize, on_cpu=on_cpu, compiled=compiled, float8=float8)
+    ops = Elementwise(timer.dtype.itemsize, wide.itemsize, on_cpu=on_cpu, compiled=microbatch.compiled, float8=float8)
     features = features_of(meta_model(family, model), FAMILIES[family].structure(model))
 
     def block_seconds(kind: BlockKind) -> BlockSeconds:
@@ -231,7 +229,6 @@ class Predictor:
         self.kinds = microbatch.kinds(model)
         self.units = unit_seconds(
             *(self.timer, config.model.family, model, microbatch, config.parallelism.ep),
-            compiled=compiles_blocks(config.compile, model),
             notes_scores=config.optimizer.qk_clip > 0,
             float8=float8_products(config, profile.device),
         )

@@ -148,14 +148,12 @@ class Elementwise:
         return Work(moved=moved, operations=3), Work(moved=moved, operations=4)
 
     def swiglu(self, elements: float, *, clamped: bool = False) -> tuple[Work, Work]:
-        """(forward, backward) of silu(a) * b, or of experts.clamped_swiglu, which are not compiled."""
-        if clamped:
-            each = elements * self.size
-            return Work(moved=15 * each, operations=7), Work(moved=22 * each, operations=11)
-        if self.compiled:
-            each = elements * self.size
-            return Work(moved=3 * each, operations=1), Work(moved=6 * each, operations=1)
+        """(forward, backward) of silu(a) * b, or of experts.clamped_swiglu."""
         each = elements * self.size
+        if self.compiled:
+            return Work(moved=3 * each, operations=1), Work(moved=6 * each, operations=1)
+        if clamped:
+            return Work(moved=15 * each, operations=7), Work(moved=22 * each, operations=11)
         return Work(moved=5 * each, operations=2), Work(moved=11 * each, operations=4)
 
     def sums(self, elements: float, count: int) -> Work:
@@ -349,23 +347,19 @@ def _experts(config: DecoderConfig, shape: MicrobatchShape, ep: int, ops: Elemen
     own = config.n_experts // ep
     of_expert = max(choices // own, 1)
     rows = choices * dim
+    moved = (6 * rows + 2 * positions * dim) * ops.size + 3 * rows * ops.wide
+    # gradients by expert and by position, of the weights, and of the inputs of w1, w3 and the router; the experts'
+    # parts of the gradients of their weights are put together
+    again = (15 * rows + 4 * positions * dim) * ops.size + 7 * rows * ops.wide + 6 * own * dim * hidden * ops.size
+    if ops.compiled:  # permutations and casts are parts of what reads them
+        moved, again = (3 * rows + positions * dim) * ops.size, (6 * rows + 3 * positions * dim) * ops.size
     return [
         linear_work(positions, dim, config.n_experts, is_wide=True),
         ops.linear(of_expert, dim, hidden, count=2 * own, of_experts=True),
         ops.linear(of_expert, hidden, dim, count=own, of_experts=True),
         elementwise_work(*(_times(part, own) for part in ops.swiglu(of_expert * hidden, clamped=config.clamped))),
         # forward: rows by expert, results in one tensor and by position, weighted and added up
-        elementwise_work(
-            Work(moved=(6 * rows + 2 * positions * dim) * ops.size + 3 * rows * ops.wide, operations=40),
-            # gradients by expert and by position, of the weights, and of the inputs of w1, w3 and the router; the
-            # experts' parts of the gradients of their weights are put together
-            Work(
-                moved=(15 * rows + 4 * positions * dim) * ops.size
-                + 7 * rows * ops.wide
-                + 6 * own * dim * hidden * ops.size,
-                operations=60,
-            ),
-        ),
+        elementwise_work(Work(moved=moved, operations=40), Work(moved=again, operations=60)),
     ]
 
 

@@ -4,14 +4,18 @@ from typing import Any, cast, get_args
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
 
 from tests.configuration import EACH_SCHEDULE
-from tests.distributed.layouts import EXPERTS
+from tests.distributed.layouts import DEEPSEEK_V3, EXPERTS, GPT_OSS, depth
 from tests.distributed.reference import small_config
+from tests.grouped import grouped_products
 from tests.simulated import simulated_mesh
 from titanlite.assembly.job import job_of
 from titanlite.assembly.model import build_parts
+from titanlite.models.experts import mixtures_of
 from titanlite.models.family import resolve_model
 from titanlite.models.head import OutputLayer
 from titanlite.models.llama3 import LLAMA3, Llama3, Llama3Config
@@ -21,8 +25,10 @@ from titanlite.parallel.data import AT_ONCE_BYTES, replicates_at_once
 from titanlite.parallel.mesh import Mesh, PipelineSchedule
 from titanlite.parallel.microbatches import Microbatches
 from titanlite.parallel.pipeline import fits_schedule
-from titanlite.runtime.torch_internals import is_dtensor
+from titanlite.parallel.recompute import ActivationCheckpointConfig, apply_recompute
+from titanlite.runtime.torch_internals import compiled_graphs, is_dtensor, reset_compiler
 
+MORE = (("qwen3_moe", "aot_eager", "full", 2), ("gpt_oss", "aot_eager", "full", 3), ("qwen3_moe", "inductor", "op", 2))
 BUDGET = ["activation_checkpoint.mode=memory_budget", "compile.enable=true", "compile.backend=aot_eager"]
 
 
@@ -84,13 +90,59 @@ def test_the_loss_is_compiled_if_configured() -> None:
     assert counter.frame_count == 1
 
 
-def test_blocks_with_experts_are_not_compiled() -> None:
+def test_blocks_with_experts_for_which_the_host_waits_are_not_compiled() -> None:
     family, config = resolve_model(small_config(1, *EXPERTS).model)
     model = family.build(config)
     before = [block.forward for block in model.layers.values()]
     lines = apply_compile(model, family.structure(config), CompileConfig(enable=True, backend="eager"))
-    assert lines[-1].endswith("to 0 of 2 blocks: those without experts")
+    assert lines[-1].endswith("to 0 of 2 blocks: not to those with experts for which the host waits")
     assert [block.forward for block in model.layers.values()] == before
+
+
+def step_of(family: str, backend: str, policy: str) -> tuple[list[Tensor], list[Tensor], tuple[int, int]]:
+    """Gradients and loads of experts of two microbatches that are computed at the same time, with padding; graphs of
+    the blocks and the loss, and breaks. backend: "": not compiled."""
+    settings = {"qwen3_moe": EXPERTS, "deepseek_v3": DEEPSEEK_V3, "gpt_oss": GPT_OSS}[family]
+    loaded, config = resolve_model(small_config(1, *settings, *depth(3)).model)
+    torch.manual_seed(0)
+    model, structure = loaded.build(config).to(torch.float64), loaded.structure(config)
+    model.init_buffers(torch.device("cpu"))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    recompute = ActivationCheckpointConfig(mode="selective" if policy == "op" else "full")
+    reset_compiler()
+    counters.clear()
+    if policy == "op":
+        apply_recompute(model, structure, recompute)
+    lines = apply_compile(model, structure, CompileConfig(enable=backend != "", backend=backend))
+    assert not backend or lines[-1].endswith(" to each block")
+    if policy == "full":
+        apply_recompute(model, structure, recompute)
+    mixtures = mixtures_of([model])
+    for mixture in mixtures:
+        mixture.start_step(4, 64)
+    tokens = torch.randint(config.vocab_size, (2, 2, 16))
+    arguments = {"num_valid": torch.full((2,), 64), "is_token": torch.arange(32).view(2, 16) < 30}
+    sum(model(each, labels=each, **arguments).sum() for each in tokens).backward()
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    assert all(mixture.step_load is not None and len(mixture.step_sums) == 2 for mixture in mixtures)
+    return gradients, [each.step_load for each in mixtures if each.step_load is not None], compiled_graphs()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+@pytest.mark.parametrize(
+    ("family", "backend", "policy", "graphs"),
+    [("deepseek_v3", "aot_eager", "op", 3), *(pytest.param(*each, marks=pytest.mark.soak) for each in MORE)],
+)
+def test_blocks_with_experts_are_one_graph(family: str, backend: str, policy: str, graphs: int) -> None:
+    with grouped_products():
+        expected, loads, _ = step_of(family, "", policy)
+        found, compiled_loads, count = step_of(family, backend, policy)
+    assert count == (graphs, 0)
+    assert torch.equal(torch.stack(compiled_loads), torch.stack(loads))
+    for one, other in zip(found, expected, strict=True):
+        assert ((one - other).norm() / other.norm()).item() < 1e-12
 
 
 def test_only_small_models_on_a_cpu_are_reduced_at_once() -> None:
