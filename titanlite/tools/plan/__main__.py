@@ -23,7 +23,7 @@ from titanlite.runtime.errors import ConfigError, Problem, UsageError, UserError
 from titanlite.runtime.memory import GIB
 from titanlite.runtime.settings import setting
 from titanlite.runtime.text import for_stdout
-from titanlite.tools.command import ConfigFile, Count, read_options_and_overrides, run_command
+from titanlite.tools.command import ConfigFile, Count, print_text, read_options_and_overrides, run_command
 from titanlite.tools.plan.choices import describe_choices
 from titanlite.tools.plan.rehearsal.ranks import Processes, chosen_ranks, chosen_stages, require_rehearsable
 from titanlite.tools.plan.rehearsal.report import GAPS, NODE, describe_rehearsal, problems_of
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> None:
         raise
     except (UserError, KeyboardInterrupt) as error:
         if "--json" in argv:
-            print(json.dumps({"stages": {}, "gaps": GAPS, "problems": [str(error) or "interrupted"]}), flush=True)
+            print_text(json.dumps({"stages": {}, "gaps": GAPS, "problems": [str(error) or "interrupted"]}))
         raise
 
 

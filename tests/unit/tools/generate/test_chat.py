@@ -11,7 +11,6 @@ import subprocess
 import sys
 import termios
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +31,7 @@ from titanlite.generation.generate import Sampling
 from titanlite.hf.safetensors import write_tensors
 from titanlite.models.init import init_parameters_
 from titanlite.models.llama3 import LLAMA3, Llama3, Llama3Config
+from titanlite.models.registry import structure_of
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.tools.convert.__main__ import main as convert
 from titanlite.tools.convert.export_run import generation_json
@@ -77,7 +77,7 @@ def learned(tokenizer: Tokenizer, config: Llama3Config) -> Llama3:
     """A model that has learned the conversations by heart."""
     model = Llama3(config)
     model.init_buffers(torch.device("cpu"))
-    init_parameters_(model, 1, partial(LLAMA3.init, config))
+    init_parameters_(model, 1, structure_of(LLAMA3, config, model).init)
     encoded = ChatEncoder(tokenizer).encode([Conversation(messages(*each)) for each in CONVERSATIONS], "assistant")
     length = max(len(each.tokens) for each in encoded)
     tokens = torch.tensor([[*each.tokens, *[0] * (length - len(each.tokens))] for each in encoded])
