@@ -26,6 +26,7 @@ from titanlite.metrics.config import LOGGERS, PLUGIN_LOGGERS, MetricsConfig
 from titanlite.metrics.slow_loggers import SlowLogger
 from titanlite.models.family import Family, HuggingFace, LanguageModel, ModelConfig, Structure
 from titanlite.models.head import output_layers_of
+from titanlite.models.linear_attention import GatedDeltaNet
 from titanlite.models.losses import LOSSES, TERMS, CountFunction, Loss, Term, TokenFunction, check_loss, cross_entropy
 from titanlite.models.registry import FAMILIES
 from titanlite.models.transfer import roles_of
@@ -248,7 +249,10 @@ def _check_model(check: _Check, family: Family, config: Any) -> None:
         check.require(not own, f"the loss gives no gradient to {', '.join(own)} of the OutputLayer: scale its input")
     fault = check.call("transform", transform_problem, model, 0)
     check.require(fault is None, f"{fault}")
-    roles = roles_of(model, config, structure)
+    roles = check.call("roles", roles_of, model, config, structure)
+    for name, module in model.named_modules():
+        is_old = isinstance(module, GatedDeltaNet) and hasattr(module, "mix")
+        check.require(not is_old, f"{name} has 'mix', which nothing calls: write it as its core")
     for name, parameter in model.named_parameters():
         check.require(parameter.dim() > 0, f"{name} has no dimension, and FSDP cannot shard it: use shape (1,)")
         rule = f"{name} has no role: use a layer of titanlite.models.parts, such as Column or Row, or write roles = "

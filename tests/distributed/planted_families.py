@@ -14,7 +14,8 @@ from titanlite.models.deepseek_v3 import DEEPSEEK_V3, DeepseekV3
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.family import Init
 from titanlite.models.llama3 import LLAMA3, Llama3
-from titanlite.models.parts import Role
+from titanlite.models.mixer import Mixer
+from titanlite.models.parts import Column, Role, Row
 from titanlite.models.qwen3 import Qwen3
 from titanlite.models.qwen3_5 import QWEN3_5, Qwen35
 from titanlite.models.qwen3_moe import QWEN3_MOE
@@ -58,6 +59,29 @@ class OwnCore(layers.Attention):
     def core(self, inputs: Any, seen: Any, by_head: Any) -> Tensor:
         out = super().core(inputs, seen, by_head)
         return out + out.mean(dim=2, keepdim=True)
+
+
+class FewHeads(Mixer):
+    """Fewer heads than ranks in one input and in one parameter, and inputs of different dtypes."""
+
+    gathers = True
+
+    def __init__(self, dim: int, n_heads: int, _n_kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.rates, self.wv = Column(dim, 1), Column(dim, n_heads * head_dim)
+        self.strength = layers.OfHeads(1, Role(Init("constant", 0.5)))
+        self.wo = Row(n_heads * head_dim, dim)
+
+    def forward(self, x: Tensor, _rope: Any, mask: Any) -> Tensor:
+        inputs = self.rates(x).unsqueeze(-1).float(), self.wv(x).unflatten(-1, (-1, self.head_dim))
+        out: Tensor = self.wo(self.core(inputs, mask, {"strength": self.strength()}).flatten(2))
+        return out
+
+    def core(self, inputs: Any, seen: Any, by_head: Any) -> Tensor:  # noqa: ARG002
+        rates, values = inputs
+        sums: Tensor = (values * rates.exp()).cumsum(1) * by_head["strength"].unsqueeze(-1) / values.shape[1]
+        return sums
 
 
 class Shared(layers.Attention):
@@ -150,6 +174,7 @@ add("method", Method)
 add("without_mask", attend=without_mask)
 add("across_heads", attend=across_heads)
 add("own_core", OwnCore)
+add("few_heads", FewHeads)
 add("uncalled", Uncalled)
 add("keeps_aside", Shared, model=KeepsAside)
 add("shifted", Shifted)

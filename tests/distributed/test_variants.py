@@ -120,6 +120,8 @@ def test_code_of_a_family_is_called_on_what_a_rank_has_or_refused(*, further: bo
         ("uncalled", Layout((1, 1, 2, 1)), None),
         ("own_core", HEADS, "layers.0.attention.core gives some of the heads another result than among all"),
         ("own_core", GATHERED, 'layers.0.attention has a core of its own: use context_parallel = "heads"'),
+        ("few_heads", HEADS, None),
+        ("few_heads", Layout((1, 1, 1, 2)), "tp cuts layers.0.attention.rates.weight along 1 numbers"),
         ("keeps_aside", PIPELINE, kept),
         ("keeps_aside", Layout((1, 1, 1, 2)), None),
         ("shifted", HEADS, "positions interact outside of the core of a Mixer"),

@@ -3,6 +3,7 @@
 import os
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from titanlite.metrics.config import (
 )
 from titanlite.models.head import check_terms
 from titanlite.models.losses import CROSS_ENTROPY
-from titanlite.models.registry import check_model, full_model, full_parameters
+from titanlite.models.registry import check_model, full_model, full_parameters, meta_model
 from titanlite.optim.optimizer import OWN, optimizers_of
 from titanlite.optim.qk_clip import check_qk_clip
 from titanlite.optim.registry import check_optimizer, check_parameters
@@ -247,6 +248,11 @@ def _of_stage(problem: Problem, facts: JobConfig, index: int) -> Problem:
     return replace(problem, key=key, remedy=problem.remedy.replace(problem.key, key))
 
 
+@cache  # a search asks for each layout
+def _form_problems(family_name: str, hyper_parameters: Any, tp: int) -> list[str]:
+    return form_problems(meta_model(family_name, hyper_parameters), tp)
+
+
 def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
     """Problems between model, batch and parallelisms, which a search of layouts checks for each."""
     section, training = config.parallelism, config.training
@@ -256,7 +262,7 @@ def check_layout(config: JobConfig, world_size: int) -> list[Problem]:
     if not problems:
         rules = Rules("parallelism", section, problems)
         structure = family.structure(model)
-        faults = form_problems(full_model(config.model)) if section.tp > 1 else []
+        faults = _form_problems(family.name, model, section.tp) if section.tp > 1 else []
         rule = f"1 with the family {family.name!r}: {', '.join(faults[:1])}"
         rules.require("tp", not faults, rule, "use dp_shard or pp, or the layers of titanlite.models.parts")
         problems += check_context(section, model, training.seq_len)

@@ -139,7 +139,7 @@ class ByWindow(dict[int, Any]):
 
 
 class ByMixer(dict[Hashable, Any]):
-    """An argument of blocks, such as the mask, by what their mixer sees."""
+    """An argument of blocks, such as the mask, by the `kind_of_context` of their mixer."""
 
 
 class Block(nn.Module):
@@ -329,16 +329,12 @@ class Decoder(LanguageModel):
         """The windows of the blocks of this stage; 0: none."""
         return {window_of(layer) for layer in self.layers.values()}
 
-    def mixers(self) -> dict[Hashable, Mixer]:
-        """One of the mixers of the blocks of this stage for each kind of context."""
-        return {mixer.sees: mixer for mixer in map(mixer_of, self.layers.values()) if mixer is not None}
-
     def masks(self, document_ids: Tensor | None, dtype: torch.dtype) -> AttentionMask | ByMixer | None:
-        """The mask of all blocks of this stage, or one for each of their windows."""
-        mixers = self.mixers() or {0: Mixer()}
+        """What all blocks of this stage know of documents, or that of each kind of their mixers."""
+        mixers = {mixer.kind_of_context: mixer for mixer in map(mixer_of, self.layers.values())}
         found = ByMixer(
-            (sees, mixer.context(document_ids, dtype, self.config.head_dim, self.attention_mask))
-            for sees, mixer in mixers.items()
+            (kind, mixer.context(document_ids, dtype, self.config.head_dim, self.attention_mask))
+            for kind, mixer in mixers.items()
         )
         return found if len(found) > 1 else next(iter(found.values()), None)
 
@@ -359,21 +355,23 @@ class Decoder(LanguageModel):
         return x if self.output is not None else torch.cat((x, more.reshape(*x.shape[:2], self.carried)), dim=-1)
 
 
-def mixer_of(layer: nn.Module) -> Mixer | None:
+PLAIN = Mixer()
+"""In place of that of a block without one: its module gets the mask of attention without a window."""
+
+
+def mixer_of(layer: nn.Module) -> Mixer:
     found = getattr(layer, "attention", None)
-    return found if isinstance(found, Mixer) else None
+    return found if isinstance(found, Mixer) else PLAIN
 
 
 def window_of(layer: nn.Module) -> int:
     """The window of the attention of a block; 0: none."""
-    mixer = mixer_of(layer)
-    return 0 if mixer is None else mixer.window
+    return mixer_of(layer).window
 
 
 def _of_layer(layer: nn.Module, argument: Any) -> Any:
     if isinstance(argument, ByMixer):
-        mixer = mixer_of(layer)
-        return argument[0 if mixer is None else mixer.sees]
+        return argument[mixer_of(layer).kind_of_context]
     return argument[window_of(layer)] if isinstance(argument, ByWindow) else argument
 
 

@@ -51,8 +51,13 @@ class Mixer(nn.Module):
 
     @property
     def sees(self) -> Hashable:
-        """Mixers that are alike in this have the same `context`."""
+        """Mixers of a class that are alike in this have the same `context`."""
         return self.window
+
+    @property
+    def kind_of_context(self) -> Hashable:
+        """Equal for mixers with the same `context`."""
+        return type(self).context, self.sees
 
     def context(self, document_ids: Tensor | None, dtype: torch.dtype, head_dim: int, mask: Callable[..., Any]) -> Any:
         """What the core must know of the documents. mask: attention_mask of the model, which may know no windows."""
@@ -60,8 +65,8 @@ class Mixer(nn.Module):
 
     @property
     def has_cache(self) -> bool:
-        """Whether `cache` is one for this core: a class that defines a core without a cache has none."""
-        owner = next(kind for kind in type(self).__mro__ if {"core", "cache"} & vars(kind).keys())
+        """Whether `cache` is one for this core: a class that defines a core or a context without a cache has none."""
+        owner = next(kind for kind in type(self).__mro__ if {"core", "context", "cache"} & vars(kind).keys())
         return owner is not Mixer and "cache" in vars(owner)
 
     def cache(self, reading: Reading) -> Cache:
@@ -82,9 +87,10 @@ class Mixer(nn.Module):
 
 
 def own_values(inputs: Sequence[Tensor], *_: Any) -> Tensor:
-    """In place of a core: its results if each position sees itself only."""
+    """In place of a core: results of its shape that depend on all inputs of their own position, and on no other."""
     values = inputs[min(len(inputs), 3) - 1]
-    return values.repeat_interleave(max(x.shape[2] for x in inputs) // values.shape[2], dim=2)
+    values = values.repeat_interleave(max(x.shape[2] for x in inputs) // values.shape[2], dim=2)
+    return torch.stack([x.mean((2, 3), dtype=values.dtype) for x in inputs]).sum(0)[..., None, None] + values
 
 
 def mixers_of(model_parts: Iterable[nn.Module]) -> list[Mixer]:

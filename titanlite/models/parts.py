@@ -4,7 +4,7 @@ each parameter has a role. In one process the layers are torch's own."""
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from torch import nn
 
@@ -70,6 +70,11 @@ BASE = Transfer()
 """That of all parameters of the base model."""
 
 
+Width = Literal["hidden", "vector", "input", "output", "last", "unknown"]
+Writes = Literal["", "product", "norm"]
+Updates = Literal["matrix", "vector", "other"]
+
+
 @dataclass(frozen=True)
 class Role:
     """What is known of a parameter beside its shape.
@@ -86,11 +91,18 @@ class Role:
     """
 
     init: Init | None = None
-    width: Literal["hidden", "vector", "input", "output", "last", "unknown"] = "vector"
-    writes: Literal["", "product", "norm"] = ""
-    optimizer: Literal["matrix", "vector", "other"] = "other"
+    width: Width = "vector"
+    writes: Writes = ""
+    optimizer: Updates = "other"
     offset: float = 0.0
     transfer: Transfer = BASE
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.init, Init | None):
+            raise UserError(f'init of a Role is {self.init!r}: write an Init, such as Init("normal", 0.02), or None')
+        for name, kinds in (("width", Width), ("writes", Writes), ("optimizer", Updates)):
+            if (value := getattr(self, name)) not in get_args(kinds):
+                raise UserError(f"{name} of a Role is {value!r}: it is one of {', '.join(map(repr, get_args(kinds)))}")
 
 
 HIDDEN = Role(width="hidden", optimizer="matrix")
@@ -142,6 +154,8 @@ def declared_roles(model: nn.Module) -> Iterator[tuple[str, Role | None]]:
     names = {name for name, _ in model.named_parameters()}
     for prefix, module in model.named_modules(remove_duplicate=False):
         roles: Any = {"weight": EMBEDDING} if type(module) is nn.Embedding else getattr(module, "roles", {})
+        if not isinstance(roles, Mapping) or not all(isinstance(role, Role) for role in roles.values()):
+            raise UserError(f'roles of {prefix} are {roles!r}: write {{"weight": Role(...)}}, by names of parameters')
         for key, _ in module.named_parameters(recurse=False):
             if (name := f"{prefix}.{key}") in names:
                 yield name, roles.get(key)

@@ -48,22 +48,27 @@ def apply_context_parallel(model: LanguageModel, group: dist.ProcessGroup | None
 def over_heads(mixer: Any, inputs: Sequence[Tensor], seen: Any, by_head: Mapping[str, Tensor]) -> Tensor:
     """The core of a mixer for this rank's positions, (batch, seq_len / cp, heads, width): with entire rows of 1 / cp of
     the heads. seen: of entire rows. If there are fewer heads of an input than ranks, several ranks compute with the
-    same one. One exchange for all inputs."""
+    same one. One exchange for all inputs, in the widest of their dtypes."""
     group, cp = mixer.cp_group, mixer.cp_group.size()
-    inputs = [x if x.shape[2] >= cp else x.repeat_interleave(cp // x.shape[2], dim=2) for x in inputs]
+    inputs = [enough_heads(x, cp, dim=2) for x in inputs]
     parts = [x.unflatten(2, (cp, -1)) for x in inputs]  # (batch, seq_len / cp, cp, heads / cp, width)
     joined = _HeadsForPositions.apply(torch.cat([x.flatten(3) for x in parts], dim=-1), group, 2, 1).squeeze(2)  # type: ignore[no-untyped-call]
     if mixer.cp_form == "gather":
         order = _order(joined.shape[1], cp, joined.device)
         joined = joined[:, order]
     split = joined.split([x.shape[3] * x.shape[4] for x in parts], dim=-1)
-    own = [x.unflatten(-1, part.shape[3:]) for x, part in zip(split, parts, strict=True)]
-    own_by_head = {name: x.chunk(cp)[group.rank()] for name, x in by_head.items()}
+    own = [x.unflatten(-1, part.shape[3:]).to(part.dtype) for x, part in zip(split, parts, strict=True)]
+    own_by_head = {name: enough_heads(x, cp).chunk(cp)[group.rank()] for name, x in by_head.items()}
     out = type(mixer).core(mixer, own, seen, own_by_head)
     if mixer.cp_form == "gather":
         out = out[:, order.argsort()]
     mixed: Tensor = _HeadsForPositions.apply(out, group, 1, 2)  # type: ignore[no-untyped-call]
     return mixed
+
+
+def enough_heads(x: Tensor, parts: int, dim: int = 0) -> Tensor:
+    """Heads along `dim`, repeated if there are fewer than parts."""
+    return x if x.shape[dim] >= parts else x.repeat_interleave(parts // x.shape[dim], dim=dim)
 
 
 def over_gathered(mixer: Any, inputs: Sequence[Tensor], seen: Any, by_head: Mapping[str, Tensor]) -> Tensor:

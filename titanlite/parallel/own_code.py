@@ -18,6 +18,7 @@ from titanlite.models.layers import WholeRows
 from titanlite.models.mixer import Mixer, mixers_of, own_values
 from titanlite.models.parts import gathers
 from titanlite.models.shrink import shrink_model
+from titanlite.parallel.context import enough_heads
 from titanlite.parallel.mesh import ContextParallel, ParallelismConfig
 from titanlite.parallel.tensor import form_problems
 from titanlite.runtime.errors import ConfigError, Problem
@@ -40,9 +41,9 @@ def require_layout(
     is_own = is_registered(FAMILIES, family.name) or has_own_code(model)
     if section.tp > 1:
         found["tp"] = (
-            next(iter(form_problems(model)), None)
+            next(iter(form_problems(model, section.tp)), None)
             or transform_problem(model, 1)
-            or (position_problem(family, config, of_core=False) if is_own else None)
+            or (own_tensor_problem(family, config, model, section) if is_own else None)
         )
     if section.ep > 1:
         found["ep"] = experts_problem(model)
@@ -50,9 +51,10 @@ def require_layout(
         found["cp"] = context_problem(model, structure, form)
         if is_own and found["cp"] is None:
             found["cp"] = (
-                uncalled_core(model)
+                uncut_heads(model, section)
+                or core_problem(family, config, section.cp, form)
+                or uncalled_core(model)
                 or position_problem(family, config, of_core=True)
-                or core_problem(family, config, form)
             )
     if section.pp > 1 and family.boundary is None and is_own:
         found["pp"] = boundary_problem(model, structure, stages)
@@ -65,6 +67,15 @@ def require_layout(
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def own_tensor_problem(family: Family, config: Any, model: LanguageModel, section: ParallelismConfig) -> str | None:
+    """Why tensor parallelism would compute another model than one process; None if nothing is found."""
+    return (
+        uncut_heads(model, section)
+        or core_problem(family, config, section.tp)
+        or position_problem(family, config, of_core=False)
+    )
 
 
 def has_own_code(model: nn.Module) -> bool:
@@ -124,16 +135,21 @@ def position_problem(family: Family, config: Any, *, of_core: bool) -> str | Non
 
 
 def _tiny_problem(
-    family: Family, config: Any, prepare: Callable[[LanguageModel], None], judge: Callable[[], str | None]
+    family: Family,
+    config: Any,
+    prepare: Callable[[LanguageModel], None],
+    judge: Callable[[], str | None],
+    ranks: int = 1,
 ) -> str | None:
-    """What `judge` says after a forward pass of a tiny model of the family with random weights, once prepared."""
+    """What `judge` says after a forward pass of a tiny model of the family with random weights, once prepared. ranks:
+    see shrink_model."""
     if not isinstance(config, DecoderConfig):
         return None
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(0)
             # a layer may be special
-            model = family.build(replace(shrink_model(config, 1), vocab_size=8, n_layers=config.n_layers))
+            model = family.build(replace(shrink_model(config, ranks), vocab_size=8, n_layers=config.n_layers))
             model = model.to(torch.float64)
             model.tie_weights()
             model.init_buffers(torch.device("cpu"))
@@ -173,6 +189,8 @@ def context_problem(model: LanguageModel, structure: Structure, form: ContextPar
     if form == "gather" and getattr(model, "attention_mask", None) is not attention_mask:
         return 'context_parallel = "gather" would replace its attention_mask'
     for name, module in model.named_modules():
+        if isinstance(module, Mixer) and "core" in vars(module):
+            return f"it would replace the core that was assigned to {name}: write it as a method of its class"
         kernel: Any = getattr(module, "attend", attend)
         if kernel is not attend and (fault := kernel_problem(kernel, module.head_dim, form)) is not None:
             return f"{name}.attend {fault}"
@@ -202,43 +220,89 @@ def kernel_problem(kernel: Kernel, head_dim: int, form: ContextParallel) -> str 
     return None
 
 
+def called_cores(model: LanguageModel) -> dict[str, dict[str, int]] | str:
+    """The heads of each input and each tensor by head, of each mixer whose forward calls `core`; or why that is not
+    known."""
+    called: dict[str, dict[str, int]] = {}
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if isinstance(module, Mixer):
+                stack.enter_context(replaced(module, "core", _noting(name, called)))
+        return _try(model) or called
+
+
 def uncalled_core(model: LanguageModel) -> str | None:
     """The mixers whose forward does not call `core`; None: all do."""
-    called: set[str] = set()
-    with ExitStack() as stack:
-        mixers = [name for name, module in model.named_modules() if isinstance(module, Mixer)]
-        for name in mixers:
-            stack.enter_context(replaced(model.get_submodule(name), "core", _noting(name, called)))
-        if (fault := _try(model)) is not None:
-            return fault
+    if isinstance(called := called_cores(model), str):
+        return called
+    mixers = (name for name, module in model.named_modules() if isinstance(module, Mixer))
     return next((f"{name} does not call self.core" for name in mixers if name not in called), None)
 
 
-def core_problem(family: Family, config: Any, form: ContextParallel) -> str | None:
-    """The mixers whose own core gives some of the heads another result than among all. Tested with a tiny model."""
+def uncut_heads(model: LanguageModel, section: ParallelismConfig) -> str | None:
+    """The mixers with heads that tp and cp do not divide; None: none, or their forward cannot be called here."""
+    called = called_cores(model)
+    for name, counts in called.items() if isinstance(called, dict) else ():
+        gathers_keys = section.context_parallel == "gather" and bool(model.get_submodule(name).gathered)
+        degrees = {"tp": section.tp, "cp": 1 if gathers_keys else section.cp}
+        for what, count in counts.items():
+            of_rank, left = divmod(count, section.tp)
+            if left or (of_rank % degrees["cp"] and degrees["cp"] % of_rank):
+                ranks = " x ".join(f"{key} = {size}" for key, size in degrees.items() if size > 1)
+                return f"{what} of {name}.core has {count} heads, which {ranks} does not divide"
+    return None
+
+
+def core_problem(family: Family, config: Any, ranks: int, form: ContextParallel = "heads") -> str | None:
+    """The mixers whose own core gives some of the heads, those of one of the ranks, another result than among all.
+    Tested with a tiny model."""
     faults: list[str] = []
-
-    def halved(name: str, core: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def compare(inputs: Sequence[Tensor], seen: Any, by_head: Mapping[str, Tensor]) -> Tensor:
-            out, parts = core(inputs, seen, by_head), []
-            for index in range(2):
-                own = [each if each.shape[2] == 1 else each.chunk(2, dim=2)[index] for each in inputs]
-                parts.append(core(own, seen, {key: value.chunk(2)[index] for key, value in by_head.items()}))
-            if not torch.allclose(torch.cat(parts, dim=2), out):
-                faults.append(f"{name}.core gives some of the heads another result than among all")
-            return out
-
-        return compare
 
     def prepare(model: LanguageModel) -> None:
         for name, mixer in model.named_modules():
-            if not isinstance(mixer, Mixer) or type(mixer).core.__module__.startswith("titanlite."):
+            if not isinstance(mixer, Mixer):
                 continue
-            if form == "gather" and mixer.gathered:
-                faults.append(f'{name} has a core of its own: use context_parallel = "heads"')
-            mixer.core = halved(name, mixer.core)  # type: ignore[method-assign]
+            own = [key for key in ("core", "context") if not _is_shipped(getattr(type(mixer), key))]
+            if own and mixer.gathered and form == "gather":
+                faults.append(f'{name} has a {own[0]} of its own: use context_parallel = "heads"')
+            elif "core" in own:
+                mixer.core = _in_parts(name, mixer.core, faults)  # type: ignore[method-assign]
 
-    return _tiny_problem(family, config, prepare, lambda: next(iter(faults), None))
+    factor = next(number for number in range(2, ranks + 1) if ranks % number == 0)
+    return _tiny_problem(family, config, prepare, lambda: next(iter(faults), None), factor)
+
+
+def _is_shipped(function: Callable[..., Any]) -> bool:
+    return function.__module__.partition(".")[0] in TITANLITE
+
+
+def _in_parts(name: str, core: Callable[..., Tensor], faults: list[str]) -> Callable[..., Tensor]:
+    """A core that adds a fault if some of the heads alone get another result."""
+
+    def compare(inputs: Sequence[Tensor], seen: Any, by_head: Mapping[str, Tensor]) -> Tensor:
+        out, expected = core(inputs, seen, by_head), own_values(inputs)
+        if out.shape != expected.shape:
+            width = "the third input" if len(inputs) > 2 else "the last input"
+            rule = f"{tuple(expected.shape)}: the most heads of an input, and the width of {width}"
+            faults.append(f"{name}.core has results {tuple(out.shape)}, not {rule}")
+            return out
+        counts = [x.shape[2] for x in inputs]
+        number = next((n for n in range(2, max(counts) + 1) if all(each in (1, each // n * n) for each in counts)), 1)
+        parts = []
+        try:
+            for index in range(number):
+                own = [enough_heads(x, number, dim=2).chunk(number, dim=2)[index] for x in inputs]
+                own_by_head = {key: enough_heads(x, number).chunk(number)[index] for key, x in by_head.items()}
+                parts.append(core(own, seen, own_by_head))
+            is_alike = torch.allclose(torch.cat(parts, dim=2), out)
+        except Exception as error:
+            faults.append(f"{name}.core cannot be called with some of the heads: {type(error).__name__}: {error}")
+            return out
+        if not is_alike:
+            faults.append(f"{name}.core gives some of the heads another result than among all")
+        return out
+
+    return compare
 
 
 @contextmanager
@@ -254,9 +318,11 @@ def replaced(module: nn.Module, name: str, function: Callable[..., Tensor]) -> I
             setattr(module, name, own[name])
 
 
-def _noting(name: str, called: set[str]) -> Callable[..., Tensor]:
-    def note(inputs: Sequence[Tensor], *_: Any) -> Tensor:
-        called.add(name)
+def _noting(name: str, called: dict[str, dict[str, int]]) -> Callable[..., Tensor]:
+    def note(inputs: Sequence[Tensor], _seen: Any, by_head: Mapping[str, Tensor]) -> Tensor:
+        counts = {f"inputs[{index}]": x.shape[2] for index, x in enumerate(inputs)}
+        # one number is that of all heads
+        called[name] = counts | {f"by_head[{key!r}]": len(x) for key, x in by_head.items() if len(x) > 1}
         return own_values(inputs)
 
     return note

@@ -5,7 +5,7 @@ activations explicitly: each operation on DTensors would cost a tenth of a milli
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
-from titanlite.models.experts import Experts, Router, router_scores
+from titanlite.models.experts import Experts, MixtureOfExperts, Router, router_scores
 from titanlite.models.family import LanguageModel, has_own
 from titanlite.models.head import OutputLayer
 from titanlite.models.layers import OfHeads, RMSNorm, Scalar, WholeRows, WideNorm, rms_norm, rms_norm_of_part
@@ -57,9 +57,8 @@ def tensor_dimension(module: nn.Module, parameter: str) -> int | None:
     return placement.dim if isinstance(placement, Shard) else None
 
 
-@lru_cache(maxsize=16)  # a search asks for each layout
-def form_problems(model: nn.Module) -> list[str]:
-    """Why tensor parallelism cannot be applied to a full model as it was built; empty if it can."""
+def form_problems(model: nn.Module, tp: int) -> list[str]:
+    """Why tensor parallelism of this degree cannot be applied to a full model as it was built; empty if it can."""
     problems, modules = [], dict(model.named_modules(remove_duplicate=False))
     for name, module in modules.items():
         own, what = [key for key, _ in module.named_parameters(recurse=False)], type(module).__name__
@@ -76,13 +75,30 @@ def form_problems(model: nn.Module) -> list[str]:
         if kind is Column and outer is None and not any(_has_whole_rows(modules[each]) for each in _around(name)):
             remedy = "write gathers = True in the class of the module that is called with one part of the positions"
             problems.append(f"{name} is a Column, and no module around it gathers its input ({remedy})")
+        if kind is RowPart and not any(isinstance(modules[each], MixtureOfExperts) for each in _around(name)):
+            problems.append(f"{name} is a RowPart, and no mixture of experts around it adds up its parts (build a Row)")
         placements, forward = FORMS.get(kind, (dict.fromkeys(own), _none))
         expected = [key for key in placements if key != "bias" or getattr(module, "bias", None) is not None]
         if own != expected:
             problems.append(f"{name}: a {kind.__name__} has {', '.join(expected)}, not {', '.join(own)}")
         elif forward is not None and has_own(module, "forward", kind):
             problems.append(f"{name}: tensor parallelism would replace the forward of {what}")
+        else:
+            problems += _uneven_problems(name, module, placements, tp)
     return problems
+
+
+def _uneven_problems(name: str, module: nn.Module, placements: dict[str, Placement], tp: int) -> list[str]:
+    """Parameters of which ranks would have parts of different sizes, as only those of a vocabulary may be."""
+    if isinstance(module, nn.Embedding | OutputLayer):
+        return []
+    sizes = {
+        key: parameter.shape[placement.dim]
+        for key, parameter in module.named_parameters(recurse=False)
+        if isinstance(placement := placements[key], Shard)
+    }
+    rule = f"which tp = {tp} does not divide"
+    return [f"tp cuts {name}.{key} along {size} numbers, {rule}" for key, size in sizes.items() if size % tp][:1]
 
 
 def _around(name: str) -> list[str]:

@@ -38,7 +38,8 @@ REPLACED = {
         'write how values begin where the parameter is: roles = {"weight": Role(Init("normal", 0.02))} in the class of '
         "its module, with Role and Init of titanlite.models.parts"
     ),
-    r"'(mix|transfer|transfer_of|parts_of)'": "see the table of replaced names in docs/plugins.md",
+    r"'(mix|LINEAR|KeyValueCache|style_problems)'": "see the table of replaced names in docs/plugins.md",
+    r"'(transfer|transfer_of|parts_of|MATRICES|Transfer|BASE)'": "see the table of replaced names in docs/plugins.md",
 }
 """What to write in place of names that earlier versions had, by a pattern of the message of the error."""
 MODULE_PREFIX = "titanlite_plugin_"
@@ -211,7 +212,8 @@ def _importing(name: str, shown: str) -> Iterator[None]:
         kind = "" if isinstance(error, RegistrationError) else f"{type(error).__name__}: "
         reason = " ".join(f"{kind}{error}{_place(error)}".split())
         is_missing = isinstance(error, ModuleNotFoundError)  # a .py file does not find the files beside it
-        replaced = (new for pattern, new in REPLACED.items() if re.search(pattern, str(error)))
+        is_of_names = isinstance(error, TypeError | AttributeError | ImportError | RegistrationError)
+        replaced = (new for pattern, new in REPLACED.items() if is_of_names and re.search(pattern, str(error)))
         remedy = (
             "install that module, or add its folder to PYTHONPATH" if is_missing else next(replaced, "fix its code")
         )

@@ -125,7 +125,7 @@ def test_flops_match_the_counter_of_torch(family: Family, tied: bool) -> None:
 def test_every_module_has_a_form_and_every_parameter_a_role(family: Family) -> None:
     config = small(family)
     model = on_meta(family, config)
-    assert form_problems(model) == []
+    assert form_problems(model, 1) == []
     assert form_of(model.get_submodule("layers.1.attention.wo")) is Row
     assert structure_of(family, config, model).roles.keys() == dict(model.named_parameters()).keys()
 
