@@ -74,13 +74,16 @@ class FewHeads(Mixer):
         self.wo = Row(n_heads * head_dim, dim)
 
     def forward(self, x: Tensor, _rope: Any, mask: Any) -> Tensor:
-        inputs = self.rates(x).unsqueeze(-1).float(), self.wv(x).unflatten(-1, (-1, self.head_dim))
+        narrow = x.detach().mean(-1).float()[..., None, None]
+        inputs = self.rates(x).unsqueeze(-1), narrow, self.wv(x).unflatten(-1, (-1, self.head_dim))
         out: Tensor = self.wo(self.core(inputs, mask, {"strength": self.strength()}).flatten(2))
         return out
 
     def core(self, inputs: Any, seen: Any, by_head: Any) -> Tensor:  # noqa: ARG002
-        rates, values = inputs
-        sums: Tensor = (values * rates.exp()).cumsum(1) * by_head["strength"].unsqueeze(-1) / values.shape[1]
+        rates, narrow, values = inputs
+        sums: Tensor = (
+            (values * rates.exp() * narrow.sin()).cumsum(1) * by_head["strength"].unsqueeze(-1) / values.shape[1]
+        )
         return sums
 
 
