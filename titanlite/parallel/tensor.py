@@ -4,7 +4,7 @@ Parameters are DTensors. The modules compute with plain tensors, this rank's par
 activations explicitly: each operation on DTensors would cost a tenth of a millisecond, forward and backward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -88,7 +88,7 @@ def form_problems(model: nn.Module, tp: int) -> list[str]:
     return problems
 
 
-def _uneven_problems(name: str, module: nn.Module, placements: dict[str, Placement], tp: int) -> list[str]:
+def _uneven_problems(name: str, module: nn.Module, placements: Mapping[str, Placement | None], tp: int) -> list[str]:
     """Parameters of which ranks would have parts of different sizes, as only those of a vocabulary may be."""
     if isinstance(module, nn.Embedding | OutputLayer):
         return []
