@@ -43,7 +43,7 @@ class LatentAttention(HeadAttention):
         super().__init__(head_dim, query_factor)
         self.rope_dim = rope_dim
         self.value_dim = value_dim
-        self.kv_rank, self.q_rank = kv_rank, q_rank
+        self.kv_rank = kv_rank
         self.reads_latents = False
         self.wq_a = OwnPositions(dim, q_rank, bias=False) if q_rank else None
         self.q_norm = RMSNorm(q_rank, NORM_EPS) if q_rank else None

@@ -378,7 +378,6 @@ class Attention(HeadAttention):
         self.rotates = rotates
         self.window = window
         self.cap = cap
-        self.rotary_dim = head_dim
         self.wq = Column(dim, n_heads * head_dim, bias=bias)
         self.wk = Column(dim, n_kv_heads * head_dim, bias=bias)
         self.wv = Column(dim, n_kv_heads * head_dim, bias=bias)

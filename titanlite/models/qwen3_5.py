@@ -130,7 +130,6 @@ def hybrid_block(config: Any, index: int) -> Block:
     else:
         norms = [norm_of(config, config.head_dim) for _ in range(2)]
         attention = GatedAttention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim, *norms)
-        attention.rotary_dim = config.rotary_dim
     if not has_experts:
         return kind(config, attention, FeedForward(config.dim, config.ffn_dim))
     shared = GatedFeedForward(config.dim, config.n_shared_experts * config.ffn_dim)
